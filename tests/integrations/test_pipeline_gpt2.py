@@ -7,7 +7,16 @@ import torch
 
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
-from tests.integrations.cases.hf_pipeline import Gpt2, Outcome, alone, piped
+from tests.integrations.cases.hf_pipeline import (
+    NEW_TOKENS,
+    Gpt2,
+    Outcome,
+    Tokens,
+    alone,
+    piped,
+    tokens_alone,
+    tokens_piped,
+)
 from tests.pipeline.cases.pipeline_cases import furthest
 
 pytestmark = pytest.mark.distributed
@@ -51,3 +60,41 @@ def test_one_rank_of_two_three_times_slower(ranks2: RankPool) -> None:
 def test_one_rank_of_four_three_times_slower(ranks4: RankPool) -> None:
     found = check(ranks4, Gpt2("auto", slow=2, options={"costs": "measure"}))
     assert found.blocks[2] == min(found.blocks) < max(found.blocks)
+
+
+def check_tokens(pool: RankPool, work: Tokens) -> None:
+    """Those of transformers with its cache, one new position a token."""
+    expected = tokens_alone(work)
+    found = pool.run(tokens_piped, work, case_setup=serve_in_thread)
+    assert len(set(expected[-1][:, 4:].flatten().tolist())) > 3
+    for one in found:
+        assert all(map(torch.equal, one.tokens, expected)), (one.tokens, expected)
+        assert one.lengths == [4, 4, *[1] * (2 * NEW_TOKENS - 2)]
+        assert one.left == 0, "caches end with generate"
+        assert one.warnings == []
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("samples", [False, True])
+def test_tokens_with_a_cache_on_each_stage(
+    ranks2: RankPool, family: str, samples: bool
+) -> None:
+    check_tokens(ranks2, Tokens(family, samples=samples))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_tokens_behind_padding(ranks2: RankPool, family: str) -> None:
+    check_tokens(ranks2, Tokens(family, "zb-v", padded=True))
+
+
+def test_tokens_of_a_model_that_was_cut_by_name(ranks2: RankPool) -> None:
+    points = ("transformer.h.2", "transformer.h.4", "transformer.ln_f")
+    check_tokens(ranks2, Tokens(schedule="zb-v", points=points))
+
+
+def test_tokens_on_four_ranks(ranks4: RankPool) -> None:
+    check_tokens(ranks4, Tokens(schedule="zb-h1"))
+
+
+def test_tokens_after_a_layer_has_moved(ranks2: RankPool) -> None:
+    check_tokens(ranks2, Tokens(moves=True))

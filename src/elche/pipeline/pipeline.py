@@ -21,7 +21,13 @@ from elche.pipeline.setup.building import Split
 from elche.pipeline.setup.profiling import LayerMeasurement
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer
-from elche.pipeline.step.generation import BatchOf, Choose, Generation, greedy
+from elche.pipeline.step.generation import (
+    BatchOf,
+    Choose,
+    Generation,
+    GenerationRequest,
+    greedy,
+)
 from elche.pipeline.step.gradients import clip_norm, unscale
 from elche.pipeline.step.inputs import Call
 from elche.pipeline.step.outputs import EvaluationOutput, OutputRanks, StepOutput
@@ -248,11 +254,17 @@ class Pipeline:
         end_token: int | None = None,
         choose: Choose = greedy,
         batch_of: BatchOf = lambda tokens: tokens,
+        use_cache: bool = True,
     ) -> torch.Tensor:
         """Continues sequences of tokens with a causal model; on all ranks.
 
-        Each token runs all of the sequence again: there is no cache. The sequences are
-        cut into microbatches as a batch is, so several keep all ranks busy.
+        Each stage keeps the keys and values of earlier positions, and one new position
+        travels per token: of a model of transformers that was cut by `sample=`, and of
+        layers whose forward takes ``cache=``, a dict that is empty at first and theirs
+        until the end. With other layers each token runs all of the sequence again, and
+        the log says so; so it does where caches lead to other logits, which is looked
+        at in the first two tokens. Several sequences are cut into microbatches as a
+        batch is, and keep all ranks busy.
 
         Args:
             tokens: [sequences, length], read on the first stage's rank.
@@ -260,7 +272,10 @@ class Pipeline:
             end_token: where a sequence ends; it is filled up with it.
             choose: of the last position's logits [sequences, vocabulary], the tokens;
                 called on the last stage's rank. The likeliest unless given.
-            batch_of: of tokens, the model's input, where it takes more than them.
+            batch_of: of tokens, the model's input, where it takes more than them. With
+                a cache the model gets the last positions of its tensors [sequences,
+                length, ...]; an `attention_mask` whole.
+            use_cache: whether layers may keep anything. The same on all ranks.
 
         Returns:
             All tokens, on every rank, on the CPU.
@@ -269,8 +284,10 @@ class Pipeline:
             ConfigError: tokens, settings or the model's output are wrong, on every
                 rank; or there are several replicas. Others as in `step`.
         """
-        made = Generation(self._stepping, self._communicator, batch_of, choose)
-        return made.run(tokens, max_new_tokens, end_token)
+        asked = GenerationRequest(
+            *(tokens, max_new_tokens, end_token, choose, batch_of, use_cache)
+        )
+        return Generation(self._stepping, self._communicator, asked).run()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales all gradients of all stages so that their common norm is not larger.

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
@@ -23,6 +23,11 @@ from elche.pipeline.split_backward.weight_gradients import hooks_made
 from elche.pipeline.trees import map_tensors
 from elche.torch_internals.held import held_parameters
 from elche.torch_internals.passes import CAN_SPLIT, is_compiled
+
+CACHE = "cache"
+"""The argument by which a layer takes a dict that it keeps keys and values in."""
+LayerCaches: TypeAlias = dict[tuple[int, int, int], dict[str, Any]]
+"""The caches of a rank by stage, layer in it and microbatch."""
 
 
 class OwnBackward(nn.Module):
@@ -139,31 +144,47 @@ class Stage:
         """Whether a layer's forward names a keyword."""
         return any(keyword in one.names for one in self._keywords)
 
-    def run(self, value: Any, microbatch: int, keywords: dict[str, Any]) -> Any:
+    def run(
+        self,
+        value: Any,
+        microbatch: int,
+        keywords: dict[str, Any],
+        caches: LayerCaches | None = None,
+    ) -> Any:
         """Runs the layers on a value.
 
         With a seed torch's generators are afterwards as they were: a user's script
         draws the same batches on every rank, whatever stages it has.
+
+        Args:
+            value: of the stage before.
+            microbatch: which one.
+            keywords: for the layers.
+            caches: of layers that take `cache=`; None runs them without.
         """
         if self._seed is None:
-            return self._run(value, microbatch, keywords, ())
+            return self._run(value, microbatch, keywords, caches, ())
         found: list[torch.device] = []
         map_tensors(value, lambda one: found.append(one.device))
         cuda = {one for one in found if one.type == "cuda"}
         with torch.random.fork_rng(cuda):
-            return self._run(value, microbatch, keywords, cuda)
+            return self._run(value, microbatch, keywords, caches, cuda)
 
     def _run(
         self,
         value: Any,
         microbatch: int,
         keywords: dict[str, Any],
+        caches: LayerCaches | None,
         cuda: Collection[torch.device],
     ) -> Any:
         for number, layer in enumerate(self.layers):
             if self._seed is not None:
                 self._reseed(number, microbatch, cuda)
             given = self._keywords[number].of(keywords)
+            if caches is not None and CACHE in self._keywords[number].names:
+                place = (self.index, number, microbatch)
+                given = {**given, CACHE: caches.setdefault(place, {})}
             if self._unpacks and isinstance(value, tuple):
                 value = layer.module(*value, **given)
             elif self._unpacks and isinstance(value, dict):

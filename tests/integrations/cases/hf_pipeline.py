@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import CALM, optimizer_for
 from tests.pipeline.cases.pipeline_cut_cases import parts_of, slow_down
+from tests.pipeline.cases.pipeline_generation_cases import Told
 
 WORDS, LAYERS, LENGTH, MICRO_BATCHES = 29, 6, 9, 4
 SIZES = (8, 3, 1)
@@ -147,3 +157,165 @@ def piped(work: Gpt2) -> Outcome:
             held = range(first, first := first + count)
             blocks[rank] += sum(1 <= layer <= LAYERS for layer in held)
         return Outcome(losses, evaluated, state, tokens, layers, blocks)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What to generate, and how the model is cut.
+
+    Attributes:
+        family: of the model.
+        schedule: of the pipeline.
+        points: where it is cut.
+        padded: sequences are of different lengths, with padding on their left.
+        moves: a layer moves to the first rank behind the first prompt.
+        samples: draws tokens instead of taking the likeliest.
+    """
+
+    family: str = "gpt2"
+    schedule: str = "1f1b"
+    points: tuple[str, ...] | None = None
+    padded: bool = False
+    moves: bool = False
+    samples: bool = False
+
+
+@dataclass
+class GeneratedTokens:
+    """What came out on a rank.
+
+    Attributes:
+        tokens: of one sequence, of several, and again.
+        lengths: positions that the rank's first block was given, in the last time.
+        left: caches that are still there.
+        warnings: of this rank.
+    """
+
+    tokens: list[torch.Tensor]
+    lengths: list[int]
+    left: int
+    warnings: list[str]
+
+
+NEW_TOKENS = 6
+PADDING = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]])
+
+
+def prompts(work: Tokens) -> list[torch.Tensor]:
+    several = torch.tensor([[2, 5, 7, 1], [0, 0, 3, 8], [0, 4, 4, 9]])
+    return [several, several] if work.padded else [prompt(), several, several]
+
+
+def model_of(work: Tokens) -> Any:
+    if work.family == "gpt2":
+        return gpt2().eval()
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        num_hidden_layers=LAYERS,
+        hidden_size=16,
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=WORDS,
+        max_position_embeddings=32,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).double().eval()
+
+
+def padded(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Positions are counted from the first token that is one, as transformers does."""
+    new = tokens.new_ones(len(tokens), tokens.shape[1] - PADDING.shape[1])
+    mask = torch.cat([PADDING[: len(tokens)], new], 1)
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": tokens, "attention_mask": mask, "position_ids": places}
+
+
+def choosing(work: Tokens) -> Callable[[torch.Tensor], torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        if not work.samples:
+            return logits.argmax(-1)
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+    return choose
+
+
+@torch.no_grad()
+def tokens_alone(work: Tokens) -> list[torch.Tensor]:
+    """By transformers' own `generate`, or with its own cache where tokens are drawn."""
+    model, choose, found = model_of(work), choosing(work), []
+    for tokens in prompts(work):
+        mask = PADDING if work.padded else torch.ones_like(tokens)
+        if not work.samples:
+            made = model.generate(
+                input_ids=tokens,
+                attention_mask=mask,
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+            )
+        else:
+            made, cache = tokens, DynamicCache()
+            for _ in range(NEW_TOKENS):
+                new = made[:, cache.get_seq_length() :]
+                logits = model(new, past_key_values=cache, use_cache=True).logits
+                made = torch.cat([made, choose(logits[:, -1])[:, None]], 1)
+        found.append(made)
+    return found
+
+
+def tokens_piped(work: Tokens) -> GeneratedTokens:
+    """The same on a rank of a pipeline."""
+    model, lengths = model_of(work), []
+    kept: list[weakref.ref[Any]] = []
+
+    def watch(block: Any, given: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if type(given[0].shape[1]) is int:
+            lengths.append((id(block), given[0].shape[1]))
+            cache = (*given[1:2], keywords.get("past_key_values"))[0]
+            kept.extend([weakref.ref(cache)] if cache is not None else [])
+
+    inner = model.transformer.h if work.family == "gpt2" else model.model.layers
+    for block in inner:
+        block.register_forward_pre_hook(watch, with_kwargs=True)
+    sample: dict[str, Any] = {"use_cache": False}
+    sample |= (
+        padded(prompts(work)[0]) if work.padded else {"input_ids": prompts(work)[1]}
+    )
+    handler, logger = Told(), logging.getLogger("elche.pipeline.step.generation")
+    logger.addHandler(handler)
+    try:
+        with Pipeline(
+            model,
+            loss_of,
+            micro_batches=2,
+            schedule=work.schedule,
+            sample=sample,
+            split_points=work.points,
+            **CALM,
+        ) as pipe:
+            options: dict[str, Any] = {"batch_of": padded} if work.padded else {}
+            choose, found = choosing(work), []
+            for number, tokens in enumerate(prompts(work)):
+                if work.moves and number == 1:
+                    first, *others = pipe.partition
+                    pipe.repartition(
+                        (first + 1, *others[:-1], others[-1] - 1), optimizer=()
+                    )
+                lengths.clear()
+                made = pipe.generate(
+                    tokens if pipe.is_first else None,
+                    max_new_tokens=NEW_TOKENS,
+                    choose=choose,
+                    **options,
+                )
+                found.append(made)
+        first = [length for block, length in lengths if block == lengths[0][0]]
+        left = sum(one() is not None for one in kept)
+        assert kept
+        return GeneratedTokens(found, first, left, handler.told)
+    finally:
+        logger.removeHandler(handler)

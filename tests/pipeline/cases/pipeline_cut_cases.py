@@ -44,20 +44,24 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual net of eight blocks, as ResNet-18 with narrow layers."""
+    """ResNet-18, with its names; narrow unless `width` is 64.
 
-    def __init__(self) -> None:
+    Args:
+        width: of the first layers.
+        classes: of the output.
+    """
+
+    def __init__(self, width: int = 4, classes: int = 3) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 4, 3, 1, 1, bias=False)
-        self.bn1, self.relu = nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        self.bn1, self.relu = nn.BatchNorm2d(width), nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, 1)
-        widths = [4, 4, 6, 8, 10]
         for index in range(1, 5):
-            inside, width = widths[index - 1], widths[index]
-            stride = 1 if index == 1 else 2
-            blocks = Residual(inside, width, stride), Residual(width, width)
+            wide, stride = width << (index - 1), 1 if index == 1 else 2
+            inside = wide // stride
+            blocks = Residual(inside, wide, stride), Residual(wide, wide)
             self.add_module(f"layer{index}", nn.Sequential(*blocks))
-        self.avgpool, self.fc = nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(10, 3)
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(wide, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
@@ -203,7 +207,7 @@ def data_for(work: Cut, step: int) -> tuple[Any, torch.Tensor]:
             x = {"tokens": x, "mask": mask.double()}
         return x, tokens[:, 1:].contiguous()
     y = torch.randint(3, (count,), generator=generator)
-    shape = (count, 3, 32, 32) if work.model == "resnet" else (count, WIDTH)
+    shape = (count, 3, 64, 64) if work.model == "resnet" else (count, WIDTH)
     return torch.randn(shape, generator=generator, dtype=torch.float64), y
 
 

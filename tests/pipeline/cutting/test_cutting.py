@@ -63,7 +63,7 @@ def run(layers: list[nn.Module], value: Any) -> Any:
 def sample_for(model: str, samples: int = 3) -> torch.Tensor:
     if model == "gpt":
         return torch.randint(11, (samples, 5))
-    return torch.randn((samples, 3, 32, 32) if model == "resnet" else (samples, 8))
+    return torch.randn((samples, 3, 64, 64) if model == "resnet" else (samples, 8))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -12,6 +12,7 @@ from tests.pipeline.cases.pipeline_cases import furthest
 from tests.pipeline.cases.pipeline_cut_cases import (
     MODELS,
     Cut,
+    ResNet,
     Together,
     alone,
     continued,
@@ -84,6 +85,23 @@ def test_a_rank_three_times_slower_gets_fewer_layers(
     assert layers[1] <= layers[0] - 2, made
 
 
+def test_one_rank_of_four_three_times_slower(ranks4: RankPool) -> None:
+    options = {"costs": "measure"}
+    made = check(ranks4, Cut("resnet", schedule="1f1b", slow=2, options=options))
+    layers = [0, 0, 0, 0]
+    for rank, count in zip(made.placement, made.partition, strict=True):
+        layers[rank] += count
+    assert layers[2] == min(layers) < max(layers), made
+
+
+def test_the_residual_net_is_resnet_18() -> None:
+    with torch.device("meta"):
+        net = ResNet(64, 1000)
+    assert sum(one.numel() for one in net.parameters()) == 11_689_512
+    assert sum(isinstance(one, torch.nn.Conv2d) for one in net.modules()) == 20
+    assert "layer4.0.downsample.1.running_var" in net.state_dict()
+
+
 def test_layers_of_a_cut_model_move(ranks2: RankPool) -> None:
     made = check(ranks2, Cut("gpt", schedule="1f1b", moves=(6, 2)))
     assert made.partition == (6, 2)
@@ -114,7 +132,7 @@ def test_generation_is_that_of_one_process(
     messages = (
         "ConfigError: expected tokens [sequences, length] of whole numbers",
         "ConfigError: expected max_new_tokens of at least 0, got -1",
-        "ConfigError: expected one max_new_tokens and end_token on all ranks",
+        "ConfigError: expected one max_new_tokens, end_token and use_cache on all",
         "expected choose to return one token for each of 1 sequences",
     )
     pools = [[generated(end_token)]]

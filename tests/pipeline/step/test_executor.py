@@ -199,7 +199,7 @@ def test_two_steps_and_an_evaluation_are_those_of_one_process(
         )
         assert (deferred > 0) is splits
         evaluated = executor.evaluate(batches[0].given(group.rank, plan))
-        return Ended(steps, evaluated, len(transport.arrived))
+        return Ended(steps, evaluated, transport.untaken)
 
     ends = on_ranks(ranks, run, links)
     for link in links:

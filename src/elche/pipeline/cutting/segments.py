@@ -10,6 +10,11 @@ from torch import fx, nn
 
 from elche.errors import ConfigError
 from elche.pipeline.cutting.arguments import Arguments
+from elche.pipeline.cutting.caching import (
+    CACHE_ARGUMENT,
+    CACHE_MARK,
+    CachedSegment,
+)
 from elche.pipeline.cutting.tracing import CallTrace, where
 from elche.pipeline.cutting.whole_calls import REMEDY, call_whole
 from elche.pipeline.cutting.whole_modules import CutChoice, has_parameters
@@ -99,12 +104,15 @@ def segments_of(
     ends = _live(trace.graph, parts)
     made: list[nn.Module] = []
     for index, nodes in enumerate(parts):
-        graph = _graph(nodes, ends[index], ends[index + 1])
+        graph = _graph(nodes, ends[index], ends[index + 1], trace.is_cached)
         body = fx.GraphModule(_root(model, trace.used, graph, nodes), graph)
         _keep_out_of_state(body, model)
         output = trace.output if index == len(parts) - 1 else None
         segment = Segment(body, trace.device, output)
-        made.append(segment if index else FirstSegment(segment, trace.arguments))
+        if trace.is_cached:
+            made.append(CachedSegment(segment, None if index else trace.arguments))
+        else:
+            made.append(segment if index else FirstSegment(segment, trace.arguments))
     _check_buffers(trace.changed, made)
     called = {node.args[0] for node in trace.graph.nodes if node.target is call_whole}
     for name in choice.whole:
@@ -189,11 +197,15 @@ def _live(graph: fx.Graph, parts: Sequence[list[fx.Node]]) -> list[list[fx.Node]
 
 
 def _graph(
-    nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[Any]
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[Any],
+    is_cached: bool,
 ) -> fx.Graph:
     """A layer's own graph."""
     graph = fx.Graph()
     here = {node: graph.placeholder(node.name) for node in inputs}
+    marked = {CACHE_MARK: graph.placeholder(CACHE_ARGUMENT)} if is_cached else {}
     own = set(nodes)
 
     def mapped(node: fx.Node) -> fx.Node:
@@ -210,7 +222,10 @@ def _graph(
                 f"{REMEDY}"
             )
         if node.target is call_whole:
-            mapped_args: Any = fx.node.map_arg(node.args, mapped)
+            mapped_args: Any = fx.node.map_aggregate(
+                fx.node.map_arg(node.args, mapped),
+                lambda one: marked.get(one, one) if isinstance(one, str) else one,
+            )
             here[node] = graph.call_module(*mapped_args)
         else:
             here[node] = graph.node_copy(node, mapped)

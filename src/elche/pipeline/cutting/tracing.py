@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from elche.errors import ConfigError
 from elche.pipeline.cutting.arguments import Arguments
+from elche.pipeline.cutting.caching import cached_arguments, traced_forward
 from elche.pipeline.cutting.whole_calls import REMEDY, ModuleCalls, call_whole
 from elche.torch_internals.batches import tree_leaves, tree_map
 from elche.torch_internals.held import held_buffers, held_parameters, version
@@ -45,6 +46,7 @@ class CallTrace:
         arguments: that forward was traced with.
         output: of forward, with others in the place of its tensors.
         device: where it was traced.
+        is_cached: whether with a cache, which modules are given as `CACHE_MARK`.
     """
 
     graph: fx.Graph
@@ -53,6 +55,7 @@ class CallTrace:
     arguments: Arguments
     output: Any
     device: torch.device
+    is_cached: bool = False
 
 
 def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace:
@@ -67,12 +70,18 @@ def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Call
         ConfigError: the code between the submodules cannot be traced, or does something
             else in evaluation than in training.
     """
+    device = _device_of(model)
     modes = [(one, one.training) for one in model.modules()]
+
+    def trace() -> CallTrace:
+        arguments = Arguments.read(model, sample, device)
+        return _trace(model, whole, arguments, device)
+
     try:
         model.train()
-        found = _trace(model, whole, sample)
+        found = trace()
         model.eval()
-        evaluated = _trace(model, whole, sample)
+        evaluated = trace()
     finally:
         for one, mode in modes:
             one.training = mode
@@ -80,7 +89,30 @@ def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Call
     return found
 
 
-def _trace(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace:
+def trace_cached(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace:
+    """Traces a model in evaluation, with a cache of keys and values of any length.
+
+    Args:
+        model: see `elche.pipeline.cutting.caching.has_cache`; its parts may stand on
+            several devices.
+        whole: as in `trace_calls`.
+        sample: likewise.
+
+    Raises:
+        ConfigError: the code between the submodules cannot be traced.
+    """
+    device = torch.device("meta")
+    modes = [(one, one.training) for one in model.modules()]
+    try:
+        model.eval()
+        arguments = cached_arguments(model, sample, device)
+        return _trace(model, whole, arguments, device, is_cached=True)
+    finally:
+        for one, mode in modes:
+            one.training = mode
+
+
+def _device_of(model: nn.Module) -> torch.device:
     held = [*model.parameters(), *model.buffers(), torch.empty(0, device="cpu")]
     device = held[0].device
     other = next((one.device for one in held[:-1] if one.device != device), device)
@@ -89,13 +121,26 @@ def _trace(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace
             f"the model stands on {device} and on {other}; move it to one device, the "
             "pipeline moves each rank's part to its own"
         )
-    arguments = Arguments.read(model, sample, device)
+    return device
+
+
+def _trace(
+    model: nn.Module,
+    whole: Mapping[int, str],
+    arguments: Arguments,
+    device: torch.device,
+    is_cached: bool = False,
+) -> CallTrace:
     shapes = ShapeEnv(duck_shape=False)
     mode = FakeTensorMode(shape_env=shapes)
     # Forward changes no buffer of the model (BatchNorm counts its batches).
     named = dict((*model.named_parameters(), *model.named_buffers()))
     state = {
-        id(one): mode.from_tensor(one, static_shapes=True) for one in named.values()
+        id(one): mode.from_tensor(
+            one if one.device == device else torch.empty_like(one, device=device),
+            static_shapes=True,
+        )
+        for one in named.values()
     }
     before = {key: version(fake) for key, fake in state.items()}
     fakes = [mode.from_tensor(one, symbolic_context=_dynamic(one)) for one in arguments]
@@ -107,7 +152,9 @@ def _trace(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace
     def forward(*tensors: torch.Tensor) -> list[Any]:
         # In here: the tracer has set a hook of its own before.
         with watch.patched(), _standing_in(model, state):
-            outputs.append(model(**arguments.filled(tensors)))
+            given = arguments.filled(tensors)
+            found = traced_forward(model, given) if is_cached else model(**given)
+            outputs.append(found)
         return tree_leaves(outputs[-1])
 
     try:
@@ -132,7 +179,9 @@ def _trace(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace
             "cut by hand with split=lambda model: [...]"
         )
     _drop_empty_modes(made.graph)
-    arguments.learn_sizes(symbols, fixed, [one.expr for one in shapes.guards])
+    # Of a cache's length and the new positions (one, later) no guard holds.
+    guards = [] if is_cached else [one.expr for one in shapes.guards]
+    arguments.learn_sizes(symbols, fixed, guards)
     nothing = torch.empty(0, device="cpu")
     output = tree_map(lambda one: nothing, outputs[-1])
     real = {id(state[id(one)]): one for one in named.values()}
@@ -151,6 +200,7 @@ def _trace(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace
         arguments=arguments,
         output=output,
         device=device,
+        is_cached=is_cached,
     )
 
 

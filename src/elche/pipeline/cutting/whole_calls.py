@@ -118,6 +118,8 @@ class ModuleCalls:
 
     def _proxies(self, value: Any, tracer: Any) -> Any:
         """Arguments of a call with the trace's values instead of tensors."""
+        if hasattr(value, "traced_as"):
+            return value.traced_as
         if isinstance(value, (torch.Tensor, *_SYMBOLS)):
             return tracer.unwrap_proxy(value)
         if type(value) in (tuple, list):

@@ -373,8 +373,7 @@ class StagePeers:
         if self._closed:
             return
         self._closed = True
-        with self.transport.condition:
-            self.transport.closed = True
+        self.transport.end()
         if broken:
             self._unblock()
         self.transport.close()

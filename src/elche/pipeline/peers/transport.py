@@ -1,64 +1,35 @@
 """Messages between ranks over gloo: asynchronous, bounded, each wait with a deadline.
 
-gloo's send ends when the receiver has asked for it, and neither can be polled. So each
-pair of ranks has a thread that receives what the schedule says will come, in that
-order, and one that waits for sends to end. They sleep inside gloo, without Python's
-lock, and touch nothing else. Each thread is woken alone: the ranks' threads share cores
-with the computation.
+Threads carry them (`elche.pipeline.peers.lines`); here are the waits of the rank's own.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from dataclasses import dataclass
+from typing import Protocol, final
 
-import torch
-
-from elche.errors import (
-    CommunicationError,
-    DeadlineError,
-    ElcheError,
-    ProtocolError,
-)
+from elche.errors import CommunicationError, DeadlineError
 from elche.pipeline.peers import waits
 from elche.pipeline.peers.device_messages import DeviceMessages
-from elche.pipeline.peers.stage_messages import (
-    HEAD_BYTES,
-    Message,
-    head_length,
-    head_of,
-    head_tensors,
-    head_within,
-    read_head,
+from elche.pipeline.peers.lines import (
+    Connections,
+    IncomingLine,
+    OutgoingLine,
+    Parcel,
+    PointToPoint,
 )
+from elche.pipeline.peers.stage_messages import Message, head_of, head_tensors
 from elche.pipeline.peers.waits import REASON_WITHIN_S
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.05
-JOIN_S = 5.0
 MAX_PENDING_SENDS = 8
-POLL_S = 0.0002
-"""Between two looks whether a device is through."""
 NO_STEP_TAGS = 1 << 26
 """Tags from here on are of messages between steps, which go through the host."""
-_READY_TAGS = 1 << 28
-"""Tags of gloo by which the receiver says that its device receives."""
-
-
-class PointToPoint(Protocol):
-    """What is needed of a torch process group."""
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        """Begins a send."""
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        """Begins a receive."""
 
 
 class LongWaits(Protocol):
@@ -93,160 +64,6 @@ class Address:
 
 
 @final
-class _Incoming:
-    """Receives from one rank, in the announced order."""
-
-    def __init__(self, owner: Transport, rank: int) -> None:
-        self._owner = owner
-        self._announced: deque[int] = deque()
-        self.allowed = 0
-        self.wake = threading.Condition(owner.lock)
-        self._rank = rank
-        self._thread = threading.Thread(
-            target=self._run, name=f"elche-pipe-recv-{rank}", daemon=True
-        )
-        self._thread.start()
-
-    def announce(self, tag: int) -> None:
-        self._announced.append(tag)
-
-    def join(self) -> None:
-        self._thread.join(JOIN_S)
-
-    def _run(self) -> None:
-        owner = self._owner
-        while True:
-            with owner.lock:
-                while not owner.closed and not (self._announced and self.allowed):
-                    self.wake.wait()
-                if owner.closed:
-                    return
-                tag = self._announced.popleft()
-                self.allowed -= 1
-            try:
-                message = self._receive(tag)
-            except (RuntimeError, ElcheError) as error:
-                owner.broken(self._rank, error)
-                return
-            with owner.condition:
-                owner.arrived[self._rank, tag] = message
-                owner.condition.notify_all()
-
-    def _receive(self, tag: int) -> Message:
-        first = torch.empty(HEAD_BYTES, dtype=torch.uint8, device="cpu")
-        self._wait(first, 2 * tag)
-        length = head_length(first)
-        packed = head_within(first, length)
-        if packed is None:
-            rest = torch.empty(length, dtype=torch.uint8, device="cpu")
-            self._wait(rest, 2 * tag + 1)
-            packed = bytes(rest.numpy())
-        head = read_head(packed)
-        tensors = head.buffers
-        if head.on_device:
-            tensors = self._from_device(head.buffers, tag)
-        else:
-            for buffer in head.buffers:
-                self._wait(buffer, 2 * tag + 1)
-        return Message(tensors, head.structure, head.needs_grad, head.failure)
-
-    def _from_device(
-        self, like: tuple[torch.Tensor, ...], tag: int
-    ) -> tuple[torch.Tensor, ...]:
-        owner = self._owner
-        if owner.devices is None:
-            raise ProtocolError(
-                f"rank {self._rank} sends from device to device, but rank {owner.rank} "
-                "has not agreed to that"
-            )
-        tensors, works = owner.devices.receive(like, self._rank)
-        ready = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        owner.group.send([ready], self._rank, _READY_TAGS + tag).wait()
-        owner.finish(works, self.wake)
-        return tensors
-
-    def _wait(self, tensor: torch.Tensor, tag: int) -> None:
-        if tensor.numel():
-            self._owner.group.recv([tensor], self._rank, tag).wait()
-
-
-@dataclass(slots=True)
-class _Parcel:
-    """A message on its way to a rank.
-
-    Attributes:
-        tag: of the message.
-        parts: what goes through gloo, with its tags there.
-        on_device: what goes from device to device.
-        computed: whether the device is through with that; None where nothing is on it.
-        works: of the parts that were begun, with their memory.
-    """
-
-    tag: int
-    parts: list[tuple[int, torch.Tensor]]
-    on_device: tuple[torch.Tensor, ...] = ()
-    computed: Callable[[], bool] | None = None
-    works: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
-
-    def begin(self, group: PointToPoint, rank: int) -> None:
-        """Begins to send the parts."""
-        self.works = [
-            (group.send([part], rank, tag), part)
-            for tag, part in self.parts
-            if part.numel()
-        ]
-
-
-@final
-class _Outgoing:
-    """Keeps what was sent to one rank until it is there."""
-
-    def __init__(self, owner: Transport, rank: int) -> None:
-        self._owner = owner
-        self._rank = rank
-        self.pending: deque[_Parcel] = deque()
-        self.wake = threading.Condition(owner.lock)
-        self._thread = threading.Thread(
-            target=self._run, name=f"elche-pipe-send-{rank}", daemon=True
-        )
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join(JOIN_S)
-
-    def _run(self) -> None:
-        owner = self._owner
-        while True:
-            with owner.lock:
-                while not owner.closed and not self.pending:
-                    self.wake.wait()
-                if not self.pending:
-                    return
-                parcel = self.pending[0]
-            try:
-                self._carry(parcel)
-            except (RuntimeError, ElcheError) as error:
-                owner.broken(self._rank, error)
-                return
-            with owner.condition:
-                self.pending.popleft()
-                owner.condition.notify_all()
-
-    def _carry(self, parcel: _Parcel) -> None:
-        owner = self._owner
-        if parcel.computed is not None:
-            owner.poll(parcel.computed, self.wake)
-            parcel.begin(owner.group, self._rank)
-        for work, _ in parcel.works:
-            work.wait()
-        if parcel.computed is None or owner.devices is None:
-            return
-        ready = torch.empty(1, dtype=torch.uint8, device="cpu")
-        owner.group.recv([ready], self._rank, _READY_TAGS + parcel.tag).wait()
-        owner.finish(owner.devices.send(parcel.on_device, self._rank), self.wake)
-
-
-@final
 class Transport:
     """This rank's end of all messages.
 
@@ -255,10 +72,6 @@ class Transport:
         rank: this rank.
         check: called while waiting; raises when the run has been ended from outside.
         watch: receives long waits, and names the late rank.
-
-    Attributes:
-        devices: carries tensors of steps from device to device; None where nothing
-            does.
     """
 
     def __init__(
@@ -268,33 +81,35 @@ class Transport:
         check: Callable[[], None],
         watch: LongWaits,
     ) -> None:
-        self._group: PointToPoint | None = group
+        self._shared = Connections(group, rank)
         self.rank = rank
-        self.lock = threading.RLock()
-        self.condition = threading.Condition(self.lock)
-        self.arrived: dict[tuple[int, int], Message] = {}
-        self.closed = False
-        self.devices: DeviceMessages | None = None
         self._check = check
         self._watch = watch
-        self._incoming: dict[int, _Incoming] = {}
-        self._outgoing: dict[int, _Outgoing] = {}
-        self._broken: dict[int, Exception] = {}
+        self._incoming: dict[int, IncomingLine] = {}
+        self._outgoing: dict[int, OutgoingLine] = {}
 
     @property
-    def group(self) -> PointToPoint:
-        """The process group.
+    def devices(self) -> DeviceMessages | None:
+        """Carries tensors of steps from device to device; None where nothing does."""
+        return self._shared.devices
 
-        Raises:
-            CommunicationError: it has ended.
-        """
-        if self._group is None:
-            raise CommunicationError("the pipeline has been closed")
-        return self._group
+    @devices.setter
+    def devices(self, found: DeviceMessages | None) -> None:
+        self._shared.devices = found
+
+    @property
+    def untaken(self) -> int:
+        """Messages that have arrived and were not asked for."""
+        return len(self._shared.arrived)
+
+    def end(self) -> None:
+        """Whatever fails from now on is no fault; `close` comes next."""
+        with self._shared.condition:
+            self._shared.closed = True
 
     def expect(self, addresses: Iterable[Address]) -> None:
         """Announces what will come, in the order in which it will be asked for."""
-        with self.condition:
+        with self._shared.condition:
             for address in addresses:
                 line = self._from(address.rank)
                 line.announce(address.tag)
@@ -303,7 +118,7 @@ class Transport:
 
     def admit(self, address: Address) -> None:
         """Lets the next announced message of that rank come in."""
-        with self.condition:
+        with self._shared.condition:
             line = self._from(address.rank)
             line.allowed += 1
             line.wake.notify()
@@ -324,11 +139,12 @@ class Transport:
         """
         key = (address.rank, address.tag)
         self._wait(
-            *(lambda: key in self.arrived, address.rank, address.what, timeout_s),
+            lambda: key in self._shared.arrived,
+            *(address.rank, address.what, timeout_s),
             names_late,
         )
-        with self.condition:
-            message = self.arrived.pop(key)
+        with self._shared.condition:
+            message = self._shared.arrived.pop(key)
         if self.devices is not None:
             self.devices.hand_over(message.tensors)
         return message
@@ -351,15 +167,15 @@ class Transport:
         parcel = self._pack(address, message)
         if parcel.computed is None:
             try:
-                parcel.begin(self.group, rank)
+                parcel.begin(self._shared.group, rank)
             except RuntimeError as error:
-                self.broken(rank, error)
+                self._shared.fail(rank, error)
                 raise self._failure(rank, address.what) from error
-        with self.condition:
+        with self._shared.condition:
             line.pending.append(parcel)
             line.wake.notify()
 
-    def _pack(self, address: Address, message: Message) -> _Parcel:
+    def _pack(self, address: Address, message: Message) -> Parcel:
         tag, devices = address.tag, self.devices
         tensors = tuple(
             # Neither way carries the marks of a lazy conjugate or negative.
@@ -375,10 +191,10 @@ class Transport:
         parts = [(2 * tag + min(at, 1), head) for at, head in enumerate(heads)]
         if devices is not None and on_device:
             dense = tuple(one.contiguous() for one in tensors)
-            return _Parcel(tag, parts, dense, devices.stream.computed())
+            return Parcel(tag, parts, dense, devices.stream.computed())
         for one in tensors:
             parts.append((2 * tag + 1, one.to("cpu").contiguous()))
-        return _Parcel(tag, parts)
+        return Parcel(tag, parts)
 
     def flush(self, timeout_s: float) -> None:
         """Waits until everything sent has been taken."""
@@ -390,49 +206,21 @@ class Transport:
                 timeout_s,
             )
 
-    def finish(self, works: list[Any], wake: threading.Condition) -> None:
-        """Waits in a thread until transfers of devices are through."""
-        assert self.devices is not None
-        self.poll(lambda: all(work.is_completed() for work in works), wake)
-        self.devices.finish(works)
-
-    def poll(self, ready: Callable[[], bool], wake: threading.Condition) -> None:
-        """Looks again and again, in a thread, until something is ready.
-
-        What a device does wakes nobody. The deadline is that of the rank's own wait,
-        which closes the transport.
-
-        Raises:
-            CommunicationError: the transport has been closed.
-        """
-        while not ready():
-            with self.lock:
-                if self.closed:
-                    raise CommunicationError("the pipeline has been closed")
-                wake.wait(POLL_S)
-
-    def broken(self, rank: int, error: Exception) -> None:
-        """A connection has failed; called by the threads."""
-        with self.condition:
-            if not self.closed:
-                self._broken.setdefault(rank, error)
-            self.condition.notify_all()
-
     def close(self) -> None:
         """Ends the threads. The group must have been shut down if any waits in it."""
-        with self.condition:
-            self.closed = True
+        with self._shared.condition:
+            self._shared.closed = True
             for line in self._outgoing.values():
                 line.pending.clear()
                 line.wake.notify()
             for incoming in self._incoming.values():
                 incoming.wake.notify()
-            self.condition.notify_all()
+            self._shared.condition.notify_all()
         for incoming in self._incoming.values():
             incoming.join()
         for outgoing in self._outgoing.values():
             outgoing.join()
-        self._group = None  # ends the connections: whoever still waits must see it
+        self._shared.drop_group()
 
     def _wait(
         self,
@@ -456,7 +244,7 @@ class Transport:
             if names_late and waited_s > named_after_s:
                 names_late = False
                 self._name_late(rank, what, timeout_s)
-            if rank in self._broken:
+            if rank in self._shared.broken:
                 self._check_for_a_while()
                 raise self._failure(rank, what)
             if waited_s > timeout_s:
@@ -477,10 +265,10 @@ class Transport:
 
     def _look(self, ready: Callable[[], bool], rank: int) -> bool:
         """Sleeps a moment unless it is there."""
-        with self.condition:
-            if not ready() and rank not in self._broken:
-                self.condition.wait(LOOK_EVERY_S)
-            if self.closed:
+        with self._shared.condition:
+            if not ready() and rank not in self._shared.broken:
+                self._shared.condition.wait(LOOK_EVERY_S)
+            if self._shared.closed:
                 raise CommunicationError("the pipeline has been closed")
             return ready()
 
@@ -489,22 +277,22 @@ class Transport:
         until_s = time.monotonic() + REASON_WITHIN_S
         while time.monotonic() < until_s:
             self._check()
-            with self.condition:
-                self.condition.wait(LOOK_EVERY_S)
+            with self._shared.condition:
+                self._shared.condition.wait(LOOK_EVERY_S)
 
     def _failure(self, rank: int, what: str) -> CommunicationError:
         return CommunicationError(
             f"rank {self.rank} lost rank {rank} while waiting for {what}: "
-            f"{self._broken.get(rank)}; it has ended, or closed its pipeline before "
-            "this rank did: look at its own output"
+            f"{self._shared.broken.get(rank)}; it has ended, or closed its pipeline "
+            "before this rank did: look at its own output"
         )
 
-    def _from(self, rank: int) -> _Incoming:
+    def _from(self, rank: int) -> IncomingLine:
         if rank not in self._incoming:
-            self._incoming[rank] = _Incoming(self, rank)
+            self._incoming[rank] = IncomingLine(self._shared, rank)
         return self._incoming[rank]
 
-    def _to(self, rank: int) -> _Outgoing:
+    def _to(self, rank: int) -> OutgoingLine:
         if rank not in self._outgoing:
-            self._outgoing[rank] = _Outgoing(self, rank)
+            self._outgoing[rank] = OutgoingLine(self._shared, rank)
         return self._outgoing[rank]

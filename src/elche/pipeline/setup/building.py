@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
@@ -35,6 +35,8 @@ class LayerList:
             not prefix and own name.
         state_names: of a model that was split: every name of its state_dict, with all
             names of the same tensor.
+        cut_cached: of a model that was cut and takes a cache of keys and values: makes
+            the same layers anew, which take `cache=`; of the model's own modules.
     """
 
     names: tuple[str, ...]
@@ -42,6 +44,7 @@ class LayerList:
     unpacks: bool
     aliases: tuple[dict[str, str] | None, ...]
     state_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    cut_cached: Callable[[], Sequence[nn.Module]] | None = None
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -187,12 +190,15 @@ def layers_of(
             f"{type(model).__name__}{' and split' if split else ''}"
         )
     is_plain = isinstance(model, nn.Module) and not isinstance(model, nn.Sequential)
+    again: Callable[[], Sequence[nn.Module]] | None = None
     if points is not None or (split is None and is_plain):
         # Brings sympy, which nobody else needs.
-        from elche.pipeline.cutting.cut import cut_model
+        from elche.pipeline.cutting.caching import has_cache
+        from elche.pipeline.cutting.cut import cut_cached, cut_model
 
         split = partial(cut_model, points=points, sample=sample)
-    found = _listed(model, split)
+        again = partial(cut_cached, model, points, sample) if has_cache(model) else None
+    found = replace(_listed(model, split), cut_cached=again)
     for index, source in enumerate(found.sources):
         if isinstance(source, nn.Module):
             _check_layer(source, index)

@@ -77,6 +77,13 @@ class Executor:
         self.waited_s: list[float] = []
         self.after_stage: Callable[[int], None] | None = None
 
+    def with_stages(self, stages: Mapping[int, StageBackward]) -> Executor:
+        """The same schedule and messages with other stages."""
+        return Executor(
+            *(self._rank, self._schedule, stages, self._transport),
+            *(self._loss_fn, self._device),
+        )
+
     def finished_at(self, stage: int) -> int:
         """Place in this rank's list where the gradients of a stage are complete."""
         return next(at for at, stages in self._through.items() if stage in stages)
@@ -300,7 +307,8 @@ class _Run:
             value = runner.forward(microbatch, given, words, split)
         else:
             value = runner.stage.run(
-                unflatten(given.structure, given.tensors), microbatch, words
+                *(unflatten(given.structure, given.tensors), microbatch, words),
+                self.given.caches,
             )
         if is_last:
             self._finish(runner, microbatch, value)

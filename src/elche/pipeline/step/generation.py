@@ -1,100 +1,147 @@
 """Generation of tokens with a causal model in stages.
 
-Each token runs the whole sequence again: there is no cache of keys and values.
+With caches of keys and values one new position travels per token, else all of the
+sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
 from elche.errors import ConfigError
 from elche.pipeline.peers.communicator import PipelineCommunicator
+from elche.pipeline.stage import LayerCaches
+from elche.pipeline.step.caching import NO_CACHE, distance, tolerance
 from elche.pipeline.step.inputs import Call
 from elche.pipeline.step.stepping import Stepping
+from elche.pipeline.trees import as_tensors, flatten, map_tensors
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
 BatchOf = Callable[[torch.Tensor], Any]
+WHOLE_ARGUMENT = "attention_mask"
+"""Of the model's input what is given for the positions in a cache, too."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What is to be generated; see `elche.pipeline.Pipeline.generate`."""
+
+    tokens: Any
+    max_new_tokens: int
+    end_token: int | None
+    choose: Choose
+    batch_of: BatchOf
+    use_cache: bool
 
 
 @final
 class Generation:
-    """Generation under way; see `elche.pipeline.Pipeline.generate`.
+    """Generation under way.
 
     Args:
         stepping: runs the stages.
         communicator: all ranks.
-        batch_of: the model's input for some tokens.
-        choose: the next tokens of their logits.
+        asked: what is wanted.
     """
 
     def __init__(
         self,
         stepping: Stepping,
         communicator: PipelineCommunicator,
-        batch_of: BatchOf,
-        choose: Choose,
+        asked: GenerationRequest,
     ) -> None:
-        self._stepping = stepping
-        self._communicator = communicator
-        self._batch_of = batch_of
-        self._choose = choose
+        self._stepping, self._communicator = stepping, communicator
+        self._layers, self._asked = stepping.cached, asked
+        self._caches: LayerCaches | None = None
+        self._cached_positions = 0
+        self._form = ""
 
-    def run(self, tokens: Any, most: int, end_token: int | None) -> torch.Tensor:
-        """Appends tokens to those of the first stage's rank; with all ranks.
-
-        Args:
-            tokens: of that rank.
-            most: how many to append.
-            end_token: ends a sequence, which is filled up with it.
-        """
+    def run(self) -> torch.Tensor:
+        """Appends tokens to those of the first stage's rank; with all ranks."""
         if self._stepping.has_replicas:
             raise ConfigError(
                 "generate runs one pipeline, and this one has replicas; load its "
                 "state_dict into a Pipeline without them"
             )
-        placement = self._stepping.parts.plan.schedule.placement
-        is_first = self._communicator.rank == placement[0]
+        most, end_token = self._asked.max_new_tokens, self._asked.end_token
+        made = self._begin()
+        ended = torch.zeros(len(made), dtype=torch.bool, device="cpu")
+        try:
+            for _ in range(most):
+                following = self._next(made)
+                if end_token is not None:
+                    following[ended] = end_token
+                    ended |= following == end_token
+                made = torch.cat([made, following[:, None]], 1)
+                if bool(ended.all()):
+                    break
+        finally:
+            if self._caches is not None:
+                self._caches.clear()  # a traceback may hold it for long
+        return made
+
+    def _begin(self) -> torch.Tensor:
+        """The tokens to continue, on every rank, which agree on what to do."""
+        asked, first = self._asked, self._stepping.parts.plan.schedule.placement[0]
 
         def prompt() -> list[Any]:
+            most, use_cache = asked.max_new_tokens, bool(asked.use_cache)
             if not isinstance(most, int) or most < 0:
                 raise ConfigError(
                     f"expected max_new_tokens of at least 0, got {most!r}"
                 )
-            return [most, end_token, _listed(tokens) if is_first else None]
+            settings = [most, asked.end_token, use_cache]
+            offer = self._layers.offer() if use_cache else (False, "")
+            if self._communicator.rank != first:
+                return [settings, *offer]
+            listed = _listed(asked.tokens)
+            _, form = flatten(self._batch(_tokens(listed)), "the batch")
+            return [settings, *offer, listed, str(form)]
 
         told = self._communicator.agree(prompt, "generate")
-        if any(one[:2] != told[0][:2] for one in told):
+        settings = [one[0] for one in told]
+        if any(one != settings[0] for one in settings):
             raise ConfigError(
-                "expected one max_new_tokens and end_token on all ranks, got "
-                f"{[one[:2] for one in told]} by rank"
+                "expected one max_new_tokens, end_token and use_cache on all ranks, "
+                f"got {settings} by rank"
             )
-        made = torch.tensor(told[placement[0]][2], dtype=torch.int64, device="cpu")
-        ended = torch.zeros(len(made), dtype=torch.bool, device="cpu")
-        for _ in range(most):
-            following = self._next(made)
-            if end_token is not None:
-                following[ended] = end_token
-                ended |= following == end_token
-            made = torch.cat([made, following[:, None]], 1)
-            if bool(ended.all()):
-                break
-        return made
+        self._form = told[first][4]
+        if asked.use_cache:
+            fault = next((one[2] for one in told if one[2]), "")
+            self._refuse(fault or ("" if any(one[1] for one in told) else NO_CACHE))
+            if not self._layers.refused:
+                self._caches = {}
+        return _tokens(told[first][3])
+
+    def _refuse(self, reason: str) -> None:
+        """Does without caches from now on, if there is a reason; says so once."""
+        if reason and not self._layers.refused:
+            self._layers.refused = reason
+            if self._stepping.seat.is_first:
+                logger.warning(
+                    "generate runs the whole sequence again for each token: %s (see "
+                    "Pipeline.generate)",
+                    reason,
+                )
+
+    def _batch(self, tokens: torch.Tensor) -> Any:
+        return as_tensors(self._asked.batch_of(tokens), "what batch_of returns")
 
     def _next(self, made: torch.Tensor) -> torch.Tensor:
         """The next token of each sequence, on every rank."""
-        seat = self._stepping.seat
-        call = Call(what="generate", batch=made)
-        if seat.is_first:
-            call = Call(what="generate", batch=self._batch_of(made))
-        outputs = self._stepping.evaluate(call).outputs
+        outputs = self._outputs(made)
 
         def choose() -> list[int] | None:
-            if not seat.is_last:
+            if not self._stepping.seat.is_last:
                 return None
-            told = self._choose(_last_logits(outputs))
+            told = self._asked.choose(_last_logits(outputs))
             chosen = torch.as_tensor(told, device="cpu")
             if chosen.shape != (len(made),):
                 raise ConfigError(
@@ -105,12 +152,79 @@ class Generation:
 
         told = self._communicator.agree(choose, "the choice of a token")
         last = self._stepping.parts.plan.schedule.placement[-1]
-        return torch.tensor(told[last], dtype=torch.int64, device="cpu")
+        return _tokens(told[last])
+
+    def _outputs(self, made: torch.Tensor) -> Any:
+        """What the model makes of the sequences, on the rank of the last stage."""
+        if self._caches is None:
+            return self._whole(made)
+        batch, done = None, self._cached_positions
+        if self._stepping.seat.is_first:
+            batch = _behind(self._batch(made), made.shape, done)
+        call = Call(what="generate", batch=batch)
+        executor = self._layers.executor
+        found = self._stepping.evaluate(call, executor, self._caches).outputs
+        self._cached_positions = made.shape[1]
+        if self._form in self._layers.proven:
+            return found
+        return self._prove(found, self._whole(made), done > 0)
+
+    def _whole(self, made: torch.Tensor) -> Any:
+        batch = self._batch(made) if self._stepping.seat.is_first else None
+        return self._stepping.evaluate(Call(what="generate", batch=batch)).outputs
+
+    def _prove(self, found: Any, wanted: Any, is_behind: bool) -> Any:
+        """Compares the logits with those of a run without caches, and returns these.
+
+        A layer that mixes positions and takes no cache, or a position that is counted
+        from the first new one, would choose other tokens in silence.
+        """
+
+        def compare() -> str:
+            if not self._stepping.seat.is_last:
+                return ""
+            logits = _last_logits(wanted)
+            apart = distance(_last_logits(found), logits)
+            if apart <= tolerance(logits.dtype):
+                return ""
+            return f"its layers' caches lead to other logits (by {apart:.1e})"
+
+        told = self._communicator.agree(compare, "the check of the caches")
+        self._refuse("".join(told))
+        if self._layers.refused:
+            self._caches = None
+        elif is_behind:
+            self._layers.proven.add(self._form)
+        return wanted
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """The likeliest token of each sequence."""
     return logits.argmax(-1)
+
+
+def _behind(batch: Any, shape: Sequence[int], done: int) -> Any:
+    """The part of a model's input that is of new positions.
+
+    Args:
+        batch: for all positions.
+        shape: of the tokens; tensors that begin with it are of positions.
+        done: positions that are in the caches.
+    """
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[:, done:] if tensor.shape[:2] == shape else tensor
+
+    if isinstance(batch, dict):
+        return {
+            name: one if name == WHOLE_ARGUMENT else map_tensors(one, cut)
+            for name, one in batch.items()
+        }
+    return map_tensors(batch, cut)
+
+
+def _tokens(listed: Any) -> torch.Tensor:
+    return torch.tensor(listed, dtype=torch.int64, device="cpu")
 
 
 def _listed(tokens: Any) -> list[list[int]]:

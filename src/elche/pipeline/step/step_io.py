@@ -11,6 +11,7 @@ import torch
 
 from elche.errors import ElcheError
 from elche.pipeline.peers.stage_messages import Failure
+from elche.pipeline.stage import LayerCaches
 from elche.schedule.actions import StageAction
 
 
@@ -41,6 +42,7 @@ class StepInput:
         grace_s: ...and so long beyond that, or beyond the wait's own begin.
         is_timed: whether what the actions take matters: waits for the device after
             each.
+        caches: of this rank's layers, in generation; None runs them without.
     """
 
     inputs: Sequence[Any] = ()
@@ -54,6 +56,7 @@ class StepInput:
     stretch: float = 1.0
     grace_s: float = 0.0
     is_timed: bool = False
+    caches: LayerCaches | None = None
 
 
 @dataclass

@@ -15,6 +15,9 @@ from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.replicas.replica_groups import ReplicaGroups, ReplicaShares
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.stage import LayerCaches
+from elche.pipeline.step.caching import CachedLayers
+from elche.pipeline.step.executor import Executor
 from elche.pipeline.step.inputs import (
     Call,
     InputReport,
@@ -49,6 +52,7 @@ class Stepping:
     Attributes:
         parts: what this rank has now; replaced by :meth:`adopt`.
         replicas: all replicas, as this rank sees them.
+        cached: layers of `parts` that generate tokens with caches.
         steps: done so far, those before a resume included.
     """
 
@@ -60,7 +64,7 @@ class Stepping:
         changes: Changes,
         config: PipelineConfig,
     ) -> None:
-        self.parts = parts
+        self.parts, self.cached = parts, CachedLayers(parts)
         self._communicator, self._groups, self._changes = communicator, groups, changes
         self._config = config
         self.steps = 0
@@ -101,7 +105,7 @@ class Stepping:
         """Another plan runs from now on, if there is one; with all ranks."""
         if parts is None:
             return
-        self.parts = parts
+        self.parts, self.cached = parts, CachedLayers(parts)
         self._patience.foresee(None)
         self._compared.clear()
         self.replicas = self._join(parts)
@@ -152,14 +156,25 @@ class Stepping:
             input_gradients=joined_gradients(results) if call.input_gradients else (),
         )
 
-    def evaluate(self, call: Call) -> EvaluationOutput:
-        """Runs forward only, over averaged buffers."""
+    def evaluate(
+        self,
+        call: Call,
+        executor: Executor | None = None,
+        caches: LayerCaches | None = None,
+    ) -> EvaluationOutput:
+        """Runs forward only, over averaged buffers.
+
+        Args:
+            call: of the script.
+            executor: in the place of the usual one; with the same modules in it.
+            caches: of this rank's layers.
+        """
         self._communicator.check_open()
         given, shares = self._begin(call)
         self.replicas.average_buffers(self._communicator, self._config.timeout_s)
         carry_out: Callable[[StepInput], StepResults] = _nothing
         if shares.mine:
-            carry_out = self.parts.executor.evaluate
+            carry_out = (executor or self.parts.executor).evaluate
         layers = [
             top for one in self.parts.stages.values() for top in one.stage.modules
         ]
@@ -169,7 +184,7 @@ class Stepping:
             for top in layers:
                 top.train(False)
             results, told, _ = self._communicator.run(
-                carry_out, self._input(given, shares)
+                carry_out, self._input(given, shares, caches=caches)
             )
         finally:
             for module, mode in modes:

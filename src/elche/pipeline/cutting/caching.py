@@ -1,0 +1,111 @@
+"""Caches of keys and values in the layers of a cut model of transformers.
+
+Its forward is traced a second time, with a past of any length: what stands between the
+blocks (positions, masks) depends on it. The blocks are given transformers' own cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib import import_module
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elche.pipeline.cutting.arguments import Arguments
+
+CACHE_ARGUMENT, MASK_ARGUMENT = "past_key_values", "attention_mask"
+PAST_LENGTH = 3
+"""In the trace, where it is a symbol: any but 0 and 1, which torch fixes."""
+CACHE_MARK = "elche: the cache"
+"""Stands in a trace for the cache that is given to a module."""
+
+
+def has_cache(model: nn.Module) -> bool:
+    """Whether a model's forward takes a cache of transformers."""
+    parameters = inspect.signature(model.forward).parameters
+    return CACHE_ARGUMENT in parameters and "transformers" in sys.modules
+
+
+def cached_arguments(model: nn.Module, sample: Any, device: torch.device) -> Arguments:
+    """The arguments of a sample, behind a past: a tensor of its length is one, too.
+
+    Args:
+        model: that takes a cache.
+        sample: as it was cut with.
+        device: of the trace.
+    """
+    read = Arguments.read(model, sample, torch.device("cpu"))
+    given = read.filled(read.tensors)
+    if "use_cache" in read.signature.parameters:
+        given["use_cache"] = False  # else it returns the cache
+    if given.get(MASK_ARGUMENT) is not None:
+        given[MASK_ARGUMENT] = F.pad(given[MASK_ARGUMENT], (PAST_LENGTH, 0), value=1)
+    given[CACHE_ARGUMENT] = _past(PAST_LENGTH)
+    return Arguments.read(model, given, device)
+
+
+def traced_forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
+    """The logits, with a cache of which only the length is known.
+
+    Args:
+        model: whose modules are stand-ins.
+        given: see `cached_arguments`, with the trace's tensors.
+    """
+    past = given[CACHE_ARGUMENT].shape[0]
+    cache = _dynamic_cache()
+
+    def update(
+        keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            one.new_empty((*one.shape[:-2], past + one.shape[-2], one.shape[-1]))
+            for one in (keys, values)
+        )
+
+    cache.update = update
+    cache.get_seq_length = lambda layer_idx=0: past
+    cache.get_mask_sizes = lambda length, layer_idx=0: (past + length, 0)
+    cache.traced_as = CACHE_MARK
+    found = model(**{**given, CACHE_ARGUMENT: cache})
+    logits: torch.Tensor = getattr(found, "logits", found[0])
+    return logits
+
+
+@final
+class CachedSegment(nn.Module):
+    """A layer of a cut model that takes `cache=`, as `Pipeline.generate` gives it.
+
+    Args:
+        part: of the model's forward, whose last value is the cache.
+        arguments: that the model was traced with, if this is its first part.
+    """
+
+    def __init__(self, part: nn.Module, arguments: Arguments | None) -> None:
+        super().__init__()
+        self.part = part
+        self._arguments = arguments
+
+    def forward(self, *values: Any, cache: dict[str, Any], **keywords: Any) -> Any:
+        """Runs it on new positions, behind those in the cache."""
+        if CACHE_ARGUMENT not in cache:
+            cache[CACHE_ARGUMENT], cache["length"] = _dynamic_cache(), 0
+        given: Any = values
+        if self._arguments is not None:
+            keywords[CACHE_ARGUMENT] = _past(cache["length"])
+            found = self._arguments.tensors_of(values, keywords)
+            given = [one.to(found[0].device) for one in found]
+            cache["length"] += given[0].shape[1]
+        return self.part(*given, cache[CACHE_ARGUMENT])
+
+
+def _dynamic_cache() -> Any:
+    return import_module("transformers").DynamicCache()
+
+
+def _past(length: int) -> torch.Tensor:
+    """Its size is what matters; it may travel between stages."""
+    return torch.empty(length, dtype=torch.uint8, device="cpu")

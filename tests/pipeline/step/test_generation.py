@@ -1,0 +1,142 @@
+"""Tokens with caches of keys and values are those of one process with its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elche.pipeline.step.generation import _behind
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.harness.rank_pool import RankPool
+from tests.pipeline.cases.pipeline_generation_cases import (
+    NEW,
+    PROMPTS,
+    Generated,
+    GenerationWork,
+    alone,
+    failing,
+    generated,
+    moved,
+)
+
+pytestmark = pytest.mark.distributed
+ONE_BY_ONE = [[1, 1, 1, 1, 1], [3, 3, *[1] * 8]]
+"""Positions of an attention's calls: with a cache, in two microbatches at most."""
+WHOLE = [[1, 2, 3, 4, 5], [3, 3, 4, 4, 5, 5, 6, 6, 7, 7]]
+
+
+def check(pool: RankPool | None, work: GenerationWork) -> list[Generated]:
+    expected = alone(work)
+    assert len(set(expected[1][:, 3:].flatten().tolist())) > 3
+    if pool is None:
+        found = [generated(work)]
+    else:
+        found = pool.run(generated, work, case_setup=serve_in_thread)
+    for one in found:
+        assert all(map(torch.equal, one.tokens, expected)), (one.tokens, expected)
+        assert one.left == 0, "caches end with generate"
+    return found
+
+
+@pytest.mark.parametrize("samples", [False, True])
+def test_one_position_a_token_on_one_rank(samples: bool) -> None:
+    (found,) = check(None, GenerationWork(samples=samples))
+    assert found.lengths == ONE_BY_ONE
+    assert found.warnings == []
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        GenerationWork(),
+        GenerationWork(samples=True),
+        GenerationWork(schedule="zb-v", samples=True),
+        GenerationWork(partition=(2, 4)),
+        GenerationWork("masked", partition=(4, 2)),
+    ],
+)
+def test_one_position_a_token_on_two_ranks(
+    ranks2: RankPool, work: GenerationWork
+) -> None:
+    for one in check(ranks2, work):
+        assert one.lengths == ONE_BY_ONE
+        assert one.warnings == []
+
+
+def test_on_three_unequal_ranks(ranks3: RankPool) -> None:
+    for one in check(ranks3, GenerationWork(partition=(2, 1, 3), samples=True)):
+        assert one.lengths == ONE_BY_ONE
+
+
+def test_sequences_that_end(ranks2: RankPool) -> None:
+    token = int(alone(GenerationWork())[1][0, 4])
+    found = check(ranks2, GenerationWork(end_token=token))
+    assert len(set((found[0].tokens[1] == token).sum(1).tolist())) > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mixes", "its layers' caches lead to other logits"),
+        ("counts", "its layers' caches lead to other logits"),
+        ("none", "no layer takes cache="),
+    ],
+)
+def test_layers_without_caches_run_the_whole_sequence(
+    ranks2: RankPool, kind: str, reason: str
+) -> None:
+    found = check(ranks2, GenerationWork(kind))
+    for one in found:
+        assert one.lengths == WHOLE
+    (told,) = found[0].warnings
+    assert reason in told
+    assert found[1].warnings == []
+
+
+def test_caches_that_are_not_wanted(ranks2: RankPool) -> None:
+    for one in check(ranks2, GenerationWork(options={"use_cache": False})):
+        assert one.lengths == WHOLE
+        assert one.warnings == []
+
+
+def test_layers_move_between_generations(ranks2: RankPool) -> None:
+    for found, lengths in ranks2.run(moved, case_setup=serve_in_thread):
+        assert all(torch.equal(one, found[0]) for one in found)
+        assert lengths == [ONE_BY_ONE[1]] * 3
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_layer_that_raises_is_told_everywhere(ranks2: RankPool, rank: int) -> None:
+    found = ranks2.run(failing, "raises", rank, case_setup=serve_in_thread)
+    assert found[rank][0] == ["ValueError: a layer's own trouble", ""]
+    (told, good), _ = found[1 - rank]
+    assert told.startswith(f"RemoteRankError: rank {rank} failed: ValueError: a layer")
+    assert good == "", "the next call is a new one"
+    assert [left for _, left in found] == [0, 0]
+
+
+@pytest.mark.faults
+def test_a_rank_that_dies_is_named(ranks2: RankPool) -> None:
+    first, second = ranks2.run(
+        *(failing, "dies", 1), case_setup=serve_in_thread, expect_failure=True
+    )
+    assert second.error is not None
+    assert "exit code 7" in second.error.text
+    assert "rank 1" in first.value[0][0]
+    assert first.value[0][1].startswith("CommunicationError: the pipeline has ended")
+
+
+def test_what_of_a_batch_is_new() -> None:
+    tokens = torch.arange(6).view(2, 3)
+    batch = {
+        "tokens": tokens,
+        "attention_mask": tokens + 1,
+        "beside": (torch.ones(2), torch.ones(2, 4), 5),
+    }
+    found = _behind(batch, tokens.shape, 2)
+    assert found["tokens"].tolist() == [[2], [5]]
+    assert found["attention_mask"].shape == (2, 3)
+    assert [getattr(one, "shape", one) for one in found["beside"]] == [(2,), (2, 4), 5]
+    assert _behind(tokens, tokens.shape, 0) is not None
+    assert len(PROMPTS[1][0]) + NEW == 8

@@ -260,7 +260,8 @@ class _Follower:
         environments = rank_environments(
             world_size, hosts.rendezvous, hosts.key, ranks, hosts.node_rank
         )
-        told = dict(welcome.environment)
+        # Of elche alone: another host says how the run is, not what starts here.
+        told = {n: v for n, v in welcome.environment if n.startswith("ELCHE_")}
         told |= {"ELCHE_LISTEN": hosts.own_address(), PIPE: str(self._pipe[0])}
         for place, rank in enumerate(ranks):
             environment = rank_environment(config, place, environments[place] | told)

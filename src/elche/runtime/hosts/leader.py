@@ -35,7 +35,11 @@ from elche.coordination.protocol.wire import FROM_HOSTS, from_wire, to_wire
 from elche.errors import CommunicationError, ConfigError, ElcheError, ProtocolError
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.remote_start import DEFAULT_SSH, RemoteLaunchers
-from elche.runtime.process.coordinator import CoordinatorServer
+from elche.runtime.process.coordinator import (
+    HELLO_BYTES,
+    HELLO_WITHIN_S,
+    CoordinatorServer,
+)
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 
 logger = logging.getLogger(__name__)
@@ -43,7 +47,7 @@ logger = logging.getLogger(__name__)
 KILLED: Final = -int(signal.SIGKILL)
 ANSWER_S: Final = 5.0
 """For another host's launcher to say that a rank which it is to kill has ended."""
-HELLO_BYTES: Final = 1 << 16
+
 
 
 @final
@@ -105,6 +109,8 @@ class HostLink(asyncio.Protocol):
         self._transport = transport
         outlive_cuts(transport.get_extra_info("socket"))
         transport.write(MAGIC + self._nonce)
+        loop = asyncio.get_running_loop()
+        loop.call_later(HELLO_WITHIN_S, self._drop_stranger)
 
     def data_received(self, data: bytes) -> None:
         """Reads messages; drops who does not keep to the protocol."""
@@ -133,6 +139,10 @@ class HostLink(asyncio.Protocol):
         """Ends the connection when all is sent."""
         if self._transport is not None:
             self._transport.close()
+
+    def _drop_stranger(self) -> None:
+        if self.host is None:
+            self.close()
 
     def _take(self, message: Any) -> None:
         if (self.host is None) != isinstance(message, HostJoins):

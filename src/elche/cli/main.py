@@ -257,14 +257,11 @@ def run(
     failed = [rank for rank, code in enumerate(result.exit_codes) if code]
     if failed:
         reason = result.reason.splitlines()[0] if result.reason else "see its output"
-        if result.signal:  # ranks that end by themselves then have not failed
-            name = signal.Signals(result.signal).name
-            reason = f"interrupted: the launcher was sent {name}"
-            if result.terminated:
-                reason += (
-                    f"; ranks {list(result.terminated)} did not end in time, and were "
-                    "ended: a last checkpoint may be missing"
-                )
+        if result.signal and result.terminated:
+            reason += (
+                f"; ranks {list(result.terminated)} did not end in time, and were "
+                "ended: a last checkpoint may be missing"
+            )
         codes = ", ".join(_code(result.exit_codes[rank]) for rank in failed)
         click.echo(
             f"elche run: ranks {failed} ended with codes [{codes}]: {reason}", err=True

@@ -129,11 +129,12 @@ def test_a_signal_to_one_launcher_ends_all(
             host.wait_for("is ready")
         hosts[at].process.send_signal(number)
         assert [host.end() for host in hosts] == [code, code], hosts[0].output
-        if case == "waits":
-            where = r" on host 1 \(" if at else ""
-            for host in hosts:
-                said = rf"is told: interrupted: the launcher was sent SIGTERM{where}"
-                assert re.search(said, host.output), host.output
+        where = r" on host 1 \(" if at else ""
+        said = rf"interrupted: the launcher was sent {number.name}{where}"
+        for host in hosts:
+            assert re.search(rf"elche run: .*{said}", host.output), host.output
+            if case == "waits":
+                assert re.search(f"is told: {said}", host.output), host.output
 
 
 def test_ranks_that_heed_a_signal_save_on_all_hosts(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ async def _launch(
             await store.close()
     result = LaunchResult(
         processes.exit_codes(),
-        server.core.aborted or "",
+        processes.interruption or server.core.aborted or "",
         processes.terminated,
         processes.failed_first(),
         processes.signal or 0,

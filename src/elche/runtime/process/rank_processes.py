@@ -55,7 +55,8 @@ class RankProcesses:
         server: the run's coordinator, told of ends and of interruptions.
 
     Attributes:
-        signal: the first signal that the launcher was sent, if any.
+        signal: the first signal that a launcher was sent, if any.
+        interruption: that in words, "" if none was.
         ended: ranks in the order in which their processes ended.
         terminated: ranks that had to be ended here.
         failed_s: when the first failure was seen, by the monotonic clock.
@@ -70,6 +71,7 @@ class RankProcesses:
         server.on_lost = self._fence
         self.signal: signal.Signals | None = None
         self._signalled: set[str] = set()
+        self.interruption = ""
         self.ended: list[int] = []
         self.terminated: tuple[int, ...] = ()
         self.failed_s: float | None = None
@@ -105,6 +107,7 @@ class RankProcesses:
         if self.signal is not None:  # as where a job is cancelled: all launchers are
             return
         self.signal = number
+        self.interruption = f"interrupted: the launcher was sent {number.name}{where}"
         ranks = range(len(self._processes))
         heed = all(
             self._server.heeds_signals(rank)

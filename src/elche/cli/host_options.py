@@ -81,7 +81,9 @@ def read_hosts(
         if nnodes is not None or {*given} - {"--advertise"}:
             raise ConfigError("--hosts starts all launchers itself: give it alone")
         return _started_from_here(hosts, words, values["advertise"])
-    missing = [o for o in ("--node-rank", "--rendezvous", "--key-file") if o not in given]
+    missing = [
+        o for o in ("--node-rank", "--rendezvous", "--key-file") if o not in given
+    ]
     if missing:
         raise ConfigError(f"--nnodes {nnodes} needs {', '.join(missing)} on every host")
     from elche.comm.control.addresses import parse_address

@@ -94,10 +94,10 @@ def launched(cluster: Cluster) -> Iterator[list[Launcher]]:
             prefix = cluster.prefixes[number] if cluster.prefixes else ()
             entry = cluster.entries[number] if cluster.entries else ELCHE
             output = cluster.folder / f"output{number}.txt"
+            words = [*prefix, sys.executable, *entry, "run", *options, *ranks]
             with output.open("wb") as file:
                 process = subprocess.Popen(
-                    [*prefix, sys.executable, *entry, "run", *options, *ranks]
-                    + [*cluster.script],
+                    [*words, *cluster.script],
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **environment},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link, policy: str) -> None:
         up_s, before = time.monotonic(), len(steps_of(hosts[0], 3))
         found = steps_of(hosts[0], before + 10)
         # The fault has acted: windows go on for a while, and then nothing does.
-        gaps = [b - a for a, b in zip(found, found[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(found)]
         if policy != "async":
             assert max(gaps) > 2.0
         assert found[-1] > up_s > cut_s

@@ -323,5 +323,3 @@ class _Follower:
                     "is stopped, or the link to it is cut",
                     *(self._hosts.meeting, silent_s),
                 )
-
-

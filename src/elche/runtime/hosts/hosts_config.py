@@ -23,6 +23,7 @@ from elche.runtime.hosts.versions import installed_versions
 
 GATHER_S: Final = 300.0
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsConfig:
     """One launcher's place among those of a run.

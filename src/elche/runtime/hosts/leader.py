@@ -49,7 +49,6 @@ ANSWER_S: Final = 5.0
 """For another host's launcher to say that a rank which it is to kill has ended."""
 
 
-
 @final
 class RemoteProcess:
     """A rank's process on another host, seen through that host's launcher.
@@ -337,7 +336,9 @@ class Leader:
             self._links.pop(host.node_rank, None)
         running = {r: p for r, p in self._of(link).items() if p.returncode is None}
         if running:
-            reason = f"the launcher of {host} has ended or was killed, or its link is cut"
+            reason = (
+                f"the launcher of {host} has ended or was killed, or its link is cut"
+            )
             self._on_lost(min(running), reason)
         for process in running.values():
             process.end(KILLED)
@@ -369,6 +370,8 @@ class Leader:
         for link in self._links.values():
             link.send(HostRefused(reason=reason))
             link.close()
+        if self.listener is not None:
+            self.listener.close()
         if self._remote is not None:
             await self._remote.end()
 

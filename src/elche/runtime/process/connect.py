@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from elche.comm.control.addresses import (
     format_address,
+    host_name,
     is_loopback,
     listen,
     own_address,
@@ -24,7 +25,6 @@ from elche.comm.control.addresses import (
 )
 from elche.comm.control.control_channel import ControlChannel
 from elche.comm.control.key_file import is_private
-from elche.comm.transport.process_group import host_name
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.process.coordinator import KEY_BYTES
 from elche.runtime.process.environment import Placement
@@ -166,8 +166,8 @@ def _check_on_one_host(
     if "LOCAL_WORLD_SIZE" not in environment and not is_loopback(host):
         raise ConfigError(
             f"MASTER_ADDR is {host} and LOCAL_WORLD_SIZE is not set: ranks may be on "
-            f"several hosts, but elche listens on loopback; {_HOW}, or LOCAL_WORLD_SIZE="
-            f"{placement.world_size} if all are on this one"
+            f"several hosts, but elche listens on loopback; {_HOW}, or "
+            f"LOCAL_WORLD_SIZE={placement.world_size} if all are on this one"
         )
 
 

@@ -202,9 +202,7 @@ async def _launch(
     if network is not None:
         listener = network.listener()
     address = await server.start(listener=listener)
-    environments = rank_environments(
-        world_size, address, key, range(config.world_size)
-    )
+    environments = rank_environments(world_size, address, key, range(config.world_size))
     # A store is reached from loopback alone; where a network is given nobody needs it.
     store = TorchStore() if is_one_host else None
     if store is not None:

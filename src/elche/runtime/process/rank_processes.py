@@ -229,6 +229,7 @@ class RankProcesses:
 
 
 def send_signal(process: RankProcess, number: signal.Signals) -> None:
+    """Sends a signal to a process that has not ended."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)

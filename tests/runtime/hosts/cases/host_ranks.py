@@ -46,7 +46,7 @@ def waits(folder: Path) -> None:
 
 def fails(folder: Path) -> None:
     """The last rank fails, and exits with code 7."""
-    if RANK != int(os.environ["WORLD_SIZE"]) - 1:
+    if int(os.environ["WORLD_SIZE"]) - 1 != RANK:
         waits(folder)
     channel = _connected()
     _say("ready")

@@ -16,6 +16,7 @@ from elche.comm.control.addresses import (
     is_loopback,
     listen,
     outlive_cuts,
+    outlive_cuts_from,
     own_address,
     parse_address,
 )
@@ -54,6 +55,19 @@ def test_listening_on_one_address_alone(host: str) -> None:
             after_ms = connection.getsockopt(socket.IPPROTO_TCP, option)
             assert after_ms == GONE_AFTER_S * 1e3
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_connections_that_another_library_made() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        place = listener.getsockname()
+        with socket.create_connection(place, 5.0) as connection:
+            option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+            assert connection.getsockopt(*option) == 0
+            outlive_cuts_from("127.0.0.2")
+            assert connection.getsockopt(*option) == 0
+            outlive_cuts_from("127.0.0.1")
+            assert connection.getsockopt(*option) == GONE_AFTER_S * 1e3
+            assert connection.gettimeout() == 5.0
 
 
 def test_a_host_without_a_route_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

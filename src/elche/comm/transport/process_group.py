@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed as dist
 
-from elche.comm.control.addresses import host_name
+from elche.comm.control.addresses import host_name, is_loopback, outlive_cuts_from
 from elche.comm.transport.exchange import CHECK_EVERY_S, wait_until
 from elche.errors import CommunicationError, DeadlineError
 from elche.torch_internals.groups import gloo_options
@@ -187,6 +187,8 @@ class Group:
             raise CommunicationError(
                 f"rank {rank}: the process group did not form: {error}"
             ) from error
+        if not is_loopback(listen):
+            outlive_cuts_from(listen)
         return Group(made, rank, world_size, timeout_s)
 
     @property

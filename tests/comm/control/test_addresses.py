@@ -57,17 +57,24 @@ def test_listening_on_one_address_alone(host: str) -> None:
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-def test_connections_that_another_library_made() -> None:
-    with listen("127.0.0.1", 0) as listener:
-        place = listener.getsockname()
-        with socket.create_connection(place, 5.0) as connection:
-            option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-            assert connection.getsockopt(*option) == 0
-            outlive_cuts_from("127.0.0.2")
-            assert connection.getsockopt(*option) == 0
-            outlive_cuts_from("127.0.0.1")
-            assert connection.getsockopt(*option) == GONE_AFTER_S * 1e3
-            assert connection.gettimeout() == 5.0
+def test_connections_that_another_library_made(tmp_path: Path) -> None:
+    option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+    with (
+        (tmp_path / "no socket").open("w"),
+        socket.socket(socket.AF_UNIX),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+        listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname(), 5.0) as connection,
+    ):
+        datagrams.bind(("127.0.0.1", 0))
+        assert connection.getsockopt(*option) == 0
+        before = len(os.listdir("/proc/self/fd"))
+        outlive_cuts_from("127.0.0.2")
+        assert connection.getsockopt(*option) == 0
+        outlive_cuts_from("127.0.0.1")
+        assert connection.getsockopt(*option) == GONE_AFTER_S * 1e3
+        assert connection.gettimeout() == 5.0
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_host_without_a_route_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import platform
 import socket
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,7 @@ RETRY_MS: Final = 2000
 """Longest pause between two attempts to send, where the system lets that be set: else
 the pauses grow, and a link that was cut for a minute is taken up a minute late."""
 
+_FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 _DESCRIPTORS: Final = "/proc/self/fd"
 
 # Linux names them; 6.15 is the first to have the last one, which Python does not name.
@@ -109,7 +111,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def outlive_cuts(connection: socket.socket) -> None:
     """Takes a link up soon after a cut, and sees a host that is gone without a word."""
-    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+    if connection.family not in _FAMILIES:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -131,11 +133,10 @@ def outlive_cuts_from(host: str) -> None:
     if not os.path.isdir(_DESCRIPTORS) or socket.getdefaulttimeout() is not None:
         return
     own = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-    for name in os.listdir(_DESCRIPTORS):
-        with (
-            contextlib.suppress(OSError),  # closed since, or no socket
-            socket.socket(fileno=os.dup(int(name))) as connection,
-        ):
-            is_stream = connection.type == socket.SOCK_STREAM
-            if is_stream and connection.getsockname()[0] == own:
-                outlive_cuts(connection)
+    for descriptor in map(int, os.listdir(_DESCRIPTORS)):
+        with contextlib.suppress(OSError):  # closed since
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    is_inet = connection.family in _FAMILIES
+                    if is_inet and connection.getsockname()[0] == own:
+                        outlive_cuts(connection)

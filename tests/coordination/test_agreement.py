@@ -9,7 +9,7 @@ import pytest
 
 from elche.config import RunConfig
 from elche.config_parts import DebugConfig, WindowConfig
-from elche.coordination.agreement import Settings, disagreement
+from elche.coordination.agreement import Settings, disagreement, settings_of
 from elche.coordination.protocol.events import Join
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from tests.harness.settings import nested
@@ -95,6 +95,22 @@ def test_a_setting_that_differs_is_named(name: str) -> None:
     assert said.startswith("configuration differs between ranks: ")
     assert f"config.{NAMES.get(name, name)}: rank 0 has " in said
     assert disagreement([join_of(0), join_of(1)]) == ""
+
+
+def test_another_torch_is_named() -> None:
+    joins = [
+        replace(
+            join_of(rank),
+            settings=Settings(
+                config=RunConfig(), software={"elche": "1", "torch": version}
+            ).as_pairs(),
+        )
+        for rank, version in enumerate(("2.9", "2.10"))
+    ]
+    assert settings_of(joins[1]).software["torch"] == "2.10"
+    said = disagreement(joins)
+    assert 'software.torch: rank 0 has "2.9", rank 1 has "2.10"' in said
+    assert "software.elche" not in said
 
 
 @pytest.mark.parametrize(

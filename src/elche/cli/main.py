@@ -7,11 +7,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import click
 
 from elche import __version__
+from elche.cli.host_options import host_options, read_hosts
 from elche.cli.plan_command import plan as plan_command
 from elche.cli.restart_options import restart_options
 from elche.cli.schedule_command import schedule as schedule_command
@@ -19,6 +20,7 @@ from elche.config import POLICIES
 from elche.errors import ConfigError, ElcheError
 
 if TYPE_CHECKING:
+    from elche.runtime.process.launch import LaunchConfig
     from elche.runtime.process.rank_output import Display
 
 
@@ -143,6 +145,20 @@ def _rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def _follow(config: LaunchConfig) -> NoReturn:
+    """Runs this host's ranks as the first host's launcher says."""
+    from elche.runtime.hosts.follower import follow_leader
+
+    result = follow_leader(config)
+    if result.exit_code:
+        reason = result.reason.splitlines()[0] if result.reason else "see its output"
+        click.echo(
+            f"elche run: the run ended with code {_code(result.exit_code)}: {reason}",
+            err=True,
+        )
+    sys.exit(result.exit_code)
+
+
 # What follows SCRIPT is its own, options too.
 @main.command(context_settings={"allow_interspersed_args": False})
 @_rank_options
@@ -169,6 +185,7 @@ def _rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
     " written when the run ends, however it ends.",
 )
 @restart_options
+@host_options
 @click.option(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -192,9 +209,9 @@ def run(
     quiet: bool,
     script: str,
     arguments: tuple[str, ...],
-    **restarts: Any,
+    **more: Any,
 ) -> None:
-    """Run SCRIPT on several devices of this machine, one process each."""
+    """Run SCRIPT on several devices, one process each."""
     from elche.runtime.process.launch import LaunchConfig, python_command
     from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
@@ -211,6 +228,13 @@ def run(
                 from elche.demo.results import check_writable
 
                 check_writable(path)
+        for_one_host = {"--trace": trace, "--max-restarts": more["max_restarts"]}
+        hosts = read_hosts(more, (script, *arguments), for_one_host)
+        if hosts is not None and hosts.remote is not None:
+            if (nproc, devices, speeds) != (None, None, None):
+                raise ConfigError("--hosts says how many ranks each host has")
+            nproc = hosts.remote.own_ranks
+        follows = hosts is not None and hosts.node_rank > 0
         config = LaunchConfig(
             command=python_command(script, *arguments),
             num_ranks=nproc,
@@ -219,25 +243,25 @@ def run(
             environment={"ELCHE_POLICY": policy} if policy else {},
             story_path=story,
             trace_path=trace,
-            display=None if quiet else _display(),
+            display=None if quiet or follows else _display(),
+            hosts=hosts,
             **settings,
         )
+        if follows:
+            _follow(config)
         result = launch_with_restarts(
             config,
-            RestartConfig(**restarts),
+            RestartConfig(**more),
             lambda line: click.echo(f"elche run: {line}", err=True),
         )
     failed = [rank for rank, code in enumerate(result.exit_codes) if code]
     if failed:
         reason = result.reason.splitlines()[0] if result.reason else "see its output"
-        if result.signal:  # ranks that end by themselves then have not failed
-            name = signal.Signals(result.signal).name
-            reason = f"interrupted: the launcher was sent {name}"
-            if result.terminated:
-                reason += (
-                    f"; ranks {list(result.terminated)} did not end in time, and were "
-                    "ended: a last checkpoint may be missing"
-                )
+        if result.signal and result.terminated:
+            reason += (
+                f"; ranks {list(result.terminated)} did not end in time, and were "
+                "ended: a last checkpoint may be missing"
+            )
         codes = ", ".join(_code(result.exit_codes[rank]) for rank in failed)
         click.echo(
             f"elche run: ranks {failed} ended with codes [{codes}]: {reason}", err=True

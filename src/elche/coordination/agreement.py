@@ -30,6 +30,7 @@ class Settings:
             place.
         is_delayed: steps are taken one step late.
         mortal_by: what beside the configuration ends the run when a rank dies, or "".
+        software: versions that must be equal, by name.
     """
 
     config: RunConfig
@@ -41,6 +42,7 @@ class Settings:
     is_default: bool = False
     is_delayed: bool = False
     mortal_by: str = ""
+    software: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def optimizer_kind(self) -> str:
@@ -53,6 +55,7 @@ class Settings:
         flat = dict(_flat("config", self.config.as_dict()))
         flat |= {f"loader.{k}": v for k, v in self.loader.items()}
         flat |= {f"optimizer.{k}": v for k, v in self.optimizer.items()}
+        flat |= {f"software.{k}": v for k, v in self.software.items()}
         for name in (
             "min_share_samples",
             "epochs",
@@ -90,6 +93,7 @@ def settings_of(join: Join) -> Settings:
         is_default=bool(flat.get("is_default", False)),
         is_delayed=bool(flat.get("is_delayed", False)),
         mortal_by=str(flat.get("mortal_by", "")),
+        software=part("software"),
     )
 
 

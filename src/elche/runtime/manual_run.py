@@ -19,6 +19,7 @@ from elche.coordination.protocol.events import BarrierReached, Event, Join, Left
 from elche.coordination.protocol.instructions import BarrierPassed, Welcome
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.errors import ElcheError
+from elche.runtime.hosts.versions import installed_versions
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement, read_placement
 from elche.runtime.process.launcher_watch import watch_launcher
@@ -112,7 +113,7 @@ def _join(placement: Placement, config: RunConfig) -> Join:
         rank=placement.rank,
         version=PROTOCOL_VERSION,
         world_size=placement.world_size,
-        settings=Settings(config=config).as_pairs(),
+        settings=Settings(config=config, software=installed_versions()).as_pairs(),
         tensors=(),
         device=placement.device_name,
         horizon_batches=0,

@@ -20,6 +20,7 @@ from elche.errors import ConfigError
 from elche.runtime.data.leased_data import horizon_batches
 from elche.runtime.data.prefetch import most_ahead
 from elche.runtime.data.stream_data import StreamView
+from elche.runtime.hosts.versions import installed_versions
 from elche.runtime.process.environment import Placement
 from elche.runtime.training import Training
 from elche.torch_internals.held import BatchNormBase, held_buffers, unsaved_buffers
@@ -55,6 +56,7 @@ def describe(training: Training, epochs: int | None) -> Settings:
         micro_batches=training.micro_batches,
         is_default=training.is_default and not sync_batchnorm_layers(training.model),
         is_delayed=training.delayed is not None,
+        software=installed_versions(),
         mortal_by="a stream" if isinstance(loader.dataset, StreamView) else "",
     )
 

@@ -34,6 +34,15 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 MPIEXEC = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
+RAY = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "NODE_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "41234",
+}
 KUBEFLOW = {
     "PET_NNODES": "2",
     "RANK": "1",
@@ -93,6 +102,12 @@ def test_mpi_is_read() -> None:
     assert read_placement(MPIEXEC).rank == 1
 
 
+def test_ray_is_read() -> None:
+    assert read_launcher(RAY) == RAY
+    placement = read_placement(RAY)
+    assert (placement.rank, placement.world_size) == (3, 4)
+
+
 def test_what_is_set_stays() -> None:
     assert read_launcher(SRUN | {"MASTER_PORT": "5"})["MASTER_PORT"] == "5"
     assert read_launcher(KUBEFLOW | MPIRUN)["RANK"] == "1"
@@ -109,6 +124,7 @@ def test_an_address_that_nobody_reaches_is_refused(listen: str) -> None:
     [
         (KUBEFLOW, "LOCAL_WORLD_SIZE is not set.*ELCHE_LISTEN"),
         (SRUN, "4 ranks are on other hosts.*ELCHE_LISTEN"),
+        (RAY, "2 ranks are on other hosts.*ELCHE_LISTEN"),
         (MPIRUN, "neither ELCHE_COORDINATOR nor MASTER_ADDR.*mpirun -x"),
     ],
 )

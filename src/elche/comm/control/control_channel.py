@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+from elche.comm.control.addresses import format_address, outlive_cuts
 from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.field_checks import brief
@@ -74,7 +75,7 @@ class ControlChannel:
         connection: socket.socket | None = None
         try:
             connection = socket.create_connection(address, timeout=timeout_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            outlive_cuts(connection)
             greeting = b""
             while len(greeting) < GREETING_BYTES:
                 part = connection.recv(GREETING_BYTES - len(greeting))
@@ -86,9 +87,9 @@ class ControlChannel:
             if connection is not None:
                 connection.close()
             raise CommunicationError(
-                f"rank {rank} cannot reach the coordinator at {address[0]}:"
-                f"{address[1]}: {error}; was the script started by `elche run` or "
-                "torchrun, and is that process still alive?"
+                f"rank {rank} cannot reach the coordinator at "
+                f"{format_address(*address)}: {error}; was the script started by "
+                "`elche run` or torchrun, and is that process still alive?"
             ) from error
         connection.settimeout(timeout_s)
         channel = ControlChannel(connection, codec, rank)

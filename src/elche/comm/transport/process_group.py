@@ -6,25 +6,20 @@ gloo listens on loopback unless an address is given.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import platform
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import distributed as dist
 
+from elche.comm.control.addresses import host_name, is_loopback, outlive_cuts_from
 from elche.comm.transport.exchange import CHECK_EVERY_S, wait_until
 from elche.errors import CommunicationError, DeadlineError
 from elche.torch_internals.groups import gloo_options
-
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 FORK_MAY_DEADLOCK = sys.version_info < (3, 10, 15) or (
     (3, 11) <= sys.version_info < (3, 11, 10)
@@ -192,6 +187,8 @@ class Group:
             raise CommunicationError(
                 f"rank {rank}: the process group did not form: {error}"
             ) from error
+        if not is_loopback(listen):
+            outlive_cuts_from(listen)
         return Group(made, rank, world_size, timeout_s)
 
     @property
@@ -378,19 +375,6 @@ def late_error(text: str, missing: Sequence[int]) -> CommunicationError:
         return CommunicationError(text)
     names = ", ".join(map(str, missing))
     return DeadlineError(f"{text}; ranks that did not arrive: {names}")
-
-
-def host_name() -> str:
-    """Names the machine that this process runs on, the same in all its containers.
-
-    The environment's ``ELCHE_HOST`` stands for it if it is set: ranks of one name are
-    summed among themselves before anything travels to those of another.
-    """
-    if named := os.environ.get("ELCHE_HOST"):
-        return named
-    with contextlib.suppress(OSError):
-        return Path(_BOOT_ID).read_text().strip()
-    return platform.node()
 
 
 def _nothing() -> None:

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from elche.comm.control.addresses import host_name
+
 ALIGN_BYTES = 64
 _TOKEN = struct.Struct("q")
 
@@ -66,8 +68,8 @@ def map_together(group: Members, size_bytes: int) -> mmap.mmap | None:
             descriptor = os.memfd_create("elche")
             os.ftruncate(descriptor, size_bytes)
             os.pwrite(descriptor, _TOKEN.pack(token), size_bytes)
-    # Ranks that are told to be of different hosts share nothing, wherever they run.
-    host = zlib.crc32(os.environ.get("ELCHE_HOST", "").encode())
+    # A pid means another process on another host, and in another container.
+    host = zlib.crc32(host_name().encode())
     where = torch.tensor(
         [os.getpid(), descriptor, token, host], dtype=torch.int64, device="cpu"
     )

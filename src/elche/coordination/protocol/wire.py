@@ -14,6 +14,7 @@ from elche.coordination.protocol.events import (
     Tick,
 )
 from elche.coordination.protocol.field_checks import Check, brief, check_for
+from elche.coordination.protocol.host_messages import FromHost, FromLeader
 from elche.coordination.protocol.instructions import Instruction
 from elche.errors import ProtocolError
 
@@ -26,9 +27,14 @@ FROM_COORDINATOR: dict[str, type[Any]] = {
     kind.__name__: kind for kind in typing.get_args(Instruction)
 }
 
+FROM_HOSTS: dict[str, type[Any]] = {k.__name__: k for k in typing.get_args(FromHost)}
+FROM_LEADER: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in typing.get_args(FromLeader)
+}
+
 _NAMES: dict[type[Any], tuple[str, ...]] = {
     kind: tuple(field.name for field in fields(kind))
-    for kind in typing.get_args(Event | Instruction)
+    for kind in typing.get_args(Event | Instruction | FromHost | FromLeader)
 }
 _CHECKS: dict[type[Any], dict[str, Check]] = {
     kind: {n: check_for(hint) for n, hint in typing.get_type_hints(kind).items()}
@@ -36,7 +42,9 @@ _CHECKS: dict[type[Any], dict[str, Check]] = {
 }
 
 
-def to_wire(message: Event | Instruction) -> dict[str, Any]:
+def to_wire(
+    message: Event | Instruction | FromHost | FromLeader,
+) -> dict[str, Any]:
     """A message as plain values that msgpack carries."""
     kind = type(message)
     wire = {name: getattr(message, name) for name in _NAMES[kind]}

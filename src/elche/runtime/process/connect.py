@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +15,16 @@ from pathlib import Path
 
 from torch import distributed as dist
 
+from elche.comm.control.addresses import (
+    format_address,
+    host_name,
+    is_loopback,
+    listen,
+    own_address,
+    parse_address,
+)
 from elche.comm.control.control_channel import ControlChannel
+from elche.comm.control.key_file import is_private
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.process.coordinator import KEY_BYTES
 from elche.runtime.process.environment import Placement
@@ -26,6 +33,10 @@ from elche.runtime.process.launchers import read_launcher
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+_HOW = (
+    "set ELCHE_LISTEN on every host to its own address, or to auto, on a network that "
+    "you trust (nothing is encrypted)"
+)
 
 _started: list[subprocess.Popen[str]] = []
 _hosted: list[dist.TCPStore] = []
@@ -46,7 +57,7 @@ def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlC
     environment = read_launcher(os.environ)
     if placement.listen == AUTO:
         met_at = placement.coordinator or (environment.get("MASTER_ADDR", ""), 0)
-        placement = replace(placement, listen=_own_address(met_at[0]))
+        placement = replace(placement, listen=own_address(met_at[0]))
     if placement.coordinator is None:
         address, key = _find_under_torchrun(placement, environment, timeout_s)
         placement = replace(placement, coordinator=address, key=key)
@@ -74,22 +85,6 @@ def stop_coordinator() -> None:
         _hidden.pop().unlink(missing_ok=True)
     _found.clear()
     _hosted.clear()
-
-
-def _own_address(host: str) -> str:
-    """This host's address on the route to another."""
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(
-            host or None, 1, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind) as probe:  # sends nothing
-            probe.connect(where)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise CommunicationError(
-            f"ELCHE_LISTEN=auto found no route to host {host!r}: {error}; set "
-            "ELCHE_LISTEN to this host's own address"
-        ) from error
 
 
 def _find_under_torchrun(
@@ -120,20 +115,21 @@ def _find_under_torchrun(
             number,
             is_master=hosted,
             timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=_listen(host, number) if hosted else None,
+            master_listen_fd=listen(host, number).detach() if hosted else None,
         )
         if hosted:
             _hosted.append(base)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"elche/{restart}", base)
+        is_one_host = _share_host(store, placement)
         if placement.rank == 0:
             address, key = _start_beside(placement)
-            told = f"{address[0]}:{address[1]}/{key.hex()}"
-            if local == placement.world_size:
+            told = f"{format_address(*address)}/{key.hex()}"
+            if is_one_host:
                 told = _hide(told)
             store.set("coordinator", told)
         told = store.get("coordinator").decode()
-        if local == placement.world_size:
+        if is_one_host:
             told = _read_hidden(told)
     except CommunicationError:  # the coordinator's own, which is a RuntimeError too
         raise
@@ -142,37 +138,37 @@ def _find_under_torchrun(
             f"rank {placement.rank}: the rendezvous at {name} failed: {error}"
         ) from error
     where, _, secret = told.partition("/")
-    found_host, _, found_port = where.rpartition(":")
-    _found[name] = (found_host, int(found_port)), bytes.fromhex(secret)
+    _found[name] = parse_address(where, "the coordinator"), bytes.fromhex(secret)
     return _found[name]
+
+
+def _share_host(store: dist.Store, placement: Placement) -> bool:
+    """Whether all ranks are on one host, as each says of itself."""
+    store.set(f"host/{placement.rank}", host_name())
+    ranks = range(placement.world_size)
+    hosts = {store.get(f"host/{rank}").decode() for rank in ranks}
+    if len(hosts) > 1 and "ELCHE_LISTEN" not in os.environ:
+        raise ConfigError(
+            f"ranks are on {len(hosts)} hosts, but elche listens on loopback; {_HOW}"
+        )
+    return len(hosts) == 1
 
 
 def _check_on_one_host(
     placement: Placement, environment: Mapping[str, str], host: str, local: int
 ) -> None:
-    """Refuses ranks on other hosts: they would look for this one on their loopback."""
-    how = (
-        "set ELCHE_LISTEN on every host to its own address, or to auto, on a network "
-        "that you trust (nothing is encrypted)"
-    )
+    """Refuses ranks on other hosts at once, where the launcher has counted them."""
     if local < placement.world_size:
         raise ConfigError(
             f"{placement.world_size - local} ranks are on other hosts, but elche "
-            f"listens on loopback; {how}"
+            f"listens on loopback; {_HOW}"
         )
-    if "LOCAL_WORLD_SIZE" not in environment and not _is_loopback(host):
+    if "LOCAL_WORLD_SIZE" not in environment and not is_loopback(host):
         raise ConfigError(
             f"MASTER_ADDR is {host} and LOCAL_WORLD_SIZE is not set: ranks may be on "
-            f"several hosts, but elche listens on loopback; {how}, or LOCAL_WORLD_SIZE="
-            f"{placement.world_size} if all are on this one"
+            f"several hosts, but elche listens on loopback; {_HOW}, or "
+            f"LOCAL_WORLD_SIZE={placement.world_size} if all are on this one"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
-    except OSError:
-        return False
 
 
 def _hide(text: str) -> str:
@@ -190,8 +186,7 @@ def _hide(text: str) -> str:
 def _read_hidden(path: str) -> str:
     """Reads such a file, if it is this user's: anybody may name one in the store."""
     with open(path) as file:
-        status = os.fstat(file.fileno())
-        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        if not is_private(file.fileno()):
             raise CommunicationError(
                 f"{path} is not a file of this user alone; something else than rank 0 "
                 "has written to torchrun's store"
@@ -204,12 +199,6 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     if not text.isdigit():
         raise ConfigError(f"expected {name} to be a number, got {text!r}")
     return int(text)
-
-
-def _listen(host: str, port: int) -> int:
-    """A listening socket on that address alone; torch would take every interface."""
-    listener = socket.create_server((host, port))
-    return listener.detach()
 
 
 def _hosts_store(placement: Placement) -> bool:
@@ -242,4 +231,4 @@ def _start_beside(placement: Placement) -> tuple[tuple[str, int], bytes]:
             f"the coordinator beside rank 0 did not start on {placement.listen}; is "
             "ELCHE_LISTEN an address of this host? Its own output says more"
         )
-    return (host, int(port)), key
+    return (host.strip("[]"), int(port)), key

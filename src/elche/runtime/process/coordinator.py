@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from elche.comm.control.addresses import format_address, listen, outlive_cuts
 from elche.comm.control.control_channel import heeds_key
 from elche.comm.control.frames import MAGIC, NONCE_BYTES, FrameCodec
 from elche.coordination.liveness import SILENT_S, Liveness
@@ -72,6 +73,7 @@ class CoordinatorServer:
         on_end: called once with the kind of `Abort` that ends the run.
         on_first_batch: called once, when a rank first reports batches as done.
         on_message: called with each event and instruction, in their order.
+        places: of ranks that are on other hosts, in words.
     """
 
     def __init__(self, world_size: int, key: bytes, *, survives: bool = False) -> None:
@@ -96,6 +98,7 @@ class CoordinatorServer:
         self.dropped = 0
         self.has_admitted = False
         self.sees_ends = True
+        self.places: dict[int, str] = {}
         self.told_to_end: set[int] = set()  # because of another rank, or of none
 
     async def start(
@@ -107,7 +110,7 @@ class CoordinatorServer:
         """Listens there, or with a socket that listens already; returns the address."""
         loop = asyncio.get_running_loop()
         if listener is None:
-            listener = socket.create_server((host, port))
+            listener = listen(host, port)
         self._server = await loop.create_server(
             lambda: _Connection(self, self._key), sock=listener
         )
@@ -290,8 +293,20 @@ class CoordinatorServer:
                 if now_s - since_s > HELLO_WITHIN_S:
                     stranger.drop("no Hello came")
             silent = self._liveness.tick()
+            self._say_silent(silent)
             self.take(Tick(), *(Silent(rank=r, silent_s=SILENT_S) for r in silent))
             self._say_stalled(now_s)
+
+    def _say_silent(self, ranks: Sequence[int]) -> None:
+        """Where the run does not go on without them, it waits for them."""
+        for rank in ranks:
+            if not self.core.outlives(rank) and self.core.aborted is None:
+                where = self.places.get(rank, "")
+                logger.warning(
+                    "rank %d%s has been silent for %g s, and training waits: it is "
+                    "stopped, or the link to it is cut",
+                    *(rank, where, SILENT_S),
+                )
 
     def _say_stalled(self, now_s: float) -> None:
         """A line where ranks have long been waiting for others that are elsewhere."""
@@ -316,6 +331,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        outlive_cuts(transport.get_extra_info("socket"))
         self._server.meet(self)
         transport.write(MAGIC + self._nonce)
 
@@ -386,20 +402,33 @@ class _Connection(asyncio.Protocol):
 
 
 def rank_environments(
-    world_size: int, address: tuple[str, int], key: bytes
+    world_size: int,
+    address: tuple[str, int],
+    key: bytes,
+    ranks: range | None = None,
+    node_rank: int = 0,
 ) -> list[dict[str, str]]:
-    """Who each rank is, in torchrun's words, and where the coordinator is."""
+    """Who each rank is, in torchrun's words, and where the coordinator is.
+
+    Args:
+        world_size: ranks of the run.
+        address: of the coordinator.
+        key: the run's secret.
+        ranks: those of this host; None: all.
+        node_rank: this host's place among the hosts.
+    """
+    ranks = range(world_size) if ranks is None else ranks
     return [
         {
-            "ELCHE_COORDINATOR": f"{address[0]}:{address[1]}",
+            "ELCHE_COORDINATOR": format_address(*address),
             "ELCHE_KEY": key.hex(),
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "GROUP_RANK": "0",
+            "LOCAL_RANK": str(place),
+            "LOCAL_WORLD_SIZE": str(len(ranks)),
+            "GROUP_RANK": str(node_rank),
         }
-        for rank in range(world_size)
+        for place, rank in enumerate(ranks)
     ]
 
 
@@ -437,7 +466,7 @@ async def _serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:
     """Serves until standard input ends, that is until rank 0's process is gone."""
     server = CoordinatorServer(world_size, key)
     address = await server.start(host)
-    print(f"{address[0]}:{address[1]}", flush=True)
+    print(format_address(*address), flush=True)
     loop = asyncio.get_running_loop()
     parent_gone = asyncio.Event()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from elche.comm.control.addresses import EVERYWHERE, parse_address
 from elche.errors import ConfigError
 from elche.runtime.emulation import EmulationConfig
 from elche.runtime.process.launchers import read_launcher
@@ -89,7 +90,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
             f"expected 0 <= RANK < WORLD_SIZE, got {rank} of {world_size}"
         )
     listen = environment.get("ELCHE_LISTEN", "127.0.0.1")
-    if listen in ("0.0.0.0", "::", ""):
+    if listen in EVERYWHERE:
         raise ConfigError(
             f"expected ELCHE_LISTEN to be an address that other hosts reach, got "
             f"{listen!r}; give this host's own, or auto for the one on the route to "
@@ -105,13 +106,8 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
         device = _default_device(local_rank)
     coordinator = None
     if "ELCHE_COORDINATOR" in environment:
-        host, _, port = environment["ELCHE_COORDINATOR"].rpartition(":")
-        if not port.isdigit():
-            raise ConfigError(
-                "expected ELCHE_COORDINATOR to be host:port, got "
-                f"{environment['ELCHE_COORDINATOR']!r}"
-            )
-        coordinator = (host, int(port))
+        told = environment["ELCHE_COORDINATOR"]
+        coordinator = parse_address(told, "ELCHE_COORDINATOR")
     try:
         return Placement(
             rank=rank,

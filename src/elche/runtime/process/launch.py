@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from elche.errors import ConfigError
+from elche.runtime.hosts.hosts_config import HostsConfig
+from elche.runtime.hosts.leader import Leader
 from elche.runtime.process.coordinator import (
     KEY_BYTES,
     CoordinatorServer,
@@ -72,6 +74,7 @@ class LaunchConfig:
         start: starts a rank's process with this environment, in place of the command.
         trace_path: file for the timeline of all ranks, written then as well.
         display: shows the run, and what the ranks print, on this terminal.
+        hosts: this launcher is the first of several; None: the only one.
     """
 
     command: tuple[str, ...]
@@ -88,6 +91,7 @@ class LaunchConfig:
     start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
     trace_path: Path | None = None
     display: Display | None = None
+    hosts: HostsConfig | None = None
 
     def __post_init__(self) -> None:
         given = [
@@ -182,21 +186,31 @@ def launch(
 async def _launch(
     config: LaunchConfig, on_ready: Callable[[RankProcesses], None]
 ) -> LaunchResult:
-    key, network = secrets.token_bytes(KEY_BYTES), config.network
-    server = CoordinatorServer(config.world_size, key, survives=network is None)
+    network, leader = config.network, None
+    if config.hosts is not None:
+        leader = Leader(config.hosts, config.world_size)
+        await leader.gather()
+    key = secrets.token_bytes(KEY_BYTES) if leader is None else leader.key
+    world_size = config.world_size if leader is None else leader.world_size
+    is_one_host = network is None and leader is None
+    server = CoordinatorServer(world_size, key, survives=is_one_host)
     server.on_first_batch = config.on_first_batch
     display = config.display
     if display is not None:
         server.on_message = display.see
-    listener = None if network is None else network.listener()
+    listener = None if leader is None else leader.listener
+    if network is not None:
+        listener = network.listener()
     address = await server.start(listener=listener)
-    environments = rank_environments(config.world_size, address, key)
+    environments = rank_environments(world_size, address, key, range(config.world_size))
     # A store is reached from loopback alone; where a network is given nobody needs it.
-    store = TorchStore() if network is None else None
+    store = TorchStore() if is_one_host else None
     if store is not None:
         store.on_use = partial(server.core.end_with_any_rank, DEFAULT_GROUP)
     processes = RankProcesses(server)
     on_ready(processes)
+    if leader is not None:
+        leader.attach(server, processes)
 
     def have_met() -> bool:
         return server.has_admitted or (store is not None and store.is_used)
@@ -206,28 +220,18 @@ async def _launch(
     watched, held = os.pipe()  # this process alone has the end that it holds
     try:
         for rank, own in enumerate(environments):
-            environment = _environment(
+            environment = rank_environment(
                 config,
                 rank,
                 own
                 | (store.environment() if store else {})
+                | ({} if leader is None else {"ELCHE_LISTEN": leader.address})
                 | {PIPE: str(watched)}
                 | ({TRACE: str(parts)} if parts else {}),
             )
-            if config.start is not None:
-                processes.add(config.start(rank, environment))
-                continue
-            process = await asyncio.create_subprocess_exec(
-                *(() if network is None else network.command(rank)),
-                *config.command,
-                env=environment,
-                pass_fds=(watched,),
-                stdout=output.stdout,
-                stderr=output.stderr,
-                limit=LINE_BYTES,
-            )
+            processes.add(await start_rank(config, rank, environment, watched, output))
+        for process in () if leader is None else leader.start(config.environment):
             processes.add(process)
-            output.add(rank, process)
         await processes.wait()
         await output.finish()
     finally:
@@ -244,15 +248,50 @@ async def _launch(
             _write_trace(config.trace_path, parts, server, codes)
         if store is not None:
             await store.close()
-    return LaunchResult(
+    result = LaunchResult(
         processes.exit_codes(),
-        server.core.aborted or "",
+        processes.interruption or server.core.aborted or "",
         processes.terminated,
         processes.failed_first(),
         processes.signal or 0,
         have_met(),
         processes.failed_s,
     )
+    if leader is not None:
+        await leader.end(result.exit_code, result.reason)
+    return result
+
+
+async def start_rank(
+    config: LaunchConfig,
+    place: int,
+    environment: Mapping[str, str],
+    pipe: int,
+    output: RankOutput,
+) -> RankProcess:
+    """Starts the process of a rank of this host.
+
+    Args:
+        config: what to start.
+        place: of the rank, among this host's.
+        environment: of the process, whole.
+        pipe: that it watches; see `launcher_watch`.
+        output: takes what it prints.
+    """
+    if config.start is not None:
+        return config.start(place, environment)
+    network = config.network
+    process = await asyncio.create_subprocess_exec(
+        *(() if network is None else network.command(place)),
+        *config.command,
+        env=environment,
+        pass_fds=(pipe,),
+        stdout=output.stdout,
+        stderr=output.stderr,
+        limit=LINE_BYTES,
+    )
+    output.add(place, process)
+    return process
 
 
 def _write_trace(
@@ -270,8 +309,8 @@ def _write_trace(
     shutil.rmtree(parts, ignore_errors=True)
 
 
-def _environment(
-    config: LaunchConfig, rank: int, own: Mapping[str, str]
+def rank_environment(
+    config: LaunchConfig, place: int, own: Mapping[str, str]
 ) -> dict[str, str]:
     """A rank's environment: one thread per core share, its device, its emulation."""
     threads = max(1, (os.cpu_count() or 1) // config.world_size)
@@ -281,13 +320,13 @@ def _environment(
             del environment[name]
     environment |= {**config.environment, **own}
     if config.network is not None:
-        environment |= config.network.environment(rank)
+        environment |= config.network.environment(place)
     if config.devices is not None:
-        environment["ELCHE_DEVICE"] = config.devices[rank]
+        environment["ELCHE_DEVICE"] = config.devices[place]
     if config.display is not None:  # a pipe that is shown on a terminal
         environment.setdefault("PYTHONUNBUFFERED", "1")
     if config.speeds is not None:
-        environment["ELCHE_SPEED"] = repr(config.speeds[rank])
+        environment["ELCHE_SPEED"] = repr(config.speeds[place])
         environment["ELCHE_MS_PER_SAMPLE"] = repr(config.ms_per_sample)
         environment["ELCHE_FIXED_MS"] = repr(config.fixed_ms)
     return environment

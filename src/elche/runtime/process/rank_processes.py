@@ -34,7 +34,7 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Of the process."""
+        """Of the process; None for one on another host."""
 
     @property
     def returncode(self) -> int | None:
@@ -49,13 +49,14 @@ class RankProcess(Protocol):
 
 @final
 class RankProcesses:
-    """The ranks' processes, on this host.
+    """The ranks' processes, each at its place among all ranks.
 
     Args:
         server: the run's coordinator, told of ends and of interruptions.
 
     Attributes:
-        signal: the first signal that the launcher was sent, if any.
+        signal: the first signal that a launcher was sent, if any.
+        interruption: that in words, "" if none was.
         ended: ranks in the order in which their processes ended.
         terminated: ranks that had to be ended here.
         failed_s: when the first failure was seen, by the monotonic clock.
@@ -69,6 +70,8 @@ class RankProcesses:
         server.on_end = self._run_ended
         server.on_lost = self._fence
         self.signal: signal.Signals | None = None
+        self._signalled: set[str] = set()
+        self.interruption = ""
         self.ended: list[int] = []
         self.terminated: tuple[int, ...] = ()
         self.failed_s: float | None = None
@@ -86,17 +89,25 @@ class RankProcesses:
             with contextlib.suppress(NotImplementedError):
                 loop.add_signal_handler(number, self.interrupt, number)
 
-    def interrupt(self, number: signal.Signals) -> None:
-        """The launcher was sent a signal: all ranks are told; the second kills them.
+    def interrupt(self, number: signal.Signals, where: str = "") -> None:
+        """A launcher was sent a signal: all ranks are told; its second one kills them.
 
         Ranks at the coordinator hear the reason from it, and end by an exception. The
         others get the signal itself, unless the terminal has sent it to them already;
         so do all where all that run heed it, and end with a result or a checkpoint.
+
+        Args:
+            number: the signal.
+            where: which launcher was, if not this one, in words.
         """
-        if self.signal is not None:
+        if where in self._signalled:
             self._kill()
             return
-        self.signal, heed_s = number, GRACE_S
+        self._signalled.add(where)
+        if self.signal is not None:  # as where a job is cancelled: all launchers are
+            return
+        self.signal = number
+        self.interruption = f"interrupted: the launcher was sent {number.name}{where}"
         ranks = range(len(self._processes))
         heed = all(
             self._server.heeds_signals(rank)
@@ -105,12 +116,14 @@ class RankProcesses:
         )
         is_alone = ranks == range(1) and not self._server.is_connected(0)
         if not heed:
-            self._server.take(Interrupted(by=number.name))
-        if number != signal.SIGINT or not _has_terminal():
-            heed_s = HEED_S
-            for rank, process in enumerate(self._processes):
-                if heed or not self._server.is_connected(rank):
-                    _send(process, number)
+            self._server.take(Interrupted(by=number.name + where))
+        # A terminal signals this host's ranks itself.
+        is_sent = number == signal.SIGINT and not where and has_terminal()
+        heed_s = GRACE_S if is_sent else HEED_S
+        for rank, process in enumerate(self._processes):
+            is_deaf = heed or not self._server.is_connected(rank)
+            if is_deaf and not (is_sent and process.pid is not None):
+                send_signal(process, number)
         if heed or is_alone:
             heed_s = OWN_END_S
         self._waits_s.put_nowait((None, heed_s))
@@ -122,7 +135,9 @@ class RankProcesses:
         its exit code from whoever waits for it.
         """
         process = self._processes[rank]
-        if process.returncode is None and process.pid is not None:
+        if process.pid is None:  # on another host
+            send_signal(process, signal.SIGKILL)
+        elif process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 
@@ -144,7 +159,7 @@ class RankProcesses:
         """Who has heard that the deadline is over has ended its connection."""
         for rank, process in enumerate(self._processes):
             if self._server.is_connected(rank):
-                _send(process, number)
+                send_signal(process, number)
 
     async def wait(self) -> None:
         """Waits for all ranks; after a failure or a signal only for a while."""
@@ -199,27 +214,28 @@ class RankProcesses:
         self.ended += [r for r in ranks if r not in running and r not in self.ended]
         self.terminated = tuple(sorted(running))
         for rank in running:
-            _send(self._processes[rank], signal.SIGTERM)
+            send_signal(self._processes[rank], signal.SIGTERM)
         if running:
             await asyncio.wait(self._watchers, timeout=KILL_AFTER_S)
         await self.close()
 
     def _kill(self) -> None:
         for process in self._processes:
-            _send(process, signal.SIGKILL)
+            send_signal(process, signal.SIGKILL)
 
     async def _watch(self, rank: int, process: RankProcess) -> None:
         await process.wait()
         self._waits_s.put_nowait((rank, math.inf))
 
 
-def _send(process: RankProcess, number: signal.Signals) -> None:
+def send_signal(process: RankProcess, number: signal.Signals) -> None:
+    """Sends a signal to a process that has not ended."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
 
 
-def _has_terminal() -> bool:
+def has_terminal() -> bool:
     """Whether this process group is the one that a terminal sends Ctrl-C to."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)

@@ -425,6 +425,8 @@ class Worker:
             come = self._channel.store_published([*keys.values()], ROLL_CALL_S)
         except CommunicationError:  # nobody can be asked
             return []
+        if keys[self.rank] not in come:  # the coordinator does not answer
+            return []
         return [rank for rank, key in keys.items() if key not in come]
 
 

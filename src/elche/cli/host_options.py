@@ -1,0 +1,119 @@
+"""Options of `elche run` about several hosts."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elche.errors import ConfigError
+
+if TYPE_CHECKING:
+    from elche.runtime.hosts.hosts_config import HostsConfig
+
+KEY_BYTES = 32
+_OPTIONS = (
+    click.option(
+        "--nnodes", type=int, help="Hosts of the run, each with a launcher; default: 1."
+    ),
+    click.option(
+        "--node-rank", type=int, help="This host's place among them; 0 leads."
+    ),
+    click.option(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="Where the other hosts reach host 0; it listens there.",
+    ),
+    click.option(
+        "--key-file",
+        metavar="FILE",
+        help="Secret of the run, in hexadecimal and the same on every host: a file of"
+        " mode 0600, or - for standard input.",
+    ),
+    click.option(
+        "--advertise",
+        metavar="ADDRESS",
+        help="Where others reach this host; default: its address on the route to"
+        " host 0.",
+    ),
+    click.option(
+        "--hosts",
+        metavar="A:2,B:4",
+        help="Ranks of each host, this one first: the others' launchers are started"
+        " over ssh, in this folder and by this interpreter.",
+    ),
+)
+
+
+def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options to a command; `read_hosts` takes their values out."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def read_hosts(
+    options: dict[str, Any], words: Sequence[str], for_one_host: Mapping[str, Any]
+) -> HostsConfig | None:
+    """Takes the options' values out of a command's; None for a run on one host.
+
+    Args:
+        options: values by name; those of `host_options` are removed.
+        words: the script and its arguments.
+        for_one_host: values of options that are for such a run alone.
+
+    Raises:
+        ConfigError: they do not fit together, or there is no key.
+    """
+    names = ("node_rank", "rendezvous", "key_file", "advertise")
+    nnodes, hosts = options.pop("nnodes"), options.pop("hosts")
+    values = {name: options.pop(name) for name in names}
+    given = {f"--{n.replace('_', '-')}": v for n, v in values.items() if v is not None}
+    if hosts is None and nnodes in (None, 1):
+        if nnodes is None and given:
+            raise ConfigError(f"{', '.join(given)} needs --nnodes, how many hosts")
+        return None
+    if unfit := [option for option, value in for_one_host.items() if value]:
+        raise ConfigError(f"{unfit[0]} is for a run on one host; leave it out")
+    if hosts is not None:
+        if nnodes is not None or {*given} - {"--advertise"}:
+            raise ConfigError("--hosts starts all launchers itself: give it alone")
+        return _started_from_here(hosts, words, values["advertise"])
+    missing = [
+        o for o in ("--node-rank", "--rendezvous", "--key-file") if o not in given
+    ]
+    if missing:
+        raise ConfigError(f"--nnodes {nnodes} needs {', '.join(missing)} on every host")
+    from elche.comm.control.addresses import parse_address
+    from elche.comm.control.key_file import read_key
+    from elche.runtime.hosts.hosts_config import HostsConfig
+
+    return HostsConfig(
+        nnodes=nnodes,
+        node_rank=values["node_rank"],
+        rendezvous=parse_address(values["rendezvous"], "--rendezvous"),
+        key=read_key(values["key_file"]),
+        advertise=values["advertise"] or "",
+    )
+
+
+def _started_from_here(
+    hosts: str, words: Sequence[str], advertise: str | None
+) -> HostsConfig:
+    """This host leads, and starts the others' launchers."""
+    from elche.comm.control.addresses import own_address
+    from elche.runtime.hosts.hosts_config import HostsConfig
+    from elche.runtime.hosts.remote_start import RemoteStart
+
+    remote = RemoteStart.read(hosts, words)
+    address = advertise or own_address(remote.others[0][0].rpartition("@")[2])
+    return HostsConfig(
+        nnodes=len(remote.others) + 1,
+        node_rank=0,
+        rendezvous=(address, 0),
+        key=secrets.token_bytes(KEY_BYTES),
+        advertise=address,
+        remote=remote,
+    )

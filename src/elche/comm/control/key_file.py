@@ -1,0 +1,58 @@
+"""Files that one user alone reads: secrets of a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+from elche.errors import ConfigError
+
+STDIN: Final = "-"
+LEAST_BYTES: Final = 16
+HOW: Final = "make one by `(umask 077; openssl rand -hex 32 > key)`"
+
+
+def is_private(descriptor: int) -> bool:
+    """Whether an open file is this user's, and nobody else's to read or write."""
+    status = os.fstat(descriptor)
+    return status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def read_key(name: str) -> bytes:
+    """The secret of a run on several hosts, from a file or from standard input.
+
+    Args:
+        name: of the file; ``-`` for the first line of standard input.
+
+    Raises:
+        ConfigError: the file is not there, others may read it, or it holds no key.
+    """
+    if name == STDIN:
+        text = sys.stdin.readline()
+    else:
+        try:
+            with Path(name).open() as file:
+                if not is_private(file.fileno()):
+                    mode = os.fstat(file.fileno()).st_mode & 0o777
+                    raise ConfigError(
+                        f"expected --key-file {name} to be this user's alone, got mode "
+                        f"{mode:o}: `chmod 600 {name}`, and a new key if others have "
+                        "read it"
+                    )
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"cannot read --key-file {name}: {error}; {HOW}"
+            ) from error
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError:
+        key = b""
+    if len(key) < LEAST_BYTES:
+        raise ConfigError(
+            f"expected --key-file {name} to hold at least {2 * LEAST_BYTES} "
+            f"hexadecimal digits, the same on every host; {HOW}"
+        )
+    return key

@@ -1,0 +1,1 @@
+"""A run over several hosts: a launcher on each, and the first one leads."""

@@ -1,0 +1,125 @@
+"""Addresses of hosts, their names, and the secret that they share."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from elche.comm.control.addresses import (
+    GONE_AFTER_S,
+    format_address,
+    host_name,
+    is_loopback,
+    listen,
+    outlive_cuts,
+    outlive_cuts_from,
+    own_address,
+    parse_address,
+)
+from elche.comm.control.key_file import read_key
+from elche.errors import CommunicationError, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("a:1", ("a", 1)),
+        ("10.0.0.1:65535", ("10.0.0.1", 65535)),
+        ("[::1]:5", ("::1", 5)),
+    ],
+)
+def test_an_address_is_read_and_written(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text, "it") == address
+    assert format_address(*address) == text
+
+
+@pytest.mark.parametrize("text", ["", "a", "a:", ":1", "a:b", "a:65536", "[]:1"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected it to be host:port, got"):
+        parse_address(text, "it")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_listening_on_one_address_alone(host: str) -> None:
+    assert own_address(host) == host
+    assert is_loopback(host)
+    with listen(host, 0) as listener:
+        assert listener.getsockname()[0] == host
+        with socket.create_connection(listener.getsockname()[:2], 5.0) as connection:
+            outlive_cuts(connection)
+            option = socket.TCP_USER_TIMEOUT
+            after_ms = connection.getsockopt(socket.IPPROTO_TCP, option)
+            assert after_ms == GONE_AFTER_S * 1e3
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_connections_that_another_library_made(tmp_path: Path) -> None:
+    option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+    with (
+        (tmp_path / "no socket").open("w"),
+        socket.socket(socket.AF_UNIX),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+        listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname(), 5.0) as connection,
+    ):
+        datagrams.bind(("127.0.0.1", 0))
+        assert connection.getsockopt(*option) == 0
+        before = len(os.listdir("/proc/self/fd"))
+        outlive_cuts_from("127.0.0.2")
+        assert connection.getsockopt(*option) == 0
+        outlive_cuts_from("127.0.0.1")
+        assert connection.getsockopt(*option) == GONE_AFTER_S * 1e3
+        assert connection.gettimeout() == 5.0
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_host_without_a_route_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*asked: object, **more: object) -> None:
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(CommunicationError, match="no route to host 'there': no such"):
+        own_address("there")
+    assert not is_loopback("there")
+
+
+def test_a_host_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ELCHE_HOST", raising=False)
+    assert os.readlink("/proc/self/ns/net") in host_name()
+    monkeypatch.setenv("ELCHE_HOST", "b")
+    assert host_name() == "b"
+
+
+def test_a_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "key"
+    path.touch(0o600)
+    path.write_text("0f" * 32 + "\n")
+    assert read_key(str(path)) == b"\x0f" * 32
+    monkeypatch.setattr("sys.stdin", io.StringIO("0e" * 16 + "\nmore"))
+    assert read_key("-") == b"\x0e" * 16
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "match"),
+    [
+        (0o640, "0f" * 32, "to be this user's alone, got mode 640: `chmod 600"),
+        (0o604, "0f" * 32, "got mode 604"),
+        (0o600, "0f" * 15, "at least 32 hexadecimal digits"),
+        (0o600, "secret", "openssl rand -hex 32"),
+    ],
+)
+def test_a_key_that_is_none(tmp_path: Path, mode: int, text: str, match: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=match):
+        read_key(str(path))
+
+
+def test_a_key_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read --key-file .*No such file"):
+        read_key(str(tmp_path / "key"))

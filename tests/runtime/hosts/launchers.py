@@ -1,0 +1,126 @@
+"""Launchers of several hosts, as processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WAIT_S = 100.0
+ELCHE = ("-m", "elche")
+
+
+class Launcher:
+    """One host's `elche run`, in a session of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
+        self.process = process
+        self._output = output
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def wait_for(self, pattern: str, count: int = 1) -> list[str]:
+        """What this host has printed, as soon as it is there so many times."""
+        deadline_s = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline_s:
+            found = re.findall(pattern, self.output)
+            if len(found) >= count:
+                return found
+            assert self.process.poll() is None, self.output
+            time.sleep(0.02)
+        raise AssertionError(f"expected {pattern!r} {count} times in:\n{self.output}")
+
+    def end(self) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after:\n{self.output}") from None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How the hosts' launchers are started.
+
+    Attributes:
+        folder: of outputs and the key.
+        ranks: options for each host's ranks.
+        script: and its arguments.
+        rendezvous: of host 0; None: a free port of loopback.
+        prefixes: words before each host's command.
+        entries: how each host's interpreter comes to elche.
+        keys: each host's file; None: the same for all.
+        environments: variables of each host.
+    """
+
+    folder: Path
+    ranks: Sequence[Sequence[str]]
+    script: Sequence[str]
+    rendezvous: str | None = None
+    prefixes: Sequence[Sequence[str]] = ()
+    entries: Sequence[Sequence[str]] = ()
+    keys: Sequence[Path] | None = None
+    environments: Sequence[dict[str, str]] = field(default_factory=tuple)
+
+
+@contextmanager
+def launched(cluster: Cluster) -> Iterator[list[Launcher]]:
+    """Starts all launchers; what is left of them at the end, the leak check will say.
+
+    Hosts have names of their own, so that their ranks share no memory.
+    """
+    key = cluster.folder / "key"
+    write_key(key)
+    rendezvous = cluster.rendezvous or f"127.0.0.1:{free_port()}"
+    hosts: list[Launcher] = []
+    try:
+        for number, ranks in enumerate(cluster.ranks):
+            options = ["--nnodes", str(len(cluster.ranks)), "--node-rank", str(number)]
+            options += ["--rendezvous", rendezvous, "--key-file"]
+            options.append(str(cluster.keys[number] if cluster.keys else key))
+            environment = {"OMP_NUM_THREADS": "1", "ELCHE_HOST": f"host{number}"}
+            if cluster.environments:
+                environment |= cluster.environments[number]
+            prefix = cluster.prefixes[number] if cluster.prefixes else ()
+            entry = cluster.entries[number] if cluster.entries else ELCHE
+            output = cluster.folder / f"output{number}.txt"
+            words = [*prefix, sys.executable, *entry, "run", *options, *ranks]
+            with output.open("wb") as file:
+                process = subprocess.Popen(
+                    [*words, *cluster.script],
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment},
+                    start_new_session=True,
+                )
+            hosts.append(Launcher(process, output))
+        yield hosts
+    finally:
+        for host in hosts:
+            if host.process.poll() is None:
+                host.process.kill()
+            host.process.wait()
+
+
+def write_key(path: Path) -> None:
+    """A secret, for this user alone."""
+    path.touch(0o600)
+    path.write_text(secrets.token_hex(32))
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port that was free just now."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

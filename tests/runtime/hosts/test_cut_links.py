@@ -1,0 +1,80 @@
+"""Two hosts whose link is cut: network namespaces of one machine, each a host."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks.links.namespaces import Link, slow_link
+from elche.errors import ConfigError
+from tests.runtime.hosts.launchers import Cluster, Launcher, launched
+
+pytestmark = [pytest.mark.distributed, pytest.mark.faults, pytest.mark.slow]
+
+SCRIPT = Path(__file__).parent / "cases" / "endless.py"
+STEP = r"step \d+ at (\S+)"
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    try:
+        with slow_link(2, 1000.0) as made:
+            yield made
+    except ConfigError as error:
+        pytest.skip(f"needs network namespaces: {error}")
+
+
+def two_hosts(link: Link, folder: Path, policy: str, timeout_s: float) -> Cluster:
+    return Cluster(
+        folder,
+        ranks=(("--speeds", "1"), ("--speeds", "1")),
+        script=(str(SCRIPT), policy, str(timeout_s)),
+        rendezvous=f"{link.ranks[0][1]}:29500",
+        prefixes=[link.command(0), link.command(1)],
+        environments=[{"ELCHE_HOST": ""}, {"ELCHE_HOST": ""}],
+    )
+
+
+def turn(link: Link, state: str) -> None:
+    command = f"ip -n {link.switch} link set p1 {state}"
+    subprocess.run(command.split(), check=True)
+
+
+def steps_of(host: Launcher, count: int) -> list[float]:
+    """Times of the steps shown, as soon as they are so many."""
+    return [float(at) for at in host.wait_for(STEP, count)]
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link, policy: str) -> None:
+    with launched(two_hosts(link, tmp_path, policy, 60.0)) as hosts:
+        steps_of(hosts[0], 3)
+        cut_s = time.monotonic()
+        turn(link, "down")
+        time.sleep(5.0)  # how long the fault lasts
+        turn(link, "up")
+        up_s, before = time.monotonic(), len(steps_of(hosts[0], 3))
+        found = steps_of(hosts[0], before + 10)
+        # The fault has acted: windows go on for a while, and then nothing does.
+        gaps = [b - a for a, b in pairwise(found)]
+        if policy != "async":
+            assert max(gaps) > 2.0
+        assert found[-1] > up_s > cut_s
+        assert all(host.process.poll() is None for host in hosts)
+
+
+def test_a_long_cut_is_told_and_ends_by_name(tmp_path: Path, link: Link) -> None:
+    with launched(two_hosts(link, tmp_path, "sync", 20.0)) as hosts:
+        steps_of(hosts[0], 3)
+        turn(link, "down")
+        hosts[0].wait_for(r"rank 1 on host 1 \(.*\) has been silent for 10 s, and tra")
+        hosts[1].wait_for(r"host 0 at 10\.77\.0\.1:29500 has been silent for 1\d s")
+        assert [host.end() for host in hosts] == [1, 1]
+        assert "nothing came for 20 s while the run was waiting for" in hosts[0].output
+        assert "ranks that did not arrive: 1\n" in hosts[0].output
+        assert "lost host 0 at 10.77.0.1:29500" in hosts[1].output

@@ -70,6 +70,11 @@ class Epochs:
         return self._policy.is_elastic
 
     @property
+    def mortal_by(self) -> str:
+        """Why the policy would not go on without a rank now; "" if it does."""
+        return self._policy.mortal_by
+
+    @property
     def may_admit(self) -> bool:
         """Whether nothing is under way that a rank that joins would miss."""
         return self.is_under_way and self._policy.is_quiet
@@ -170,14 +175,16 @@ class Epochs:
             self.is_under_way = False
             ranks = self._membership.ranks
             left = {rank for rank in ranks if self._policy.has_left(rank)}
-            rest = () if left or not self._is_cut else self._policy.positions_left
+            is_cut = self._is_cut or self._policy.is_cut
+            rest = () if left or not is_cut else self._policy.positions_left
+            steps = self._policy.steps_left
             is_end = bool(left or (rest and self._is_end))
             goes_on = bool(rest) and not is_end
             if goes_on:
                 self._before = self._policy.totals
             if left or rest:
                 told = [
-                    replace(one, is_early=is_end, left=rest)
+                    replace(one, is_early=is_end, left=rest, steps=steps)
                     if isinstance(one, EndEpoch)
                     else one
                     for one in (*outcome.instructions, *outcome.later)
@@ -217,7 +224,9 @@ class Epochs:
         """All members have formed their group."""
         if not self.is_under_way:
             return self._begin_if_open(now_s)
-        reduced = self._membership.roster.reduced
+        roster = self._membership.roster
+        self._policy.lack(roster.lost)
+        reduced = roster.reduced
         return self._settle(self._policy.regrouped(reduced, now_s), now_s)
 
     def owes(self, rank: int) -> bool:

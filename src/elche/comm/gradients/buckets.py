@@ -95,6 +95,7 @@ class Bucket:
     _side: int = 0
     _staged: bool = False
     _keeps_strides: bool = True
+    _kept: torch.Tensor | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -115,6 +116,7 @@ class Bucket:
             kept: copies that are kept until the next pass where sums replace what is
                 sent.
         """
+        kept += self._kept is not None
         if self._coded is not None:  # one contribution serves both sides
             copies = 4 if self._staged else 3
             return copies * self.size_bytes + self._coded.extra_bytes
@@ -144,6 +146,7 @@ class Bucket:
         keeps_strides: bool = True,
         codec: str = "fp32",
         delayed: bool = False,
+        keeps_sums: bool = False,
     ) -> None:
         """Makes the exchange, together with all ranks.
 
@@ -155,6 +158,8 @@ class Bucket:
                 False: as its shape says.
             codec: how float32 gradients, and those of half precision, travel.
             delayed: a message is filled before all ranks have taken the last one.
+            keeps_sums: a sum is kept as it came until the next, for ranks that lack it
+                when another has died.
         """
         first = self.parameters[0]
         dtype, device = _real(first.dtype), first.device
@@ -187,6 +192,8 @@ class Bucket:
             )
             if exchange.keeps_contribution and not staged:
                 self._lender = SumMemory(numel, dtype)
+        if keeps_sums and group.world_size > 1 and not exchange.keeps_contribution:
+            self._kept = torch.zeros(numel, dtype=dtype, device=device)
         self.exchange, self._group = exchange, group
         self._staged, self._keeps_strides = staged, keeps_strides
         for side in range(exchange.sides):
@@ -279,6 +286,8 @@ class Bucket:
             elif self._coded is not None:
                 self._total = found[: self._total.numel()]
                 self.summed = self._views(self._total)
+            if self._kept is not None:
+                self._kept.copy_(self._total)
         else:
             self.exchange.wait(WHAT)
             self._total = self._lender.lend()
@@ -306,6 +315,27 @@ class Bucket:
         total = coded.decoded()
         coded.flush(WHAT)  # whoever ends the group next takes nothing from others
         return total
+
+    def take_over(self, group: Members, source: int, *, lacks: bool) -> None:
+        """Gives the last sum to whoever lacks it; with all ranks of another group.
+
+        In shared memory it is still there to be summed, for nobody writes anything
+        else before all have taken it: that is left to :meth:`finish`.
+
+        Args:
+            group: of ranks that live.
+            source: place of one that has it, as it was before ``p.grad`` was changed.
+            lacks: this rank has not.
+        """
+        if self.keeps_contribution:
+            return
+        assert self._kept is not None
+        kept = self._kept.to("cpu", copy=lacks)  # gloo may still write into the last
+        group.broadcast(kept, WHAT, source)
+        if lacks:
+            self._kept.copy_(kept)
+            self._total, self._is_summed = kept.to(self._kept.device), True
+            self.summed = self._views(self._total)
 
     @property
     def is_finite(self) -> bool:

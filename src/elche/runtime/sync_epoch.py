@@ -474,6 +474,8 @@ class SyncEpoch:
         """The same inside a backward pass; reads what came since the last report."""
         self._report()
         self.refill()
+        if self._worker.is_due:
+            self.regroup()
         if self._gone:
             self._announce()
 

@@ -17,6 +17,7 @@ from elche.coordination.protocol.events import (
     Event,
     Join,
     PassBegun,
+    Regrouped,
     WindowClosed,
 )
 from elche.coordination.protocol.instructions import (
@@ -220,13 +221,15 @@ class Epochs:
             self._policy.add(member)
         return [self._begin_for(join.rank) for join in joins]
 
+    def arrived(self, event: Regrouped) -> None:
+        """A member is in the group that forms."""
+        self._policy.arrived(event.rank, event.lost)
+
     def regrouped(self, now_s: float) -> Steps:
         """All members have formed their group."""
         if not self.is_under_way:
             return self._begin_if_open(now_s)
-        roster = self._membership.roster
-        self._policy.lack(roster.lost)
-        reduced = roster.reduced
+        reduced = self._membership.roster.reduced
         return self._settle(self._policy.regrouped(reduced, now_s), now_s)
 
     def owes(self, rank: int) -> bool:

@@ -257,8 +257,8 @@ class Policy(ABC):
         """A rank joins; nothing is begun until :meth:`regrouped`."""
         raise TransitionError(f"{type(self).__name__} cannot take in a rank", [])
 
-    def lack(self, lost: Runs) -> None:  # noqa: B027
-        """Before :meth:`regrouped`: whose parts are missing, as in `Regrouped`."""
+    def arrived(self, rank: int, lost: Runs) -> None:  # noqa: B027
+        """Before :meth:`regrouped`: a member is in the group; see `Regrouped`."""
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; says who holds which result."""

@@ -407,9 +407,12 @@ class Coordinator:
         return [*told, *epochs.add(joins)]
 
     def _regrouped(self, event: Regrouped, now_s: float) -> Steps:
-        if not self._membership.roster.take(event):
+        epochs, roster = self._running(), self._membership.roster
+        is_last = roster.take(event)
+        if event.generation == roster.generation:
+            epochs.arrived(event)
+        if not is_last:
             return
-        epochs = self._running()
         yield from self._barriers.passed(self._membership.ranks)
         yield from epochs.regrouped(now_s)
 

@@ -54,7 +54,7 @@ class Granted:
             if rank in self.lost:
                 continue
             if report is None:
-                if share and rank not in self.left:| self.lost:
+                if share and rank not in self.left:
                     done.append(RankReport(rank=rank, samples=share * self.steps))
             else:
                 done.append(report_of(report))

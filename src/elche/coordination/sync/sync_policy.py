@@ -84,6 +84,7 @@ class SyncPolicy(Policy):
         self._adopting: set[int] = set()
         self._left = EarlyEnd(config.policy)
         self._lost: dict[int, int] = {}
+        self._ready: set[int] = set()
         self._returned: list[Range] = []
         self._numbers = NonFiniteReports()
         self._ahead_steps = max(self._members.values()) + 2
@@ -131,6 +132,7 @@ class SyncPolicy(Policy):
         self._joining.clear()
         self._adopting.clear()
         self._lost.clear()
+        self._ready.clear()
         self._returned.clear()
         self._left.clear()
         self._numbers.clear()
@@ -272,6 +274,7 @@ class SyncPolicy(Policy):
         self._is_paused = True
         del self._members[rank]
         self._joining.discard(rank)
+        self._ready.discard(rank)
         self._adopting.discard(rank)
         self._grants.remove(rank)
         self._follow_members()
@@ -284,14 +287,15 @@ class SyncPolicy(Policy):
         self._joining.add(member.rank)
         self._follow_members()
 
-    def lack(self, lost: Runs) -> None:
-        """Before :meth:`regrouped`: whose parts are missing, as in `Regrouped`."""
+    def arrived(self, rank: int, lost: Runs) -> None:
+        """Before :meth:`regrouped`: a member is in the group; see `Regrouped`."""
+        self._ready.discard(rank)  # in an earlier group
         self._lost.update(lost)
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; says how many steps each has taken.
 
-        Or will have taken without those that they :meth:`lack`; then the epoch pauses,
+        Or will have taken, without ranks that have died; then the epoch pauses,
         and what is left of it is shared out anew.
 
         Args:
@@ -302,7 +306,8 @@ class SyncPolicy(Policy):
         self._numbers.clear()
         if self._lost:
             self._settle(max(reduced.values()) + 1)
-            self._is_cut, self._adopting = True, set(self._members)
+            self._is_cut, self._adopting = True, self._members.keys() - self._ready
+            self._ready.clear()
             return self._go_on(now_s)
         held = {r: step for r, step in reduced.items() if r not in self._joining}
         if not held:
@@ -337,8 +342,11 @@ class SyncPolicy(Policy):
         ]
 
     def _adopted(self, event: WindowReduced) -> None:
-        if event.rank not in self._adopting or event.epoch != self._epoch:
+        is_due = event.rank in self._adopting or self._is_paused
+        if not is_due or event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} was to adopt nothing: {event}")
+        if self._is_paused:
+            self._ready.add(event.rank)  # others have yet to say that they are there
         self._adopting.discard(event.rank)
         self._joining.discard(event.rank)
         if not self._lost:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.distributed
 
 GLOO = {"transport": {"kind": "gloo", "bucket_cap_mb": 0.0002}}
 PLACES = {
-    "load": 20,
+    "load": 10,
     "forward": 4,
     "backward": 4,
     "first bucket": 10,

@@ -102,7 +102,7 @@ class SyncEpoch:
         self._min_share_samples = min_share_samples
         self._hooks = hooks
         self._reports = StepReports(worker.rank, positions.epoch, hooks.numbers)
-        self._lost = LostRanks() if hooks.steps is None else hooks.steps.lost
+        self._dead = LostRanks() if hooks.steps is None else hooks.steps.lost
         self._passes_before = reducer.closed_passes
         self._is_inside = self._is_early = self._has_said = False
         self._watch_numbers()
@@ -299,7 +299,7 @@ class SyncEpoch:
             got = self._leased.take()
             if self._worker.is_due:
                 self.regroup()
-                if self._lost.is_over(number):
+                if self._dead.is_over(number):
                     break
             if got is not None:
                 if got[0].step != number:
@@ -317,21 +317,21 @@ class SyncEpoch:
             else:
                 self._worker.receive(self.handle, f"the grant of step {number}")
         self._report()
-        if self._lost.is_over(number):
+        if self._dead.is_over(number):
             self._await_end()
         return None
 
     def _is_over(self, number: int) -> bool:
         """Whether this rank runs no step of this number, and none after it."""
         is_switched = self.switch is not None and number >= self.switch.step
-        return self.end is not None or is_switched or self._lost.is_over(number)
+        return self.end is not None or is_switched or self._dead.is_over(number)
 
     def _await_end(self) -> None:
         """All steps are run; where ranks have died, says so."""
         while self.end is None:
-            if self._lost.is_settled and not self._has_said:
+            if self._dead.is_settled and not self._has_said:
                 self._has_said = True
-                self._say_taken(self._lost.last, 0.0)
+                self._say_taken(self._dead.last, 0.0)
             self._worker.receive(self.handle, "the end of the epoch")
             if self._worker.is_due:
                 self.regroup()
@@ -364,7 +364,7 @@ class SyncEpoch:
             return
         if not isinstance(instruction, GrantSteps):
             raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
-        if not self._lost.is_settled:
+        if not self._dead.is_settled:
             self._reports.granted(instruction)
         shares, rank = instruction.shares, self._worker.rank
         start, samples = sum(shares[:rank]), shares[rank]
@@ -418,7 +418,9 @@ class SyncEpoch:
         steps, has_formed = self._hooks.steps, False
         assert steps is not None
         if self._is_early or (not self._is_inside and self._hooks.graphs.is_live):
-            raise CommunicationError(f"a rank has died, and {EARLY}: no run outlives it")
+            raise CommunicationError(
+                f"a rank has died, and {EARLY}: no run outlives it"
+            )
         self._report()
         self._reports.void()
         while not has_formed:
@@ -427,7 +429,7 @@ class SyncEpoch:
                 steps.form(self._place, self._part_in_hand)
                 has_formed = True
         self._has_said = False
-        if self._is_inside and self._lost.is_counted(self._step):
+        if self._is_inside and self._dead.is_counted(self._step):
             self._reducer.refuse_pass(SEVERAL)
         steps.say_regrouped(self._positions.epoch)
 
@@ -439,7 +441,7 @@ class SyncEpoch:
 
     def _part_of(self, step: Step) -> StepPart:
         """A step without ranks that have died before it."""
-        live = step._replace(shares=self._lost.live(step.step, step.shares))
+        live = step._replace(shares=self._dead.live(step.step, step.shares))
         return live.weighed(self._leased.weight)
 
     def _part_in_hand(self) -> StepPart | None:
@@ -484,7 +486,7 @@ class SyncEpoch:
         if self._reports.is_due:
             self._report()  # there was no backward pass
         self.samples_done += self._positions.samples_of(number)
-        if self._lost.is_settled or not self._reports.step_done(number, cost):
+        if self._dead.is_settled or not self._reports.step_done(number, cost):
             return
         is_last = number + 1 == self._positions.num_batches
         tells_norm = is_last and self._worker.rank == 0

@@ -59,9 +59,8 @@ def test_what_ranks_that_died_give_back_goes_to_the_last_batches(
     data: st.DataObject, sizes: BatchSizes
 ) -> None:
     steps = data.draw(st.integers(1, sizes.num_batches))
-    last = [
-        sizes.run_of(at)[0] for at in range(sizes.num_batches - steps, sizes.num_batches)
-    ]
+    first = sizes.num_batches - steps
+    last = [sizes.run_of(at)[0] for at in range(first, sizes.num_batches)]
     back = data.draw(st.integers(0, sizes.num_samples - sum(last)))
     start = sizes.num_samples - sum(last)
     part = PartRanges(((0, back), (start, sizes.num_samples)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Generator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -52,8 +53,13 @@ Script = Generator[None, None, Any]
 Positions = tuple[int, ...]
 
 
-class Lost(Exception):
+class LostError(Exception):
     """Another rank has died, and this one waits for it."""
+
+
+def summed(parts: dict[int, Positions]) -> Positions:
+    """Of all ranks."""
+    return tuple(sorted(chain.from_iterable(parts.values())))
 
 
 class World:
@@ -236,10 +242,10 @@ class Rank:
                     yield
                 for bucket in range(BUCKETS):
                     got = yield from self.meet((*key, bucket), own)
-                    sums[bucket] = tuple(sorted(p for each in got.values() for p in each))
+                    sums[bucket] = summed(got)
                 self.take(sums)
                 return
-            except Lost:
+            except LostError:
                 self.open_pass = key
             yield from self.regroup()
 
@@ -262,7 +268,7 @@ class Rank:
         """Something of all members.
 
         Raises:
-            Lost: one of them has died, as this rank reads.
+            LostError: one of them has died, as this rank reads.
         """
         there = self.world.met.setdefault(key, {})
         there[self.rank] = mine
@@ -271,7 +277,7 @@ class Rank:
             if any(isinstance(one, Regroup) for one in self.inbox):
                 if there.keys() >= set(self.members) and self.world.keeps:
                     break
-                raise Lost
+                raise LostError
         return dict(there)
 
     def hear(self, *heard: Regroup) -> None:
@@ -292,7 +298,7 @@ class Rank:
             try:
                 yield from self.form()
                 break
-            except Lost:
+            except LostError:
                 continue
         if opened is not None:
             self.world.tell(opened)
@@ -322,10 +328,11 @@ class Rank:
                 sums = got[source]
                 assert sums is not None
                 if self.world.keeps:  # the same as what lies in shared memory
-                    sent = [self.world.met[*self.open_pass, b] for b in range(BUCKETS)]
+                    sent = [
+                        self.world.met[(*self.open_pass, b)] for b in range(BUCKETS)
+                    ]
                     for bucket, each in enumerate(sent):
-                        at = tuple(sorted(p for one in each.values() for p in one))
-                        assert at == sums[bucket]
+                        assert summed(each) == sums[bucket]
                 self.take(sums)
         else:
             reach("a pass reduced anew, or none open", 1)
@@ -334,13 +341,14 @@ class Rank:
 
 
 def check(world: World) -> None:
-    """Each position is once in every survivor's model, in as many steps as there were."""
+    """Each position is once in every survivor's model, in as many steps."""
     assert not world.core.aborted, world.core.aborted
     assert world.core.lost <= world.killed  # it may have been about to leave
     survivors = [rank for rank in world.ranks if rank.rank not in world.killed]
     assert len({tuple(rank.model) for rank in survivors}) == 1
     model = survivors[0].model
-    assert sorted(p for each in model for p in each) == [*range(world.sizes.num_samples)]
+    positions = sorted(chain.from_iterable(model))
+    assert positions == [*range(world.sizes.num_samples)]
     assert {rank.steps for rank in survivors} == {len(model)}
     steps, last = world.sizes.num_batches, world.core.lost
     assert steps <= len(model) <= steps + len(last)  # more if it died in the last step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ def steps_of(
     for epoch in range(len(logs[survivors[0]])):
         own = [logs[rank][epoch] for rank in survivors]
         assert len({len(batches) for batches in own}) == 1
-        steps = [sum(parts, []) for parts in zip(*own, strict=True)]
+        steps = [[*chain.from_iterable(parts)] for parts in zip(*own, strict=True)]
         given = {index for step in steps for index in step}
         for rank in reversed(victims):
             for number, batch in enumerate(logs[rank][epoch]):

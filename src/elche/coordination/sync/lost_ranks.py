@@ -3,8 +3,8 @@
 Survivors are at most one backward pass apart, for a pass ends when all have come to
 it. They say where they are in the group that they form, and all draw the same from it:
 
-    sums of some and not of all ──► the others take them over: the dead rank's part counts
-    sums of none                ──► reduced anew without it: its samples are left over
+    sums of some, not of all ──► the others take them: the dead rank's part counts
+    sums of none             ──► reduced anew without it: its samples are left over
 
 Steps that any of them has begun are run by all, without the dead rank. Then the epoch
 pauses, and its rest is shared out anew.

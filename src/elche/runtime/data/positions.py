@@ -92,11 +92,12 @@ class EpochPositions:
         ranges: Sequence[Range] = ((begin, end),)
         if self._part is not None:
             ranges = self._part.origins_of(ranges).ranges
-        keys = self._keys if self._array is None else self._array
         plain: list[Any] = []
         for begin, end in ranges:
-            some = keys[begin:end]
-            plain += some if self._array is None else some.tolist()
+            if self._array is None:
+                plain += self._keys[begin:end]
+            else:
+                plain += self._array[begin:end].tolist()
         seed = self._seed
         if seed is None:
             return IndexBatch(plain, None, self.epoch)

@@ -91,9 +91,7 @@ class StepRegrouping:
         )
 
 
-def plain(
-    keys: torch.Tensor | Sequence[Any] | None, rank: int
-) -> list[Any] | None:
+def plain(keys: torch.Tensor | Sequence[Any] | None, rank: int) -> list[Any] | None:
     """What rank 0 shares; None elsewhere."""
     if rank or keys is None:
         return None

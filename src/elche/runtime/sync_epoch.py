@@ -441,8 +441,9 @@ class SyncEpoch:
 
     def _part_of(self, step: Step) -> StepPart:
         """A step without ranks that have died before it."""
-        live = step._replace(shares=self._dead.live(step.step, step.shares))
-        return live.weighed(self._leased.weight)
+        if self._dead.first:
+            step = step._replace(shares=self._dead.live(step.step, step.shares))
+        return step.weighed(self._leased.weight)
 
     def _part_in_hand(self) -> StepPart | None:
         """Of the step that the loop is in, if it is in one."""

@@ -118,8 +118,6 @@ class LostRanks:
 
     def live(self, step: int, shares: tuple[int, ...]) -> tuple[int, ...]:
         """The shares of a step, 0 for ranks whose part is missing."""
-        if not self.first:
-            return shares
         return tuple(
             0 if self.first.get(rank, step + 1) <= step else share
             for rank, share in enumerate(shares)

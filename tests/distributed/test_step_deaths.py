@@ -152,20 +152,24 @@ def test_loops(place: str, more: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_deaths_at_random_moments(tmp_path: Path) -> None:
-    draws = random.Random(0)
-    for number in range(12):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+def test_deaths_at_random_moments(options: dict[str, Any], tmp_path: Path) -> None:
+    draws = random.Random(repr(options))
+    places = ["forward", "backward", "closed", "step"]
+    for number in range(16):
         (folder := tmp_path / str(number)).mkdir()
-        deaths = tuple(
-            Death(rank, draws.choice(["forward", "backward", "closed", "step"]), at)
-            for rank, at in zip(
-                draws.sample((1, 2, 3), draws.choice((1, 2))),
-                sorted(draws.sample(range(1, 16), 2)),
-                strict=False,
-            )
-        )
-        print(deaths)
-        outlive(folder, *deaths, ranks=4)
+        victims = draws.sample((1, 2, 3), draws.choice((1, 2)))
+        times = sorted(draws.sample(range(1, 16), len(victims)))
+        deaths = [
+            Death(rank, draws.choice(places), at)
+            if number % 2
+            else Death(rank, "time", at / 40)
+            for rank, at in zip(victims, times, strict=True)
+        ]
+        print(options, deaths)
+        more = {"options": options, "step_s": 0.03 * (1 - number % 2)}
+        outlive(folder, *deaths, ranks=4, **more)
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -41,6 +43,7 @@ class Loop:
         passes: backward passes of a batch.
         workers: of the loader.
         clip: the norm to which gradients are clipped in place.
+        step_s: seconds of a step beside.
     """
 
     folder: str
@@ -54,6 +57,7 @@ class Loop:
     passes: int = 1
     workers: int = 0
     clip: float = 0.0
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ def train(loop: Loop) -> Trained:
                 log.write(f"{epoch} {' '.join(map(str, counts))}\n")
                 log.flush()
                 at["forward"]()
+                time.sleep(loop.step_s)
                 for _ in range(loop.passes):
                     loss_of(model, index).backward()
                 at["step"]()
@@ -168,27 +173,29 @@ def plan_death(
     death: Death, at: dict[str, Callable[[], None]], model: nn.Module
 ) -> None:
     """Dies at the how manyth visit of a place."""
-    visits = 0
+    visits, act, when, place = 0, die, death.at, death.place
 
     def visit(*_: Any) -> None:
         nonlocal visits
         visits += 1
-        if visits == death.at:
-            die()
+        if visits == when:
+            act()
 
-    if death.place in at:
-        at[death.place] = visit
-    elif death.place == "backward":  # the last layer's bucket is sent by then
+    if death.place == "time":  # from the second batch on
+        act, when, place = threading.Timer(death.at, die).start, 2, "forward"
+    if place in at:
+        at[place] = visit
+    elif place == "backward":  # the last layer's bucket is sent by then
         next(model.parameters()).register_hook(visit)
-    elif death.place == "first bucket":
+    elif place == "first bucket":
         after(Bucket, "send", visit)
-    elif death.place == "last bucket":
+    elif place == "last bucket":
         before(GradientReducer, "close_pass", visit)
-    elif death.place == "closed":
+    elif place == "closed":
         after(GradientReducer, "close_pass", visit)
-    elif death.place == "forming":
+    elif place == "forming":
         before(StepRegrouping, "form", visit)
-    elif death.place == "formed":
+    elif place == "formed":
         after(StepRegrouping, "form", visit)
     else:
         raise ValueError(death.place)

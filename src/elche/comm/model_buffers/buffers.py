@@ -19,6 +19,7 @@ from torch import nn
 from elche.comm.model_buffers.known_buffers import KnownBuffers, held
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.transport.process_group import Group
+from elche.errors import CommunicationError
 from elche.torch_internals.held import NormBase, version
 
 SNAPSHOT_ELEMENTS = 65_536
@@ -114,9 +115,9 @@ class BufferAverager:
             active_ranks: ranks that had samples.
             mine: whether this rank is one of them; else it sends zeros.
         """
+        self._last = {}
         if active_ranks == 0:
             return  # the samples were of ranks that have died
-        self._last = {}
         buffers = self._known.present()
         equal = _synchronised(self._model)
         floats = {
@@ -129,11 +130,16 @@ class BufferAverager:
         written = self._known.numbers_of(self._watch.written()) if mine else set()
         written &= floats - self._known.own
         divisor = active_ranks if mine else 0
-        flags = self._reduce(buffers, sorted(self._travelling), written, divisor)
-        new = sorted(flags - self._travelling - self._known.own)
-        if new:
-            self._travelling.update(new)
-            self._reduce(buffers, new, written, divisor)
+        agreed = set(self._travelling)
+        try:
+            flags = self._reduce(buffers, sorted(agreed), written, divisor)
+            new = sorted(flags - self._travelling - self._known.own)
+            if new:
+                self._travelling.update(new)
+                self._reduce(buffers, new, written, divisor)
+        except CommunicationError:
+            self._travelling = agreed  # other ranks may not have come so far
+            raise
         self._watch.mark()
 
     @torch.no_grad()

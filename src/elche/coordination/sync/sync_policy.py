@@ -493,7 +493,8 @@ class SyncPolicy(Policy):
             raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
         if self._is_paused or self._adopting:
             raise ProtocolError(
-                f"rank {event.rank} left epoch {event.epoch} while the group changed"
+                f"rank {event.rank} left epoch {event.epoch} while ranks that live "
+                f"formed another group; {event.apart}"
             )
         self._grants.check_part(event)
         told = self._left.take(event, self._active)

@@ -435,8 +435,8 @@ class Worker:
 
 def _lost_error(own: int, left: Sequence[int]) -> RankLostError:
     return RankLostError(
-        f"rank {own}: {_named(left)} died while ranks met outside of windows (to save, "
-        "to gather, to evaluate together), which the others cannot take up again; "
+        f"rank {own}: {_named(left)} died where the others cannot take it up again (to "
+        "save, to gather, to evaluate together, in a first backward pass); "
         "start the run anew from its last checkpoint (--max-restarts)"
     )
 

@@ -165,7 +165,7 @@ class Synchroniser:
             norms,
             [name for name, p in self._model.named_parameters() if p.requires_grad],
             self._gradient_codec(group),
-            keeps_sums=not self._config.mortal_by,
+            keeps_sums=not self._config.mortal_by and self._delayed is None,
         )
         self.reducer = reducer
         if self._config.loss_reduction == "sum":

@@ -8,6 +8,7 @@ and sums are handed over by who has them.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Generator
@@ -65,8 +66,11 @@ def summed(parts: dict[int, Positions]) -> Positions:
 class World:
     """Ranks, their core, and what they have sent each other."""
 
-    def __init__(self, sizes: BatchSizes, ranks: int, *, keeps: bool) -> None:
-        self.sizes, self.keeps = sizes, keeps
+    def __init__(
+        self, sizes: BatchSizes, ranks: int, *, keeps: bool, kills_source: bool = False
+    ) -> None:
+        self.sizes, self.keeps, self.kills_source = sizes, keeps, kills_source
+        self.deaths: dict[int, int] = {}
         self.core = Coordinator(ranks, survives=True)
         self.inboxes: dict[int, deque[Instruction]] = {r: deque() for r in range(ranks)}
         self.met: dict[Any, dict[int, Any]] = {}
@@ -90,6 +94,7 @@ class World:
 
     def run(self, draws: random.Random, deaths: dict[int, int]) -> None:
         """To the end; each of some ranks dies after so many moves of its own."""
+        self.deaths = deaths
         for _ in range(MOST_MOVES):
             if not self.scripts or self.core.aborted:
                 return
@@ -318,6 +323,11 @@ class Rank:
         key = "form", self.generation
         table = yield from self.meet((*key, "places"), self.place)
         found = settle([table[rank] for rank in self.members])
+        is_source = found.source is not None and self.members[found.source] == self.rank
+        if is_source and self.world.kills_source and self.rank:
+            reach("its source has died", 1)
+            self.world.deaths[self.rank] = self.world.moves[self.rank]
+            yield
         self.lost.take(set(self.at_begin or self.members) - set(self.members), found)
         if found.source is not None:
             reach("sums taken over", 1)
@@ -374,6 +384,16 @@ def test_a_death_at_every_move(keeps: bool) -> None:
             check(world)
             died += bool(world.core.lost)
     assert died > 100
+
+
+@pytest.mark.reaches("its source has died")
+def test_who_has_the_sums_dies_as_well() -> None:
+    """Before it has handed them over: what was settled with it is settled anew."""
+    sizes = BatchSizes.of([4, 4])
+    for seed, move in itertools.product(range(40), range(10, 22)):
+        world = World(sizes, 4, keeps=False, kills_source=True)
+        world.run(random.Random(seed), {3: move})
+        check(world)
 
 
 @pytest.mark.reaches("sums taken over", "two deaths", "a longer epoch")

@@ -34,6 +34,7 @@ import elche
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows.regrouping import Regrouping
+from elche.runtime.windows.step_regrouping import StepRegrouping
 from tests.harness.rank_pool import RankPool
 
 SAMPLES = 4_000
@@ -68,6 +69,7 @@ def rank(policy: str, transport: str, victim: int, delay_s: float) -> dict[str, 
 
     Worker.hear_of = heard  # type: ignore[method-assign]
     note(Regrouping, "form", "formed")
+    note(StepRegrouping, "form", "formed")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
     data = TensorDataset(torch.randn(SAMPLES, WIDTH), torch.randint(10, (SAMPLES,)))
@@ -78,6 +80,7 @@ def rank(policy: str, transport: str, victim: int, delay_s: float) -> dict[str, 
         DataLoader(data, 32, sampler=RandomSampler(data, True, DRAWN)),
         policy=policy,
         transport=elche.TransportConfig(kind=transport),
+        leave_out=False,
     )
     for epoch in range(1000):
         for number, (x, y) in enumerate(loader):
@@ -139,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--policy", nargs="+", default=["cadence", "async"])
+    parser.add_argument("--policy", nargs="+", default=["sync", "cadence", "async"])
     parser.add_argument("--transport", nargs="+", default=["auto", "gloo"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seed", type=int, default=0)

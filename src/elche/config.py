@@ -103,9 +103,9 @@ class RunConfig:
             again now and then; False keeps all. Needs ``epochs=`` (or the `Trainer`, or
             ``loader.steps(n)``), since a loop that counts steps itself would count too
             few on such a rank.
-        survive: under ``cadence`` and ``async`` the death of a rank other than 0 ends
-            nothing: the others train what it had not committed. Needs ``elche run`` or
-            `elche.launch`; False, or what `RunConfig.mortal_by` names, ends the run.
+        survive: the death of a rank other than 0 ends nothing: the others train what it
+            had not committed. Needs ``elche run`` or `elche.launch`; False, or what
+            `RunConfig.mortal_by` names, ends the run.
         guard: watch how far replicas drift apart, and shorten windows; False does not.
         windows: an `elche.WindowConfig`: length of windows, and what they reduce.
         transport: an `elche.TransportConfig`: how tensors travel between ranks.
@@ -242,11 +242,13 @@ class RunConfig:
     @property
     def mortal_by(self) -> str:
         """What of the settings ends the run when a rank dies; "" if none does."""
-        if self.policy not in ("cadence", "async"):
+        if self.policy not in ("sync", "cadence", "async"):
             return f"policy={self.policy!r}"
+        if self.policy == "sync" and self.loss_reduction == "sum":
+            return "loss_reduction='sum' under policy='sync'"
         if self.sums_gradients:
             return "update='gradients'"
-        if self.averages_state:
+        if self.averages_state and self.policy != "sync":
             return "optimizer_state='average'"
         if self.codec != "fp32":
             return f"codec={self.codec!r}"

@@ -133,6 +133,15 @@ def what_differs(joins: Sequence[Join]) -> str:
     return ""
 
 
+def over_nccl(joins: Sequence[Join]) -> str:
+    """The policy and transport in words, where steps are reduced by NCCL; else ""."""
+    config = settings_of(joins[0]).config
+    on_cpu = any(join.device.startswith("CPU") for join in joins)
+    if config.policy != "sync" or config.transport.kind != "auto" or on_cpu:
+        return ""
+    return "policy='sync' over NCCL"
+
+
 def disagreement(joins: Sequence[Join]) -> str:
     """Why these ranks, which are all, cannot train together; "" if they can."""
     difference = what_differs(joins)

@@ -17,6 +17,7 @@ from elche.coordination.protocol.events import (
     Event,
     Join,
     PassBegun,
+    Regrouped,
     WindowClosed,
 )
 from elche.coordination.protocol.instructions import (
@@ -68,6 +69,11 @@ class Epochs:
     def may_lose(self) -> bool:
         """Whether the policy goes on without a rank."""
         return self._policy.is_elastic
+
+    @property
+    def mortal_by(self) -> str:
+        """Why the policy would not go on without a rank now; "" if it does."""
+        return self._policy.mortal_by
 
     @property
     def may_admit(self) -> bool:
@@ -170,14 +176,16 @@ class Epochs:
             self.is_under_way = False
             ranks = self._membership.ranks
             left = {rank for rank in ranks if self._policy.has_left(rank)}
-            rest = () if left or not self._is_cut else self._policy.positions_left
+            is_cut = self._is_cut or self._policy.is_cut
+            rest = () if left or not is_cut else self._policy.positions_left
+            steps = self._policy.steps_left
             is_end = bool(left or (rest and self._is_end))
             goes_on = bool(rest) and not is_end
             if goes_on:
                 self._before = self._policy.totals
             if left or rest:
                 told = [
-                    replace(one, is_early=is_end, left=rest)
+                    replace(one, is_early=is_end, left=rest, steps=steps)
                     if isinstance(one, EndEpoch)
                     else one
                     for one in (*outcome.instructions, *outcome.later)
@@ -212,6 +220,10 @@ class Epochs:
         for member in as_members(joins):
             self._policy.add(member)
         return [self._begin_for(join.rank) for join in joins]
+
+    def arrived(self, event: Regrouped) -> None:
+        """A member is in the group that forms."""
+        self._policy.arrived(event.rank, event.lost)
 
     def regrouped(self, now_s: float) -> Steps:
         """All members have formed their group."""

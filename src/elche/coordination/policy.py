@@ -216,6 +216,21 @@ class Policy(ABC):
         """Positions of an epoch that was cut, or left, that nobody has trained on."""
 
     @property
+    def mortal_by(self) -> str:
+        """Why a death would end the run now; "" if it would not."""
+        return ""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the policy itself has ended the epoch with some of it left."""
+        return False
+
+    @property
+    def steps_left(self) -> int:
+        """In how many global batches that is to be cut; 0: as the epoch was."""
+        return 0
+
+    @property
     def is_quiet(self) -> bool:
         """Whether the membership can grow now."""
         return False
@@ -241,6 +256,9 @@ class Policy(ABC):
     def add(self, member: Member) -> None:
         """A rank joins; nothing is begun until :meth:`regrouped`."""
         raise TransitionError(f"{type(self).__name__} cannot take in a rank", [])
+
+    def arrived(self, rank: int, lost: Runs) -> None:  # noqa: B027
+        """Before :meth:`regrouped`: a member is in the group; see `Regrouped`."""
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; says who holds which result."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Set
 from elche.coordination.agreement import what_differs
 from elche.coordination.protocol.events import Join, Regrouped
 from elche.coordination.protocol.instructions import Abort, Regroup
+from elche.coordination.protocol.messages import Runs
 from elche.errors import ProtocolError
 
 
@@ -18,6 +19,7 @@ class Roster:
         newcomers: ranks that wait to be taken in.
         pending: members that have not formed the group yet.
         reduced: the last window whose result each member holds, as they said.
+        lost: as in `Regrouped`, the same of all members.
     """
 
     def __init__(self) -> None:
@@ -25,12 +27,14 @@ class Roster:
         self.newcomers: list[Join] = []
         self.pending: set[int] = set()
         self.reduced: dict[int, int] = {}
+        self.lost: Runs = ()
 
     def change(self, members: Iterable[int]) -> None:
         """Begins the next generation."""
         self.generation += 1
         self.pending = set(members)
         self.reduced = {}
+        self.lost = ()
 
     def regroup(
         self,
@@ -86,7 +90,13 @@ class Roster:
         if event.rank not in self.pending or event.generation > self.generation:
             raise ProtocolError(f"rank {event.rank} is in no such group: {event}")
         self.pending.discard(event.rank)
-        self.reduced[event.rank] = event.reduced
+        is_same = not event.lost or event.reduced in self.reduced.values()
+        if self.reduced and not (is_same and event.lost == self.lost):
+            raise ProtocolError(
+                f"ranks have settled a death differently: {self.reduced} without "
+                f"{self.lost}, but {event}"
+            )
+        self.reduced[event.rank], self.lost = event.reduced, event.lost
         return not self.pending
 
 

@@ -18,7 +18,12 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from elche.coordination.accounts.batch_ranges import Range
-from elche.coordination.agreement import disagreement, left_before, settings_of
+from elche.coordination.agreement import (
+    disagreement,
+    left_before,
+    over_nccl,
+    settings_of,
+)
 from elche.coordination.epochs import Epochs
 from elche.coordination.gathering import Barriers
 from elche.coordination.membership import Membership, as_members
@@ -252,7 +257,9 @@ class Coordinator:
         yield None
         settings = settings_of(joins[0])
         self._timeout_s = settings.config.timeout_s
-        self._set_mortal_by = settings.config.mortal_by or settings.mortal_by
+        self._set_mortal_by = (
+            settings.config.mortal_by or settings.mortal_by or over_nccl(joins)
+        )
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         yield None
@@ -368,6 +375,8 @@ class Coordinator:
             return f"the death of a rank ends {what}"
         if not self._is_elastic and rank == FIRST:
             return "no run goes on without rank 0, which draws the samples' order"
+        if not self._is_elastic and epochs is not None and epochs.mortal_by:
+            return epochs.mortal_by
         if epochs is None or (epochs.number < 0 and not self._is_elastic):
             return "no rank may die before the first epoch has begun"
         if not epochs.may_lose or len(membership.ranks) < 2 or membership.left:
@@ -398,11 +407,13 @@ class Coordinator:
         return [*told, *epochs.add(joins)]
 
     def _regrouped(self, event: Regrouped, now_s: float) -> Steps:
-        if not self._membership.roster.take(event):
+        epochs, roster = self._running(), self._membership.roster
+        is_last = roster.take(event)
+        if event.generation == roster.generation:
+            epochs.arrived(event)
+        if not is_last:
             return
-        epochs = self._running()
-        if not epochs.is_under_way:
-            yield from self._barriers.passed(self._membership.ranks)
+        yield from self._barriers.passed(self._membership.ranks)
         yield from epochs.regrouped(now_s)
 
     def _tick(self, event: Tick, now_s: float) -> list[Instruction]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from elche.comm.norm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
 from elche.comm.tensors.unshareable import unshareable_module, why_unshareable
-from elche.config import RunConfig
+from elche.config import DELAYED_SYNC, RunConfig
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import Join
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
@@ -57,8 +57,22 @@ def describe(training: Training, epochs: int | None) -> Settings:
         is_default=training.is_default and not sync_batchnorm_layers(training.model),
         is_delayed=training.delayed is not None,
         software=installed_versions(),
-        mortal_by="a stream" if isinstance(loader.dataset, StreamView) else "",
+        mortal_by=_mortal_by(training),
     )
+
+
+def _mortal_by(training: Training) -> str:
+    """What beside the settings ends the run when a rank dies; "" if nothing does."""
+    if isinstance(training.loader.dataset, StreamView):
+        return "a stream"
+    if training.delayed is not None:
+        return f"policy={DELAYED_SYNC!r}"
+    if training.config.policy != "sync":
+        return ""
+    if training.weights is not None:
+        return "weight_of= under policy='sync'"
+    layers = sync_batchnorm_layers(training.model)
+    return "SyncBatchNorm under policy='sync'" if layers else ""
 
 
 def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

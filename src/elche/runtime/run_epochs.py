@@ -27,6 +27,7 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch
 from elche.coordination.protocol.messages import Scalars
+from elche.coordination.sync.lost_ranks import StepPlace
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import (
@@ -60,6 +61,7 @@ from elche.runtime.window_epoch import EpochHooks, WindowEpoch
 from elche.runtime.windows.gradient_sync import refuse_stray_gradients
 from elche.runtime.windows.model_copies import ModelCopies
 from elche.runtime.windows.regrouping import Regrouping
+from elche.runtime.windows.step_regrouping import StepRegrouping
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.passes import is_compiled
 
@@ -157,6 +159,7 @@ class RunEpochs:
         self._regrouping = Regrouping(
             worker, synchroniser, lambda line: notifications.emit(line)
         )
+        self._step_regrouping = StepRegrouping(worker, synchroniser, self._regrouping)
         if not training.config.mortal_by:
             worker.on_regroup = self._regroup_between
         self._batch_state = BatchStateWatch(
@@ -327,7 +330,8 @@ class RunEpochs:
         """The epoch is cut; whether it ends here on all ranks."""
         assert self._course is not None
         end = self._course.ends[-1]
-        self._training.pauses.cut(is_end=end.is_early)
+        if end.is_early or not self._step_regrouping.lost.is_settled:
+            self._training.pauses.cut(is_end=end.is_early)
         if end.is_early:
             self._end_epoch(end)
         return end.is_early
@@ -481,6 +485,7 @@ class RunEpochs:
         )
         worker.send(self._opened)
         begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
+        self._step_regrouping.begin_part()
         self._opened = None
         self._is_new = self._is_cut = self._is_resumed = self._is_asked = False
         self._prepare(begin, is_changed=changed)
@@ -516,19 +521,30 @@ class RunEpochs:
         return regrouping.keys
 
     def _regroup_between(self) -> None:
-        """Ranks have died, and no epoch is under way here."""
-        self._regroup(lacks_keys=False)
+        """Ranks have died, and no epoch is under way here, or one of steps."""
+        if isinstance(self.under_way, SyncEpoch):
+            self.under_way.regroup()
+        else:
+            self._regroup(lacks_keys=False)
 
     def _regroup(self, *, lacks_keys: bool) -> None:
         """Forms the next group outside of windows; who waits for an epoch says so."""
         worker, has_formed = self._worker, False
+        reducer = self._synchroniser.reducer
         while not has_formed:
             worker.hear_of()
             with contextlib.suppress(RankLostError):
-                self._regrouping.form(lacks_keys=lacks_keys)
+                if reducer is None:
+                    self._regrouping.form(lacks_keys=lacks_keys)
+                else:
+                    place = StepPlace(reducer.closed_passes, first=0, begun=-1)
+                    self._step_regrouping.form(place, lacks_keys=lacks_keys)
                 has_formed = True
         if self._opened is not None:
             worker.send(self._opened)
+        if reducer is not None:
+            self._step_regrouping.say_regrouped(self._epoch)
+            return
         worker.send(
             Regrouped(
                 rank=worker.rank,
@@ -634,6 +650,7 @@ class RunEpochs:
             self._checksum,
             self._drain_step,
             self._regrouping,
+            self._step_regrouping,
         )
 
     def _drain_step(self) -> None:

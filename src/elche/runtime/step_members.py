@@ -116,6 +116,7 @@ class StepMembers:
             ConfigError: optimizers have stepped on some ranks only.
         """
         optimizers, worker = self._optimizers.all(), self._worker
+        place = list(worker.group.ranks).index(source)
         counts = gather_texts(worker.group, str(len(optimizers)), "counting optimizers")
         if len(set(counts)) > 1:
             raise ConfigError(
@@ -127,12 +128,12 @@ class StepMembers:
         followed = {id(scheduler.optimizer) for scheduler in schedulers}
         others = [each for each in optimizers if id(each) not in followed]
         before = _rates(others)
-        broadcast_from(worker.group, self._training.model, optimizers, source)
-        take_gradients(worker.group, self._synchroniser.parameters, source)
+        broadcast_from(worker.group, self._training.model, optimizers, place)
+        take_gradients(worker.group, self._synchroniser.parameters, place)
         if schedulers:
-            take_schedules(worker.group, schedulers, source)
+            take_schedules(worker.group, schedulers, place)
         for copy in self._training.copies:
-            broadcast_from(worker.group, copy, [], source)
+            broadcast_from(worker.group, copy, [], place)
         if worker.rank in self._left_out:
             return
         if worker.rank == source and not self._left_out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Generator, Iterator
 from functools import partial
@@ -18,10 +19,18 @@ from elche.coordination.protocol.instructions import (
     JoinPasses,
     LeaveOut,
     RankLeft,
+    Regroup,
     SwitchPolicy,
 )
+from elche.coordination.sync.lost_ranks import LostRanks, StepPlace
 from elche.coordination.sync.step_reports import StepReports
-from elche.errors import CommunicationError, ConfigError, ElcheError, ProtocolError
+from elche.errors import (
+    CommunicationError,
+    ConfigError,
+    ElcheError,
+    ProtocolError,
+    RankLostError,
+)
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
@@ -32,6 +41,10 @@ from elche.runtime.window_epoch import EpochHooks
 LEFT_OUT_S = 1.0
 """A rank that is left out looks so often whether its run goes on."""
 EARLY = "the next batch is asked for before the backward pass of the last one"
+SEVERAL = (
+    "a rank has died between two backward passes of one step, so that its samples are "
+    "in one of them and not in the other: start the run anew from its last checkpoint"
+)
 
 
 class Step(NamedTuple):
@@ -53,7 +66,7 @@ class Step(NamedTuple):
         Args:
             weight: what the user says; None: its samples.
         """
-        scale = self.samples / sum(self.shares)
+        scale = self.samples / max(1, sum(self.shares))
         active = sum(share > 0 for share in self.shares)
         return StepPart(scale, active, weight, label=self)
 
@@ -89,6 +102,9 @@ class SyncEpoch:
         self._min_share_samples = min_share_samples
         self._hooks = hooks
         self._reports = StepReports(worker.rank, positions.epoch, hooks.numbers)
+        self._dead = LostRanks() if hooks.steps is None else hooks.steps.lost
+        self._passes_before = reducer.closed_passes
+        self._is_inside = self._is_early = self._has_said = False
         self._watch_numbers()
         self._granted_until = 0
         self._granted: dict[int, Step] = {}  # not done
@@ -109,6 +125,7 @@ class SyncEpoch:
         """Looks for NaN and Inf in what is reduced from now on."""
         numbers = NonFiniteWatch(self._reducer.parameters, self._hooks.numbers)
         self._reducer.look_before(partial(_look, numbers, self._hooks.graphs))
+        self._reducer.outlive_by(self.regroup)
         self._numbers = numbers
 
     def refill(self) -> None:
@@ -133,6 +150,7 @@ class SyncEpoch:
         finally:
             self._hooks.graphs.end_epoch()
             self._reducer.correct_by(None)
+            self._reducer.outlive_by(None)
             self._worker.on_rank_left = None
 
     def _weight_of(self, step: Step) -> float:
@@ -149,6 +167,7 @@ class SyncEpoch:
             self._hooks.on_error(error)
         finally:
             self._hooks.graphs.end_epoch()
+            self._reducer.outlive_by(None)
 
     def _leave(self, in_hand: Step | None) -> None:
         """The loop has broken off in this step, or before the first.
@@ -238,21 +257,23 @@ class SyncEpoch:
             self._ready_s = time.monotonic()
             self._transfer_s = self._leased.transfer_s
             self._hooks.check()
-            self._step = number
+            self._step, self._passes_before = number, self._reducer.closed_passes
+            self._is_inside = True
             self._granted.pop(number - 1, None)
             if self._gone:
                 self._reducer.run_beneath(self._report_beneath)
-            part = step.weighed(self._leased.weight)
+            part = self._part_of(step)
             self._reducer.begin_step(part)
             self._hooks.graphs.begin(part)
             yield step, data
+            self._is_inside = False
+            self._is_early |= self._hooks.graphs.is_live
             self._reducer.end_step()
             self._worker.pace_device()
             self._account(number, self._cost(step))
         self._hooks.drain()
         self._report()
-        while self.end is None:
-            self._worker.receive(self.handle, "the end of the epoch")
+        self._await_end()
 
     def _cost(self, step: Step) -> BatchCost:
         """What the step took until now; the next one begins."""
@@ -274,8 +295,12 @@ class SyncEpoch:
 
         None: see `switch`, or the epoch ends here because a rank has left it.
         """
-        while self.end is None and (self.switch is None or number < self.switch.step):
+        while not self._is_over(number):
             got = self._leased.take()
+            if self._worker.is_due:
+                self.regroup()
+                if self._dead.is_over(number):
+                    break
             if got is not None:
                 if got[0].step != number:
                     raise ProtocolError(f"expected step {number}, loaded {got[0]}")
@@ -283,6 +308,7 @@ class SyncEpoch:
             self._report()
             waits = self._granted_until <= number and not self._leased.has_work
             is_over = self.end is not None or self.switch is not None
+            is_over |= self._worker.is_due
             if is_over or not waits:  # drawing may have brought it
                 continue
             if self._is_left_out:  # for as long as the others train
@@ -291,7 +317,24 @@ class SyncEpoch:
             else:
                 self._worker.receive(self.handle, f"the grant of step {number}")
         self._report()
+        if self._dead.is_over(number):
+            self._await_end()
         return None
+
+    def _is_over(self, number: int) -> bool:
+        """Whether this rank runs no step of this number, and none after it."""
+        is_switched = self.switch is not None and number >= self.switch.step
+        return self.end is not None or is_switched or self._dead.is_over(number)
+
+    def _await_end(self) -> None:
+        """All steps are run; where ranks have died, says so."""
+        while self.end is None:
+            if self._dead.is_settled and not self._has_said:
+                self._has_said = True
+                self._say_taken(self._dead.last, 0.0)
+            self._worker.receive(self.handle, "the end of the epoch")
+            if self._worker.is_due:
+                self.regroup()
 
     def handle(self, instruction: Instruction) -> None:
         """Takes a grant, or the end of the epoch."""
@@ -313,12 +356,16 @@ class SyncEpoch:
         if isinstance(instruction, Adopt):
             self._adopt(instruction)
             return
+        if isinstance(instruction, Regroup):
+            self._worker.hear_of(instruction)
+            return
         if isinstance(instruction, LeaveOut):
             self._leave_out(instruction)
             return
         if not isinstance(instruction, GrantSteps):
             raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
-        self._reports.granted(instruction)
+        if not self._dead.is_settled:
+            self._reports.granted(instruction)
         shares, rank = instruction.shares, self._worker.rank
         start, samples = sum(shares[:rank]), shares[rank]
         for number in range(instruction.start, instruction.stop):
@@ -349,17 +396,58 @@ class SyncEpoch:
         assert self._hooks.adopt is not None
         began_s = time.monotonic()
         self._hooks.adopt(adopt.source)
+        self._say_taken(adopt.window, time.monotonic() - began_s)
+
+    def _say_taken(self, step: int | None, sync_s: float) -> None:
+        """The model is that after a step."""
+        assert step is not None
         self._worker.send(
             WindowReduced(
                 rank=self._worker.rank,
-                epoch=adopt.epoch,
-                window=adopt.window,
-                sync_s=time.monotonic() - began_s,
+                epoch=self._positions.epoch,
+                window=step,
+                sync_s=sync_s,
                 wait_s=0.0,
                 divergence=0.0,
                 adopted_at=0,
             )
         )
+
+    def regroup(self) -> None:
+        """Ranks have died: forms the group of the others, and settles what was open."""
+        steps, has_formed = self._hooks.steps, False
+        assert steps is not None
+        if self._is_early or (not self._is_inside and self._hooks.graphs.is_live):
+            raise CommunicationError(
+                f"a rank has died, and {EARLY}: no run outlives it"
+            )
+        self._report()
+        self._reports.void()
+        while not has_formed:
+            self._worker.hear_of()
+            with contextlib.suppress(RankLostError):  # the word of it is in line
+                steps.form(self._place, self._part_in_hand)
+                has_formed = True
+        self._has_said = False
+        if self._is_inside and self._dead.is_counted(self._step):
+            self._reducer.refuse_pass(SEVERAL)
+        steps.say_regrouped(self._positions.epoch)
+
+    @property
+    def _place(self) -> StepPlace:
+        """Where this rank is."""
+        passes, before = self._reducer.closed_passes, self._passes_before
+        return StepPlace.at(self._step, passes, before, is_inside=self._is_inside)
+
+    def _part_of(self, step: Step) -> StepPart:
+        """A step without ranks that have died before it."""
+        if self._dead.first:
+            step = step._replace(shares=self._dead.live(step.step, step.shares))
+        return step.weighed(self._leased.weight)
+
+    def _part_in_hand(self) -> StepPart | None:
+        """Of the step that the loop is in, if it is in one."""
+        return self._part_of(self._granted[self._step]) if self._is_inside else None
 
     def _weigh_late(self, part: StepPart, other: StepPart | None) -> None:
         """A backward pass comes to the graph of a batch before the one in hand.
@@ -389,6 +477,8 @@ class SyncEpoch:
         """The same inside a backward pass; reads what came since the last report."""
         self._report()
         self.refill()
+        if self._worker.is_due:
+            self.regroup()
         if self._gone:
             self._announce()
 
@@ -397,7 +487,7 @@ class SyncEpoch:
         if self._reports.is_due:
             self._report()  # there was no backward pass
         self.samples_done += self._positions.samples_of(number)
-        if not self._reports.step_done(number, cost):
+        if self._dead.is_settled or not self._reports.step_done(number, cost):
             return
         is_last = number + 1 == self._positions.num_batches
         tells_norm = is_last and self._worker.rank == 0

@@ -46,6 +46,7 @@ from elche.runtime.watch.followed_schedulers import FollowedSchedulers
 from elche.runtime.watch.live_graph import LiveGraph, fetched_too_early
 from elche.runtime.windows.model_copies import ModelCopies
 from elche.runtime.windows.regrouping import OpenReduction, Regrouping
+from elche.runtime.windows.step_regrouping import StepRegrouping
 from elche.runtime.windows.window_sync import WindowSync
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class EpochHooks:
         checksum: of the parameters; of this rank alone where devices round differently.
         drain: takes the step that is still under way, with all ranks.
         regrouping: forms the next group where ranks have died.
+        steps: the same under ``sync``.
     """
 
     on_error: Callable[[ElcheError], None]
@@ -89,6 +91,7 @@ class EpochHooks:
     checksum: Callable[[], str] = str
     drain: Callable[[], None] = lambda: None
     regrouping: Regrouping | None = None
+    steps: StepRegrouping | None = None
 
 
 class WindowEpoch:

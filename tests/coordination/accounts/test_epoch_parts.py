@@ -54,6 +54,33 @@ def test_an_epoch_that_is_not_cut_has_its_own_batches(sizes: BatchSizes) -> None
     assert PartRanges(((0, sizes.num_samples),)).sizes_in(sizes) == sizes
 
 
+@given(st.data(), sizes_of_epochs)
+def test_what_ranks_that_died_give_back_goes_to_the_last_batches(
+    data: st.DataObject, sizes: BatchSizes
+) -> None:
+    steps = data.draw(st.integers(1, sizes.num_batches))
+    first = sizes.num_batches - steps
+    last = [sizes.run_of(at)[0] for at in range(first, sizes.num_batches)]
+    back = data.draw(st.integers(0, sizes.num_samples - sum(last)))
+    start = sizes.num_samples - sum(last)
+    part = PartRanges(((0, back), (start, sizes.num_samples)))
+    found = part.steps_in(sizes, steps)
+    own = [found.run_of(at)[0] for at in range(found.num_batches)]
+    more = [size - was for size, was in zip(own, last, strict=True)]
+    assert sum(more) == back
+    assert more == sorted(more)
+    assert max(more) - min(more) <= 1
+
+
+@given(sizes_of_epochs, st.integers(1, 12), st.integers(1, 40))
+def test_a_part_of_any_other_kind_has_equal_batches(
+    sizes: BatchSizes, steps: int, positions: int
+) -> None:
+    found = PartRanges(((0, positions),)).steps_in(sizes, steps)
+    assert found.num_samples == positions
+    assert found.num_batches == min(steps, positions)
+
+
 def test_the_parts_of_an_epoch_count_together() -> None:
     part = EndEpoch(
         rank=0,

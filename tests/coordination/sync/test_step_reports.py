@@ -96,8 +96,8 @@ class Shell:
     """
 
     rank = 0
-    is_cold = False
-    max_samples = 0
+    is_cold = is_due = False
+    max_samples = closed_passes = 0
     transfer_s = wait_s = 0.0
     backward_passes = 0
     weight: float | None = None
@@ -142,6 +142,8 @@ class Shell:
     def correct_by(self, lost: None) -> None: ...
 
     def look_before(self, look: Callable[[], None]) -> None: ...
+
+    def outlive_by(self, on_lost: Callable[[], None] | None) -> None: ...
 
     def receive(self, handle: Callable[[Instruction], None], why: str) -> None:
         self.log.append("wait")

@@ -28,7 +28,7 @@ def run(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+    "policy", ["cadence", "sync", pytest.param("async", marks=pytest.mark.slow)]
 )
 def test_a_killed_rank_is_outlived(policy: str) -> None:
     ended = run(3, "1", "kill", policy)
@@ -45,7 +45,7 @@ def test_a_killed_rank_is_outlived(policy: str) -> None:
     ("words", "code", "says"),
     [
         ("0 kill cadence", 137, "no run goes on without rank 0"),
-        ("1 kill sync", 137, "the death of a rank ends policy='sync'"),
+        ("1 kill auto", 137, "the death of a rank ends policy='auto'"),
         ("1 kill async mortal", 137, "the death of a rank ends survive=False"),
         ("1 raise cadence", 1, "ValueError: a fault in user code"),
         ("1 quit async", 7, "rank 1 failed: its process ended with code 7"),

@@ -32,6 +32,7 @@ class PassOptions:
         codec: how float32 and half precision gradients travel, with error feedback.
         delayed: sums are handed out at the end of the next pass; strategy
             "synchronous".
+        keeps_sums: a sum is kept as it came until the next one has.
         undefined_is_zero: a parameter that backward comes to without a gradient (a
             function's backward returned None) has one of zeros after the reduction, as
             with torch's wrapper (in a static graph if the first backward brought one);
@@ -51,6 +52,7 @@ class PassOptions:
     undefined_is_zero: bool = False
     codec: str = "fp32"
     delayed: bool = False
+    keeps_sums: bool = False
 
     def __post_init__(self) -> None:
         if self.cap_bytes < 1:

@@ -36,7 +36,7 @@ from elche.comm.gradients.gradient_views import HandedOut
 from elche.comm.gradients.graph_capture import refuse_capture
 from elche.comm.gradients.sum_memory import give_back_freed
 from elche.comm.transport.shared_memory import Members
-from elche.errors import CommunicationError, ConfigError
+from elche.errors import CommunicationError, ConfigError, RankLostError
 
 
 class BucketPass:
@@ -53,6 +53,9 @@ class BucketPass:
         buckets: in order of reduction.
         order: indices of the parameters in that order.
         passes: passes so far.
+        closed: of them, those whose sums this rank has.
+        on_lost: forms another group where a rank has died, and calls
+            :meth:`go_on_in`; None: there can be no other.
         wait_s: seconds of waiting for other ranks since the owner set it to 0.
         has_sums: whether the last pass has handed out sums.
         launched_early: buckets of the last pass that went before backward had ended.
@@ -90,12 +93,14 @@ class BucketPass:
         self._next = 0
         self._summed = 0
         self._is_open = False
+        self._is_taken = False
         self._awaits_end = False
         self._under_way: tuple[int, Closed] | None = None
         self._first: list[torch.Tensor | None] | None = None
         self.buckets: list[Bucket] = []
         self.order: list[int] = []
-        self.passes = 0
+        self.passes = self.closed = 0
+        self.on_lost: Callable[[], None] | None = None
         self.wait_s = 0.0
         self.has_sums = False
         self.launched_early = 0
@@ -179,6 +184,7 @@ class BucketPass:
                 keeps_strides=self._options.keeps_strides,
                 codec=self._options.codec,
                 delayed=self._options.delayed,
+                keeps_sums=self._options.keeps_sums,
             )
             for index, parameter in enumerate(bucket.parameters):
                 self._place[id(parameter)] = bucket, index
@@ -372,18 +378,30 @@ class BucketPass:
         self._undefined.clear()
         self._is_open = True
         self.passes += 1
-        for bucket in self.buckets:
-            bucket.pending = self._expected_in(bucket)
-            bucket.zeros.clear()
+        self._is_taken = False
         try:
             self._scale = owner.open_pass(self._side)
             started_s = time.perf_counter()
-            for bucket in self.buckets if self._under_way is None else ():
-                bucket.reclaim()
+            self._reclaim()
             self.wait_s += time.perf_counter() - started_s
         except CommunicationError as error:
             self._fail(error)
             raise
+        for bucket in self.buckets:
+            bucket.pending = self._expected_in(bucket)
+            bucket.zeros.clear()
+
+    def _reclaim(self) -> None:
+        """Waits until all ranks have taken the last sums, or goes on without some."""
+        try:
+            for bucket in self.buckets if self._under_way is None else ():
+                bucket.reclaim()
+        except RankLostError:
+            if self.on_lost is None:
+                raise
+        else:
+            return
+        self.on_lost()
 
     def _expected_in(self, bucket: Bucket) -> set[int]:
         """Places in a bucket that get a gradient in this pass."""
@@ -430,16 +448,13 @@ class BucketPass:
             if self._is_late:
                 self._close_late()
                 return
-            self._launch(lambda bucket: True)
             started_s = time.perf_counter()
-            for bucket in self.buckets[self._summed :]:
-                bucket.finish(self._side)
+            closed = self._reduced()
             self.wait_s += time.perf_counter() - started_s
-            owner = self._owner()
-            assert owner is not None
-            started_s = time.perf_counter()
-            closed = owner.close_pass(self._side)
-            self.wait_s += time.perf_counter() - started_s
+            if closed is None:
+                self._counts.end()
+                return
+            self.closed += 1
             order: list[int] | None = None
             if self._observed is not None and closed.source is not None:
                 order = self._end_first(closed.source)
@@ -460,6 +475,52 @@ class BucketPass:
         if self._counts.only_counts:
             self._never_defined = frozenset(self._undefined)
         self._counts.end()
+
+    def _reduced(self) -> Closed | None:
+        """Sends what is left, and waits; anew without ranks that die meanwhile.
+
+        None: the sums were taken over from another rank, and are handed out.
+        """
+        owner = self._owner()
+        assert owner is not None
+        while not self._is_taken:
+            try:
+                self._launch(lambda bucket: True)
+                for bucket in self.buckets[self._summed :]:
+                    bucket.finish(self._side)
+                return owner.close_pass(self._side)
+            except RankLostError:
+                if self.on_lost is None:
+                    raise
+            self.on_lost()
+        return None
+
+    def go_on_in(
+        self, group: Members, source: int | None, scale: float, *, lacks: bool
+    ) -> None:
+        """Ranks have died: the others are the group from now on; with all of them.
+
+        A pass that no rank has all sums of is reduced anew, from gradients that were
+        kept; one that ``source`` has the sums of is not.
+
+        Args:
+            group: of those who live.
+            source: place of one that has the last pass's sums; None: all have them.
+            scale: of this rank's gradients in the pass under way.
+            lacks: this rank has not got those sums.
+        """
+        if source is not None:
+            for bucket in self.buckets:
+                bucket.take_over(group, source, lacks=lacks)
+        if lacks:
+            for bucket in self.buckets:
+                bucket.finish(self._side)
+            self._handed_out.hand_out(self.buckets, Closed())
+            self._is_taken = True
+            self.closed += 1
+        self._group, self._scale = group, scale
+        self._next = self._summed = 0
+        self._build(self.order)
 
     def _close_late(self) -> None:
         """Sends this pass's gradients, and hands out the sums of the one before."""

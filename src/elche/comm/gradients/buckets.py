@@ -96,6 +96,7 @@ class Bucket:
     _side: int = 0
     _staged: bool = False
     _keeps_strides: bool = True
+    _kept: torch.Tensor | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -116,6 +117,7 @@ class Bucket:
             kept: copies that are kept into the next pass where sums replace what is
                 sent: this rank's own gradients, or the sums of the pass before.
         """
+        kept += self._kept is not None
         if self._coded is not None:  # one contribution serves both sides
             copies = 4 if self._staged else 3
             return copies * self.size_bytes + self._coded.extra_bytes
@@ -145,6 +147,7 @@ class Bucket:
         keeps_strides: bool = True,
         codec: str = "fp32",
         delayed: bool = False,
+        keeps_sums: bool = False,
     ) -> None:
         """Makes the exchange, together with all ranks.
 
@@ -156,6 +159,8 @@ class Bucket:
                 False: as its shape says.
             codec: how float32 gradients, and those of half precision, travel.
             delayed: a message is filled before all ranks have taken the last one.
+            keeps_sums: a sum is kept as it came until the next, for ranks that lack it
+                when another has died.
         """
         first = self.parameters[0]
         dtype, device = _real(first.dtype), first.device
@@ -186,6 +191,8 @@ class Bucket:
             exchange = open_exchange(group, numel, dtype, where, shared_sides=shared)
             self._lender = SumMemory(numel, dtype, device)
             self._sums_apart = exchange.keeps_contribution and not staged
+        if keeps_sums and group.world_size > 1 and not exchange.keeps_contribution:
+            self._kept = torch.zeros(numel, dtype=dtype, device=device)
         self.exchange, self._group = exchange, group
         self._staged, self._keeps_strides = staged, keeps_strides
         if self._lender is not None and not self._sums_apart:
@@ -293,6 +300,8 @@ class Bucket:
             elif self._coded is not None:
                 self._total = found[: self._total.numel()]
                 self.summed = self._views(self._total)
+            if self._kept is not None:
+                self._kept.copy_(self._total)
         else:
             assert self._lender is not None
             self.exchange.wait(WHAT)
@@ -321,6 +330,27 @@ class Bucket:
         total = coded.decoded()
         coded.flush(WHAT)  # whoever ends the group next takes nothing from others
         return total
+
+    def take_over(self, group: Members, source: int, *, lacks: bool) -> None:
+        """Gives the last sum to whoever lacks it; with all ranks of another group.
+
+        In shared memory it is still there to be summed, for nobody writes anything
+        else before all have taken it: that is left to :meth:`finish`.
+
+        Args:
+            group: of ranks that live.
+            source: place of one that has it, as it was before ``p.grad`` was changed.
+            lacks: this rank has not.
+        """
+        if self.keeps_contribution:
+            return
+        assert self._kept is not None
+        kept = self._kept.to("cpu", copy=lacks)  # gloo may still write into the last
+        group.broadcast(kept, WHAT, source)
+        if lacks:
+            self._kept.copy_(kept)
+            self._total, self._is_summed = kept.to(self._kept.device), True
+            self.summed = self._views(self._total)
 
     @property
     def is_finite(self) -> bool:

@@ -82,6 +82,7 @@ class GradientReducer:
         norms: receives the weight of the batch in hand, if the model has SyncBatchNorm.
         names: of the parameters, for people; None numbers them.
         codec: how float32 and half precision gradients travel.
+        keeps_sums: ranks may die, and the others go on.
     """
 
     def __init__(
@@ -93,6 +94,8 @@ class GradientReducer:
         norms: NormScope | None = None,
         names: Sequence[str] | None = None,
         codec: str = "fp32",
+        *,
+        keeps_sums: bool = False,
     ) -> None:
         self._group = group
         self._norms = norms
@@ -100,7 +103,10 @@ class GradientReducer:
         self._parameters = list(parameters)
         names = names or [f"parameter {index}" for index in range(len(parameters))]
         options = PassOptions(
-            cap_bytes=max(1, bucket_cap_bytes), learns_counts=True, codec=codec
+            cap_bytes=max(1, bucket_cap_bytes),
+            learns_counts=True,
+            codec=codec,
+            keeps_sums=keeps_sums,
         )
         self._pass = BucketPass(self._parameters, names, group, options, self)
         self._in_hand: StepPart | None = None
@@ -116,6 +122,8 @@ class GradientReducer:
         self._beneath: Callable[[], None] | None = None
         self._look: Look | None = None
         self._late: StepPart | None = None
+        self._has_looked = False
+        self._refused = ""
         self._is_delayed = False
 
     def weigh_by_user(self) -> None:
@@ -251,7 +259,7 @@ class GradientReducer:
         self._refuse_broken_backward()
         self._pass.keep_last()
         self._passes_before = self._pass.passes
-        self._in_hand = part
+        self._in_hand, self._refused = part, ""
         self._weigh(part)
         self._pass.wait_s = 0.0
 
@@ -359,6 +367,52 @@ class GradientReducer:
             self._keeps_buffers = False
             self.end_step()
 
+    @property
+    def closed_passes(self) -> int:
+        """Backward passes whose sums this rank has."""
+        return self._pass.closed
+
+    def outlive_by(self, on_lost: Callable[[], None] | None) -> None:
+        """Goes on where a rank dies inside a pass.
+
+        Args:
+            on_lost: forms another group, and calls :meth:`go_on_in`; None: nobody does.
+        """
+        self._pass.on_lost = on_lost
+
+    def go_on_in(
+        self, group: Group, source: int | None, part: StepPart | None, *, lacks: bool
+    ) -> None:
+        """Ranks have died: the others are the group from now on; with all of them.
+
+        Args:
+            group: of those who live.
+            source: place of one that has the last pass's sums; None: all have them.
+            part: this rank's part of the step under way, without those that have died;
+                None: there is none.
+            lacks: this rank has not got those sums.
+        """
+        if self._buffers is not None:
+            self._buffers.go_on_in(group, source, lacks=lacks)
+        if lacks and self._part is not None:
+            self._look_once(self._part)
+        if part is not None:
+            self._in_hand = part
+            self._weigh(part)
+        self._sends = self._scale != 0.0
+        self._pass.go_on_in(group, source, self._scale, lacks=lacks)
+        self._group = group
+
+    def refuse_pass(self, why: str) -> None:
+        """There may be no other pass in the step under way.
+
+        Raises:
+            CommunicationError: there is one already.
+        """
+        if self._pass.passes > self._pass.closed:
+            raise CommunicationError(why)
+        self._refused = why
+
     def hold(self, holds: bool) -> None:
         """Keeps gradients for a later backward pass of the step, which sends them all.
 
@@ -395,6 +449,9 @@ class GradientReducer:
         work, self._beneath = self._beneath, None
         if work is not None:
             work()
+        if self._refused:
+            raise CommunicationError(self._refused)
+        self._has_looked = False
         if self._weights is None:
             self._sends = self._scale != 0.0
             return self._scale
@@ -403,12 +460,17 @@ class GradientReducer:
         self._sends = scale != 0.0
         return scale
 
+    def _look_once(self, part: StepPart) -> None:
+        """Also of a pass that is reduced anew, or whose sums are taken over."""
+        if self._look is not None and self._sends and not self._has_looked:
+            self._has_looked = True
+            self._look(part.label, self._pass.came)
+
     def close_pass(self, side: int) -> Closed:
         """Averages buffers, if the model has any; by samples the sum is the mean."""
         part = self._part
         assert part is not None
-        if self._look is not None and self._sends:
-            self._look(part.label, self._pass.came)
+        self._look_once(part)
         factor = 1.0
         if self._weights is not None:
             factor = self._weights.close_pass()

@@ -10,6 +10,7 @@ resized a buffer, or has it no more: each rank keeps its own from then on.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from torch import nn
 from elche.comm.model_buffers.known_buffers import KnownBuffers, held
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.transport.process_group import Group
+from elche.errors import CommunicationError
 from elche.torch_internals.held import NormBase, version
 
 SNAPSHOT_ELEMENTS = 65_536
+HANDING_OVER = "handing over buffers of a step that a lost rank left open"
 
 
 class BufferWatch:
@@ -90,6 +93,7 @@ class BufferAverager:
         self._watch = BufferWatch(model)
         self._known = known
         self._travelling: set[int] = set()
+        self._last: dict[int, torch.Tensor] = {}  # means, as they came
 
     @staticmethod
     def for_model(model: nn.Module, group: Group) -> BufferAverager | None:
@@ -111,6 +115,9 @@ class BufferAverager:
             active_ranks: ranks that had samples.
             mine: whether this rank is one of them; else it sends zeros.
         """
+        self._last = {}
+        if active_ranks == 0:
+            return  # the samples were of ranks that have died
         buffers = self._known.present()
         equal = _synchronised(self._model)
         floats = {
@@ -123,12 +130,70 @@ class BufferAverager:
         written = self._known.numbers_of(self._watch.written()) if mine else set()
         written &= floats - self._known.own
         divisor = active_ranks if mine else 0
-        flags = self._reduce(buffers, sorted(self._travelling), written, divisor)
-        new = sorted(flags - self._travelling - self._known.own)
-        if new:
-            self._travelling.update(new)
-            self._reduce(buffers, new, written, divisor)
+        agreed = set(self._travelling)
+        try:
+            flags = self._reduce(buffers, sorted(agreed), written, divisor)
+            new = sorted(flags - self._travelling - self._known.own)
+            if new:
+                self._travelling.update(new)
+                self._reduce(buffers, new, written, divisor)
+        except CommunicationError:
+            self._travelling = agreed  # other ranks may not have come so far
+            raise
         self._watch.mark()
+
+    @torch.no_grad()
+    def go_on_in(self, group: Group, source: int | None, *, lacks: bool) -> None:
+        """Ranks have died: the others are the group from now on; with all of them.
+
+        Args:
+            group: of those who live.
+            source: place of one whose last average is of all; None: all have it.
+            lacks: this rank has not.
+        """
+        if source is not None:
+            self._hand_over(group, source, lacks=lacks)
+        self._group = group
+
+    def _hand_over(self, group: Group, source: int, *, lacks: bool) -> None:
+        """Gives the last average to whoever lacks it."""
+        kinds = self._known.kinds
+        flags = torch.zeros(2, len(kinds), dtype=torch.int64, device="cpu")
+        if group.rank == source:
+            for row, indices in enumerate((self._last.keys(), self._known.own)):
+                for index in indices:
+                    flags[row, index] = 1
+        group.broadcast(flags, HANDING_OVER, source)
+        came, own = (row.nonzero().view(-1).tolist() for row in flags)
+        means = torch.zeros(
+            sum(kinds[index].numel for index in came), dtype=self._dtype, device="cpu"
+        )
+        parts = means.split([kinds[index].numel for index in came])
+        if group.rank == source:
+            for index, part in zip(came, parts, strict=True):
+                part.copy_(self._last[index])
+        if came:
+            group.broadcast(means, HANDING_OVER, source)
+        if lacks:
+            self._known.keep_own(own)
+            self._travelling = (self._travelling | {*came}) - self._known.own
+            self._last = dict(zip(came, parts, strict=True))
+            self._write(self._known.present(), came)
+            self._watch.mark()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of a message."""
+        double = any(kind.dtype == torch.float64 for kind in self._known.kinds)
+        return torch.float64 if double else torch.float32
+
+    def _write(
+        self, buffers: Sequence[torch.Tensor | None], indices: Iterable[int]
+    ) -> None:
+        """The last means become the buffers."""
+        for index in indices:
+            buffer = held(buffers[index])
+            buffer.copy_(self._last[index].view(buffer.shape))
 
     def _reduce(
         self,
@@ -143,11 +208,10 @@ class BufferAverager:
             What any rank has written.
         """
         kinds, count = self._known.kinds, len(buffers)
-        double = any(kind.dtype == torch.float64 for kind in kinds)
         numel = sum(kinds[index].numel for index in indices)
         message = torch.zeros(
             2 * count + numel,
-            dtype=torch.float64 if double else torch.float32,
+            dtype=self._dtype,
             device="cpu",
         )
         for index, buffer in enumerate(buffers):
@@ -161,10 +225,9 @@ class BufferAverager:
         self._group.all_reduce(message, "averaging buffers")
         self._known.keep_own(message[count : 2 * count].nonzero().view(-1).tolist())
         self._travelling -= self._known.own
-        for index, part in zip(indices, parts, strict=True):
-            if index not in self._known.own:
-                buffer = held(buffers[index])
-                buffer.copy_(part.view(buffer.shape))
+        means = dict(zip(indices, parts, strict=True))
+        self._last |= {i: mean for i, mean in means.items() if i not in self._known.own}
+        self._write(buffers, self._last.keys() & means.keys())
         return set(message[:count].nonzero().view(-1).tolist())
 
 

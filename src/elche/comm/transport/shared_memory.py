@@ -47,8 +47,8 @@ class Members(Protocol):
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Sums over all ranks."""
 
-    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        """Copies rank 0's."""
+    def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
+        """Copies one rank's."""
 
 
 def aligned(size_bytes: int) -> int:

@@ -58,6 +58,28 @@ class PartRanges:
         """The part's global batches: those of the epoch, or what is left of each."""
         return BatchSizes.of(list(self._sizes(sizes)))
 
+    def steps_in(self, sizes: BatchSizes, steps: int) -> BatchSizes:
+        """The part in so many global batches: the last ones of the epoch.
+
+        Positions move up. What is more than these hold (of ranks that have died) is
+        spread over them, from the last one on; fewer positions make equal batches.
+
+        Args:
+            sizes: of the epoch.
+            steps: at least 1.
+        """
+        steps = min(steps, self.num_positions)
+        first, last = sizes.num_batches - steps, [0] * steps
+        if first >= 0:
+            last = [sizes.run_of(at)[0] for at in range(first, sizes.num_batches)]
+        more = self.num_positions - sum(last)
+        if more < 0:
+            last, more = [0] * steps, self.num_positions
+        each, rest = divmod(more, steps)
+        return BatchSizes.of(
+            [size + each + (at >= steps - rest) for at, size in enumerate(last)]
+        )
+
     def _sizes(self, sizes: BatchSizes) -> Iterator[int]:
         left = iter(self.ranges)
         start, stop = next(left, (0, 0))

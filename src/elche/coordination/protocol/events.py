@@ -160,12 +160,15 @@ class Regrouped:
     """A rank is in the group of this generation; it holds the result of ``reduced``.
 
     Which is a window, or under ``sync`` a step of the epoch (-1 for none).
+    There ``lost`` are ranks that have died in this part of it, each with the first step
+    that lacks its part; all run the steps to ``reduced``, and say so (`WindowReduced`).
     """
 
     rank: int
     generation: int
     epoch: int
     reduced: int
+    lost: Runs = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -233,7 +233,8 @@ class EndEpoch:
     ``plan`` records the epoch for a replay (told to the first rank only).
     ``is_early``: a rank's loop has left it before its end, or is to end with the cut.
     ``left``: it was cut (see `EpochCut`), and these ranges of its positions are still
-    to be trained on.
+    to be trained on. ``steps``: in so many global batches (``sync``, where
+    ranks have died); 0: in those of the epoch, or what is left of each.
     """
 
     rank: int
@@ -248,6 +249,7 @@ class EndEpoch:
     plan: str = ""
     is_early: bool = False
     left: Runs = ()
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,13 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from elche.coordination.accounts.metrics import RankReport
 from elche.coordination.protocol.events import EpochLeft, StepsDone
 from elche.errors import ProtocolError
+
+NOBODY: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -25,6 +28,7 @@ class Granted:
         is_settled: ranks of an earlier group hold their result; no more reports come.
         left: ranks whose loop has left the epoch before the end of these steps.
         left_out: ranks that were not granted them.
+        lost: ranks that have died, and whose part is missing.
     """
 
     start: int
@@ -35,6 +39,7 @@ class Granted:
     is_settled: bool = False
     left: set[int] = field(default_factory=set)
     left_out: tuple[int, ...] = ()
+    lost: frozenset[int] = frozenset()
 
     @property
     def steps(self) -> int:
@@ -46,12 +51,27 @@ class Granted:
         done = []
         for rank, share in enumerate(self.shares):
             report = self.reports.get(rank)
+            if rank in self.lost:
+                continue
             if report is None:
                 if share and rank not in self.left:
                     done.append(RankReport(rank=rank, samples=share * self.steps))
             else:
                 done.append(report_of(report))
         return done
+
+    def missing_parts(self) -> list[tuple[int, int, int]]:
+        """(step, first sample, one past the last) of what lost ranks did not bring."""
+        parts = []
+        for rank in sorted(self.lost):
+            share = self.shares[rank] if rank < len(self.shares) else 0
+            start = sum(self.shares[:rank])
+            if share:
+                parts += [
+                    (step, start, start + share)
+                    for step in range(self.start, self.stop)
+                ]
+        return parts
 
 
 class StepBook:
@@ -123,16 +143,28 @@ class StepBook:
                 grant.missing -= 1
                 grant.left.add(rank)
 
-    def settle(self, done: int) -> None:
-        """The group has changed: steps before ``done`` are done, later ones void."""
+    def settle(self, done: int, lost: Mapping[int, int] = NOBODY) -> None:
+        """The group has changed: steps before ``done`` are done, later ones void.
+
+        Args:
+            done: the first that is not.
+            lost: ranks whose part is missing, each from a step on.
+        """
         kept: deque[Granted] = deque()
         for grant in self._grants:
-            if grant.start >= done:
-                break
-            if grant.stop > done:
-                grant = replace(grant, stop=done, reports={})
-            grant.is_settled = True
-            kept.append(grant)
+            cuts = (done, *lost.values())
+            inside = {cut for cut in cuts if grant.start < cut < grant.stop}
+            start = grant.start
+            for stop in sorted({grant.stop, *inside}):
+                if start >= done:
+                    break
+                part = replace(grant, start=start, stop=stop, is_settled=True)
+                if (start, stop) != (grant.start, grant.stop):
+                    part.reports = {}
+                gone = {rank for rank, first in lost.items() if first <= start}
+                part.lost = grant.lost | gone
+                kept.append(part)
+                start = stop
         self._grants = kept
 
     def check_part(self, event: EpochLeft) -> None:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchSizes, Range, joined
 from elche.coordination.accounts.epoch_plan import EpochPlan
 from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.agreement import Settings
@@ -65,6 +65,7 @@ class SyncPolicy(Policy):
     def __init__(self, members: Sequence[Member], settings: Settings) -> None:
         config = settings.config
         self._members = {member.rank: member.horizon_batches for member in members}
+        self._world_size = max(self._members) + 1
         self._shares = StepShares(settings, self._members)
         self._left_out = LeftOutRanks(members, settings, self._shares)
         self._is_carried = False
@@ -82,6 +83,9 @@ class SyncPolicy(Policy):
         self._joining: set[int] = set()
         self._adopting: set[int] = set()
         self._left = EarlyEnd(config.policy)
+        self._lost: dict[int, int] = {}
+        self._ready: set[int] = set()
+        self._returned: list[Range] = []
         self._numbers = NonFiniteReports()
         self._ahead_steps = max(self._members.values()) + 2
         self._is_single = False
@@ -106,11 +110,6 @@ class SyncPolicy(Policy):
         left_out = self._left_out.ranks
         return members - set(left_out) if left_out else members
 
-    @property
-    def _world_size(self) -> int:
-        """Ranks that there are numbers for, also of those that are gone."""
-        return max(self._members) + 1
-
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
     ) -> Outcome:
@@ -132,6 +131,9 @@ class SyncPolicy(Policy):
         self._is_paused = self._is_cut = False
         self._joining.clear()
         self._adopting.clear()
+        self._lost.clear()
+        self._ready.clear()
+        self._returned.clear()
         self._left.clear()
         self._numbers.clear()
         told = self._left_out.begin_epoch(epoch, sizes, now_s)
@@ -193,7 +195,24 @@ class SyncPolicy(Policy):
     @property
     def positions_left(self) -> Runs:
         """Positions of an epoch that was cut, or left, that nobody has trained on."""
-        return self._ledger.positions_left()
+        return tuple(joined([*self._ledger.positions_left(), *self._returned]))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the epoch ends with some of it left."""
+        return self._is_cut
+
+    @property
+    def steps_left(self) -> int:
+        """As many steps as were not run, where ranks have died; else 0."""
+        return max(1, self._ledger.pooled) if self._lost else 0
+
+    @property
+    def mortal_by(self) -> str:
+        """Ranks left out lack the model that others would go on with."""
+        if not self._left_out.ranks:
+            return ""
+        return f"ranks {list(self._left_out.ranks)} are left out of steps"
 
     @property
     def granted_until(self) -> int:
@@ -255,6 +274,7 @@ class SyncPolicy(Policy):
         self._is_paused = True
         del self._members[rank]
         self._joining.discard(rank)
+        self._ready.discard(rank)
         self._adopting.discard(rank)
         self._grants.remove(rank)
         self._follow_members()
@@ -263,11 +283,20 @@ class SyncPolicy(Policy):
         """A rank joins; it takes part once it holds the model."""
         self._is_paused = True
         self._members[member.rank] = member.horizon_batches
+        self._world_size = max(self._world_size, member.rank + 1)
         self._joining.add(member.rank)
         self._follow_members()
 
+    def arrived(self, rank: int, lost: Runs) -> None:
+        """Before :meth:`regrouped`: a member is in the group; see `Regrouped`."""
+        self._ready.discard(rank)  # in an earlier group
+        self._lost.update(lost)
+
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; says how many steps each has taken.
+
+        Or will have taken, without ranks that have died; then the epoch pauses,
+        and what is left of it is shared out anew.
 
         Args:
             reduced: the last step of the epoch that is in each member's model.
@@ -275,6 +304,11 @@ class SyncPolicy(Policy):
         """
         self._is_paused = False
         self._numbers.clear()
+        if self._lost:
+            self._settle(max(reduced.values()) + 1)
+            self._is_cut, self._adopting = True, self._members.keys() - self._ready
+            self._ready.clear()
+            return self._go_on(now_s)
         held = {r: step for r, step in reduced.items() if r not in self._joining}
         if not held:
             raise TransitionError("no remaining rank holds the model")
@@ -291,7 +325,7 @@ class SyncPolicy(Policy):
 
     def _settle(self, done: int) -> None:
         """So many steps are in the model that is handed on; others are granted anew."""
-        self._grants.settle(done)
+        self._grants.settle(done, self._lost)
         self._ledger.give_back(ALL_RANKS)
         if done > self._committed_until:
             self._ledger.lease_range(ALL_RANKS, self._committed_until, done)
@@ -308,11 +342,15 @@ class SyncPolicy(Policy):
         ]
 
     def _adopted(self, event: WindowReduced) -> None:
-        if event.rank not in self._adopting or event.epoch != self._epoch:
+        is_due = event.rank in self._adopting or self._is_paused
+        if not is_due or event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} was to adopt nothing: {event}")
+        if self._is_paused:
+            self._ready.add(event.rank)  # others have yet to say that they are there
         self._adopting.discard(event.rank)
         self._joining.discard(event.rank)
-        self._left_out.carried(event.sync_s)
+        if not self._lost:
+            self._left_out.carried(event.sync_s)
 
     def _follow_members(self) -> None:
         self._ahead_steps = max(self._members.values()) + 2
@@ -325,7 +363,8 @@ class SyncPolicy(Policy):
         """Asserts that every step is in one place, and who owes what."""
         self._ledger.check()
         if not self._left:
-            assert self._totals.samples == self._ledger.used_samples
+            returned = sum(stop - start for start, stop in self._returned)
+            assert self._totals.samples == self._ledger.used_samples - returned
         assert self._joining | self._adopting <= self._members.keys()
         oldest = self._grants.oldest
         if oldest is not None:
@@ -342,7 +381,8 @@ class SyncPolicy(Policy):
         if self._is_paused:
             return "the ranks that stay to form their new group"
         if self._adopting:
-            return f"ranks {sorted(self._adopting)} to take over the model"
+            what = "run the steps begun" if self._lost else "take over the model"
+            return f"ranks {sorted(self._adopting)} to {what}"
         silent = self._grants.silent(self._members)
         return f"steps of ranks {silent} in epoch {self._epoch}"
 
@@ -369,6 +409,9 @@ class SyncPolicy(Policy):
         self._committed_until = grant.stop
         for work in grant.work():
             self._totals.add(grant.stop - 1, work)
+        for step, start, stop in grant.missing_parts():
+            first = self._ledger.sizes.position_of(step)
+            self._returned.append((first + start, first + stop))
         self._guesses &= grant.stop < FIRST_STEPS
         reports = [grant.reports[rank] for rank in sorted(grant.reports)]
         told: list[Instruction] = []
@@ -450,7 +493,8 @@ class SyncPolicy(Policy):
             raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
         if self._is_paused or self._adopting:
             raise ProtocolError(
-                f"rank {event.rank} left epoch {event.epoch} while the group changed"
+                f"rank {event.rank} left epoch {event.epoch} while ranks that live "
+                f"formed another group; {event.apart}"
             )
         self._grants.check_part(event)
         told = self._left.take(event, self._active)

@@ -49,6 +49,7 @@ class EpochCourse:
         self._most = most
         self._left = left
         self._is_whole = left.num_positions == sizes.num_samples
+        self._steps = 0
 
     @property
     def is_over(self) -> bool:
@@ -63,6 +64,8 @@ class EpochCourse:
     @property
     def part_sizes(self) -> BatchSizes:
         """Global batches of the part that is left."""
+        if self._steps:
+            return self._left.steps_in(self.sizes, self._steps)
         return self.sizes if self._is_whole else self._left.sizes_in(self.sizes)
 
     def positions(self, seed: int | None) -> EpochPositions:
@@ -83,6 +86,7 @@ class EpochCourse:
     def ended(self, end: EndEpoch) -> None:
         """A part has ended: what it left is left."""
         self.ends.append(end)
+        self._steps = end.steps
         self.done(end.left)
 
     def done(self, left: Sequence[Range]) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from elche.comm.transport.process_group import Group
-from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes, Range
 from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.data.leased_data import IndexBatch
@@ -87,21 +87,23 @@ class EpochPositions:
     ) -> IndexBatch:
         """Samples ``start`` to ``stop`` of a batch, as its loader gets them."""
         first = self.sizes.position_of(batch)
-        if self._part is not None:
-            first = self._part.origin_of(first)  # a batch is of one range
         end = first + (self.samples_of(batch) if stop is None else stop)
         begin = first + start
-        if self._array is None:
-            plain = list(self._keys[begin:end])
-        else:
-            plain = self._array[begin:end].tolist()
-        if self._seed is None:
+        ranges: Sequence[Range] = ((begin, end),)
+        if self._part is not None:
+            ranges = self._part.origins_of(ranges).ranges
+        plain: list[Any] = []
+        for begin, end in ranges:
+            if self._array is None:
+                plain += self._keys[begin:end]
+            else:
+                plain += self._array[begin:end].tolist()
+        seed = self._seed
+        if seed is None:
             return IndexBatch(plain, None, self.epoch)
-        return IndexBatch(
-            plain,
-            [position_seed(self._seed, self.epoch, at) for at in range(begin, end)],
-            self.epoch,
-        )
+        places = chain.from_iterable(range(*each) for each in ranges)
+        seeds = [position_seed(seed, self.epoch, at) for at in places]
+        return IndexBatch(plain, seeds, self.epoch)
 
 
 def enumerate_batches(

@@ -146,6 +146,11 @@ class Worker:
         """The number of the group, or of the one to be formed next."""
         return self._generation
 
+    @property
+    def is_due(self) -> bool:
+        """Whether ranks have died, and the group of the others is to be formed."""
+        return self._is_due
+
     def hear_of(self, *regroups: Regroup) -> None:
         """Ranks have died: the next group is of the others.
 
@@ -198,7 +203,7 @@ class Worker:
             return self.group
         if self.rank in left_out:
             return None
-        ranks = [rank for rank in range(self.world_size) if rank not in left_out]
+        ranks = [rank for rank in self.members if rank not in left_out]
         if self._others is not None and self._others.ranks == ranks:
             return self._others
         if self._others is not None:
@@ -432,8 +437,8 @@ class Worker:
 
 def _lost_error(own: int, left: Sequence[int]) -> RankLostError:
     return RankLostError(
-        f"rank {own}: {_named(left)} died while ranks met outside of windows (to save, "
-        "to gather, to evaluate together), which the others cannot take up again; "
+        f"rank {own}: {_named(left)} died where the others cannot take it up again (to "
+        "save, to gather, to evaluate together, in a first backward pass); "
         "start the run anew from its last checkpoint (--max-restarts)"
     )
 

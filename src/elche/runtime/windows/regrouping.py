@@ -100,9 +100,9 @@ class Regrouping:
             if lacks and on_result is not None:
                 on_result()
         sync.reconnect(group)
-        self._say()
+        self.say()
 
-    def _say(self) -> None:
+    def say(self) -> None:
         """Who goes on, on the first rank."""
         now = list(self._worker.members)
         gone = [rank for rank in self._said if rank not in now]

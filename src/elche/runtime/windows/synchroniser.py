@@ -17,7 +17,7 @@ from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.codec.codec_choice import measured_codec
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.gradients.gradient_window import GradientWindow
-from elche.comm.gradients.reducer import GradientReducer
+from elche.comm.gradients.reducer import GradientReducer, StepPart
 from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.norm.norm_scope import NormScope
@@ -148,6 +148,14 @@ class Synchroniser:
         if group is not None:
             self._build_reducer(group, None)
 
+    def go_on_in(
+        self, group: Group, source: int | None, part: StepPart | None, *, lacks: bool
+    ) -> None:
+        """Ranks have died under ``sync``; see `GradientReducer.go_on_in`."""
+        assert self.reducer is not None
+        self.reducer.go_on_in(group, source, part, lacks=lacks)
+        self._group = group
+
     def _build_reducer(self, group: Group, norms: NormScope | None) -> None:
         reducer = GradientReducer(
             self._trainable,
@@ -157,6 +165,7 @@ class Synchroniser:
             norms,
             [name for name, p in self._model.named_parameters() if p.requires_grad],
             self._gradient_codec(group),
+            keeps_sums=not self._config.mortal_by and self._delayed is None,
         )
         self.reducer = reducer
         if self._config.loss_reduction == "sum":

@@ -1,0 +1,128 @@
+"""Steps of ``sync`` when ranks have died: whose part is in which of them. Pure.
+
+Survivors are at most one backward pass apart, for a pass ends when all have come to
+it. They say where they are in the group that they form, and all draw the same from it:
+
+    sums of some, not of all ──► the others take them: the dead rank's part counts
+    sums of none             ──► reduced anew without it: its samples are left over
+
+Steps that any of them has begun are run by all, without the dead rank. Then the epoch
+pauses, and its rest is shared out anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+
+class StepPlace(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        passes: backward passes of the run whose sums it has.
+        first: of the epoch, the first step that no such pass can be of.
+        begun: the last step that its loop was given.
+    """
+
+    passes: int
+    first: int
+    begun: int
+
+    @staticmethod
+    def at(step: int, passes: int, passes_before: int, *, is_inside: bool) -> StepPlace:
+        """Of a loop that was given a step last.
+
+        Args:
+            step: which; -1 before the first.
+            passes: whose sums it has.
+            passes_before: of them, those before the step.
+            is_inside: the loop has not asked for the next one.
+        """
+        is_open = is_inside and passes == passes_before
+        return StepPlace(passes, step if is_open else step + 1, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What all survivors do.
+
+    Attributes:
+        source: place of one that has the sums of the last pass; None where all have.
+        passes: whose sums all have then.
+        first: from this step on the dead rank's part is missing.
+        last: all run steps to this one.
+    """
+
+    source: int | None
+    passes: int
+    first: int
+    last: int
+
+
+def settle(places: Sequence[StepPlace]) -> Settlement:
+    """From where each of the survivors is, in their order."""
+    passes = [place.passes for place in places]
+    most = max(passes)
+    return Settlement(
+        source=passes.index(most) if min(passes) < most else None,
+        passes=most,
+        first=max(place.first for place in places),
+        last=max(place.begun for place in places),
+    )
+
+
+@final
+class LostRanks:
+    """Ranks that have died in the part of an epoch under way, as one rank knows.
+
+    Attributes:
+        first: the first step without each one's part.
+        last: all ranks run steps to this one; None if none has died.
+    """
+
+    def __init__(self) -> None:
+        self.first: dict[int, int] = {}
+        self.last: int | None = None
+        self._sure: set[int] = set()
+
+    def begin_part(self) -> None:
+        """The epoch, or the next part of it, begins."""
+        self.first.clear()
+        self._sure.clear()
+        self.last = None
+
+    def take(self, gone: Iterable[int], settlement: Settlement) -> None:
+        """All survivors draw this; ``gone`` are all that have died."""
+        for rank in set(gone) - self._sure:
+            self.first[rank] = settlement.first
+        self.last = settlement.last
+
+    def confirm(self) -> None:
+        """It was carried out; else another death lets them draw it again."""
+        self._sure |= self.first.keys()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether any has, and the part ends early."""
+        return self.last is not None
+
+    def is_over(self, step: int) -> bool:
+        """Whether a step is not run any more in this part."""
+        return self.last is not None and step > self.last
+
+    def is_counted(self, step: int) -> bool:
+        """Whether the part of a rank that died later is in a step."""
+        return any(first > step for first in self.first.values())
+
+    def live(self, step: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+        """The shares of a step, 0 for ranks whose part is missing."""
+        return tuple(
+            0 if self.first.get(rank, step + 1) <= step else share
+            for rank, share in enumerate(shares)
+        )
+
+    def to_wire(self) -> tuple[tuple[int, int], ...]:
+        """(rank, its first missing step) of each."""
+        return tuple(sorted(self.first.items()))

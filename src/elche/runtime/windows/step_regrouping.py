@@ -1,0 +1,98 @@
+"""The next group of a run of steps that has lost ranks, formed with all who live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+
+from elche.comm.gradients.reducer import StepPart
+from elche.coordination.protocol.events import Regrouped
+from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
+from elche.runtime.data.positions import share_keys
+from elche.runtime.process.worker import Worker
+from elche.runtime.windows.regrouping import WHAT, Regrouping
+from elche.runtime.windows.synchroniser import Synchroniser
+
+
+@final
+class StepRegrouping:
+    """This rank's part in forming the next group under ``sync``.
+
+    Args:
+        worker: this rank's shell.
+        synchroniser: reduces its gradients.
+        regrouping: what windows do; has the epoch's keys, and says who has died.
+
+    Attributes:
+        lost: who has died in the part of an epoch under way.
+    """
+
+    def __init__(
+        self, worker: Worker, synchroniser: Synchroniser, regrouping: Regrouping
+    ) -> None:
+        self._worker = worker
+        self._synchroniser = synchroniser
+        self._regrouping = regrouping
+        self._members = list(worker.members)
+        self.lost = LostRanks()
+
+    def begin_part(self) -> None:
+        """The epoch, or the next part of it, begins."""
+        self._members = list(self._worker.members)
+        self.lost.begin_part()
+
+    def form(
+        self,
+        place: StepPlace,
+        part_of: Callable[[], StepPart | None] = lambda: None,
+        *,
+        lacks_keys: bool = False,
+    ) -> None:
+        """Forms the group of those who live, and settles the pass under way.
+
+        Args:
+            place: where this rank is.
+            part_of: its part of the step under way, without those that are `lost`.
+            lacks_keys: this rank has not been told the epoch's positions.
+
+        Raises:
+            RankLostError: another rank has died; to be called again.
+        """
+        worker, regrouping = self._worker, self._regrouping
+        worker.regroup()
+        group = worker.group
+        rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
+        rows[group.rank] = torch.tensor((*place, lacks_keys), device="cpu")
+        group.all_reduce(rows, WHAT)
+        table: list[list[int]] = rows.tolist()
+        if any(row[-1] for row in table):
+            regrouping.keys = share_keys(group, plain(regrouping.keys, group.rank))
+        found = settle([StepPlace(*row[:-1]) for row in table])
+        self.lost.take(set(self._members) - set(worker.members), found)
+        self._synchroniser.go_on_in(
+            group, found.source, part_of(), lacks=place.passes < found.passes
+        )
+        self.lost.confirm()
+        regrouping.say()
+
+    def say_regrouped(self, epoch: int) -> None:
+        """Reports the group and what was settled in it."""
+        worker, lost = self._worker, self.lost
+        self._worker.send(
+            Regrouped(
+                rank=worker.rank,
+                generation=worker.generation,
+                epoch=epoch,
+                reduced=-1 if lost.last is None else lost.last,
+                lost=lost.to_wire(),
+            )
+        )
+
+
+def plain(keys: torch.Tensor | Sequence[Any] | None, rank: int) -> list[Any] | None:
+    """What rank 0 shares; None elsewhere."""
+    if rank or keys is None:
+        return None
+    return keys.tolist() if isinstance(keys, torch.Tensor) else list(keys)

@@ -1,0 +1,414 @@
+"""Deaths under ``sync``, at every moment: each position once, replicas equal.
+
+Ranks are scripts that keep to the protocol as the shell does, with the decisions of
+`elche.coordination.sync.lost_ranks` and the real core, under every interleaving that is
+drawn. What a rank has sent outlives it, as shared memory does; over gloo it does not,
+and sums are handed over by who has them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Generator
+from itertools import chain
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.config import RunConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.delivered_times import BatchCost
+from elche.coordination.accounts.epoch_parts import PartRanges
+from elche.coordination.agreement import Settings
+from elche.coordination.protocol.events import (
+    Disconnected,
+    EpochOpened,
+    Join,
+    Left,
+    Regrouped,
+    WindowReduced,
+)
+from elche.coordination.protocol.instructions import (
+    BeginEpoch,
+    EndEpoch,
+    GrantSteps,
+    Instruction,
+    Regroup,
+    Welcome,
+)
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
+from elche.coordination.state import Coordinator
+from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
+from elche.coordination.sync.nonfinite import NonFiniteRecord
+from elche.coordination.sync.step_reports import StepReports
+from tests.harness.reached import reach
+
+BUCKETS = 2
+MOST_MOVES = 20_000
+
+Script = Generator[None, None, Any]
+Positions = tuple[int, ...]
+
+
+class LostError(Exception):
+    """Another rank has died, and this one waits for it."""
+
+
+def summed(parts: dict[int, Positions]) -> Positions:
+    """Of all ranks."""
+    return tuple(sorted(chain.from_iterable(parts.values())))
+
+
+class World:
+    """Ranks, their core, and what they have sent each other."""
+
+    def __init__(
+        self, sizes: BatchSizes, ranks: int, *, keeps: bool, kills_source: bool = False
+    ) -> None:
+        self.sizes, self.keeps, self.kills_source = sizes, keeps, kills_source
+        self.deaths: dict[int, int] = {}
+        self.core = Coordinator(ranks, survives=True)
+        self.inboxes: dict[int, deque[Instruction]] = {r: deque() for r in range(ranks)}
+        self.met: dict[Any, dict[int, Any]] = {}
+        self.ranks = [Rank(self, rank, ranks) for rank in range(ranks)]
+        self.scripts = {rank.rank: rank.live() for rank in self.ranks}
+        self.moves = Counter[int]()
+        self.killed: set[int] = set()
+
+    def tell(self, event: Any) -> None:
+        """An event, and what the core answers."""
+        for one in self.core.handle(event, 0.0):
+            if one.rank in self.inboxes:
+                self.inboxes[one.rank].append(one)
+        self.core.check()
+
+    def kill(self, rank: int) -> None:
+        """It has sent what it has sent."""
+        self.killed.add(rank)
+        del self.scripts[rank], self.inboxes[rank]
+        self.tell(Disconnected(rank=rank))
+
+    def run(self, draws: random.Random, deaths: dict[int, int]) -> None:
+        """To the end; each of some ranks dies after so many moves of its own."""
+        self.deaths = deaths
+        for _ in range(MOST_MOVES):
+            if not self.scripts or self.core.aborted:
+                return
+            rank = draws.choice(sorted(self.scripts))
+            if self.moves[rank] == deaths.get(rank):
+                self.kill(rank)
+                continue
+            self.moves[rank] += 1
+            try:
+                next(self.scripts[rank])
+            except StopIteration:
+                del self.scripts[rank]
+        raise AssertionError(f"hangs: {self.core.doing}; {self.core.story()[-9:]}")
+
+
+class Rank:
+    """One rank's process."""
+
+    def __init__(self, world: World, rank: int, ranks: int) -> None:
+        self.world, self.rank = world, rank
+        self.members = list(range(ranks))
+        self.generation = 0
+        self.lost = LostRanks()
+        self.model: list[Positions] = []
+        self.closed = self.steps = 0
+        self.last_sums: dict[int, Positions] = {}
+        self.place = StepPlace(0, 0, -1)
+        self.at_begin: list[int] = []
+        self.grants: dict[int, GrantSteps] = {}
+        self.end: EndEpoch | None = None
+
+    @property
+    def inbox(self) -> deque[Instruction]:
+        return self.world.inboxes[self.rank]
+
+    def live(self) -> Script:
+        world = self.world
+        settled = Settings(config=RunConfig(leave_out=False))
+        world.tell(
+            Join(
+                rank=self.rank,
+                version=PROTOCOL_VERSION,
+                world_size=len(self.members),
+                settings=settled.as_pairs(),
+                tensors=(),
+                device="CPU",
+                horizon_batches=1,
+            )
+        )
+        while not any(isinstance(one, Welcome) for one in self.inbox):
+            yield
+        self.inbox.clear()
+        part, steps = PartRanges(((0, world.sizes.num_samples),)), 0
+        while part.num_positions:
+            sizes = part.steps_in(world.sizes, steps) if steps else world.sizes
+            yield from self.open(sizes, is_part=bool(steps))
+            yield from self.train(part, sizes)
+            assert self.end is not None
+            part, steps = part.origins_of(self.end.left), self.end.steps
+        world.tell(Left(rank=self.rank))
+
+    def open(self, sizes: BatchSizes, *, is_part: bool) -> Script:
+        """Opens the epoch, or its next part, with all."""
+        opened = EpochOpened(
+            rank=self.rank,
+            epoch=0,
+            sizes=sizes.runs if self.rank == 0 else None,
+            checksum=repr(self.model),
+            continues=is_part,
+        )
+        self.place = StepPlace(self.closed, 0, -1)
+        self.world.tell(opened)
+        while True:
+            yield
+            if not self.inbox:
+                continue
+            one = self.inbox.popleft()
+            if isinstance(one, BeginEpoch):
+                break
+            if isinstance(one, Regroup):
+                self.hear(one)
+                yield from self.regroup(opened)
+        self.at_begin = list(self.members)
+        self.lost.begin_part()
+        self.grants, self.end, self.has_said = {}, None, False
+        self.reports = StepReports(self.rank, 0, NonFiniteRecord())
+
+    def train(self, part: PartRanges, sizes: BatchSizes) -> Script:
+        """Steps to the end of the part."""
+        for step in range(sizes.num_batches):
+            while step not in self.grants and not self.is_over(step):
+                yield from self.look()
+            if self.is_over(step):
+                break
+            self.steps += 1
+            self.place = StepPlace.at(step, self.closed, self.closed, is_inside=True)
+            yield  # in the forward pass
+            yield from self.backward(step, part, sizes)
+            yield  # in the optimizer
+            self.place = StepPlace(self.closed, step + 1, step)
+            self.account(step)
+        while self.end is None:
+            yield from self.look()
+            if self.lost.is_settled and not self.has_said:
+                self.has_said, last = True, self.lost.last
+                assert last is not None
+                said = dict(sync_s=0.0, wait_s=0.0, divergence=0.0, adopted_at=0)
+                told = WindowReduced(rank=self.rank, epoch=0, window=last, **said)
+                self.world.tell(told)
+
+    def is_over(self, step: int) -> bool:
+        return self.end is not None or self.lost.is_over(step)
+
+    def account(self, step: int) -> None:
+        share = self.grants[step].shares[self.rank]
+        cost = BatchCost(samples=share, busy_s=0.01 * share, data_wait_s=0.0)
+        if not self.lost.is_settled and self.reports.step_done(step, cost):
+            self.reports.close(backward_passes=self.closed)
+        self.report()
+
+    def report(self) -> None:
+        if (said := self.reports.take()) is not None:
+            self.world.tell(said)
+
+    def look(self) -> Script:
+        """Reads one message."""
+        yield
+        if not self.inbox:
+            return
+        one = self.inbox.popleft()
+        if isinstance(one, GrantSteps):
+            if not self.lost.is_settled:
+                self.reports.granted(one)
+            self.grants |= dict.fromkeys(range(one.start, one.stop), one)
+        elif isinstance(one, EndEpoch):
+            self.end = one
+        elif isinstance(one, Regroup):
+            self.hear(one)
+            yield from self.regroup()
+
+    def backward(self, step: int, part: PartRanges, sizes: BatchSizes) -> Script:
+        """Sends and sums buckets; anew if a rank dies meanwhile."""
+        number, own = self.closed, self.part_of(step, part, sizes)
+        while self.closed == number:
+            key = "sum", self.generation, number
+            sums = {}
+            try:
+                for bucket in range(BUCKETS):
+                    self.world.met.setdefault((*key, bucket), {})[self.rank] = own
+                    yield
+                for bucket in range(BUCKETS):
+                    got = yield from self.meet((*key, bucket), own)
+                    sums[bucket] = summed(got)
+                self.take(sums)
+                return
+            except LostError:
+                self.open_pass = key
+            yield from self.regroup()
+
+    def part_of(self, step: int, part: PartRanges, sizes: BatchSizes) -> Positions:
+        shares = self.grants[step].shares
+        start = sizes.position_of(step) + sum(shares[: self.rank])
+        at = range(start, start + shares[self.rank])
+        return tuple(map(part.origin_of, at))
+
+    def take(self, sums: dict[int, Positions]) -> None:
+        """A pass is closed: for all its buckets."""
+        assert len(sums) == BUCKETS
+        assert len(set(sums.values())) == 1, sums
+        self.last_sums = sums
+        self.model.append(sums[0])
+        self.closed += 1
+        self.place = StepPlace(self.closed, self.place.begun + 1, self.place.begun)
+
+    def meet(self, key: Any, mine: Any) -> Generator[None, None, dict[int, Any]]:
+        """Something of all members.
+
+        Raises:
+            LostError: one of them has died, as this rank reads.
+        """
+        there = self.world.met.setdefault(key, {})
+        there[self.rank] = mine
+        while not there.keys() >= set(self.members):
+            yield
+            if any(isinstance(one, Regroup) for one in self.inbox):
+                if there.keys() >= set(self.members) and self.world.keeps:
+                    break
+                raise LostError
+        return dict(there)
+
+    def hear(self, *heard: Regroup) -> None:
+        in_line = [one for one in self.inbox if isinstance(one, Regroup)]
+        for one in (*heard, *in_line):
+            self.generation = one.generation
+            self.members = [r for r in self.members if r not in one.left]
+        for one in in_line:
+            self.inbox.remove(one)
+
+    def regroup(self, opened: EpochOpened | None = None) -> Script:
+        """As `StepRegrouping.form`, until nobody dies in it."""
+        if opened is None:
+            self.report()
+            self.reports.void()
+        while True:
+            self.hear()
+            try:
+                yield from self.form()
+                break
+            except LostError:
+                continue
+        if opened is not None:
+            self.world.tell(opened)
+        last = self.lost.last
+        self.has_said = False
+        self.world.tell(
+            Regrouped(
+                rank=self.rank,
+                generation=self.generation,
+                epoch=0,
+                reduced=-1 if last is None else last,
+                lost=self.lost.to_wire(),
+            )
+        )
+
+    def form(self) -> Script:
+        key = "form", self.generation
+        table = yield from self.meet((*key, "places"), self.place)
+        found = settle([table[rank] for rank in self.members])
+        is_source = found.source is not None and self.members[found.source] == self.rank
+        if is_source and self.world.kills_source and self.rank:
+            reach("its source has died", 1)
+            self.world.deaths[self.rank] = self.world.moves[self.rank]
+            yield
+        self.lost.take(set(self.at_begin or self.members) - set(self.members), found)
+        if found.source is not None:
+            reach("sums taken over", 1)
+            source = self.members[found.source]
+            sums = self.last_sums if self.rank == source else None
+            got = yield from self.meet((*key, "sums"), sums)
+            if self.place.passes < found.passes:
+                sums = got[source]
+                assert sums is not None
+                if self.world.keeps:  # the same as what lies in shared memory
+                    sent = [
+                        self.world.met[(*self.open_pass, b)] for b in range(BUCKETS)
+                    ]
+                    for bucket, each in enumerate(sent):
+                        assert summed(each) == sums[bucket]
+                self.take(sums)
+        else:
+            reach("a pass reduced anew, or none open", 1)
+        yield from self.meet((*key, "buckets"), None)
+        self.lost.confirm()
+
+
+def check(world: World) -> None:
+    """Each position is once in every survivor's model, in as many steps."""
+    assert not world.core.aborted, world.core.aborted
+    assert world.core.lost <= world.killed  # it may have been about to leave
+    survivors = [rank for rank in world.ranks if rank.rank not in world.killed]
+    assert len({tuple(rank.model) for rank in survivors}) == 1
+    model = survivors[0].model
+    positions = sorted(chain.from_iterable(model))
+    assert positions == [*range(world.sizes.num_samples)]
+    assert {rank.steps for rank in survivors} == {len(model)}
+    steps, last = world.sizes.num_batches, world.core.lost
+    assert steps <= len(model) <= steps + len(last)  # more if it died in the last step
+
+
+def run(
+    sizes: BatchSizes, ranks: int, deaths: dict[int, int], seed: int, *, keeps: bool
+) -> World:
+    world = World(sizes, ranks, keeps=keeps)
+    world.run(random.Random(seed), deaths)
+    return world
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["shared", "gloo"])
+def test_a_death_at_every_move(keeps: bool) -> None:
+    sizes, died = BatchSizes.of([6, 6, 4]), 0
+    for seed in range(6):
+        moves = run(sizes, 3, {}, seed, keeps=keeps).moves[2]
+        for move in range(moves):
+            world = run(sizes, 3, {2: move}, seed, keeps=keeps)
+            if "before the first epoch" in (world.core.aborted or ""):
+                continue
+            check(world)
+            died += bool(world.core.lost)
+    assert died > 100
+
+
+@pytest.mark.reaches("its source has died")
+def test_who_has_the_sums_dies_as_well() -> None:
+    """Before it has handed them over: what was settled with it is settled anew."""
+    sizes = BatchSizes.of([4, 4])
+    for seed, move in itertools.product(range(40), range(10, 22)):
+        world = World(sizes, 4, keeps=False, kills_source=True)
+        world.run(random.Random(seed), {3: move})
+        check(world)
+
+
+@pytest.mark.reaches("sums taken over", "two deaths", "a longer epoch")
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_deaths_at_any_moves(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(2, 4))
+    drawn = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    sizes = BatchSizes.of(drawn)
+    victims = data.draw(st.sets(st.integers(1, ranks - 1), min_size=1, max_size=3))
+    deaths = {rank: data.draw(st.integers(8, 90)) for rank in sorted(victims)}
+    seed, keeps = data.draw(st.integers(0, 99)), data.draw(st.booleans())
+    world = run(sizes, ranks, deaths, seed, keeps=keeps)
+    if "before the first epoch" in (world.core.aborted or ""):
+        return
+    check(world)
+    reach("two deaths", len(world.core.lost) > 1)
+    reach("a longer epoch", len(world.ranks[0].model) > sizes.num_batches)

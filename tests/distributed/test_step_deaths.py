@@ -1,0 +1,184 @@
+"""Ranks that die under ``sync``: the others go on as one process would have."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.step_deaths import (
+    BATCH,
+    Loop,
+    Trained,
+    logs_of,
+    reference,
+    steps_of,
+    train,
+)
+from tests.distributed.cases.survive_cases import Death
+from tests.distributed.cases.tasks import identical
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+GLOO = {"transport": {"kind": "gloo", "bucket_cap_mb": 0.0002}}
+PLACES = {
+    "load": 10,
+    "forward": 4,
+    "backward": 4,
+    "first bucket": 10,
+    "last bucket": 4,
+    "closed": 4,
+    "step": 4,
+    "between": 1,
+}
+
+
+def killed(ranks: int, loop: Loop) -> tuple[list[Any], list[int]]:
+    """A run in which ranks die: what came of each, and who died."""
+    lost: list[int] = []
+    with RankPool(ranks) as pool:
+
+        def fence(rank: int) -> None:
+            lost.append(rank)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pool.pids[rank], signal.SIGKILL)
+
+        outcomes = pool.run(
+            train,
+            loop,
+            case_setup=partial(serve_in_thread, fence=fence),
+            expect_failure=True,
+            timeout_s=100.0,
+        )
+    return list(outcomes), lost
+
+
+def outlive(tmp_path: Path, *deaths: Death, ranks: int = 3, **more: Any) -> int:
+    """Checks what survivors have; returns steps beyond those of whole epochs."""
+    options = {"timeout_s": 60.0, **more.pop("options", {})}
+    loop = Loop(str(tmp_path), deaths=deaths, options=(*options.items(),), **more)
+    outcomes, lost = killed(ranks, loop)
+    victims = [death.rank for death in deaths]
+    errors = {each.rank: each.error for each in outcomes if each.error}
+    others = [error for rank, error in errors.items() if rank not in victims]
+    assert not others, "\n".join(map(str, others))
+    assert sorted(lost) == sorted(victims), "a fault did not happen"
+    for rank in victims:
+        assert errors[rank].way == "died"
+        assert "-9" in errors[rank].text
+    survivors: list[Trained] = [e.value for e in outcomes if e.rank not in victims]
+    assert identical([each.state for each in survivors])
+    assert [each.place for each in survivors] == list(range(len(survivors)))
+    assert {each.world_size for each in survivors} == {len(survivors)}
+    assert {each.progress for each in survivors} == {float(loop.samples * loop.epochs)}
+    logs = {rank: logs_of(tmp_path, rank, loop.epochs) for rank in range(ranks)}
+    epochs = steps_of(logs, victims)
+    for steps in epochs:
+        counts = Counter(index for step in steps for index in step)
+        assert counts == dict.fromkeys(range(loop.samples), 1)
+    for name, value in reference(loop, epochs).items():
+        if name != "trace":
+            found = survivors[0].state[name]
+            torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-12)
+    whole = -(-loop.samples // BATCH)
+    return sum(len(steps) - whole for steps in epochs)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "step"])
+def test_a_death_is_outlived(place: str, tmp_path: Path) -> None:
+    assert outlive(tmp_path, Death(2, place, 4)) == 0
+
+
+def test_who_lacks_sums_that_another_has_takes_them(tmp_path: Path) -> None:
+    """Also where their holder has changed them in place meanwhile."""
+    dead = Death(2, "step", 4)
+    assert outlive(tmp_path, dead, ranks=4, late=1, late_at=4, clip=0.1) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_deaths_at_every_place(
+    ranks: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    for place, at in PLACES.items():
+        (folder := tmp_path / place).mkdir()
+        print(ranks, options, place)
+        assert outlive(folder, Death(1, place, at), ranks=ranks, options=options) == 0
+
+
+@pytest.mark.slow
+def test_sums_are_handed_over_by_gloo(tmp_path: Path) -> None:
+    more = {"ranks": 4, "late": 1, "late_at": 4, "clip": 0.1, "options": GLOO}
+    assert outlive(tmp_path, Death(2, "step", 4), **more) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+def test_two_deaths(options: dict[str, Any], tmp_path: Path) -> None:
+    for number, (place, at) in enumerate(
+        [("forward", 6), ("forming", 1), ("formed", 1), ("forward", 5)]
+    ):
+        (folder := tmp_path / str(number)).mkdir()
+        deaths = Death(2, "forward", 4), Death(1, place, at)
+        outlive(folder, *deaths, ranks=4, options=options)
+
+
+@pytest.mark.slow
+def test_what_is_left_of_the_last_step_is_one_more(tmp_path: Path) -> None:
+    assert outlive(tmp_path, Death(2, "forward", 8)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["forward", "backward", "step"])
+@pytest.mark.parametrize(
+    "more",
+    [{"accumulate": 3}, {"clip": 0.1}, {"workers": 2}],
+    ids=["accumulated", "clipped", "loader workers"],
+)
+def test_loops(place: str, more: dict[str, Any], tmp_path: Path) -> None:
+    assert outlive(tmp_path, Death(1, place, 5), **more) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+def test_deaths_at_random_moments(options: dict[str, Any], tmp_path: Path) -> None:
+    draws = random.Random(repr(options))
+    places = ["forward", "backward", "closed", "step"]
+    for number in range(16):
+        (folder := tmp_path / str(number)).mkdir()
+        victims = draws.sample((1, 2, 3), draws.choice((1, 2)))
+        times = sorted(draws.sample(range(1, 16), len(victims)))
+        deaths = [
+            Death(rank, draws.choice(places), at)
+            if number % 2
+            else Death(rank, "time", at / 40)
+            for rank, at in zip(victims, times, strict=True)
+        ]
+        print(options, deaths)
+        more = {"options": options, "step_s": 0.03 * (1 - number % 2)}
+        outlive(folder, *deaths, ranks=4, **more)
+
+
+@pytest.mark.slow
+def test_a_death_between_two_passes_of_a_step_ends_the_run_by_name(
+    tmp_path: Path,
+) -> None:
+    """Its samples are in the first of them and not in the second."""
+    loop = Loop(str(tmp_path), deaths=(Death(2, "closed", 5),), passes=2)
+    outcomes, lost = killed(3, loop)
+    assert lost == [2]
+    said = [str(each.error) for each in outcomes if each.rank != 2]
+    assert any("between two backward passes of one step" in each for each in said), said

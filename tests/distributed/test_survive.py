@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.late_sums import HOLDS, REDUCTION, TRAINS, WAITS
 from tests.distributed.cases.survive_cases import Counted, Death, count
 from tests.distributed.cases.tasks import identical
 from tests.harness.rank_pool import RankPool
@@ -118,14 +119,23 @@ def test_deaths_at_every_place(
         outlive(folder, (Death(2, place, at),), policy, options=options)
 
 
-# An open fault: under async 2 of about 30 runs on 2026-11-25 waited too long.
 @pytest.mark.parametrize(
-    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+    ("policy", "how", "handed"),
+    [
+        ("cadence", WAITS, 1),
+        ("async", WAITS, 1),
+        ("async", TRAINS, 1),
+        ("async", HOLDS, 0),
+    ],
 )
-def test_who_lacks_the_sum_is_handed_it(policy: str, tmp_path: Path) -> None:
+def test_who_lacks_the_sum_is_handed_it(
+    policy: str, how: str, handed: int, tmp_path: Path
+) -> None:
     """Over gloo a death leaves some ranks with a sum and others without."""
-    dead = (Death(2, "after reduced", 3),)
-    outlive(tmp_path, dead, policy, options=GLOO, late_rank=1)
+    holders = (0, 1, 3) if how == HOLDS else (0, 3)
+    dead = (Death(2, "after reduced", REDUCTION, holders),)
+    survivors = outlive(tmp_path, dead, policy, options=GLOO, late=(1, how))
+    assert [each.handed for each in survivors] == [0, handed, 0]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import elche
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.parameter_group import ParameterGroup
-from elche.comm.transport.exchange import GlooExchange
+from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.events import (
     BarrierReached,
     EpochOpened,
@@ -31,7 +31,10 @@ from elche.coordination.protocol.events import (
 )
 from elche.runtime import run_epochs
 from elche.runtime.process.worker import Worker
+from elche.runtime.windows import model_copies
 from elche.runtime.windows.regrouping import Regrouping
+from tests.distributed.cases.late_sums import LateSum, await_sums, mark_third_sum
+from tests.distributed.cases.meetings import Meeting
 
 EVENTS = {
     "closed": WindowClosed,
@@ -49,11 +52,13 @@ class Death:
         rank: which.
         place: where; see `plan_death`.
         at: the how manyth time that it comes there, from 1 on; seconds for "time".
+        holders: it waits there until these ranks have the third sum.
     """
 
     rank: int
     place: str
     at: float = 3
+    holders: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class Counted:
     progress: float = 0.0
     place: int = 0
     world_size: int = 0
+    handed: int = 0
+    found: list[Any] = field(default_factory=list)
 
 
 class Indices(Dataset[int]):
@@ -102,13 +109,15 @@ def count(
     epochs: int,
     options: dict[str, Any],
     step_s: float = 0.001,
-    late_rank: int = -1,
+    late: tuple[int, str] = (-1, ""),
+    meeting: str = "barrier",
 ) -> Counted:
     """Trains, dies where planned, and says what it has at the end."""
     rank = int(os.environ["RANK"])
     torch.manual_seed(5)
     model = Counter(samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    copies = [Counter(samples)] if meeting == "copies" else []
     loader: Any = DataLoader(Indices(samples), batch_size=16, shuffle=True)
     model, optimizer, loader = elche.setup(
         model,
@@ -117,14 +126,16 @@ def count(
         windows=elche.WindowConfig(
             local_batch_size=4, outer=elche.OuterConfig(optimizer="average")
         ),
+        copies=copies,
         **options,
     )
-    if rank == late_rank:
-        fail_to_sum()
+    late_sum = LateSum(folder, rank, late[1]) if rank == late[0] else None
+    mark_third_sum(folder, rank)
+    meet = Meeting(meeting, folder, rank)
     at_batch = at_end = lambda: None
     for death in deaths:
         if death.rank == rank:
-            hit = plan_death(death)
+            hit = plan_death(death, folder, meet)
             at_batch = hit if death.place == "batch" else at_batch
             at_end = hit if death.place == "between" else at_end
     with Path(folder, f"log{rank}.txt").open("w") as log:
@@ -137,13 +148,17 @@ def count(
                 optimizer.zero_grad()
                 time.sleep(step_s)
                 at_batch()
+                if late_sum is not None:
+                    late_sum.stay()
             at_end()
-            elche.barrier()
+            meet()
     counted = Counted(
         {name: value.clone() for name, value in model.state_dict().items()},
         elche.progress_samples(),
         elche.rank(),
         elche.world_size(),
+        0 if late_sum is None else late_sum.handed,
+        meet.found,
     )
     elche.shutdown()
     return counted
@@ -154,15 +169,16 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def plan_death(death: Death) -> Callable[[], None]:
+def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], None]:
     """Dies there; for places in the loop returns what is to be called there."""
     visits = 0
 
-    def visit(act: Callable[[], None] = die) -> None:
+    def visit() -> None:
         nonlocal visits
         visits += 1
         if visits == death.at:
-            act()
+            await_sums(folder, death.holders)
+            die()
 
     if death.place == "time":
         threading.Timer(death.at, die).start()
@@ -176,6 +192,12 @@ def plan_death(death: Death) -> Callable[[], None]:
         after(ParameterGroup, "begin", visit)
     elif death.place == "after summing":
         after(Averager, "_wait", visit)
+    elif death.place == "evaluating":
+        meet.at_step = visit
+    elif death.place == "meeting":
+        before(Group, "all_reduce", lambda: visit() if meet.is_under_way else None)
+    elif death.place == "sharing copies":
+        before(model_copies, "_average", visit)
     elif death.place == "regrouping":
         before(Regrouping, "form", visit)
     elif death.place == "regrouped":
@@ -223,23 +245,3 @@ def visit_events(kind: type, visit: Callable[[], None], *, is_before: bool) -> N
 
     Worker.send = send  # type: ignore[method-assign]
 
-
-def fail_to_sum() -> None:
-    """From its third reduction on this rank has no sum, whoever has it.
-
-    As with gloo, where a rank's death leaves some with a sum and others without.
-    """
-    waits = 0
-    original = Averager._wait
-
-    def wait(averager: Averager) -> None:
-        nonlocal waits
-        waits += 1
-        if waits != 3:
-            original(averager)
-            return
-        GlooExchange.has_sum = property(lambda self: False)  # type: ignore[assignment]
-        group = averager._group
-        group.wait_until(lambda: False, "a rank's death")
-
-    Averager._wait = wait  # type: ignore[method-assign]

@@ -387,6 +387,7 @@ class CheckpointKeeper(Pauses):
                 run.world_size,
                 self._run_id,
                 run.timeout_s,
+                lambda: run.world_size,
             )
         return self._writers[folder]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
@@ -11,10 +12,13 @@ from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche.coordination.protocol.events import BarrierReached
+from elche.process import process
 from elche.runtime.process.worker import Worker
-from tests.distributed.cases.late_sums import until
+from tests.distributed.cases.late_sums import PATIENCE_S, until
 
 SIZE = 150
+ROOM_BYTES = 4096
+"""Less than the state of a random generator."""
 
 
 class Numbers(Dataset[float]):
@@ -46,6 +50,7 @@ class Meeting:
     def __init__(self, what: str, folder: str, rank: int) -> None:
         self._meet: Callable[[], Any] = getattr(self, what)
         self._folder, self._rank = folder, rank
+        self._checkpoints = Path(folder, "checkpoints")
         self.found: list[Any] = []
         self.is_under_way = False
         self.at_step: Callable[[], None] | None = None
@@ -85,7 +90,29 @@ class Meeting:
         return len(elche.gather(torch.ones(3)))
 
     def save(self) -> None:
-        elche.save(Path(self._folder, "checkpoints"))
+        elche.save(self._checkpoints)
+
+    def save_whole(self) -> str:
+        """Why the checkpoint could not be written, or that it was."""
+        self.save()
+        try:
+            process.checkpoints._writers[self._checkpoints].wait(PATIENCE_S)
+        except elche.CheckpointError as error:
+            return str(error)
+        return "written"
+
+    def save_on_a_full_disk(self) -> str:
+        """The first time rank 2 has no room for its part."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if self._rank == 2 and not self.found:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES, before[1]))
+        try:
+            return self.save_whole()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    def resume(self) -> None:
+        elche.resume(self._checkpoints)
 
     def _step(self, batch: torch.Tensor) -> torch.Tensor:
         if self.at_step is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elche
+from elche.checkpoint import writer
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.transport.process_group import Group
@@ -30,6 +32,7 @@ from elche.coordination.protocol.events import (
     WindowReduced,
 )
 from elche.runtime import run_epochs
+from elche.runtime.process import heartbeat
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows import model_copies
 from elche.runtime.windows.regrouping import Regrouping
@@ -111,9 +114,13 @@ def count(
     step_s: float = 0.001,
     late: tuple[int, str] = (-1, ""),
     meeting: str = "barrier",
+    slow: tuple[int, Callable[[float], float], float] = (-1, float, 0.0),
+    quiet_s: float | None = None,
 ) -> Counted:
     """Trains, dies where planned, and says what it has at the end."""
     rank = int(os.environ["RANK"])
+    if quiet_s is not None:
+        heartbeat.QUIET_S = quiet_s
     torch.manual_seed(5)
     model = Counter(samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -132,12 +139,16 @@ def count(
     late_sum = LateSum(folder, rank, late[1]) if rank == late[0] else None
     mark_third_sum(folder, rank)
     meet = Meeting(meeting, folder, rank)
-    at_batch = at_end = lambda: None
+    at_setup = at_batch = at_end = lambda: None
     for death in deaths:
         if death.rank == rank:
             hit = plan_death(death, folder, meet)
             at_batch = hit if death.place == "batch" else at_batch
             at_end = hit if death.place == "between" else at_end
+            at_setup = hit if death.place == "set up" else at_setup
+    at_setup()
+    if meeting == "resume":
+        meet()
     with Path(folder, f"log{rank}.txt").open("w") as log:
         for epoch in range(epochs):
             for index in loader:
@@ -148,6 +159,8 @@ def count(
                 optimizer.zero_grad()
                 time.sleep(step_s)
                 at_batch()
+                if rank == slow[0] and not meet.found:
+                    meet.found.append(slow[1](slow[2]))
                 if late_sum is not None:
                     late_sum.stay()
             at_end()
@@ -167,6 +180,20 @@ def count(
 def die() -> None:
     """As the kernel ends a process that takes too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pause(duration_s: float) -> float:
+    """Stops this process for a while; returns for how long."""
+    began_s, me = time.monotonic(), os.getpid()
+    with subprocess.Popen(["sh", "-c", f"sleep {duration_s}; kill -CONT {me}"]):
+        os.kill(me, signal.SIGSTOP)
+    return time.monotonic() - began_s
+
+
+def evaluate_long(duration_s: float) -> float:
+    """User code that is at no batch for a while."""
+    time.sleep(duration_s)
+    return duration_s
 
 
 def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], None]:
@@ -198,6 +225,8 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], None]:
         before(Group, "all_reduce", lambda: visit() if meet.is_under_way else None)
     elif death.place == "sharing copies":
         before(model_copies, "_average", visit)
+    elif death.place == "writing":
+        before(writer, "write_part", visit)
     elif death.place == "regrouping":
         before(Regrouping, "form", visit)
     elif death.place == "regrouped":

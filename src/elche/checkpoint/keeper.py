@@ -381,6 +381,8 @@ class CheckpointKeeper(Pauses):
     def _writer(self, folder: Path) -> CheckpointWriter:
         run, writer = self._current, self._writers.get(folder)
         if writer is None or writer.world_size != run.world_size:
+            if writer is not None:
+                writer.close(FAILED_S)
             self._writers[folder] = CheckpointWriter(
                 self._store(folder),
                 run.rank,

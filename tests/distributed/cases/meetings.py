@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import elche
+from elche.checkpoint.writer import CheckpointWriter
 from elche.coordination.protocol.events import BarrierReached
 from elche.process import process
 from elche.runtime.process.worker import Worker
@@ -95,11 +96,10 @@ class Meeting:
     def save_whole(self) -> str:
         """Why the checkpoint could not be written, or that it was."""
         self.save()
-        try:
-            process.checkpoints._writers[self._checkpoints].wait(PATIENCE_S)
-        except elche.CheckpointError as error:
-            return str(error)
-        return "written"
+        writer = process.checkpoints._writers[self._checkpoints]
+        said = _outcome_of(writer) if self._rank else ""
+        elche.barrier()  # where a death is heard of
+        return said or _outcome_of(writer)
 
     def save_on_a_full_disk(self) -> str:
         """The first time rank 2 has no room for its part."""
@@ -127,3 +127,11 @@ class Meeting:
 
     def _file(self, rank: int, waits: int) -> Path:
         return Path(self._folder, f"waits{rank}.{waits}")
+
+
+def _outcome_of(writer: CheckpointWriter) -> str:
+    try:
+        writer.wait(PATIENCE_S)
+    except elche.CheckpointError as error:
+        return str(error)
+    return "written"

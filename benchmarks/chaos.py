@@ -83,7 +83,8 @@ class RunAccount:
         missing: positions of whole epochs that no loop was handed.
         checksums: of the survivors' models.
         kills: ranks that were killed.
-        rank_s: seconds of living ranks.
+        seconds: from the first batch to the end.
+        rank_s: the same of all ranks, while they lived.
         loss: of the final model.
         failure: why the run was lost; "" if it was not.
     """
@@ -95,6 +96,7 @@ class RunAccount:
     missing: int = 0
     checksums: list[str] = field(default_factory=list)
     kills: list[int] = field(default_factory=list)
+    seconds: float = 0.0
     rank_s: float = 0.0
     loss: float = math.nan
     failure: str = ""
@@ -161,6 +163,7 @@ def train(spec: dict[str, Any]) -> None:
         model, optimizer, loader, policy=spec["policy"]
     )
     rank, epochs, is_early = int(os.environ["RANK"]), 0, False
+    until_s = math.inf
     with Path(spec["folder"], f"log{rank}.txt").open("w") as log:
         while not is_early:
             for index, x, y in loader:
@@ -170,8 +173,8 @@ def train(spec: dict[str, Any]) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 _say(rank=rank, pid=os.getpid())
-                is_over = time.monotonic() >= spec["until_s"]
-                if is_over or elche.world_size() == 1:
+                until_s = min(until_s, time.monotonic() + spec["seconds"])
+                if time.monotonic() >= until_s or elche.world_size() == 1:
                     break  # which ends the epoch for all
             run = session.current_run()
             is_early = run is None or run.was_left_early
@@ -209,9 +212,14 @@ class Killer:
     Args:
         draws: when and whom.
         mtbf_s: mean time between two kills; infinite: never.
+
+    Attributes:
+        seconds: of the run, at its end, from its first batch.
+        rank_s: the same of all ranks, while they lived.
     """
 
     def __init__(self, draws: random.Random, mtbf_s: float) -> None:
+        self.seconds = self.rank_s = 0.0
         self._draws, self._mtbf_s = draws, mtbf_s
         self._is_over = threading.Event()
         self._pids: dict[int, int] = {}
@@ -230,13 +238,13 @@ class Killer:
         self._began_s[rank] = time.monotonic()
         self._pids[rank] = pid
 
-    def end(self) -> float:
-        """The run is over; returns the seconds of living ranks."""
+    def end(self) -> None:
+        """The run is over."""
         self._is_over.set()
         self._thread.join()
-        end_s, died = time.monotonic(), self._died_s
-        began = self._began_s.items()
-        return sum(died.get(rank, end_s) - began_s for rank, began_s in began)
+        end_s, died, began = time.monotonic(), self._died_s, self._began_s
+        self.seconds = end_s - min(began.values(), default=end_s)
+        self.rank_s = sum(died.get(rank, end_s) - began[rank] for rank in began)
 
     def _run(self) -> None:
         rate = 1.0 / self._mtbf_s
@@ -270,7 +278,7 @@ def one_run(
             "policy": config.policy,
             "seed": config.seed,
             "folder": folder,
-            "until_s": time.monotonic() + seconds,
+            "seconds": seconds,
         }
         result = launch(
             LaunchConfig(
@@ -281,7 +289,10 @@ def one_run(
                 on_line=on_line,
             )
         )
-        account = RunAccount(rank_s=killer.end(), kills=killer.kills)
+        killer.end()
+        account = RunAccount(
+            rank_s=killer.rank_s, seconds=killer.seconds, kills=killer.kills
+        )
         silent = sorted({*range(config.ranks)} - {*said} - {*account.kills})
         if result.exit_code or silent:
             reason = result.reason or f"ranks {silent} said nothing"
@@ -317,13 +328,12 @@ def measure(config: ChaosConfig) -> dict[str, Any]:
     """Runs until the time is over; the accounts of all runs."""
     draws = random.Random(config.seed)
     left_s = 60.0 * config.minutes
-    calm = one_run(config, draws, UNDISTURBED * left_s + start_s(), math.inf)
+    calm = one_run(config, draws, UNDISTURBED * left_s, math.inf)
     left_s -= UNDISTURBED * left_s
     runs: list[RunAccount] = []
     while left_s > 0.0:
-        began_s = time.monotonic()
-        runs.append(one_run(config, draws, left_s + start_s(), config.mtbf_s))
-        left_s -= max(1.0, time.monotonic() - began_s - start_s())
+        runs.append(one_run(config, draws, left_s, config.mtbf_s))
+        left_s -= max(1.0, runs[-1].seconds)
     rank_s = sum(run.rank_s for run in runs)
     rate = sum(run.progress for run in runs) / max(rank_s, 1e-9)
     calm_rate = calm.progress / max(calm.rank_s, 1e-9)
@@ -339,11 +349,6 @@ def measure(config: ChaosConfig) -> dict[str, Any]:
         "undisturbed_samples_per_rank_s": calm_rate,
         "goodput": rate / calm_rate if calm_rate else math.nan,
     }
-
-
-def start_s() -> float:
-    """What a start of ranks takes, roughly: it is not time in which they train."""
-    return 6.0
 
 
 def table(found: dict[str, Any]) -> str:

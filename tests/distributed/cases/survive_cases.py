@@ -25,6 +25,7 @@ from elche.checkpoint import writer
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.transport.process_group import Group
+from elche.coordination.liveness import QUIET_S
 from elche.coordination.protocol.events import (
     BarrierReached,
     EpochOpened,
@@ -115,12 +116,11 @@ def count(
     late: tuple[int, str] = (-1, ""),
     meeting: str = "barrier",
     slow: tuple[int, Callable[[float], float], float] = (-1, float, 0.0),
-    quiet_s: float | None = None,
+    quiet_s: float = QUIET_S,
 ) -> Counted:
     """Trains, dies where planned, and says what it has at the end."""
     rank = int(os.environ["RANK"])
-    if quiet_s is not None:
-        heartbeat.QUIET_S = quiet_s
+    heartbeat.QUIET_S = quiet_s
     torch.manual_seed(5)
     model = Counter(samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -139,14 +139,8 @@ def count(
     late_sum = LateSum(folder, rank, late[1]) if rank == late[0] else None
     mark_third_sum(folder, rank)
     meet = Meeting(meeting, folder, rank)
-    at_setup = at_batch = at_end = lambda: None
-    for death in deaths:
-        if death.rank == rank:
-            hit = plan_death(death, folder, meet)
-            at_batch = hit if death.place == "batch" else at_batch
-            at_end = hit if death.place == "between" else at_end
-            at_setup = hit if death.place == "set up" else at_setup
-    at_setup()
+    hits = {d.place: plan_death(d, folder, meet) for d in deaths if d.rank == rank}
+    hits.get("set up", int)()
     if meeting == "resume":
         meet()
     with Path(folder, f"log{rank}.txt").open("w") as log:
@@ -158,12 +152,12 @@ def count(
                 optimizer.step()
                 optimizer.zero_grad()
                 time.sleep(step_s)
-                at_batch()
+                hits.get("batch", int)()
                 if rank == slow[0] and not meet.found:
                     meet.found.append(slow[1](slow[2]))
                 if late_sum is not None:
                     late_sum.stay()
-            at_end()
+            hits.get("between", int)()
             meet()
     counted = Counted(
         {name: value.clone() for name, value in model.state_dict().items()},
@@ -196,7 +190,7 @@ def evaluate_long(duration_s: float) -> float:
     return duration_s
 
 
-def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], None]:
+def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]:
     """Dies there; for places in the loop returns what is to be called there."""
     visits = 0
 

@@ -1,4 +1,4 @@
-"""Ranks killed at random for a while, and what came of it: `python benchmarks/chaos.py`.
+"""Ranks killed at random for a while: `python -m benchmarks.chaos`.
 
 A run of emulated ranks trains under a policy of windows while ranks other than the
 first are killed, on average one every ``--mtbf`` seconds. Every position is accounted
@@ -131,6 +131,7 @@ class Counting(nn.Module):
         self.register_buffer("count", torch.zeros(SAMPLES, dtype=torch.int64))
 
     def forward(self, index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What is predicted of these samples."""
         if self.training:
             self.count += torch.bincount(index, minlength=SAMPLES)
         out: torch.Tensor = self.line(x)[:, 0]
@@ -238,9 +239,13 @@ class Killer:
         self._began_s[rank] = time.monotonic()
         self._pids[rank] = pid
 
+    def stop(self) -> None:
+        """Ranks begin to leave: none is killed any more."""
+        self._is_over.set()
+
     def end(self) -> None:
         """The run is over."""
-        self._is_over.set()
+        self.stop()
         self._thread.join()
         end_s, died, began = time.monotonic(), self._died_s, self._began_s
         self.seconds = end_s - min(began.values(), default=end_s)
@@ -271,6 +276,7 @@ def one_run(
         if "pid" in values:
             killer.begin(rank, values["pid"])
         else:
+            killer.stop()
             said[rank] = values
 
     with tempfile.TemporaryDirectory(prefix="elche-chaos-") as folder:
@@ -282,7 +288,9 @@ def one_run(
         }
         result = launch(
             LaunchConfig(
-                command=python_command(__file__, "--rank", json.dumps(spec)),
+                command=python_command(
+                    "-m", "benchmarks.chaos", "--rank", json.dumps(spec)
+                ),
                 speeds=(1.0,) * config.ranks,
                 ms_per_sample=MS_PER_SAMPLE,
                 environment={"OMP_NUM_THREADS": "1"},
@@ -353,7 +361,9 @@ def measure(config: ChaosConfig) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """What was measured, as text."""
-    lines = [f"{'run':>4} {'kills':>8} {'epochs':>7} {'samples':>9} {'loss':>8}  accounts"]
+    lines = [
+        f"{'run':>4} {'kills':>8} {'epochs':>7} {'samples':>9} {'loss':>8}  accounts"
+    ]
     for name, run in [("calm", found["undisturbed"]), *enumerate(found["runs"])]:
         kills = ",".join(map(str, run["kills"])) or "-"
         agrees = "; ".join(run["faults"]) or "agree"

@@ -68,7 +68,8 @@ def run_with(
         )
     for death in deaths:
         error = outcomes[death.rank].error
-        assert error is not None and error.way == "died", "a fault did not happen"
+        assert error is not None, "a fault did not happen"
+        assert error.way == "died"
         assert "-9" in error.text
     return outcomes, set(lost)
 
@@ -83,9 +84,7 @@ def outlive(
     **more: Any,
 ) -> list[Counted]:
     """A run in which ranks die; what the others have at its end, checked."""
-    outcomes, lost = run_with(
-        tmp_path, deaths, policy, ranks, samples, epochs, **more
-    )
+    outcomes, lost = run_with(tmp_path, deaths, policy, ranks, samples, epochs, **more)
     victims = {death.rank for death in deaths}
     errors = {each.rank: each.error for each in outcomes if each.error}
     others = [error for rank, error in errors.items() if rank not in victims]
@@ -248,9 +247,7 @@ def test_who_dies_evaluating_is_not_waited_for(meeting: str, tmp_path: Path) -> 
 
 
 def test_a_full_disk_of_one_rank_costs_one_checkpoint(tmp_path: Path) -> None:
-    ranks = outlive(
-        tmp_path, (), "cadence", samples=160, meeting="save_on_a_full_disk"
-    )
+    ranks = outlive(tmp_path, (), "cadence", samples=160, meeting="save_on_a_full_disk")
     for rank in (0, 2):
         failed, second = ranks[rank].found
         assert re.match(f"rank {rank} could not write .*", failed)
@@ -296,5 +293,6 @@ def test_a_death_elsewhere_ends_the_run_by_name(
     assert lost == ({2} if says == OUTSIDE else set())
     for rank in (0, 1, 3):
         error = outcomes[rank].error
-        assert error is not None and error.way == "raised"
+        assert error is not None
+        assert error.way == "raised"
         assert re.search(says.replace("%d", str(rank)), error.text), error.text

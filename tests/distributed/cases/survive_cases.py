@@ -267,4 +267,3 @@ def visit_events(kind: type, visit: Callable[[], None], *, is_before: bool) -> N
             visit()
 
     Worker.send = send  # type: ignore[method-assign]
-

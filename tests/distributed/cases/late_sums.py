@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import final
 
 from elche.comm.averaging.averaging import Averager
+from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.transport.exchange import GlooExchange
 from elche.coordination.protocol.instructions import Regroup
@@ -94,6 +95,11 @@ class LateSum:
             self.handed += bool(named["lacks"])
             GlooExchange.has_sum = self._has_sum  # type: ignore[method-assign]
 
+        def polled(averager: OverlappedAverager) -> bool:
+            return not self._is_in_batch and poll(averager)
+
+        poll = OverlappedAverager.poll
+        OverlappedAverager.poll = polled  # type: ignore[method-assign]
         ParameterGroup.begin = begun  # type: ignore[method-assign]
         Averager._wait = waited  # type: ignore[method-assign]
         Averager.hand_over = handed  # type: ignore[method-assign]
@@ -103,14 +109,20 @@ class LateSum:
         is_now = self._begun == REDUCTION and not self.handed
         return is_now and self._how != HOLDS
 
+    @property
+    def _is_in_batch(self) -> bool:
+        is_now = self._begun == REDUCTION and not self._has_stayed
+        return is_now and self._how != WAITS
+
     def stay(self) -> None:
         """In a batch: stays there until the word of the death is in line."""
-        if self._how == WAITS or self._begun != REDUCTION or self._has_stayed:
-            return
-        run = current_run()
-        assert run is not None
-        until(self._is_told)
-        self._has_stayed = True
+        if self._is_in_batch:
+            until(self._is_told)
+            self._has_stayed = True
+
+    def check(self) -> None:
+        """It was where it should be."""
+        assert self._has_stayed == (self._how != WAITS), "a fault did not happen"
 
     def _is_told(self) -> bool:
         run = current_run()

@@ -140,7 +140,7 @@ def count(
     mark_third_sum(folder, rank)
     meet = Meeting(meeting, folder, rank)
     hits = {d.place: plan_death(d, folder, meet) for d in deaths if d.rank == rank}
-    hits.get("set up", int)()
+    hits.get("setup", int)()
     if meeting == "resume":
         meet()
     with Path(folder, f"log{rank}.txt").open("w") as log:
@@ -159,6 +159,8 @@ def count(
                     late_sum.stay()
             hits.get("between", int)()
             meet()
+    if late_sum is not None:
+        late_sum.check()
     counted = Counted(
         {name: value.clone() for name, value in model.state_dict().items()},
         elche.progress_samples(),

@@ -220,7 +220,9 @@ def test_a_stopped_rank_is_dead_for_good(policy: str, tmp_path: Path) -> None:
     outlive(tmp_path, (Death(2, "stopped", 0.4),), policy, samples=2400)
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize(
+    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_is_stopped_for_a_while_lives(policy: str, tmp_path: Path) -> None:
     survivors = outlive(tmp_path, (), policy, slow=(2, pause, PAUSE_S))
     assert survivors[2].found[0] >= PAUSE_S, "the fault did not happen"

@@ -220,7 +220,7 @@ class Killer:
     """
 
     def __init__(self, draws: random.Random, mtbf_s: float) -> None:
-        self.seconds = self.rank_s = 0.0
+        self.seconds = self.rank_s = self._end_s = 0.0
         self._draws, self._mtbf_s = draws, mtbf_s
         self._is_over = threading.Event()
         self._pids: dict[int, int] = {}
@@ -241,13 +241,15 @@ class Killer:
 
     def stop(self) -> None:
         """Ranks begin to leave: none is killed any more."""
-        self._is_over.set()
+        if not self._is_over.is_set():
+            self._end_s = time.monotonic()
+            self._is_over.set()
 
     def end(self) -> None:
         """The run is over."""
         self.stop()
         self._thread.join()
-        end_s, died, began = time.monotonic(), self._died_s, self._began_s
+        end_s, died, began = self._end_s, self._died_s, self._began_s
         self.seconds = end_s - min(began.values(), default=end_s)
         self.rank_s = sum(died.get(rank, end_s) - began[rank] for rank in began)
 

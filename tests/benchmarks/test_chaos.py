@@ -57,9 +57,9 @@ def test_wrong_settings(changes: dict[str, float]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_minute_of_chaos(policy: str) -> None:
+def test_half_a_minute_of_chaos(policy: str) -> None:
     found = measure(ChaosConfig(minutes=0.5, ranks=4, mtbf_s=4.0, policy=policy))
     assert found["kills"], "nobody was killed"
     assert not found["faults"], table(found)

@@ -131,7 +131,9 @@ def count(
         optimizer,
         loader,
         windows=elche.WindowConfig(
-            local_batch_size=4, outer=elche.OuterConfig(optimizer="average")
+            local_batch_size=4,
+            max_anchor=4 if late[1] else 200,  # a late sum is no epoch's last one
+            outer=elche.OuterConfig(optimizer="average"),
         ),
         copies=copies,
         **options,

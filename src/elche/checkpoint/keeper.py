@@ -380,11 +380,11 @@ class CheckpointKeeper(Pauses):
 
     def _writer(self, folder: Path) -> CheckpointWriter:
         run, writer = self._current, self._writers.get(folder)
-        if writer is None or writer.world_size != run.world_size:
+        place = run.rank, run.world_size
+        if writer is None or (writer.rank, writer.world_size) != place:
             self._writers[folder] = CheckpointWriter(
                 self._store(folder),
-                run.rank,
-                run.world_size,
+                *place,
                 self._run_id,
                 run.timeout_s,
             )

@@ -30,6 +30,8 @@ class Settings:
             place.
         is_delayed: steps are taken one step late.
         mortal_by: what beside the configuration ends the run when a rank dies, or "".
+        own_sampler: class of a sampler that only the rank that draws from it has as it
+            is by now: no other could go on with it; "" for torch's own.
     """
 
     config: RunConfig
@@ -41,6 +43,7 @@ class Settings:
     is_default: bool = False
     is_delayed: bool = False
     mortal_by: str = ""
+    own_sampler: str = ""
 
     @property
     def optimizer_kind(self) -> str:
@@ -60,6 +63,7 @@ class Settings:
             "is_default",
             "is_delayed",
             "mortal_by",
+            "own_sampler",
         ):
             flat[name] = getattr(self, name)
         return tuple((name, json.dumps(flat[name])) for name in sorted(flat))
@@ -90,6 +94,7 @@ def settings_of(join: Join) -> Settings:
         is_default=bool(flat.get("is_default", False)),
         is_delayed=bool(flat.get("is_delayed", False)),
         mortal_by=str(flat.get("mortal_by", "")),
+        own_sampler=str(flat.get("own_sampler", "")),
     )
 
 

@@ -51,8 +51,6 @@ from elche.errors import (
 SLICE_INSTRUCTIONS = 512
 """Some 10 ms of work."""
 
-FIRST = 0
-"""The rank that draws the samples' order and writes checkpoints: no run outlives it."""
 RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
 
 _Work: TypeAlias = tuple[Event, Steps] | None
@@ -66,8 +64,8 @@ class Coordinator:
         timeout_s: deadline for ranks to join, until their configuration says its own.
         elastic: go on without a rank that is gone, and take in new ones, where the
             policy can; otherwise the run ends.
-        survives: go on without a rank other than the first that is gone, once epochs
-            have begun, where the settings can. Ranks cannot join.
+        survives: go on without a rank that is gone, once epochs have begun, where the
+            settings can. Ranks cannot join.
 
     Attributes:
         lost: ranks that are gone, and the run went on.
@@ -87,7 +85,7 @@ class Coordinator:
         self._slice_instructions = slice_instructions
         self._is_elastic = elastic
         self._mortal_by = "" if survives else "a run without a launcher of elche's"
-        self._set_mortal_by = ""
+        self._set_mortal_by = self._own_sampler = ""
         self.lost: set[int] = set()
         self._timeout_s = timeout_s
         self._membership = Membership(world_size, is_elastic=elastic)
@@ -253,6 +251,7 @@ class Coordinator:
         settings = settings_of(joins[0])
         self._timeout_s = settings.config.timeout_s
         self._set_mortal_by = settings.config.mortal_by or settings.mortal_by
+        self._own_sampler = settings.own_sampler
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         yield None
@@ -366,8 +365,11 @@ class Coordinator:
         if not self._may_outlive:
             what = self._mortal_by or self._set_mortal_by
             return f"the death of a rank ends {what}"
-        if not self._is_elastic and rank == FIRST:
-            return "no run goes on without rank 0, which draws the samples' order"
+        if self._own_sampler and rank == min(membership.ranks, default=rank):
+            return (
+                f"rank {rank} drew the samples' order from the script's own "
+                f"{self._own_sampler}, which no other rank can go on with"
+            )
         if epochs is None or (epochs.number < 0 and not self._is_elastic):
             return "no rank may die before the first epoch has begun"
         if not epochs.may_lose or len(membership.ranks) < 2 or membership.left:

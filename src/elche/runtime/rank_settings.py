@@ -19,6 +19,7 @@ from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.errors import ConfigError
 from elche.runtime.data.leased_data import horizon_batches
 from elche.runtime.data.prefetch import most_ahead
+from elche.runtime.data.sample_order import sampler_with_state
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.process.environment import Placement
 from elche.runtime.training import Training
@@ -56,6 +57,7 @@ def describe(training: Training, epochs: int | None) -> Settings:
         is_default=training.is_default and not sync_batchnorm_layers(training.model),
         is_delayed=training.delayed is not None,
         mortal_by="a stream" if isinstance(loader.dataset, StreamView) else "",
+        own_sampler=sampler_with_state(loader),
     )
 
 

@@ -463,10 +463,10 @@ class Run:
         return self._epochs.iterate(steps)
 
     def leave(self) -> None:
-        """Ends this rank's part, and sums the run up on rank 0. May be called twice."""
+        """Ends this rank's part, and sums the run up on the first. May be called twice."""
         is_end = not self._closed
         self.close(Left(rank=self.worker.rank))
-        if not is_end or self.worker.rank:
+        if not is_end or self.rank:
             return
         batch_size = self._training.loader.batch_size
         lines = [self.notifications.summary(self.config.policy, self.policy)]

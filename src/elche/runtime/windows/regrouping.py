@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ProtocolError
-from elche.runtime.data.positions import share_keys
+from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows.synchroniser import Synchroniser
 
@@ -45,53 +45,59 @@ class Regrouping:
     Args:
         worker: this rank's shell.
         synchroniser: reduces its windows.
+        order: of the samples; who becomes the first rank draws it.
         emit: takes a line for the user.
-
-    Attributes:
-        keys: of the epoch's positions, as far as this rank has them.
     """
 
     def __init__(
-        self, worker: Worker, synchroniser: Synchroniser, emit: Callable[[str], None]
+        self,
+        worker: Worker,
+        synchroniser: Synchroniser,
+        order: SampleOrder,
+        emit: Callable[[str], None],
     ) -> None:
         self._worker = worker
         self._synchroniser = synchroniser
+        self._order = order
         self._emit = emit
         self._said = list(worker.members)
-        self.keys: torch.Tensor | Sequence[Any] | None = None
 
     def form(
         self,
         last: OpenReduction | None = None,
         on_result: Callable[[], None] | None = None,
         *,
-        lacks_keys: bool = False,
+        wants_keys: bool = False,
     ) -> None:
         """Forms the group of those who live.
 
         Args:
             last: the reduction that may be open.
             on_result: called when this rank has taken its result from another.
-            lacks_keys: this rank has not been told the epoch's positions.
+            wants_keys: this rank waits for the positions of an epoch that has begun.
 
         Raises:
             RankLostError: another rank has died; to be called again.
         """
-        worker, sync = self._worker, self._synchroniser.windows
+        worker, sync, order = self._worker, self._synchroniser.windows, self._order
         if sync is None:
             raise ProtocolError(f"rank {worker.rank}: no windows, and a new group")
         worker.regroup()
         group = worker.group
         lacks = last is not None and last.lacks
-        table = torch.zeros(group.world_size, 3, dtype=torch.int64, device="cpu")
-        mine = lacks_keys, lacks, last is not None and not lacks
+        table = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
+        has_keys = order.keys is not None
+        mine = (
+            *(wants_keys and not has_keys, has_keys),
+            *(lacks, last is not None and not lacks),
+        )
         table[group.rank] = torch.tensor(mine, device="cpu")
         group.all_reduce(table, WHAT)
-        lack_keys, lack, hold = table.T.tolist()
+        lack_keys, have_keys, lack, hold = table.T.tolist()
         if any(lack_keys):
-            keys = self.keys if group.rank == 0 else None
-            plain = keys.tolist() if isinstance(keys, torch.Tensor) else keys
-            self.keys = share_keys(group, None if plain is None else list(plain))
+            order.settle(group, have_keys.index(1) if any(have_keys) else None)
+        if group.rank == 0:
+            order.take_over()
         if any(lack) and any(hold):
             if last is None:
                 raise ProtocolError(f"rank {worker.rank} has no plan of a reduction")
@@ -107,7 +113,7 @@ class Regrouping:
         now = list(self._worker.members)
         gone = [rank for rank in self._said if rank not in now]
         self._said = now
-        if gone and self._worker.rank == 0:
+        if gone and self._worker.place == 0:
             self._emit(
                 f"elche: {_named(gone)} died: going on with {_named(now)}; what was "
                 "not committed is trained on again"

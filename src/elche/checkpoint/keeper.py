@@ -283,7 +283,9 @@ class CheckpointKeeper(Pauses):
         run = self._current
         run.barrier("the end of an epoch")
         return (
-            run.agree("1" if self.wants_cut() else "", "agreeing on a checkpoint")
+            run.agree(
+                lambda: "1" if self.wants_cut() else "", "agreeing on a checkpoint"
+            )
             == "1"
         )
 
@@ -318,11 +320,12 @@ class CheckpointKeeper(Pauses):
 
     def _save(self, epoch: int, passes: int, *, is_end: bool = False) -> None:
         run = self._current
-        said = ""
-        if run.rank == 0:
+
+        def said() -> str:
             self._run_id = self._run_id or uuid.uuid4().hex
-            is_end |= self.wants_end()
-            said = json.dumps([self._run_id, self._names(is_end=is_end), is_end])
+            ends = is_end or self.wants_end()
+            return json.dumps([self._run_id, self._names(is_end=ends), ends])
+
         told = json.loads(run.agree(said, "agreeing on a checkpoint"))
         self._asked.clear()
         self._run_id, names, self._has_ended = told
@@ -409,13 +412,18 @@ class CheckpointKeeper(Pauses):
 
     def _newest(self, folder: Path) -> Checkpoint | None:
         """The one that rank 0 finds."""
-        run, found = self._current, None
+        run = self._current
+        found: Checkpoint | None = None
         if run.is_in_epoch:
             raise ConfigError("elche.resume() inside a loop; call it before the first")
         run.barrier("elche.resume")
-        if run.rank == 0:
+
+        def choose() -> str:
+            nonlocal found
             found = self._store(folder).newest()
-        name = run.agree("" if found is None else found.name, "choosing a checkpoint")
+            return "" if found is None else found.name
+
+        name = run.agree(choose, "choosing a checkpoint")
         if not name:
             return None
         return found or self._store(folder).open(name)

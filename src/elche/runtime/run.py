@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -237,10 +237,10 @@ class Run:
         """How long a rank waits for others."""
         return self.config.timeout_s
 
-    def agree(self, text: str, what: str) -> str:
-        """Rank 0's text, on every rank; called by all of them."""
+    def agree(self, make: Callable[[], str], what: str) -> str:
+        """What rank 0 makes, on every rank; called by all of them."""
         self.worker.regroup_if_told()
-        own = text if self.rank == 0 else ""
+        own = make() if self.rank == 0 else ""
         return gather_texts(self.worker.group, own, what)[0]
 
     can_cut = True

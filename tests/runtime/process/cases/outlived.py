@@ -6,10 +6,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import elche
 
@@ -20,7 +22,20 @@ torch.manual_seed(0)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = TensorDataset(torch.randn(400, 4))
-loader = DataLoader(data, batch_size=4, shuffle=True)
+
+
+class Evens(Sampler[int]):
+    """The even samples, then the odd ones."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (*range(0, 400, 2), *range(1, 400, 2))
+
+    def __len__(self) -> int:
+        return 400
+
+
+order = {"sampler": Evens()} if "own" in sys.argv else {"shuffle": True}
+loader: Any = DataLoader(data, batch_size=4, **order)  # type: ignore[arg-type]
 model, optimizer, loader = elche.setup(
     model, optimizer, loader, policy=policy, survive="mortal" not in sys.argv
 )

@@ -35,7 +35,6 @@ class Process:
     """Trains with a `TrainingHandle`, if any does."""
     hooked = False
     has_bar = False
-    barriers = 0
     place: int | None = None
     """Where ranks have died: this one's among the others, when the run had ended."""
 
@@ -58,7 +57,6 @@ class Process:
             self.metrics.end()
         if self.notifications is not None:
             self.notifications.on_metrics = None
-        self.barriers = 0
 
     def trains_beside(self) -> bool:
         """Whether another thread than this one trains."""

@@ -303,8 +303,7 @@ def barrier() -> None:
         raise ConfigError(
             "elche.barrier() needs a run: call elche.setup or elche.init_group first"
         )
-    process.barriers += 1
-    run.barrier(f"barrier {process.barriers}")
+    run.barrier("elche.barrier()")
 
 
 def current_run() -> Run | None:

@@ -170,6 +170,14 @@ def _rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @restart_options
 @click.option(
+    "--rejoin",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Start so many ranks at most in place of some that died while the others go"
+    " on; each joins them where they stand.",
+)
+@click.option(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False),
     help="File for the timeline of all ranks (Chrome trace, which ui.perfetto.dev"
@@ -188,6 +196,7 @@ def run(
     fixed_ms: float | None,
     policy: str | None,
     story: Path | None,
+    rejoin: int,
     trace: Path | None,
     quiet: bool,
     script: str,
@@ -220,6 +229,7 @@ def run(
             story_path=story,
             trace_path=trace,
             display=None if quiet else _display(),
+            rejoin=rejoin,
             **settings,
         )
         result = launch_with_restarts(

@@ -23,9 +23,15 @@ from elche.coordination.protocol.events import (
     EpochCut,
     EpochOpened,
     Failed,
+    JoinReady,
     Regrouped,
 )
-from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch
+from elche.coordination.protocol.instructions import (
+    BeginEpoch,
+    EndEpoch,
+    Instruction,
+    Regroup,
+)
 from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.window_loop import WindowLoop
@@ -163,6 +169,7 @@ class RunEpochs:
             worker,
             synchroniser,
             self._order,
+            training.pauses.hand_over,
             lambda line: notifications.emit(line),
         )
         if not is_mortal:
@@ -221,8 +228,12 @@ class RunEpochs:
             epochs=self.state_dict(),
         )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], counted: int = 0) -> None:
         """Goes on from :meth:`state_dict`, before the first epoch.
+
+        Args:
+            state: of this run before, or of another rank that this one joins.
+            counted: samples of all ranks that are in `samples_before` there.
 
         Raises:
             ConfigError: one has begun.
@@ -234,10 +245,28 @@ class RunEpochs:
             )
         course = state["course"]
         self._resumed = None if course is None else EpochCourse.from_state(course)
+        self.samples_before = counted
+        if self._resumed is not None:
+            self._resumed.rebase(counted)
         self._epoch, self._is_resumed = state["next"] - 1, True
         self.schedulers.load_state_dict(state["schedules"])
         self._copies.load_state_dict(state["copies"])
+
+    def share_generators(self) -> None:
+        """Tells all ranks where the first one's generators stand."""
         self._order.share_generators(self._worker.group)
+
+    def join(self) -> None:
+        """Waits for the others to pause, forms the next group, and takes over."""
+        worker = self._worker
+        worker.send(JoinReady(rank=worker.rank))
+        while not worker.is_due:
+            worker.receive(self._take_word, "the others to take this rank in")
+        self._regroup(wants_keys=False)
+
+    def _take_word(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Regroup):
+            self._worker.hear_of(instruction)
 
     def attach(self) -> None:
         """Builds what the run needs, and gives this rank its own randomness."""
@@ -282,6 +311,11 @@ class RunEpochs:
         """
         if self._is_closed:
             raise CommunicationError("this run has ended; call elche.setup again")
+        if self._worker.is_new:
+            raise ConfigError(
+                "a rank joins a run where that stands in its epochs: write `for epoch "
+                "in elche.epochs(number):` around the loop over the loader"
+            )
         self.end_iteration()
         self.check()
         if self.members.late_error is not None:
@@ -542,7 +576,7 @@ class RunEpochs:
         return order.keys
 
     def _regroup_between(self) -> None:
-        """Ranks have died, and no epoch is under way here."""
+        """Ranks have died, or are to join, and no epoch is under way here."""
         self._regroup(wants_keys=False)
 
     def _regroup(self, *, wants_keys: bool) -> None:

@@ -81,6 +81,7 @@ class CoordinatorServer:
         self._patience_s = STALLED_S
         self.on_lost: Callable[[int], None] = lambda rank: None
         self._world_size = world_size
+        self._num_ranks = world_size
         self._strangers: dict[_Connection, float] = {}
         self._key = key
         self._connections: dict[int, _Connection] = {}
@@ -153,6 +154,9 @@ class CoordinatorServer:
             if self.on_message is not None:
                 self.on_message(event)
             self._sort(core.handle(event, now_s), told)
+            if isinstance(event, Failed) and self.is_outlived(event.rank):
+                said = event.rank, event.error
+                logger.warning("rank %d did not join the run: %s", *said)
         self._fence()
         for rank, instructions in told.items():
             self._deliver(rank, instructions)
@@ -171,8 +175,13 @@ class CoordinatorServer:
             self._liveness.beat(rank, stack, waits=waits)
 
     def is_outlived(self, rank: int) -> bool:
-        """Whether a rank has died, and the run has gone on without it."""
-        return rank in self.core.lost
+        """Whether the run has gone on without a rank: it died, or never joined."""
+        return rank in self.core.lost or not self.core.has_member(rank)
+
+    def add_rank(self) -> int:
+        """The number of another rank, which may join the run."""
+        self._num_ranks += 1
+        return self._num_ranks - 1
 
     def _sort(
         self, answers: Sequence[Instruction], told: dict[int, list[Instruction]]
@@ -201,7 +210,7 @@ class CoordinatorServer:
         A rank that connects after the end of the run gets the reason at once: it may
         only read and wait, as a rank of a pipeline does until the group is there.
         """
-        if not 0 <= rank < self._world_size or rank in self._connections:
+        if not 0 <= rank < self._num_ranks or rank in self._connections:
             return False
         self._strangers.pop(connection, None)
         self._connections[rank] = connection

@@ -32,6 +32,8 @@ from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.process.torch_store import TorchStore
 from elche.runtime.report.trace_parts import TRACE, join_parts
 
+REJOIN = "ELCHE_REJOIN"
+"""Tells ranks that others may join them."""
 DEFAULT_GROUP = (
     "a script that meets in torch.distributed's own process group, whose others would "
     "wait for it"
@@ -72,6 +74,8 @@ class LaunchConfig:
         start: starts a rank's process with this environment, in place of the command.
         trace_path: file for the timeline of all ranks, written then as well.
         display: shows the run, and what the ranks print, on this terminal.
+        rejoin: how many ranks at most are started in place of some that have died, and
+            join the run that goes on.
     """
 
     command: tuple[str, ...]
@@ -88,6 +92,7 @@ class LaunchConfig:
     start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
     trace_path: Path | None = None
     display: Display | None = None
+    rejoin: int = 0
 
     def __post_init__(self) -> None:
         given = [
@@ -99,6 +104,8 @@ class LaunchConfig:
             raise ConfigError(
                 f"expected one of --nproc, --devices and --speeds, got {len(given)}"
             )
+        if self.rejoin < 0:
+            raise ConfigError(f"expected --rejoin from 0 on, got {self.rejoin}")
         if self.num_ranks is not None and self.num_ranks < 1:
             raise ConfigError(f"expected --nproc of at least 1, got {self.num_ranks}")
         for speed in self.speeds or ():
@@ -204,30 +211,45 @@ async def _launch(
     output = RankOutput(config.on_line, display, have_met)
     parts = Path(tempfile.mkdtemp(prefix="elche-")) if config.trace_path else None
     watched, held = os.pipe()  # this process alone has the end that it holds
+    places: list[int] = []  # of each rank: whose device it has
+
+    async def start(place: int, **more: str) -> None:
+        rank = len(places)
+        places.append(place)
+        environment = _environment(
+            config,
+            place,
+            environments[place]
+            | (store.environment() if store else {})
+            | {PIPE: str(watched)}
+            | ({TRACE: str(parts)} if parts else {})
+            | ({REJOIN: "1"} if config.rejoin else {})
+            | more,
+        )
+        if config.start is not None:
+            processes.add(config.start(rank, environment))
+            return
+        process = await asyncio.create_subprocess_exec(
+            *(() if network is None else network.command(place)),
+            *config.command,
+            env=environment,
+            pass_fds=(watched,),
+            stdout=output.stdout,
+            stderr=output.stderr,
+            limit=LINE_BYTES,
+        )
+        processes.add(process)
+        output.add(rank, process)
+
+    async def replace_rank(rank: int) -> None:
+        has_ended = server.core.is_finished or server.core.aborted is not None
+        if len(places) < config.world_size + config.rejoin and not has_ended:
+            await start(places[rank], RANK=str(server.add_rank()), ELCHE_JOINS="1")
+
+    processes.on_outlived = replace_rank
     try:
-        for rank, own in enumerate(environments):
-            environment = _environment(
-                config,
-                rank,
-                own
-                | (store.environment() if store else {})
-                | {PIPE: str(watched)}
-                | ({TRACE: str(parts)} if parts else {}),
-            )
-            if config.start is not None:
-                processes.add(config.start(rank, environment))
-                continue
-            process = await asyncio.create_subprocess_exec(
-                *(() if network is None else network.command(rank)),
-                *config.command,
-                env=environment,
-                pass_fds=(watched,),
-                stdout=output.stdout,
-                stderr=output.stderr,
-                limit=LINE_BYTES,
-            )
-            processes.add(process)
-            output.add(rank, process)
+        for place in range(config.world_size):
+            await start(place)
         await processes.wait()
         await output.finish()
     finally:

@@ -1,9 +1,10 @@
-"""The next group of a run that has lost ranks, formed with all who live.
+"""The next group of a run that has lost ranks or takes in new ones.
 
 If one of the survivors holds the result of the reduction under way, with the dead
 rank's part in it, the others take it from that one, and the coordinator commits it;
 else it plans the reduction anew, without that part. In shared memory all see the same
-sums; over gloo some may have them and others not.
+sums; over gloo some may have them and others not. New ranks come where an epoch is cut,
+and one that was there before hands over all it holds.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import final
 
 import torch
 
+from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
-from elche.errors import ProtocolError
+from elche.errors import CommunicationError, ProtocolError
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows.synchroniser import Synchroniser
@@ -46,6 +48,7 @@ class Regrouping:
         worker: this rank's shell.
         synchroniser: reduces its windows.
         order: of the samples; who becomes the first rank draws it.
+        hand_over: sends the first rank's state to those that are new, with all ranks.
         emit: takes a line for the user.
     """
 
@@ -54,11 +57,13 @@ class Regrouping:
         worker: Worker,
         synchroniser: Synchroniser,
         order: SampleOrder,
+        hand_over: Callable[[Group, int, bool], None],
         emit: Callable[[str], None],
     ) -> None:
         self._worker = worker
         self._synchroniser = synchroniser
         self._order = order
+        self._hand_over = hand_over
         self._emit = emit
         self._said = list(worker.members)
 
@@ -69,7 +74,7 @@ class Regrouping:
         *,
         wants_keys: bool = False,
     ) -> None:
-        """Forms the group of those who live.
+        """Forms the group of the members.
 
         Args:
             last: the reduction that may be open.
@@ -85,19 +90,25 @@ class Regrouping:
         worker.regroup()
         group = worker.group
         lacks = last is not None and last.lacks
-        table = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
+        table = torch.zeros(group.world_size, 5, dtype=torch.int64, device="cpu")
         has_keys = order.keys is not None
         mine = (
             *(wants_keys and not has_keys, has_keys),
-            *(lacks, last is not None and not lacks),
+            *(lacks, last is not None and not lacks, worker.is_new),
         )
         table[group.rank] = torch.tensor(mine, device="cpu")
         group.all_reduce(table, WHAT)
-        lack_keys, have_keys, lack, hold = table.T.tolist()
+        lack_keys, have_keys, lack, hold, are_new = table.T.tolist()
         if any(lack_keys):
             order.settle(group, have_keys.index(1) if any(have_keys) else None)
         if group.rank == 0:
             order.take_over()
+        if any(are_new):
+            if all(are_new):
+                raise CommunicationError("all who held the run's state have died")
+            order.share_generators(group)
+            self._hand_over(group, are_new.index(0), worker.is_new)
+            worker.is_new = False
         if any(lack) and any(hold):
             if last is None:
                 raise ProtocolError(f"rank {worker.rank} has no plan of a reduction")
@@ -109,11 +120,16 @@ class Regrouping:
         self._say()
 
     def _say(self) -> None:
-        """Who goes on, on the first rank."""
+        """Who goes on now, on the first rank."""
         now = list(self._worker.members)
         gone = [rank for rank in self._said if rank not in now]
+        new = [rank for rank in now if rank not in self._said]
         self._said = now
-        if gone and self._worker.place == 0:
+        if self._worker.place:
+            return
+        if new:
+            self._emit(f"elche: {_named(new)} joined: going on with {_named(now)}")
+        if gone:
             self._emit(
                 f"elche: {_named(gone)} died: going on with {_named(now)}; what was "
                 "not committed is trained on again"

@@ -12,13 +12,19 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = str(Path(__file__).parent / "cases" / "outlived.py")
+CASES = Path(__file__).parent / "cases"
 
 
-def run(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+def run(
+    ranks: int,
+    *words: str,
+    script: str = "outlived.py",
+    options: tuple[str, ...] = (),
+) -> subprocess.CompletedProcess[str]:
     """The script by `elche run`."""
+    launcher = sys.executable, "-m", "elche", "run", "--nproc", str(ranks), *options
     return subprocess.run(
-        [sys.executable, "-m", "elche", "run", "--nproc", str(ranks), SCRIPT, *words],
+        [*launcher, str(CASES / script), *words],
         capture_output=True,
         text=True,
         timeout=200,
@@ -70,3 +76,16 @@ def test_a_long_evaluation_is_no_death_and_others_say_where_it_is() -> None:
         ended.stderr,
     ), ended.stderr
     assert ended.stdout.count("of 3: 800 samples") == 3
+
+
+@pytest.mark.parametrize(
+    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+)
+def test_another_process_takes_the_place_of_a_killed_one(policy: str) -> None:
+    ended = run(3, policy, script="rejoined.py", options=("--rejoin", "1"))
+    assert ended.returncode == 0, ended.stderr
+    assert "elche: rank 1 died: going on with ranks 0, 2" in ended.stderr
+    assert "elche: rank 3 joined: going on with ranks 0, 2, 3" in ended.stderr
+    done = dict(re.findall(r"done (\d) of 3: sum (.+)", ended.stdout))
+    assert sorted(done) == ["0", "1", "2"], ended.stdout + ended.stderr
+    assert len(set(done.values())) == 1

@@ -414,19 +414,22 @@ def rank_environments(
 
 @contextlib.contextmanager
 def serve_in_thread(
-    world_size: int, fence: Callable[[int], None] | None = None
+    world_size: int, fence: Callable[[int], None] | None = None, joiners: int = 0
 ) -> Iterator[list[dict[str, str]]]:
     """Serves a run from a thread of a process that does not train (tests, notebooks).
 
     Args:
-        world_size: ranks of the run.
+        world_size: ranks of the run, and of those that join it.
         fence: kills a rank's process, so that the run may go on without it.
+        joiners: so many of them, the last ones, are to join it.
 
     Yields:
         Each rank's environment.
     """
     key = secrets.token_bytes(KEY_BYTES)
-    server = CoordinatorServer(world_size, key, survives=fence is not None)
+    founders = world_size - joiners
+    server = CoordinatorServer(founders, key, survives=fence is not None)
+    late = [server.add_rank() for _ in range(joiners)]
     server.on_lost = fence or server.on_lost
     server.sees_ends = False
     loop = asyncio.new_event_loop()
@@ -434,7 +437,9 @@ def serve_in_thread(
     thread = threading.Thread(target=loop.run_forever, name="elche-coordinator")
     thread.start()
     try:
-        yield rank_environments(world_size, address, key)
+        environments = rank_environments(founders, address, key)
+        joining = {**environments[0], "ELCHE_JOINS": "1"}
+        yield [*environments, *({**joining, "RANK": str(rank)} for rank in late)]
     finally:
         asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10.0)
         loop.call_soon_threadsafe(loop.stop)

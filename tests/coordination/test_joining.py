@@ -256,21 +256,19 @@ STEPS = st.lists(st.sampled_from([0, 1, 2, "lose", "fail", "die"]), max_size=60)
 
 @settings(max_examples=150, deadline=None)
 @given(
-    policy=st.sampled_from(["cadence", "async"]),
     before=st.integers(0, 30),
     between=STEPS,
     after=STEPS,
     is_ready=st.booleans(),
 )
 def test_it_comes_and_goes_at_any_moment(
-    policy: str,
     before: int,
     between: list[int | str],
     after: list[int | str],
     is_ready: bool,
 ) -> None:
     """Whatever the joiner does, the run goes on; so it does when rank 1 dies."""
-    meeting = Meeting(plan_of(policy))
+    meeting = Meeting(plan_of())
 
     def act(steps: list[int | str]) -> None:
         for step in steps:

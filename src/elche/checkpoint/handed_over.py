@@ -74,7 +74,10 @@ def packed(held: Captured, info: Mapping[str, Any]) -> list[bytearray]:
 
 def refused(why: str) -> list[bytearray]:
     """The messages of a rank that cannot hand its state over."""
-    return [bytearray(json.dumps({"error": why}).encode()), *(bytearray() for _ in "123")]
+    return [
+        bytearray(json.dumps({"error": why}).encode()),
+        *(bytearray() for _ in "123"),
+    ]
 
 
 def unpacked(messages: list[bytearray]) -> HandedOver:

@@ -87,7 +87,9 @@ class Epochs:
 
     def differs(self, event: EpochOpened) -> str:
         """What a rank that has joined opens differently than others have, or ""."""
-        others = {rank: each for rank, each in self._opened.items() if rank < event.rank}
+        others = {
+            rank: each for rank, each in self._opened.items() if rank < event.rank
+        }
         return opened_differently({**others, event.rank: event})
 
     def open(self, event: EpochOpened, now_s: float) -> Steps:

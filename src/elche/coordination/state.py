@@ -90,9 +90,7 @@ class Coordinator:
         self._set_mortal_by = self._own_sampler = ""
         self.lost: set[int] = set()
         self._timeout_s = timeout_s
-        self._membership = Membership(
-            world_size, is_elastic=elastic, grows=survives
-        )
+        self._membership = Membership(world_size, is_elastic=elastic, grows=survives)
         self._epochs: Epochs | None = None
         self._barriers = Barriers()
         self._waiting_since_s: float | None = None

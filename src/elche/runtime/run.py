@@ -514,7 +514,7 @@ class Run:
         return self._epochs.iterate(steps)
 
     def leave(self) -> None:
-        """Ends this rank's part, and sums the run up on the first. May be called twice."""
+        """Ends this rank's part, and sums the run up on the first one."""
         is_end = not self._closed
         self.close(Left(rank=self.worker.rank))
         if not is_end or self.rank:

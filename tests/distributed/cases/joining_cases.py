@@ -42,7 +42,7 @@ class Joined:
         ranks: its number, place and the world's size.
         handed: digests of optimizer and model at each hand-over.
         batches: that it trained on.
-        held_s: how long it was held for hand-overs, cut and pause apart.
+        held_s: longest time between two batches of an epoch.
     """
 
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -97,24 +97,26 @@ def grow(plan: Plan) -> Joined:
     )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 15, 0.9)
     copy = AveragedModel(counter, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    handed = watch_hand_overs(counter, optimizer)
     loader: Any = DataLoader(Indices(plan.samples), batch_size=16, shuffle=True)
     model, optimizer, loader = elche.setup(
         *(counter, optimizer, loader),
         policy=plan.policy,
         schedulers=[schedule],
         copies=[copy],
-        timeout_s=60.0,
+        timeout_s=30.0,
         windows=elche.WindowConfig(
             local_batch_size=4, outer=elche.OuterConfig(optimizer="slowmo")
         ),
         **plan.options,
     )
-    handed, held_s = watch_hand_overs(model, optimizer)
-    batches = 0
+    batches, last_s, gap_s = 0, 0.0, 0.0
     numbers = range(plan.epochs) if other == "loop" else elche.epochs(plan.epochs)
     with Path(plan.folder, f"log{rank}.txt").open("w") as log:
         for epoch in numbers:
             for index in loader:
+                if last_s:
+                    gap_s = max(gap_s, time.monotonic() - last_s)
                 log.write(f"{epoch} {' '.join(map(str, index.tolist()))}\n")
                 log.flush()
                 model(index).backward()
@@ -124,11 +126,13 @@ def grow(plan: Plan) -> Joined:
                 copy.update_parameters(model)
                 time.sleep(0.002)
                 batches += 1
+                last_s = time.monotonic()
                 if rank == plan.death and batches == 6:
                     die()
                 is_time = plan.death < 0 or elche.world_size() < plan.founders
                 if elche.rank() == 0 and batches >= 10 and is_time:
                     word.touch()
+            last_s = 0.0
             elche.barrier()
     joined = Joined(
         cloned(model),
@@ -138,7 +142,7 @@ def grow(plan: Plan) -> Joined:
         (rank, elche.rank(), elche.world_size()),
         handed,
         batches,
-        held_s[0],
+        gap_s,
     )
     elche.shutdown()
     return joined
@@ -158,13 +162,11 @@ def wait_for(path: Path) -> None:
 
 def watch_hand_overs(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[list[str], list[float]]:
-    """Digests of what this rank holds after each hand-over, and what that took."""
+) -> list[str]:
+    """Digests of what this rank holds after each hand-over."""
     handed: list[str] = []
-    held_s, begun_s = [0.0], [0.0]
 
     def note() -> None:
-        held_s[0] += time.monotonic() - begun_s[0]
         digest = hashlib.sha256()
         states = optimizer.state_dict()["state"]
         for state in (*(states[key] for key in sorted(states)), model.state_dict()):
@@ -172,9 +174,8 @@ def watch_hand_overs(
                 digest.update(f"{name} {torch.as_tensor(value).tolist()}".encode())
         handed.append(digest.hexdigest())
 
-    before(Regrouping, "form", lambda: begun_s.__setitem__(0, time.monotonic()))
     after(CheckpointKeeper, "hand_over", note)
-    return handed, held_s
+    return handed
 
 
 def plan_failure(place: str) -> None:

@@ -286,7 +286,9 @@ class CheckpointKeeper(Pauses):
         received = send(group, source, messages, keeps=is_new)
         if is_new:
             found = unpacked(received)
-            shared = self._contents().load(found)
+            contents = self._contents()
+            assert isinstance(contents, Contents), "of a run on several ranks"
+            shared = contents.load(found)
             counted = found.manifest.info["counted"]
             run.take_over(shared["run"], shared["epochs"], counted)
             self._go_on_in(shared["loop"])

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import elche
+from elche import session
 from elche.checkpoint.keeper import CheckpointKeeper
 from elche.coordination.protocol.events import EpochOpened, JoinReady
 from elche.runtime.process.worker import Worker
@@ -82,6 +83,11 @@ class Plan:
 
 def grow(plan: Plan) -> Joined:
     """Trains; ranks above the founders' join when these are on their way."""
+    with session.failing_together():
+        return _grow(plan)
+
+
+def _grow(plan: Plan) -> Joined:
     rank, is_joiner = int(os.environ["RANK"]), "ELCHE_JOINS" in os.environ
     word = Path(plan.folder, "come")
     if is_joiner:

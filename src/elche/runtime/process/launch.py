@@ -32,6 +32,7 @@ from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.process.torch_store import TorchStore
 from elche.runtime.report.trace_parts import TRACE, join_parts
 
+OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", "ELCHE_JOINS", "ELCHE_REJOIN"
 REJOIN = "ELCHE_REJOIN"
 """Tells ranks that others may join them."""
 DEFAULT_GROUP = (
@@ -299,7 +300,7 @@ def _environment(
     threads = max(1, (os.cpu_count() or 1) // config.world_size)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     for name in os.environ:  # of a launcher around this one
-        if name in ("ELCHE_SPEED", "ELCHE_DEVICE") or name.startswith("TORCHELASTIC_"):
+        if name in OF_A_RANK or name.startswith("TORCHELASTIC_"):
             del environment[name]
     environment |= {**config.environment, **own}
     if config.network is not None:

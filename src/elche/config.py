@@ -103,8 +103,8 @@ class RunConfig:
             again now and then; False keeps all. Needs ``epochs=`` (or the `Trainer`, or
             ``loader.steps(n)``), since a loop that counts steps itself would count too
             few on such a rank.
-        survive: the death of a rank other than 0 ends nothing: the others train what it
-            had not committed. Needs ``elche run`` or `elche.launch`; False, or what
+        survive: the death of a rank ends nothing: the others train what it had not
+            committed. Needs ``elche run`` or `elche.launch`; False, or what
             `RunConfig.mortal_by` names, ends the run.
         guard: watch how far replicas drift apart, and shorten windows; False does not.
         windows: an `elche.WindowConfig`: length of windows, and what they reduce.

@@ -6,6 +6,7 @@ import threading
 from typing import ClassVar
 
 from elche.checkpoint.keeper import CheckpointKeeper
+from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.runtime.emulation import EmulationHandle
 from elche.runtime.process.environment import Placement
 from elche.runtime.report.metrics_view import MetricsView
@@ -34,16 +35,21 @@ class Process:
     """Trains with a `TrainingHandle`, if any does."""
     hooked = False
     has_bar = False
-    barriers = 0
+    place: int | None = None
+    """Where ranks have died: this one's among the others, when the run had ended."""
 
     def begin(self, run: Run | SingleRun, facts: RunFacts, timeline: Timeline) -> None:
         """Takes the run that this process has under way from now on."""
         self.run, self.metrics = run, MetricsView(run)
         self.timeline, self.facts = timeline, facts
         self.notifications = run.notifications
-        if self.placement is not None and self.placement.rank == 0:
-            tracked = TrackedMetrics(self.trackers, run.steps_at)
-            run.notifications.on_metrics = tracked.take
+        tracked = TrackedMetrics(self.trackers, run.steps_at)
+
+        def track(metrics: EpochMetrics | WindowMetrics) -> None:
+            if run.rank == 0:  # now: who was the first may have died
+                tracked.take(metrics)
+
+        run.notifications.on_metrics = track
 
     def end(self) -> None:
         """The run has ended: its metrics are kept, and its model may be forgotten."""
@@ -51,7 +57,6 @@ class Process:
             self.metrics.end()
         if self.notifications is not None:
             self.notifications.on_metrics = None
-        self.barriers = 0
 
     def trains_beside(self) -> bool:
         """Whether another thread than this one trains."""

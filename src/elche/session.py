@@ -238,8 +238,8 @@ def _begin_shared(training: Training, asked: SetupConfig, placement: Placement) 
     if isinstance(dataset, StreamView):
         seed = torch.initial_seed() if config.seed is None else config.seed
         dataset.join(run.worker.group, seed)
+    run.notifications.emit = _write_if_first
     if placement.rank == 0:
-        run.notifications.emit = _write_stderr
         _write_stderr(run.headline())
         fused = [fused_hint(each) for each in training.optimizers]
         for hint in (batch_norm_hint(training.model, config.policy), *fused):
@@ -261,7 +261,9 @@ def rank() -> int:
     Where ranks have died and the others go on, its place among these.
     """
     run = current_run()
-    return _placement().rank if run is None else run.rank
+    if run is not None:
+        return run.rank
+    return _placement().rank if process.place is None else process.place
 
 
 def world_size() -> int:
@@ -271,7 +273,7 @@ def world_size() -> int:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, which should print and save."""
+    """Whether this is rank 0, which should print and save: `rank` says who that is."""
     return rank() == 0
 
 
@@ -301,8 +303,7 @@ def barrier() -> None:
         raise ConfigError(
             "elche.barrier() needs a run: call elche.setup or elche.init_group first"
         )
-    process.barriers += 1
-    run.barrier(f"barrier {process.barriers}")
+    run.barrier("elche.barrier()")
 
 
 def current_run() -> Run | None:
@@ -330,6 +331,8 @@ def shutdown() -> None:
     try:
         process.checkpoints.end_run(has_failed=run is None)
         if run is not None:
+            if run.rank != _placement().rank:
+                process.place = run.rank
             run.leave()
     finally:
         emulation, process.emulation = process.emulation, None
@@ -419,6 +422,14 @@ def _write_stderr(line: str) -> None:
     """Writes a line to stderr regardless of logging configuration."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
+
+
+def _write_if_first(line: str) -> None:
+    """A line for the user, on the first rank that lives."""
+    if rank() == 0:
+        _write_stderr(line)
+    else:
+        logger.info(line)
 
 
 def _watch_process() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 
+from elche.coordination.agreement import Settings
 from elche.coordination.state import Coordinator
+from elche.sim import rank as sim_rank
 from elche.sim.cluster import Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.simulation import Simulation, Watch
 
@@ -35,9 +38,10 @@ def run(
     return sim, sim.core.aborted or ""
 
 
+@pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_a_death_at_any_moment_loses_nothing_and_counts_nothing_twice(
-    policy: str,
+    policy: str, victim: int
 ) -> None:
     """The books, which are kept apart from the ledger, see each epoch once."""
     whole, _ = run(policy, ())
@@ -46,12 +50,12 @@ def test_a_death_at_any_moment_loses_nothing_and_counts_nothing_twice(
     outlived = 0
     for step in range(30):
         at_s = begun_s + end_s * step / 30
-        sim, reason = run(policy, (Fault(at_s=at_s, kill_rank=2),))
+        sim, reason = run(policy, (Fault(at_s=at_s, kill_rank=victim),))
         if reason:
             assert "no rank may die before the first epoch has begun" in reason
             continue
         outlived += bool(sim.core.lost)
-        assert sim.history.finished >= {0, 1}
+        assert sim.history.finished >= {0, 1, 2} - {victim}
         assert {epoch for _, epoch in sim.history.committed} == {0, 1}
         assert all(len(done) == 20 for done in sim.history.committed.values())
     assert outlived > 20
@@ -72,7 +76,6 @@ def test_two_deaths_at_any_two_moments(policy: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "rank", "options", "says"),
     [
-        ("cadence", 0, {}, "no run goes on without rank 0"),
         ("async", 1, {"survive": False}, "ends survive=False"),
         ("cadence", 1, {"codec": "int8"}, "ends codec='int8'"),
     ],
@@ -84,3 +87,16 @@ def test_what_ends_the_run_is_named(
     _, reason = run(policy, (Fault(at_s=half_s, kill_rank=rank),), **options)
     assert says in reason
     assert "--max-restarts" in reason
+
+
+def test_a_sampler_with_a_state_of_its_own_dies_with_the_rank_that_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = partial(Settings, own_sampler="Bucketed")
+    monkeypatch.setattr(sim_rank, "Settings", settings)
+    half_s = run("cadence", ())[0].end_s / 2
+    _, reason = run("cadence", (Fault(at_s=half_s, kill_rank=0),))
+    assert "rank 0 drew the samples' order from the script's own Bucketed" in reason
+    sim, reason = run("cadence", (Fault(at_s=half_s, kill_rank=1),))
+    assert not reason
+    assert sim.core.lost == {1}

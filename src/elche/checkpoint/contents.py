@@ -5,18 +5,40 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elche.checkpoint.bare_model import bare_state
 from elche.checkpoint.capture import copied, random_state, restore_random
+from elche.checkpoint.manifest import Manifest
 from elche.checkpoint.parts import MODEL_FILE
-from elche.checkpoint.store import Checkpoint
 from elche.errors import ConfigError, ElcheError, MismatchError
 from elche.runtime.training import RunParts
 from elche.runtime.watch.rate_watch import is_scheduled
+
+
+class SavedState(Protocol):
+    """A `Checkpoint`, or one that was never written."""
+
+    @property
+    def path(self) -> Path:
+        """What errors call it."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it holds."""
+
+    def shared(self) -> Any:
+        """What all ranks held in common."""
+
+    def of_rank(self, rank: int) -> Any:
+        """What only one rank held."""
+
+    def model(self) -> dict[str, torch.Tensor]:
+        """The model alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +137,7 @@ class Contents:
                     "scheduler)"
                 )
 
-    def load(self, found: Checkpoint) -> dict[str, Any]:
+    def load(self, found: SavedState) -> dict[str, Any]:
         """Puts a checkpoint into everything but the run itself.
 
         Returns:
@@ -158,7 +180,7 @@ class Contents:
         }
         return {**first, "registered": {**first["registered"], **apart}}
 
-    def _load_model(self, found: Checkpoint, more: Mapping[str, Any]) -> None:
+    def _load_model(self, found: SavedState, more: Mapping[str, Any]) -> None:
         model, saved = self.parts.model, found.model()
         names = [
             name for name, value in model.state_dict().items() if _is_tensor(value)
@@ -175,7 +197,7 @@ class Contents:
 
     def _load_all(
         self,
-        found: Checkpoint,
+        found: SavedState,
         what: str,
         objects: Sequence[Any],
         saved: Mapping[str, Any],
@@ -191,7 +213,7 @@ class Contents:
 
 
 def load_registered(
-    found: Checkpoint, registered: Mapping[str, Any], states: Mapping[str, Any]
+    found: SavedState, registered: Mapping[str, Any], states: Mapping[str, Any]
 ) -> None:
     """Loads the objects that the user has registered, by name.
 
@@ -245,7 +267,7 @@ def _joined(
 
 
 @contextlib.contextmanager
-def fitting(found: Checkpoint, what: str) -> Iterator[None]:
+def fitting(found: SavedState, what: str) -> Iterator[None]:
     """Says which checkpoint does not fit what it is loaded into."""
     try:
         yield

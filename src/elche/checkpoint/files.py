@@ -138,6 +138,21 @@ def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> File
     return write_file(disk, path, _tensor_chunks(tensors))
 
 
+def packed_tensors(tensors: Mapping[str, Tensor]) -> bytearray:
+    """What `write_tensors` would write."""
+    whole = bytearray()
+    for chunk in _tensor_chunks(tensors):
+        whole += chunk
+    return whole
+
+
+def unpacked_tensors(raw: bytearray) -> dict[str, Tensor]:
+    """What `packed_tensors` made, as `read_tensors` would read it."""
+    from safetensors.torch import load
+
+    return load(bytes(raw))
+
+
 def is_native(dtype: Any) -> bool:
     """Whether safetensors has a word for a dtype."""
     return _name_of(dtype) in _CODES

@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
 
 from elche.checkpoint.contents import Contents
+from elche.checkpoint.handed_over import packed, refused, send, unpacked
 from elche.checkpoint.saved_run import SavedContents, SavedRun
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
+from elche.comm.transport.process_group import Group
 from elche.errors import CheckpointError, ConfigError, DeadlineError
 from elche.runtime.process.stop_signals import SignalStops, StopRequest
 from elche.runtime.run import Run
@@ -90,6 +93,7 @@ class CheckpointKeeper(Pauses):
 
     def _clear(self) -> None:
         self._run: SavedRun | None = None
+        self._several: Run | None = None
         self._contents_of: Callable[[Mapping[str, Any]], SavedContents] | None = None
         self._schedulers: list[LRScheduler] = []
         self._run_id = ""
@@ -131,6 +135,7 @@ class CheckpointKeeper(Pauses):
 
         self._clear()
         self._cuts_at_stop = cuts_at_stop
+        self._several = run if isinstance(run, Run) else None
         self._schedulers, self._stops = list(schedulers), stops
         self.begin_saved(run, contents_of)
 
@@ -256,9 +261,43 @@ class CheckpointKeeper(Pauses):
 
     def cut(self, *, is_end: bool) -> None:
         """Makes what is asked for, inside an epoch."""
-        passes = self._passes - 1 if self._counts_epochs else 0
-        self._save(self._epoch, passes, is_end=is_end)
+        self._save(self._epoch, self._passes_before, is_end=is_end)
         self._has_ended = is_end  # asked for meanwhile, it is when the rest is done
+
+    @property
+    def _passes_before(self) -> int:
+        """Passes over the loader before the one under way, of this epoch."""
+        return self._passes - 1 if self._counts_epochs else 0
+
+    @override
+    def hand_over(self, group: Group, source: int, is_new: bool) -> None:
+        run, messages = self._several, None
+        assert run is not None
+        if group.rank == source:
+            loop = {"epoch": self._epoch, "passes": self._passes_before}
+            try:
+                if not self._counts_epochs:
+                    raise ConfigError("the others do not loop over elche.epochs()")
+                held = self._contents().capture(loop)
+                messages = packed(held, {"counted": run.samples_counted})
+            except Exception as error:  # of who joins: the others go on
+                logger.exception("a rank cannot join the run")
+                messages = refused(str(error))
+        received = send(group, source, messages, keeps=is_new)
+        if is_new:
+            found = unpacked(received)
+            contents = self._contents()
+            assert isinstance(contents, Contents), "of a run on several ranks"
+            shared = contents.load(found)
+            counted = found.manifest.info["counted"]
+            run.take_over(shared["run"], shared["epochs"], counted)
+            self._go_on_in(shared["loop"])
+
+    def _go_on_in(self, loop: Mapping[str, int]) -> None:
+        """The user's loop goes on where another stood."""
+        self._is_used = self._is_resumed = True
+        self._epoch, self._passes = loop["epoch"], 0
+        self._passes_done = loop["passes"]
 
     def end(self) -> None:
         """A loop has ended as it was asked: the last checkpoint, if none was made."""
@@ -268,6 +307,8 @@ class CheckpointKeeper(Pauses):
     def epochs(self, count: int) -> Iterator[int]:
         """Numbers of the epochs that are left; see `elche.epochs`."""
         self._is_used = self._counts_epochs = True
+        if self._several is not None and self._several.is_new:
+            self._several.join()
         folder = os.environ.get("ELCHE_RESUME")
         if folder and not self._is_resumed:
             self.resume(Path(folder))
@@ -283,7 +324,9 @@ class CheckpointKeeper(Pauses):
         run = self._current
         run.barrier("the end of an epoch")
         return (
-            run.agree("1" if self.wants_cut() else "", "agreeing on a checkpoint")
+            run.agree(
+                lambda: "1" if self.wants_cut() else "", "agreeing on a checkpoint"
+            )
             == "1"
         )
 
@@ -318,11 +361,12 @@ class CheckpointKeeper(Pauses):
 
     def _save(self, epoch: int, passes: int, *, is_end: bool = False) -> None:
         run = self._current
-        said = ""
-        if run.rank == 0:
+
+        def said() -> str:
             self._run_id = self._run_id or uuid.uuid4().hex
-            is_end |= self.wants_end()
-            said = json.dumps([self._run_id, self._names(is_end=is_end), is_end])
+            ends = is_end or self.wants_end()
+            return json.dumps([self._run_id, self._names(is_end=ends), ends])
+
         told = json.loads(run.agree(said, "agreeing on a checkpoint"))
         self._asked.clear()
         self._run_id, names, self._has_ended = told
@@ -380,13 +424,13 @@ class CheckpointKeeper(Pauses):
 
     def _writer(self, folder: Path) -> CheckpointWriter:
         run, writer = self._current, self._writers.get(folder)
-        if writer is None or writer.world_size != run.world_size:
+        place = run.rank, run.world_size
+        if writer is None or (writer.rank, writer.world_size) != place:
             if writer is not None:
                 writer.close(FAILED_S)
             self._writers[folder] = CheckpointWriter(
                 self._store(folder),
-                run.rank,
-                run.world_size,
+                *place,
                 self._run_id,
                 run.timeout_s,
                 lambda: run.world_size,
@@ -396,13 +440,14 @@ class CheckpointKeeper(Pauses):
     def resume(self, folder: Path) -> bool:
         """Goes on from the newest checkpoint; see `elche.resume`."""
         run, self._is_used, self._is_resumed = self._current, True, True
+        if self._several is not None and self._several.is_new:
+            return False  # it goes on from where the others are, once its loop begins
         found = self._newest(folder)
         if found is None:
             return False
         shared = self._contents().load(found)
         run.resume(shared["run"], shared["epochs"])
-        self._epoch, self._passes = shared["loop"]["epoch"], 0
-        self._passes_done = shared["loop"]["passes"]
+        self._go_on_in(shared["loop"])
         if run.rank == 0:
             done = run.described()
             what = "samples" if "samples" in done else "steps"
@@ -412,13 +457,18 @@ class CheckpointKeeper(Pauses):
 
     def _newest(self, folder: Path) -> Checkpoint | None:
         """The one that rank 0 finds."""
-        run, found = self._current, None
+        run = self._current
+        found: Checkpoint | None = None
         if run.is_in_epoch:
             raise ConfigError("elche.resume() inside a loop; call it before the first")
         run.barrier("elche.resume")
-        if run.rank == 0:
+
+        def choose() -> str:
+            nonlocal found
             found = self._store(folder).newest()
-        name = run.agree("" if found is None else found.name, "choosing a checkpoint")
+            return "" if found is None else found.name
+
+        name = run.agree(choose, "choosing a checkpoint")
         if not name:
             return None
         return found or self._store(folder).open(name)

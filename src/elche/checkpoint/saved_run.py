@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from elche.checkpoint.contents import Captured
@@ -47,8 +47,8 @@ class SavedRun(Protocol):
     def notifications(self) -> RunNotifications:
         """Lines for the user."""
 
-    def agree(self, text: str, what: str) -> str:
-        """Rank 0's text, on every rank."""
+    def agree(self, make: Callable[[], str], what: str) -> str:
+        """What rank 0 makes, on every rank."""
 
     def barrier(self, name: str) -> None:
         """Waits until every rank is here."""

@@ -79,7 +79,7 @@ class CheckpointWriter:
     ) -> None:
         self._living = living
         self._store = store
-        self._rank = rank
+        self.rank = rank
         self.world_size = world_size
         self._run_id = run_id
         self._deadline_s = deadline_s
@@ -126,9 +126,9 @@ class CheckpointWriter:
         Raises:
             ConfigError: something in it cannot be stored; the message says what.
         """
-        parts = {part_of_rank(self._rank): encode(own, "own")}
+        parts = {part_of_rank(self.rank): encode(own, "own")}
         info = None
-        if self._rank == 0:
+        if self.rank == 0:
             parts[SHARED] = encode(shared, SHARED, model)
             info = plain_json(manifest or {})
         job = _Job(
@@ -155,7 +155,7 @@ class CheckpointWriter:
         with self._changed:
             if not self._changed.wait_for(lambda: not self._jobs, timeout_s):
                 raise DeadlineError(
-                    f"rank {self._rank} waited {timeout_s:g} s for {self._jobs[0].name}"
+                    f"rank {self.rank} waited {timeout_s:g} s for {self._jobs[0].name}"
                     f" to be written to {self._store.folder}"
                 )
             if self._failure is not None:
@@ -189,14 +189,14 @@ class CheckpointWriter:
         try:
             self._write(job)
         except (OSError, ElcheError) as error:
-            failure = f"rank {self._rank} could not write {job.name} to "
+            failure = f"rank {self.rank} could not write {job.name} to "
             failure += f"{self._store.folder}: {error}"
             logger.warning("%s; training goes on without it", failure)
-            if self._rank == 0:
+            if self.rank == 0:
                 self._store.drop(job.name)
             else:
                 folder = self._store.folder / job.name
-                refuse_part(self._store.disk, folder, self._rank, str(error))
+                refuse_part(self._store.disk, folder, self.rank, str(error))
             return failure
         return None
 

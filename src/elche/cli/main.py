@@ -188,6 +188,14 @@ def _follow(config: LaunchConfig) -> NoReturn:
 @restart_options
 @host_options
 @click.option(
+    "--rejoin",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Start so many ranks at most in place of some that died while the others go"
+    " on; each joins them where they stand.",
+)
+@click.option(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False),
     help="File for the timeline of all ranks (Chrome trace, which ui.perfetto.dev"
@@ -206,6 +214,7 @@ def run(
     fixed_ms: float | None,
     policy: str | None,
     story: Path | None,
+    rejoin: int,
     trace: Path | None,
     quiet: bool,
     script: str,
@@ -246,6 +255,7 @@ def run(
             trace_path=trace,
             display=None if quiet or follows else _display(),
             hosts=hosts,
+            rejoin=rejoin,
             **settings,
         )
         if follows:

@@ -31,6 +31,8 @@ class Settings:
         is_delayed: steps are taken one step late.
         mortal_by: what beside the configuration ends the run when a rank dies, or "".
         software: versions that must be equal, by name.
+        own_sampler: class of a sampler that only the rank that draws from it has as it
+            is by now: no other could go on with it; "" for torch's own.
     """
 
     config: RunConfig
@@ -43,6 +45,7 @@ class Settings:
     is_delayed: bool = False
     mortal_by: str = ""
     software: Mapping[str, str] = field(default_factory=dict)
+    own_sampler: str = ""
 
     @property
     def optimizer_kind(self) -> str:
@@ -63,6 +66,7 @@ class Settings:
             "is_default",
             "is_delayed",
             "mortal_by",
+            "own_sampler",
         ):
             flat[name] = getattr(self, name)
         return tuple((name, json.dumps(flat[name])) for name in sorted(flat))
@@ -94,6 +98,7 @@ def settings_of(join: Join) -> Settings:
         is_delayed=bool(flat.get("is_delayed", False)),
         mortal_by=str(flat.get("mortal_by", "")),
         software=part("software"),
+        own_sampler=str(flat.get("own_sampler", "")),
     )
 
 

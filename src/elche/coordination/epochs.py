@@ -80,6 +80,24 @@ class Epochs:
         """Whether nothing is under way that a rank that joins would miss."""
         return self.is_under_way and self._policy.is_quiet
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether all ranks wait to go on with an epoch that was cut."""
+        has_all = self._opened.keys() >= self._membership.ranks
+        return self._before is not None and not self.is_under_way and has_all
+
+    def cut(self, now_s: float) -> Steps:
+        """Has the epoch under way pause, as for a checkpoint."""
+        first = min(self._membership.ranks)
+        return self.handle(EpochCut(rank=first, epoch=self.number), now_s)
+
+    def differs(self, event: EpochOpened) -> str:
+        """What a rank that has joined opens differently than others have, or ""."""
+        others = {
+            rank: each for rank, each in self._opened.items() if rank < event.rank
+        }
+        return opened_differently({**others, event.rank: event})
+
     def open(self, event: EpochOpened, now_s: float) -> Steps:
         """A rank asks for the next epoch; begins it if all have.
 
@@ -104,6 +122,8 @@ class Epochs:
         ranks = self._membership.ranks
         if not self._opened.keys() >= ranks or self._membership.roster.pending:
             return
+        if self.is_paused and self._membership.may_admit:
+            return  # they are taken in first
         if self.is_under_way:
             raise ProtocolError(f"epoch {self.number} has not ended on every rank")
         difference = opened_differently(self._opened)
@@ -118,6 +138,7 @@ class Epochs:
             max(opened.probe_s for opened in self._opened.values()),
             alike=len({opened.rates for opened in self._opened.values()}) == 1,
         )
+        self._membership.roster.fresh.clear()
         self._opened = {}
         self.number = speaker.epoch
         self.is_under_way, self._is_cut, self._is_end = True, False, False
@@ -216,10 +237,11 @@ class Epochs:
         return self._policy.make_room(wanted)
 
     def add(self, joins: Sequence[Join]) -> list[Instruction]:
-        """Ranks join the epoch under way."""
+        """Ranks join the epoch under way, or what is left of it."""
         for member in as_members(joins):
             self._policy.add(member)
-        return [self._begin_for(join.rank) for join in joins]
+        begun = joins if self.is_under_way else ()
+        return [self._begin_for(join.rank) for join in begun]
 
     def arrived(self, event: Regrouped) -> None:
         """A member is in the group that forms."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from elche.coordination.agreement import what_differs
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import (
     Disconnected,
     Event,
+    Failed,
     Interrupted,
     Join,
+    JoinReady,
     Left,
     Tick,
 )
 from elche.coordination.protocol.instructions import Instruction, Welcome
-from elche.coordination.roster import Roster
+from elche.coordination.roster import Roster, refusal
 from elche.errors import ProtocolError
 
 
@@ -24,7 +27,8 @@ class Membership:
 
     Args:
         world_size: ranks that a run begins with.
-        is_elastic: ranks that are not of the run may join it.
+        is_elastic: ranks that are not of the run may join it at any commit.
+        grows: they may where an epoch is cut.
 
     Attributes:
         ranks: that are in the run now, also those that have left it in order.
@@ -32,9 +36,12 @@ class Membership:
         roster: the generations of their group.
     """
 
-    def __init__(self, world_size: int, *, is_elastic: bool) -> None:
+    def __init__(
+        self, world_size: int, *, is_elastic: bool, grows: bool = False
+    ) -> None:
         self._world_size = world_size
         self._is_elastic = is_elastic
+        self._grows = grows
         self.ranks = set(range(world_size))
         self.left: dict[int, Left] = {}
         self.roster = Roster()
@@ -76,9 +83,13 @@ class Membership:
         """Whether what this rank says counts; one that waited to join may go."""
         if isinstance(event, (Interrupted, Tick)) or event.rank in self.ranks:
             return True
-        if isinstance(event, Disconnected):
-            return self.roster.withdraw(event.rank)
-        return isinstance(event, Join) and self._is_elastic and event.rank >= 0
+        if isinstance(event, (Disconnected, Failed, Left)):
+            was_waiting = self.roster.withdraw(event.rank)
+            return was_waiting and isinstance(event, Disconnected)
+        if isinstance(event, JoinReady):
+            return any(join.rank == event.rank for join in self.roster.newcomers)
+        may_join = self._is_elastic or self._grows
+        return isinstance(event, Join) and may_join and event.rank >= 0
 
     def keep_waiting(self, join: Join) -> bool:
         """Whether a rank joins too late, or too early for the next run, and waits."""
@@ -132,8 +143,36 @@ class Membership:
     def lose(self, rank: int) -> list[Instruction]:
         """A rank is gone: the others form a new group without it."""
         self.ranks.discard(rank)
+        self.roster.fresh.discard(rank)
         self.roster.change(self.ranks)
         return [*self.roster.regroup(self.ranks, left=(rank,))]
+
+    def greet(self, join: Join) -> list[Instruction]:
+        """A rank asks to join where an epoch is cut: it waits, if it fits."""
+        difference = what_differs([next(iter(self._joins.values())), join])
+        if difference:
+            return [refusal(join.rank, difference)]
+        self.roster.newcomers.append(join)
+        joins = [*(self._joins[rank] for rank in sorted(self.ranks)), join]
+        return [replace(self._common(joins), rank=join.rank)]
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether ranks wait to be taken in where the epoch under way is cut."""
+        return bool(self.roster.ready) and not (self.left or self.roster.pending)
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether ranks have joined since the run began."""
+        return any(rank >= self._world_size for rank in self.ranks)
+
+    def admit_ready(self) -> tuple[list[Join], list[Instruction]]:
+        """Takes in those that wait and are ready; returns them, and what is said."""
+        joins = self.roster.take_ready()
+        told = self._enter(joins)
+        members = tuple(sorted(self.ranks))
+        new = [join.rank for join in joins]
+        return joins, [*told, *self.roster.regroup(new, joined=members)]
 
     def admit(self) -> tuple[list[Join], list[Instruction]]:
         """Takes in those that wait and fit; returns them, and what is said to whom."""
@@ -141,13 +180,18 @@ class Membership:
         joins, refused = self.roster.choose(first, self.ranks)
         if not joins:
             return [], [*refused]
+        regroup = self._enter(joins)
+        joined = [join.rank for join in joins]
+        return joins, [*refused, *regroup, *self._welcome(joined)]
+
+    def _enter(self, joins: Sequence[Join]) -> list[Instruction]:
+        """They are members; returns what those of before are told."""
         before = sorted(self.ranks)
         self._joins.update({join.rank: join for join in joins})
         joined = tuple(join.rank for join in joins)
         self.ranks.update(joined)
         self.roster.change(self.ranks)
-        regroup = self.roster.regroup(before, joined=joined)
-        return joins, [*refused, *regroup, *self._welcome(joined)]
+        return [*self.roster.regroup(before, joined=joined)]
 
     def check(self) -> None:
         """Asserts that all have joined, and that the group is of members."""
@@ -155,15 +199,16 @@ class Membership:
         assert not self.roster.pending - self.ranks
 
     def _welcome(self, ranks: Iterable[int]) -> list[Welcome]:
-        generation = self.roster.generation
-        joins = [self._joins[rank] for rank in sorted(self.ranks)]
-        common = Welcome(
+        common = self._common([self._joins[rank] for rank in sorted(self.ranks)])
+        return [replace(common, rank=rank) for rank in ranks]
+
+    def _common(self, joins: Sequence[Join]) -> Welcome:
+        return Welcome(
             rank=0,
-            generation=generation,
+            generation=self.roster.generation,
             devices=tuple(join.device for join in joins),
             memory_bytes=tuple(join.memory_bytes for join in joins),
         )
-        return [replace(common, rank=rank) for rank in ranks]
 
 
 def as_members(joins: Sequence[Join]) -> list[Member]:

@@ -17,6 +17,8 @@ class Roster:
     Attributes:
         generation: its number; each change of the membership begins the next.
         newcomers: ranks that wait to be taken in.
+        ready: those of them that are, where that is done when an epoch is cut.
+        fresh: members that have been taken in, until they train.
         pending: members that have not formed the group yet.
         reduced: the last window whose result each member holds, as they said.
         lost: as in `Regrouped`, the same of all members.
@@ -25,6 +27,8 @@ class Roster:
     def __init__(self) -> None:
         self.generation = -1
         self.newcomers: list[Join] = []
+        self.ready: set[int] = set()
+        self.fresh: set[int] = set()
         self.pending: set[int] = set()
         self.reduced: dict[int, int] = {}
         self.lost: Runs = ()
@@ -72,12 +76,22 @@ class Roster:
         """A rank is gone; True if it waited to be taken in, and does no more."""
         before = len(self.newcomers)
         self.newcomers = [join for join in self.newcomers if join.rank != rank]
+        self.ready.discard(rank)
         return len(self.newcomers) < before
 
     def take_newcomers(self) -> list[Join]:
         """Ranks that wait to be taken in; they wait no more."""
         waiting, self.newcomers = self.newcomers, []
+        self.ready.clear()
         return waiting
+
+    def take_ready(self) -> list[Join]:
+        """Those of them whose loops have begun: they are fresh members."""
+        ready, self.ready = self.ready, set()
+        self.fresh |= ready
+        joins = [join for join in self.newcomers if join.rank in ready]
+        self.newcomers = [join for join in self.newcomers if join.rank not in ready]
+        return joins
 
     def take(self, event: Regrouped) -> bool:
         """A member is there; True when it was the last one.

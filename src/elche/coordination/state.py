@@ -37,6 +37,7 @@ from elche.coordination.protocol.events import (
     Failed,
     Interrupted,
     Join,
+    JoinReady,
     Left,
     Regrouped,
     Silent,
@@ -44,6 +45,7 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
+from elche.coordination.roster import refusal
 from elche.coordination.story import Story
 from elche.errors import (
     ElcheError,
@@ -56,8 +58,6 @@ from elche.errors import (
 SLICE_INSTRUCTIONS = 512
 """Some 10 ms of work."""
 
-FIRST = 0
-"""The rank that draws the samples' order and writes checkpoints: no run outlives it."""
 RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
 
 _Work: TypeAlias = tuple[Event, Steps] | None
@@ -71,8 +71,8 @@ class Coordinator:
         timeout_s: deadline for ranks to join, until their configuration says its own.
         elastic: go on without a rank that is gone, and take in new ones, where the
             policy can; otherwise the run ends.
-        survives: go on without a rank other than the first that is gone, once epochs
-            have begun, where the settings can. Ranks cannot join.
+        survives: go on without a rank that is gone, once epochs have begun, where the
+            settings can, and take in new ones where an epoch is cut.
 
     Attributes:
         lost: ranks that are gone, and the run went on.
@@ -92,10 +92,10 @@ class Coordinator:
         self._slice_instructions = slice_instructions
         self._is_elastic = elastic
         self._mortal_by = "" if survives else "a run without a launcher of elche's"
-        self._set_mortal_by = ""
+        self._set_mortal_by = self._own_sampler = ""
         self.lost: set[int] = set()
         self._timeout_s = timeout_s
-        self._membership = Membership(world_size, is_elastic=elastic)
+        self._membership = Membership(world_size, is_elastic=elastic, grows=survives)
         self._epochs: Epochs | None = None
         self._barriers = Barriers()
         self._waiting_since_s: float | None = None
@@ -106,6 +106,7 @@ class Coordinator:
             type[Event], Callable[..., Iterable[Instruction | None]]
         ] = {
             Join: self._join,
+            JoinReady: self._be_ready,
             EpochOpened: self._open_epoch,
             BarrierReached: self._barrier,
             Failed: self._failed,
@@ -214,7 +215,9 @@ class Coordinator:
             yield from self._epochs.heard(event)
         yield from handler(event, now_s)
         yield from self._make_room()
-        if self._membership.roster.newcomers:
+        if not self._is_elastic:
+            yield from self._take_in(now_s)
+        elif self._membership.roster.newcomers:
             yield from self._admit(now_s)
             yield from self._make_room()
 
@@ -235,6 +238,8 @@ class Coordinator:
             self._epochs.check()
 
     def _join(self, event: Join, now_s: float) -> Iterable[Instruction | None]:
+        if not self._is_elastic and event.rank not in self._membership.ranks:
+            return self._greet(event)
         if event.version != PROTOCOL_VERSION:
             return self._abort(
                 f"rank {event.rank} uses protocol version {event.version}, expected "
@@ -246,6 +251,46 @@ class Coordinator:
         if difference:
             return self._abort(difference, kind="mismatch")
         return self._begin_run() if self._membership.is_complete else []
+
+    def _greet(self, event: Join) -> list[Instruction]:
+        """A rank asks to join the run under way: it may, or hears why not."""
+        why = ""
+        if event.version != PROTOCOL_VERSION:
+            why = f"it uses protocol version {event.version}, not {PROTOCOL_VERSION}"
+        elif self._epochs is None or self._membership.left:
+            why = "that has not begun, or is at its end"
+        elif not self._may_outlive:
+            by = self._mortal_by or self._set_mortal_by
+            why = f"no rank can join {by}, as the death of one ends it"
+        elif settings_of(event).config.policy == "sync":
+            why = (
+                "under policy='sync' ranks cannot join yet; cadence and async take them"
+            )
+        if why:
+            said = f"rank {event.rank} cannot join the run under way: {why}"
+            return [refusal(event.rank, said)]
+        return self._membership.greet(event)
+
+    def _be_ready(self, event: JoinReady, now_s: float) -> list[Instruction]:
+        """A rank that waits to join: the epoch is cut for it, see `_take_in`."""
+        if event.rank in self._membership.ranks:
+            raise ProtocolError(f"rank {event.rank} is in the run")
+        self._membership.roster.ready.add(event.rank)
+        return []
+
+    def _take_in(self, now_s: float) -> Steps:
+        """Cuts the epoch for ranks that wait, and takes them in where all pause."""
+        epochs, membership = self._epochs, self._membership
+        if epochs is None or not membership.may_admit:
+            return
+        if epochs.is_under_way:
+            yield from epochs.cut(now_s)
+        elif epochs.is_paused:
+            joins, told = membership.admit_ready()
+            for join in joins:
+                self._story.decided("joins", now_s, join.rank)
+            yield from epochs.add(joins)
+            yield from told
 
     def _begin_run(self) -> Steps:
         """All ranks have joined."""
@@ -260,6 +305,7 @@ class Coordinator:
         self._set_mortal_by = (
             settings.config.mortal_by or settings.mortal_by or over_nccl(joins)
         )
+        self._own_sampler = settings.own_sampler
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         yield None
@@ -269,10 +315,10 @@ class Coordinator:
         """Every rank has left: the same processes may begin another run."""
         told: list[Instruction] = [*self._membership.roster.turn_away()]
         if self._membership.is_awaited:
-            if self.lost:
+            if self.lost or self._membership.has_grown:
                 return self._abort(
-                    f"ranks {sorted(self.lost)} have died in the run before, and "
-                    "another elche.setup of the same processes needs all ranks"
+                    "ranks have died in the run before, or joined it, and another "
+                    "elche.setup of the same processes needs those that it began with"
                 )
             self._epochs = None
             for join in self._membership.begin_again():
@@ -285,6 +331,10 @@ class Coordinator:
         epochs = self._running()
         if self._membership.left:
             return self._abort(left_before(event, self._membership.left))
+        if event.rank in self._membership.roster.fresh:
+            difference = epochs.differs(event)
+            if difference:  # it ends, and the others go on
+                return [refusal(event.rank, difference)]
         return epochs.open(event, now_s)
 
     def _in_epoch(self, event: Event, now_s: float) -> Steps:
@@ -300,6 +350,9 @@ class Coordinator:
         return self._barriers.passed(self._membership.ranks)
 
     def _failed(self, event: Failed, now_s: float) -> list[Instruction]:
+        if event.rank in self._membership.roster.fresh:
+            self._story.decided(f"failed: {event.error}", now_s, event.rank)
+            return self._lose(event.rank, now_s)
         how = "failed:" if event.exit_code is None else "called"
         return self._abort(
             f"rank {event.rank} {how} {event.error}",
@@ -359,6 +412,10 @@ class Coordinator:
         self._story.decided(why, now_s, event.rank)
         return self._lose(event.rank, now_s)
 
+    def has_member(self, rank: int) -> bool:
+        """Whether a rank is in the run, or has left it in order."""
+        return rank in self._membership.ranks
+
     def outlives(self, rank: int) -> bool:
         """Whether the run would go on without a rank that dies now."""
         return not self._why_mortal(rank)
@@ -373,10 +430,13 @@ class Coordinator:
         if not self._may_outlive:
             what = self._mortal_by or self._set_mortal_by
             return f"the death of a rank ends {what}"
-        if not self._is_elastic and rank == FIRST:
-            return "no run goes on without rank 0, which draws the samples' order"
         if not self._is_elastic and epochs is not None and epochs.mortal_by:
             return epochs.mortal_by
+        if self._own_sampler and rank == min(membership.ranks, default=rank):
+            return (
+                f"rank {rank} drew the samples' order from the script's own "
+                f"{self._own_sampler}, which no other rank can go on with"
+            )
         if epochs is None or (epochs.number < 0 and not self._is_elastic):
             return "no rank may die before the first epoch has begun"
         if not epochs.may_lose or len(membership.ranks) < 2 or membership.left:

@@ -17,7 +17,7 @@ import torch
 
 from elche.errors import ConfigError
 from elche.runtime.process.launcher_watch import PIPE
-from elche.session import shutdown
+from elche.session import rank, shutdown
 
 
 def run_rank(
@@ -34,8 +34,7 @@ def run_rank(
         if _is_fork() and _wants_cuda():
             check_cuda()
         value = main(*args)
-        is_first = environment["RANK"] == "0"
-        message = pickle.dumps((value if is_first else None, "", ""))
+        message = pickle.dumps((value if rank() == 0 else None, "", ""))
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
         message = pickle.dumps((None, f"SystemExit: {ended.code}" if code else "", ""))

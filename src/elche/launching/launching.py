@@ -63,7 +63,8 @@ def launch(
     thread each. A ``main`` imported from a file knows neither limit.
 
     What rank 0 returns comes back pickled, through a pipe of the process that was
-    started here; of other ranks nothing is returned. Tensors are best moved to the CPU.
+    started here; of other ranks nothing is returned. Where it has died, and the
+    others went on, it is the next one's. Tensors are best moved to the CPU.
 
     Args:
         main: what each rank runs.
@@ -154,7 +155,8 @@ class FunctionRanks:
             raise KeyboardInterrupt
         if result.failed_first is not None:
             raise self._failure(result.failed_first, result)
-        return self._returned[0].value
+        first = result.exit_codes.index(0)  # who has died before was outlived
+        return self._returned[first].value
 
     def _launch(self, config: LaunchConfig, launched: Future[LaunchResult]) -> None:
         try:

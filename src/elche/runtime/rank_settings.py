@@ -19,6 +19,7 @@ from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.errors import ConfigError
 from elche.runtime.data.leased_data import horizon_batches
 from elche.runtime.data.prefetch import most_ahead
+from elche.runtime.data.sample_order import sampler_with_state
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.hosts.versions import installed_versions
 from elche.runtime.process.environment import Placement
@@ -58,6 +59,7 @@ def describe(training: Training, epochs: int | None) -> Settings:
         is_delayed=training.delayed is not None,
         software=installed_versions(),
         mortal_by=_mortal_by(training),
+        own_sampler=sampler_with_state(loader),
     )
 
 

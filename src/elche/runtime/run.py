@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -133,7 +133,10 @@ class Run:
             settings = describe(training, epochs)
             worker.send(join_event(placement, settings, model, loader))
             welcome = worker.expect(Welcome, "all ranks to join")
-            worker.form_group(welcome, config.transport.kind)
+            if placement.joins:
+                worker.stay_apart(welcome, config.transport.kind)
+            else:
+                worker.form_group(welcome, config.transport.kind)
             states = [t for o in training.optimizers for t in state_tensors(o)]
             named = [
                 *shared_tensors(model, worker.group),
@@ -219,6 +222,9 @@ class Run:
             self._synchroniser.reducer.load_state_dict(averaging)
         else:
             refuse_state(averaging)
+        self._note_progress(state)
+
+    def _note_progress(self, state: dict[str, Any]) -> None:
         self._samples_resumed = state["samples"] - self._epochs.samples_before
         self._epochs.steps.before = state["steps"]
 
@@ -237,10 +243,10 @@ class Run:
         """How long a rank waits for others."""
         return self.config.timeout_s
 
-    def agree(self, text: str, what: str) -> str:
-        """Rank 0's text, on every rank; called by all of them."""
+    def agree(self, make: Callable[[], str], what: str) -> str:
+        """What rank 0 makes, on every rank; called by all of them."""
         self._meet_to_sum()
-        own = text if self.rank == 0 else ""
+        own = make() if self.rank == 0 else ""
         return gather_texts(self.worker.group, own, what)[0]
 
     can_cut = True
@@ -288,7 +294,50 @@ class Run:
         """
         self.check_record()
         self._epochs.load_state_dict(epochs)
+        self._epochs.share_generators()
         self.load_state_dict(state)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this rank is to join a run under way, and has not yet."""
+        return self.worker.is_new
+
+    @property
+    def samples_counted(self) -> int:
+        """Samples as the coordinator counts them: of this start of the run."""
+        return self._epochs.samples_before
+
+    def join(self) -> None:
+        """Joins the run under way: waits for the others to pause, and takes over.
+
+        Raises:
+            MismatchError: what they hold does not fit this script.
+            CommunicationError: the run is over.
+        """
+        self._epochs.join()
+
+    def take_over(
+        self, state: dict[str, Any], epochs: dict[str, Any], counted: int
+    ) -> None:
+        """Goes on from where another rank stands; only this one does.
+
+        Args:
+            state: of the run.
+            epochs: of its epochs.
+            counted: that one's `samples_counted`.
+        """
+        self._epochs.load_state_dict(epochs, counted)
+        windows = self._synchroniser.windows
+        assert windows is not None, "only such a run takes ranks in"
+        windows.load_state_dict(state["averaging"])
+        self._note_progress(state)
+
+    def _refuse_new(self, call: str) -> None:
+        if self.worker.is_new:
+            raise ConfigError(
+                f"{call} on a rank that is to join the run: the others call it "
+                "elsewhere; call it inside `for epoch in elche.epochs(...)`"
+            )
 
     @property
     def is_in_epoch(self) -> bool:
@@ -380,9 +429,10 @@ class Run:
         """Waits until every rank is here.
 
         Raises:
-            ConfigError: inside a loop under ``cadence``.
+            ConfigError: inside a loop under ``cadence``, or on a rank that is to join.
         """
         self.check()
+        self._refuse_new(name)
         if isinstance(self._epochs.under_way, WindowEpoch):
             raise ConfigError(
                 "a barrier inside the loop would wait for ever: under policy "
@@ -441,6 +491,7 @@ class Run:
         Raises:
             ConfigError: ranks train in windows.
         """
+        self._refuse_new(call)
         under_way = self._epochs.under_way
         if isinstance(under_way, WindowEpoch):
             raise ConfigError(
@@ -471,10 +522,10 @@ class Run:
         return self._epochs.iterate(steps)
 
     def leave(self) -> None:
-        """Ends this rank's part, and sums the run up on rank 0. May be called twice."""
+        """Ends this rank's part, and sums the run up on the first one."""
         is_end = not self._closed
         self.close(Left(rank=self.worker.rank))
-        if not is_end or self.worker.rank:
+        if not is_end or self.rank:
             return
         batch_size = self._training.loader.batch_size
         lines = [self.notifications.summary(self.config.policy, self.policy)]

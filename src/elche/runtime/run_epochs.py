@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,15 @@ from elche.coordination.protocol.events import (
     EpochCut,
     EpochOpened,
     Failed,
+    JoinReady,
     Regrouped,
 )
-from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch
+from elche.coordination.protocol.instructions import (
+    BeginEpoch,
+    EndEpoch,
+    Instruction,
+    Regroup,
+)
 from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.lost_ranks import StepPlace
 from elche.coordination.sync.nonfinite import NonFiniteRecord
@@ -34,12 +40,14 @@ from elche.errors import (
     CommunicationError,
     ConfigError,
     ElcheError,
+    MismatchError,
     NonFiniteError,
     RankLostError,
 )
 from elche.runtime.data.epoch_course import EpochCourse
 from elche.runtime.data.leased_batches import LeasedBatches
-from elche.runtime.data.positions import EpochPositions, enumerate_batches, share_keys
+from elche.runtime.data.positions import EpochPositions
+from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.data.seeding import rank_seed, seed_rank, separate_rank
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.shutdown import exit_watch
@@ -156,11 +164,18 @@ class RunEpochs:
             self.steps,
         )
         self._opened: EpochOpened | None = None
+        is_mortal = bool(training.config.mortal_by)
+        generators = [*generators_of(training.loader).values()]
+        self._order = SampleOrder(training.loader, generators, hands_on=not is_mortal)
         self._regrouping = Regrouping(
-            worker, synchroniser, lambda line: notifications.emit(line)
+            worker,
+            synchroniser,
+            self._order,
+            training.pauses.hand_over,
+            lambda line: notifications.emit(line),
         )
         self._step_regrouping = StepRegrouping(worker, synchroniser, self._regrouping)
-        if not training.config.mortal_by:
+        if not is_mortal:
             worker.on_regroup = self._regroup_between
         self._batch_state = BatchStateWatch(
             training.model, watch.optimizers, watch.skips, self._copies, self.schedulers
@@ -216,8 +231,12 @@ class RunEpochs:
             epochs=self.state_dict(),
         )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], counted: int = 0) -> None:
         """Goes on from :meth:`state_dict`, before the first epoch.
+
+        Args:
+            state: of this run before, or of another rank that this one joins.
+            counted: samples of all ranks that are in `samples_before` there.
 
         Raises:
             ConfigError: one has begun.
@@ -229,9 +248,28 @@ class RunEpochs:
             )
         course = state["course"]
         self._resumed = None if course is None else EpochCourse.from_state(course)
+        self.samples_before = counted
+        if self._resumed is not None:
+            self._resumed.rebase(counted)
         self._epoch, self._is_resumed = state["next"] - 1, True
         self.schedulers.load_state_dict(state["schedules"])
         self._copies.load_state_dict(state["copies"])
+
+    def share_generators(self) -> None:
+        """Tells all ranks where the first one's generators stand."""
+        self._order.share_generators(self._worker.group)
+
+    def join(self) -> None:
+        """Waits for the others to pause, forms the next group, and takes over."""
+        worker = self._worker
+        worker.send(JoinReady(rank=worker.rank))
+        while not worker.is_due:
+            worker.receive(self._take_word, "the others to take this rank in")
+        self._regroup(wants_keys=False)
+
+    def _take_word(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Regroup):
+            self._worker.hear_of(instruction)
 
     def attach(self) -> None:
         """Builds what the run needs, and gives this rank its own randomness."""
@@ -276,6 +314,11 @@ class RunEpochs:
         """
         if self._is_closed:
             raise CommunicationError("this run has ended; call elche.setup again")
+        if self._worker.is_new:
+            raise ConfigError(
+                "a rank joins a run where that stands in its epochs: write `for epoch "
+                "in elche.epochs(number):` around the loop over the loader"
+            )
         self.end_iteration()
         self.check()
         if self.members.late_error is not None:
@@ -434,10 +477,10 @@ class RunEpochs:
                 self._ask_for_cut()
 
     def _ask_for_cut(self) -> None:
-        """Rank 0 has the epoch cut where a checkpoint is wanted, any rank at an end."""
+        """The first rank has it cut where a checkpoint is wanted, any at an end."""
         worker, pauses = self._worker, self._training.pauses
         if self._is_asked or not (
-            pauses.wants_end() if worker.rank else pauses.wants_cut()
+            pauses.wants_end() if worker.place else pauses.wants_cut()
         ):
             return
         self._is_asked = True
@@ -458,21 +501,17 @@ class RunEpochs:
         self._worker.regroup_if_told()
         course, is_new = self._course, self._is_new
         worker, model = self._worker, self._training.model
-        keys, sizes = None, None
         most = steps if steps >= 0 else None
         if is_new:
             self._notifications.scalars.clear()  # of an epoch that was left early
             self._epoch = self._epoch + 1 if course is None else course.number
             self._is_by_steps = steps >= 0
-        if worker.rank == 0 and course is None:
-            keys, sizes = enumerate_batches(self._training.loader, self._epoch, most)
-        elif worker.rank == 0 and course is not None:
-            sizes = course.part_sizes
+        if course is None:
+            self._order.begin(self._epoch, most)
         changed = self._synchroniser.is_changed
         self._opened = EpochOpened(
             rank=worker.rank,
             epoch=self._epoch,
-            sizes=sizes.runs if sizes is not None else None,
             layout=self._synchroniser.layout(),
             checksum="" if changed or self._is_mixed else checksum(model),
             plan=self._plans.epoch(self._epoch),
@@ -483,15 +522,15 @@ class RunEpochs:
             steps=steps,
             continues=course is not None or self._is_resumed,
         )
-        worker.send(self._opened)
+        self._send_opened()
         begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
         self._step_regrouping.begin_part()
         self._opened = None
         self._is_new = self._is_cut = self._is_resumed = self._is_asked = False
         self._prepare(begin, is_changed=changed)
         if course is None:
-            shared = self._share(keys)
             sizes = BatchSizes(begin.sizes)
+            shared = self._share(sizes)
             whole = PartRanges(((0, sizes.num_samples),))
             course = EpochCourse(
                 self._epoch, shared, sizes, whole, self.samples_before, most
@@ -508,26 +547,47 @@ class RunEpochs:
         positions = course.positions(self._training.config.seed)
         return positions.cut_by(BatchCut(*begin.cut)), begin.window
 
-    def _share(self, keys: list[Any] | None) -> Any:
-        """The epoch's positions, on every rank."""
-        regrouping = self._regrouping
-        regrouping.keys = keys
+    def _send_opened(self) -> None:
+        """Opens the epoch; the first rank says its sizes."""
+        opened = self._opened
+        assert opened is not None
+        if self._worker.place == 0 and opened.sizes is None:
+            course = self._course
+            sizes = self._order.draw() if course is None else course.part_sizes
+            self._opened = opened = replace(opened, sizes=sizes.runs)
+        self._worker.send(opened)
+
+    def _share(self, sizes: BatchSizes) -> Any:
+        """The epoch's positions, on every rank.
+
+        Raises:
+            MismatchError: the rank that drew them has died, and the next one draws
+                others.
+        """
+        order = self._order
         try:
-            regrouping.keys = share_keys(self._worker.group, keys)
+            order.share(self._worker.group)
         except RankLostError:
             if self._worker.on_regroup is None:
                 raise
-            self._regroup(lacks_keys=True)
-        return regrouping.keys
+            self._regroup(wants_keys=True)
+        assert order.keys is not None
+        if len(order.keys) != sizes.num_samples:
+            raise MismatchError(
+                f"epoch {self._epoch} was drawn with {sizes.num_samples} samples by a "
+                f"rank that has died, and anew with {len(order.keys)}: give all ranks "
+                "the same data set"
+            )
+        return order.keys
 
     def _regroup_between(self) -> None:
-        """Ranks have died, and no epoch is under way here, or one of steps."""
+        """Ranks have died, or are to join, outside of windows."""
         if isinstance(self.under_way, SyncEpoch):
             self.under_way.regroup()
         else:
-            self._regroup(lacks_keys=False)
+            self._regroup(wants_keys=False)
 
-    def _regroup(self, *, lacks_keys: bool) -> None:
+    def _regroup(self, *, wants_keys: bool) -> None:
         """Forms the next group outside of windows; who waits for an epoch says so."""
         worker, has_formed = self._worker, False
         reducer = self._synchroniser.reducer
@@ -535,13 +595,13 @@ class RunEpochs:
             worker.hear_of()
             with contextlib.suppress(RankLostError):
                 if reducer is None:
-                    self._regrouping.form(lacks_keys=lacks_keys)
+                    self._regrouping.form(wants_keys=wants_keys)
                 else:
                     place = StepPlace(reducer.closed_passes, first=0, begun=-1)
-                    self._step_regrouping.form(place, lacks_keys=lacks_keys)
+                    self._step_regrouping.form(place, wants_keys=wants_keys)
                 has_formed = True
         if self._opened is not None:
-            worker.send(self._opened)
+            self._send_opened()
         if reducer is not None:
             self._step_regrouping.say_regrouped(self._epoch)
             return

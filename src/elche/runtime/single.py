@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from typing import Any
 
@@ -121,9 +121,9 @@ class SingleRun:
         """How long a checkpoint may take to write."""
         return self._training.config.timeout_s
 
-    def agree(self, text: str, what: str) -> str:
-        """The text: there is no other rank."""
-        return text
+    def agree(self, make: Callable[[], str], what: str) -> str:
+        """What is made: there is no other rank."""
+        return make()
 
     def heeds_signals(self, heeds: bool) -> None:
         """Nobody asks."""

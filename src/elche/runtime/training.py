@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from elche.comm.transport.process_group import Group
 from elche.config import DELAYED_SYNC, RunConfig
-from elche.errors import ConfigError
+from elche.errors import ConfigError, ProtocolError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.process.stop_signals import StopRequest
 from elche.runtime.watch.followed_schedulers import check_scheduler
@@ -86,6 +87,16 @@ class Pauses:
         Args:
             is_end: it does not go on.
         """
+
+    def hand_over(self, group: Group, source: int, is_new: bool) -> None:
+        """Where an epoch is cut ranks join: one sends them all; with all ranks.
+
+        Args:
+            group: of all that are there now.
+            source: who sends.
+            is_new: this rank joins, and takes it over.
+        """
+        raise ProtocolError("nothing that a rank could take over is kept here")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from elche.trainer.trainer_config import TrainerConfig
 from elche.trainer.trainer_result import EpochRecord
 
 BY_LAUNCHER: Final = ("ELCHE_CHECKPOINT_DIR", "ELCHE_RESUME")
+REJOIN: Final = "ELCHE_REJOIN"
 
 
 @final
@@ -36,7 +37,8 @@ class TrainedEpochs:
     def numbers(self) -> Iterator[int]:
         """Numbers of the epochs to train, those left where the run is resumed."""
         config, by_launcher = self._config, any(map(os.environ.get, BY_LAUNCHER))
-        if config.checkpoint_dir is None and not by_launcher:
+        by_number = config.checkpoint_dir is None and REJOIN not in os.environ
+        if by_number and not by_launcher:
             return iter(range(config.epochs))
         keeper = process.checkpoints
         keeper.register({"trainer": self})

@@ -32,7 +32,7 @@ from elche.coordination.protocol.events import (
     WindowClosed,
     WindowReduced,
 )
-from elche.runtime import run_epochs
+from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process import heartbeat
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows import model_copies
@@ -210,7 +210,9 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
     elif death.place == "stopped":
         threading.Timer(death.at, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     elif death.place == "keys":
-        before(run_epochs, "share_keys", visit)
+        before(SampleOrder, "share", visit)
+    elif death.place == "after keys":
+        after(SampleOrder, "share", visit)
     elif death.place == "before sending":
         before(ParameterGroup, "begin", visit)
     elif death.place == "after sending":

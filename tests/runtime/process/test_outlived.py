@@ -13,13 +13,19 @@ import pytest
 pytestmark = pytest.mark.distributed
 
 CASES = Path(__file__).parent / "cases"
-SCRIPT = str(CASES / "outlived.py")
-TRAINER = str(CASES / "outlived_trainer.py")
+SCRIPT = CASES / "outlived.py"
+TRAINER = CASES / "outlived_trainer.py"
 
 
-def run(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+def run(
+    ranks: int,
+    *words: str,
+    script: str = "outlived.py",
+    options: tuple[str, ...] = (),
+) -> subprocess.CompletedProcess[str]:
     """The script by `elche run`."""
-    return ended("-m", "elche", "run", "--nproc", str(ranks), SCRIPT, *words)
+    launcher = "-m", "elche", "run", "--nproc", str(ranks), *options
+    return ended(*launcher, str(CASES / script), *words)
 
 
 def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,13 +41,21 @@ def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "policy", ["cadence", "sync", pytest.param("async", marks=pytest.mark.slow)]
+    ("policy", "rank"),
+    [
+        ("cadence", 1),
+        ("cadence", 0),
+        ("sync", 1),
+        pytest.param("sync", 0, marks=pytest.mark.slow),
+        pytest.param("async", 1, marks=pytest.mark.slow),
+    ],
 )
-def test_a_killed_rank_is_outlived(policy: str) -> None:
-    done = run(3, "1", "kill", policy)
+def test_a_killed_rank_is_outlived(policy: str, rank: int) -> None:
+    done = run(3, str(rank), "kill", policy)
+    others = ", ".join(str(each) for each in range(3) if each != rank)
     assert done.returncode == 0, done.stderr
-    assert "elche: rank 1 died: going on with ranks 0, 2" in done.stderr
-    assert "ranks [1] ended with codes [137 (SIGKILL)]" in done.stderr
+    assert f"elche: rank {rank} died: going on with ranks {others}" in done.stderr
+    assert f"ranks [{rank}] ended with codes [137 (SIGKILL)]" in done.stderr
     sums = dict(re.findall(r"done (\d) of 2: 800 samples, sum (\S+),", done.stdout))
     assert sorted(sums) == ["0", "1"], done.stdout + done.stderr
     assert len(set(sums.values())) == 1
@@ -51,7 +65,7 @@ def test_a_killed_rank_is_outlived(policy: str) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("0 kill cadence", 137, "no run goes on without rank 0"),
+        ("0 kill cadence own", 137, "from the script's own Evens, which no other rank"),
         ("1 kill auto", 137, "the death of a rank ends policy='auto'"),
         ("1 kill async mortal", 137, "the death of a rank ends survive=False"),
         ("1 raise cadence", 1, "ValueError: a fault in user code"),
@@ -93,7 +107,20 @@ def test_loader_workers_that_hold_a_dead_ranks_sockets_delay_nothing() -> None:
 )
 def test_a_trainer_in_launched_functions_goes_on(policy: str) -> None:
     """Its report adds up epochs of three ranks and of two."""
-    done = ended(TRAINER, policy)
+    done = ended(str(TRAINER), policy)
     assert done.returncode == 0, done.stderr
     assert "elche: rank 2 died: going on with ranks 0, 1" in done.stderr
     assert "returned (2, [240, 240], [True, True])" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+)
+def test_another_process_takes_the_place_of_a_killed_one(policy: str) -> None:
+    done = run(3, policy, script="rejoined.py", options=("--rejoin", "1"))
+    assert done.returncode == 0, done.stderr
+    assert "elche: rank 1 died: going on with ranks 0, 2" in done.stderr
+    assert "elche: rank 3 joined: going on with ranks 0, 2, 3" in done.stderr
+    sums = dict(re.findall(r"done (\d) of 3: sum (.+)", done.stdout))
+    assert sorted(sums) == ["0", "1", "2"], done.stdout + done.stderr
+    assert len(set(sums.values())) == 1

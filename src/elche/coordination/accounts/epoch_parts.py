@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from elche.coordination.accounts.batch_ranges import BatchSizes, Range, joined
@@ -113,4 +114,5 @@ def whole_end(parts: Sequence[EndEpoch]) -> EndEpoch:
 
 
 def _sums(parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    return tuple(map(sum, zip(*parts, strict=True)))
+    """By rank; the last ones may have died, or joined, between two parts."""
+    return tuple(map(sum, zip_longest(*parts, fillvalue=0)))

@@ -279,6 +279,7 @@ class MetricsBook:
 
     def follow(self, before: MetricsBook) -> None:
         """Takes the part of the epoch that came before, whose book ends with it."""
+        before._total.grow(self._world_size)
         before._total.merge(self._total)
         self._total, self._began_s = before._total, before._began_s
 

@@ -156,6 +156,13 @@ class WindowReduced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JoinReady:
+    """A rank that is to join the run has built all it needs, and its loop begins."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Regrouped:
     """A rank is in the group of this generation; it holds the result of ``reduced``.
 
@@ -287,6 +294,7 @@ class Interrupted:
 
 Event = (
     Join
+    | JoinReady
     | EpochOpened
     | StepsDone
     | BatchesDone

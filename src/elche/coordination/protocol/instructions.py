@@ -9,7 +9,10 @@ from elche.coordination.protocol.messages import Cut, Runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """All ranks are there and agree; the first generation may form its group."""
+    """All ranks are there and agree; the first generation may form its group.
+
+    To a rank that is to join a run under way: it fits, and may build what it needs.
+    """
 
     rank: int
     generation: int
@@ -203,7 +206,8 @@ class Reduce:
 class Regroup:
     """The membership has changed: form the group of ``generation``, and say so.
 
-    ``left`` are gone, ``joined`` are new since the generation before.
+    ``left`` are gone, ``joined`` are new since the generation before; to who is new
+    itself they are all members.
     """
 
     rank: int

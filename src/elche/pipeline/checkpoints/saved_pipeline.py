@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from elche.checkpoint.keeper import CheckpointKeeper
@@ -60,9 +60,10 @@ class SavedPipeline:
                 "elche.save_every, or count epochs by yourself and register the count"
             )
 
-    def agree(self, text: str, what: str) -> str:
-        """Rank 0's text, on every rank; called by all of them."""
-        found: str = self._pipe.communicator.agree(lambda: text, what)[0]
+    def agree(self, make: Callable[[], str], what: str) -> str:
+        """What rank 0 makes, on every rank; called by all of them."""
+        communicator = self._pipe.communicator
+        found: str = communicator.agree(lambda: "" if self.rank else make(), what)[0]
         return found
 
     def barrier(self, name: str) -> None:

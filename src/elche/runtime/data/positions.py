@@ -1,4 +1,4 @@
-"""The positions of an epoch: enumerated once, on rank 0, and given to all ranks."""
+"""The positions of an epoch: enumerated once, on one rank, and given to all."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.data.leased_data import IndexBatch
 from elche.runtime.data.sample_seeds import position_seed
+
+SHARING = "sharing the positions of an epoch"
 
 
 class EpochPositions:
@@ -167,8 +169,10 @@ def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
         )
 
 
-def share_keys(group: Group, keys: list[Any] | None) -> torch.Tensor | list[Any]:
-    """Sends rank 0's keys to all ranks; ``keys`` is None elsewhere.
+def share_keys(
+    group: Group, keys: list[Any] | None, source: int = 0
+) -> torch.Tensor | list[Any]:
+    """Sends one rank's keys to all ranks; ``keys`` is None elsewhere.
 
     Raises:
         ConfigError: a key is nothing that can travel without pickle.
@@ -177,12 +181,12 @@ def share_keys(group: Group, keys: list[Any] | None) -> torch.Tensor | list[Any]
     if keys is not None:
         payload, kind = packed_keys(keys)
     header = torch.tensor([kind, payload.numel()], dtype=torch.int64, device="cpu")
-    group.broadcast(header, "sharing the positions of an epoch")
+    group.broadcast(header, SHARING, source)
     kind, numel = header.tolist()
     dtype = torch.uint8 if kind else torch.int64
     if keys is None:
         payload = torch.empty(numel, dtype=dtype, device="cpu")
-    group.broadcast(payload, "sharing the positions of an epoch")
+    group.broadcast(payload, SHARING, source)
     if not kind:
         return payload
     unpacked: list[Any] = msgpack.unpackb(payload.numpy().tobytes(), use_list=False)

@@ -266,7 +266,7 @@ class _Follower:
         for place, rank in enumerate(ranks):
             environment = rank_environment(config, place, environments[place] | told)
             process = await start_rank(
-                config, place, environment, self._pipe[0], self._output
+                config, place, environment, self._pipe[0], self._output, place
             )
             self._processes[rank] = process
             watching = self._watch(rank, process)

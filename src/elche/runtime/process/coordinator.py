@@ -83,6 +83,7 @@ class CoordinatorServer:
         self._patience_s = STALLED_S
         self.on_lost: Callable[[int], None] = lambda rank: None
         self._world_size = world_size
+        self._num_ranks = world_size
         self._strangers: dict[_Connection, float] = {}
         self._key = key
         self._connections: dict[int, _Connection] = {}
@@ -156,6 +157,9 @@ class CoordinatorServer:
             if self.on_message is not None:
                 self.on_message(event)
             self._sort(core.handle(event, now_s), told)
+            if isinstance(event, Failed) and self.is_outlived(event.rank):
+                said = event.rank, event.error
+                logger.warning("rank %d did not join the run: %s", *said)
         self._fence()
         for rank, instructions in told.items():
             self._deliver(rank, instructions)
@@ -174,8 +178,13 @@ class CoordinatorServer:
             self._liveness.beat(rank, stack, waits=waits)
 
     def is_outlived(self, rank: int) -> bool:
-        """Whether a rank has died, and the run has gone on without it."""
-        return rank in self.core.lost
+        """Whether the run has gone on without a rank: it died, or never joined."""
+        return rank in self.core.lost or not self.core.has_member(rank)
+
+    def add_rank(self) -> int:
+        """The number of another rank, which may join the run."""
+        self._num_ranks += 1
+        return self._num_ranks - 1
 
     def _sort(
         self, answers: Sequence[Instruction], told: dict[int, list[Instruction]]
@@ -204,7 +213,7 @@ class CoordinatorServer:
         A rank that connects after the end of the run gets the reason at once: it may
         only read and wait, as a rank of a pipeline does until the group is there.
         """
-        if not 0 <= rank < self._world_size or rank in self._connections:
+        if not 0 <= rank < self._num_ranks or rank in self._connections:
             return False
         self._strangers.pop(connection, None)
         self._connections[rank] = connection
@@ -434,19 +443,22 @@ def rank_environments(
 
 @contextlib.contextmanager
 def serve_in_thread(
-    world_size: int, fence: Callable[[int], None] | None = None
+    world_size: int, fence: Callable[[int], None] | None = None, joiners: int = 0
 ) -> Iterator[list[dict[str, str]]]:
     """Serves a run from a thread of a process that does not train (tests, notebooks).
 
     Args:
-        world_size: ranks of the run.
+        world_size: ranks of the run, and of those that join it.
         fence: kills a rank's process, so that the run may go on without it.
+        joiners: so many of them, the last ones, are to join it.
 
     Yields:
         Each rank's environment.
     """
     key = secrets.token_bytes(KEY_BYTES)
-    server = CoordinatorServer(world_size, key, survives=fence is not None)
+    founders = world_size - joiners
+    server = CoordinatorServer(founders, key, survives=fence is not None)
+    late = [server.add_rank() for _ in range(joiners)]
     server.on_lost = fence or server.on_lost
     server.sees_ends = False
     loop = asyncio.new_event_loop()
@@ -454,7 +466,9 @@ def serve_in_thread(
     thread = threading.Thread(target=loop.run_forever, name="elche-coordinator")
     thread.start()
     try:
-        yield rank_environments(world_size, address, key)
+        environments = rank_environments(founders, address, key)
+        joining = {**environments[0], "ELCHE_JOINS": "1"}
+        yield [*environments, *({**joining, "RANK": str(rank)} for rank in late)]
     finally:
         asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10.0)
         loop.call_soon_threadsafe(loop.stop)

@@ -35,6 +35,7 @@ class Placement:
         ms_per_sample: an emulated device's time per sample at speed 1.
         fixed_ms: an emulated device's time per pass beside its samples'.
         memory_samples: samples of a batch that an emulated device holds; None: any.
+        joins: this rank is to join a run under way, and is numbered after its ranks.
     """
 
     rank: int = 0
@@ -47,6 +48,7 @@ class Placement:
     ms_per_sample: float = 1.25
     fixed_ms: float = 0.0
     memory_samples: int | None = None
+    joins: bool = False
 
     @property
     def device_name(self) -> str:
@@ -85,7 +87,8 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
     environment = read_launcher(environment)
     world_size = _int(environment, "WORLD_SIZE", 1)
     rank = _int(environment, "RANK", 0)
-    if not 0 <= rank < world_size:
+    joins = environment.get("ELCHE_JOINS") == "1"
+    if not 0 <= rank < world_size and not (joins and rank >= world_size):
         raise ConfigError(
             f"expected 0 <= RANK < WORLD_SIZE, got {rank} of {world_size}"
         )
@@ -120,6 +123,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
             ms_per_sample=float(environment.get("ELCHE_MS_PER_SAMPLE", "1.25")),
             fixed_ms=float(environment.get("ELCHE_FIXED_MS", "0")),
             memory_samples=_int(environment, "ELCHE_MEMORY_SAMPLES", 0) or None,
+            joins=joins,
         )
     except ValueError as error:
         raise ConfigError(

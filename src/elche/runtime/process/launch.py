@@ -34,6 +34,9 @@ from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.process.torch_store import TorchStore
 from elche.runtime.report.trace_parts import TRACE, join_parts
 
+OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", "ELCHE_JOINS", "ELCHE_REJOIN"
+REJOIN = "ELCHE_REJOIN"
+"""Tells ranks that others may join them."""
 DEFAULT_GROUP = (
     "a script that meets in torch.distributed's own process group, whose others would "
     "wait for it"
@@ -75,6 +78,8 @@ class LaunchConfig:
         trace_path: file for the timeline of all ranks, written then as well.
         display: shows the run, and what the ranks print, on this terminal.
         hosts: this launcher is the first of several; None: the only one.
+        rejoin: how many ranks at most are started in place of some that have died, and
+            join the run that goes on.
     """
 
     command: tuple[str, ...]
@@ -92,6 +97,7 @@ class LaunchConfig:
     trace_path: Path | None = None
     display: Display | None = None
     hosts: HostsConfig | None = None
+    rejoin: int = 0
 
     def __post_init__(self) -> None:
         given = [
@@ -102,6 +108,12 @@ class LaunchConfig:
         if len(given) > 1:
             raise ConfigError(
                 f"expected one of --nproc, --devices and --speeds, got {len(given)}"
+            )
+        if self.rejoin < 0:
+            raise ConfigError(f"expected --rejoin from 0 on, got {self.rejoin}")
+        if self.rejoin and self.hosts is not None:
+            raise ConfigError(
+                "--rejoin serves one host; leave out --nnodes and --hosts"
             )
         if self.num_ranks is not None and self.num_ranks < 1:
             raise ConfigError(f"expected --nproc of at least 1, got {self.num_ranks}")
@@ -218,18 +230,34 @@ async def _launch(
     output = RankOutput(config.on_line, display, have_met)
     parts = Path(tempfile.mkdtemp(prefix="elche-")) if config.trace_path else None
     watched, held = os.pipe()  # this process alone has the end that it holds
+    places: list[int] = []  # of each rank: whose device it has
+
+    async def start(place: int, **more: str) -> None:
+        rank = len(places)
+        places.append(place)
+        environment = rank_environment(
+            config,
+            place,
+            environments[place]
+            | (store.environment() if store else {})
+            | ({} if leader is None else {"ELCHE_LISTEN": leader.address})
+            | {PIPE: str(watched)}
+            | ({TRACE: str(parts)} if parts else {})
+            | ({REJOIN: "1"} if config.rejoin else {})
+            | more,
+        )
+        process = await start_rank(config, place, environment, watched, output, rank)
+        processes.add(process)
+
+    async def replace_rank(rank: int) -> None:
+        has_ended = server.core.is_finished or server.core.aborted is not None
+        if len(places) < config.world_size + config.rejoin and not has_ended:
+            await start(places[rank], RANK=str(server.add_rank()), ELCHE_JOINS="1")
+
+    processes.on_outlived = replace_rank
     try:
-        for rank, own in enumerate(environments):
-            environment = rank_environment(
-                config,
-                rank,
-                own
-                | (store.environment() if store else {})
-                | ({} if leader is None else {"ELCHE_LISTEN": leader.address})
-                | {PIPE: str(watched)}
-                | ({TRACE: str(parts)} if parts else {}),
-            )
-            processes.add(await start_rank(config, rank, environment, watched, output))
+        for place in range(config.world_size):
+            await start(place)
         for process in () if leader is None else leader.start(config.environment):
             processes.add(process)
         await processes.wait()
@@ -268,6 +296,7 @@ async def start_rank(
     environment: Mapping[str, str],
     pipe: int,
     output: RankOutput,
+    rank: int,
 ) -> RankProcess:
     """Starts the process of a rank of this host.
 
@@ -277,9 +306,10 @@ async def start_rank(
         environment: of the process, whole.
         pipe: that it watches; see `launcher_watch`.
         output: takes what it prints.
+        rank: by which it is known there.
     """
     if config.start is not None:
-        return config.start(place, environment)
+        return config.start(rank, environment)
     network = config.network
     process = await asyncio.create_subprocess_exec(
         *(() if network is None else network.command(place)),
@@ -290,7 +320,7 @@ async def start_rank(
         stderr=output.stderr,
         limit=LINE_BYTES,
     )
-    output.add(place, process)
+    output.add(rank, process)
     return process
 
 
@@ -316,7 +346,7 @@ def rank_environment(
     threads = max(1, (os.cpu_count() or 1) // config.world_size)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     for name in os.environ:  # of a launcher around this one
-        if name in ("ELCHE_SPEED", "ELCHE_DEVICE") or name.startswith("TORCHELASTIC_"):
+        if name in OF_A_RANK or name.startswith("TORCHELASTIC_"):
             del environment[name]
     environment |= {**config.environment, **own}
     if config.network is not None:

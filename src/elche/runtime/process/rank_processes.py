@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, final
 
 from elche.coordination.protocol.events import Interrupted
@@ -60,6 +61,7 @@ class RankProcesses:
         ended: ranks in the order in which their processes ended.
         terminated: ranks that had to be ended here.
         failed_s: when the first failure was seen, by the monotonic clock.
+        on_outlived: starts another rank in place of one that died, or does not.
     """
 
     def __init__(self, server: CoordinatorServer) -> None:
@@ -75,6 +77,7 @@ class RankProcesses:
         self.ended: list[int] = []
         self.terminated: tuple[int, ...] = ()
         self.failed_s: float | None = None
+        self.on_outlived: Callable[[int], Awaitable[None]] | None = None
 
     def add(self, process: RankProcess) -> None:
         """Takes the process of the next rank."""
@@ -174,9 +177,12 @@ class RankProcesses:
                 code = self._processes[rank].returncode or 0
                 self.ended.append(rank)
                 self._server.rank_ended(rank, code)
-                if code and not self._server.is_outlived(rank):
+                is_outlived = self._server.is_outlived(rank)
+                if code and not is_outlived:
                     self._note_failure()
                     patience_s = GRACE_S
+                if is_outlived and self.on_outlived and math.isinf(deadline_s):
+                    await self.on_outlived(rank)
             deadline_s = min(deadline_s, time.monotonic() + patience_s)
         await self._terminate()
 

@@ -79,7 +79,8 @@ class Worker:
             again, where another has left the epoch.
         meets_in_forward: ranks meet in forward passes, so none can leave alone.
         name_samples: adds to an error what its batches are, in the epoch under way.
-        on_regroup: called between epochs, where ranks have died.
+        on_regroup: called between epochs, where ranks have died, or are to join.
+        is_new: this rank is to join a run under way, and holds nothing of it yet.
         timeline: what this rank did.
         members: ranks of the run that live, in order.
     """
@@ -100,6 +101,9 @@ class Worker:
         self.on_regroup: Callable[[], None] | None = None
         self.timeline = Timeline(self.rank)
         self.members: list[int] = [*range(placement.world_size)]
+        self.is_new = placement.joins
+        if self.is_new:
+            self.members.append(self.rank)  # of the others it hears when it joins
         self._heartbeat: Heartbeat | None = None
         self._channel = channel
         self._group: Group | None = None
@@ -141,6 +145,11 @@ class Worker:
             device = self.placement.device
             group.devices = open_device_group(group, device, self.timeout_s)
 
+    def stay_apart(self, welcome: Welcome, transport: str) -> None:
+        """Forms no group yet: the others go on until this rank has built its own."""
+        self._shares_host = transport == "auto" and may_share(welcome.devices)
+        self._group = Group.alone(self.timeout_s)
+
     @property
     def generation(self) -> int:
         """The number of the group, or of the one to be formed next."""
@@ -152,17 +161,18 @@ class Worker:
         return self._is_due
 
     def hear_of(self, *regroups: Regroup) -> None:
-        """Ranks have died: the next group is of the others.
+        """Ranks have died, or join: the next group is of those that are there then.
 
         Args:
             regroups: the words of it, to which those in line are added.
         """
         for each in (*regroups, *self._channel.take(Regroup)):
             self._is_due, self._generation = True, each.generation
-            self.members = [r for r in self.members if r not in each.left]
+            stay = () if self.rank in each.joined else self.members
+            self.members = sorted({*stay, *each.joined} - set(each.left))
 
     def regroup(self) -> None:
-        """Forms the group of those who live, and leaves the last one to itself.
+        """Forms the group of the members, and leaves the last one to itself.
 
         Raises:
             RankLostError: another one has died; another word of it is in line.

@@ -1,22 +1,24 @@
-"""The next group of a run that has lost ranks, formed with all who live.
+"""The next group of a run that has lost ranks or takes in new ones.
 
 If one of the survivors holds the result of the reduction under way, with the dead
 rank's part in it, the others take it from that one, and the coordinator commits it;
 else it plans the reduction anew, without that part. In shared memory all see the same
-sums; over gloo some may have them and others not.
+sums; over gloo some may have them and others not. New ranks come where an epoch is cut,
+and one that was there before hands over all it holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 
+from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
-from elche.errors import ProtocolError
-from elche.runtime.data.positions import share_keys
+from elche.errors import CommunicationError, ProtocolError
+from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows.synchroniser import Synchroniser
 
@@ -45,34 +47,39 @@ class Regrouping:
     Args:
         worker: this rank's shell.
         synchroniser: reduces its windows.
+        order: of the samples; who becomes the first rank draws it.
+        hand_over: sends the first rank's state to those that are new, with all ranks.
         emit: takes a line for the user.
-
-    Attributes:
-        keys: of the epoch's positions, as far as this rank has them.
     """
 
     def __init__(
-        self, worker: Worker, synchroniser: Synchroniser, emit: Callable[[str], None]
+        self,
+        worker: Worker,
+        synchroniser: Synchroniser,
+        order: SampleOrder,
+        hand_over: Callable[[Group, int, bool], None],
+        emit: Callable[[str], None],
     ) -> None:
         self._worker = worker
         self._synchroniser = synchroniser
+        self._order = order
+        self._hand_over = hand_over
         self._emit = emit
         self._said = list(worker.members)
-        self.keys: torch.Tensor | Sequence[Any] | None = None
 
     def form(
         self,
         last: OpenReduction | None = None,
         on_result: Callable[[], None] | None = None,
         *,
-        lacks_keys: bool = False,
+        wants_keys: bool = False,
     ) -> None:
-        """Forms the group of those who live.
+        """Forms the group of the members.
 
         Args:
             last: the reduction that may be open.
             on_result: called when this rank has taken its result from another.
-            lacks_keys: this rank has not been told the epoch's positions.
+            wants_keys: this rank waits for the positions of an epoch that has begun.
 
         Raises:
             RankLostError: another rank has died; to be called again.
@@ -80,18 +87,14 @@ class Regrouping:
         worker, sync = self._worker, self._synchroniser.windows
         if sync is None:
             raise ProtocolError(f"rank {worker.rank}: no windows, and a new group")
-        worker.regroup()
-        group = worker.group
+        group = self.meet(wants_keys=wants_keys)
         lacks = last is not None and last.lacks
-        table = torch.zeros(group.world_size, 3, dtype=torch.int64, device="cpu")
-        mine = lacks_keys, lacks, last is not None and not lacks
-        table[group.rank] = torch.tensor(mine, device="cpu")
-        group.all_reduce(table, WHAT)
-        lack_keys, lack, hold = table.T.tolist()
-        if any(lack_keys):
-            keys = self.keys if group.rank == 0 else None
-            plain = keys.tolist() if isinstance(keys, torch.Tensor) else keys
-            self.keys = share_keys(group, None if plain is None else list(plain))
+        rows = torch.zeros(group.world_size, 2, dtype=torch.int64, device="cpu")
+        rows[group.rank] = torch.tensor(
+            (lacks, last is not None and not lacks), device="cpu"
+        )
+        group.all_reduce(rows, WHAT)
+        lack, hold = rows.T.tolist()
         if any(lack) and any(hold):
             if last is None:
                 raise ProtocolError(f"rank {worker.rank} has no plan of a reduction")
@@ -102,12 +105,47 @@ class Regrouping:
         sync.reconnect(group)
         self.say()
 
+    def meet(self, *, wants_keys: bool) -> Group:
+        """The members' group, formed; who lacks what all have gets it there.
+
+        Args:
+            wants_keys: this rank waits for the positions of an epoch that has begun.
+
+        Raises:
+            RankLostError: another rank has died; to be called again.
+        """
+        worker, order = self._worker, self._order
+        worker.regroup()
+        group = worker.group
+        rows = torch.zeros(group.world_size, 3, dtype=torch.int64, device="cpu")
+        has_keys = order.keys is not None
+        mine = wants_keys and not has_keys, has_keys, worker.is_new
+        rows[group.rank] = torch.tensor(mine, device="cpu")
+        group.all_reduce(rows, WHAT)
+        lack_keys, have_keys, are_new = rows.T.tolist()
+        if any(lack_keys):
+            order.settle(group, have_keys.index(1) if any(have_keys) else None)
+        if group.rank == 0:
+            order.take_over()
+        if any(are_new):
+            if all(are_new):
+                raise CommunicationError("all who held the run's state have died")
+            order.share_generators(group)
+            self._hand_over(group, are_new.index(0), worker.is_new)
+            worker.is_new = False
+        return group
+
     def say(self) -> None:
-        """Who goes on, on the first rank."""
+        """Who goes on now, on the first rank."""
         now = list(self._worker.members)
         gone = [rank for rank in self._said if rank not in now]
+        new = [rank for rank in now if rank not in self._said]
         self._said = now
-        if gone and self._worker.rank == 0:
+        if self._worker.place:
+            return
+        if new:
+            self._emit(f"elche: {_named(new)} joined: going on with {_named(now)}")
+        if gone:
             self._emit(
                 f"elche: {_named(gone)} died: going on with {_named(now)}; what was "
                 "not committed is trained on again"

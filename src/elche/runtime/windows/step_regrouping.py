@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, final
+from collections.abc import Callable
+from typing import final
 
 import torch
 
 from elche.comm.gradients.reducer import StepPart
 from elche.coordination.protocol.events import Regrouped
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
-from elche.runtime.data.positions import share_keys
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows.regrouping import WHAT, Regrouping
 from elche.runtime.windows.synchroniser import Synchroniser
@@ -23,7 +22,7 @@ class StepRegrouping:
     Args:
         worker: this rank's shell.
         synchroniser: reduces its gradients.
-        regrouping: what windows do; has the epoch's keys, and says who has died.
+        regrouping: what windows do; forms the group, and says who has died.
 
     Attributes:
         lost: who has died in the part of an epoch under way.
@@ -48,28 +47,25 @@ class StepRegrouping:
         place: StepPlace,
         part_of: Callable[[], StepPart | None] = lambda: None,
         *,
-        lacks_keys: bool = False,
+        wants_keys: bool = False,
     ) -> None:
         """Forms the group of those who live, and settles the pass under way.
 
         Args:
             place: where this rank is.
             part_of: its part of the step under way, without those that are `lost`.
-            lacks_keys: this rank has not been told the epoch's positions.
+            wants_keys: this rank waits for the positions of an epoch that has begun.
 
         Raises:
             RankLostError: another rank has died; to be called again.
         """
         worker, regrouping = self._worker, self._regrouping
-        worker.regroup()
-        group = worker.group
-        rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
-        rows[group.rank] = torch.tensor((*place, lacks_keys), device="cpu")
+        group = regrouping.meet(wants_keys=wants_keys)
+        rows = torch.zeros(group.world_size, 3, dtype=torch.int64, device="cpu")
+        rows[group.rank] = torch.tensor(place, device="cpu")
         group.all_reduce(rows, WHAT)
         table: list[list[int]] = rows.tolist()
-        if any(row[-1] for row in table):
-            regrouping.keys = share_keys(group, plain(regrouping.keys, group.rank))
-        found = settle([StepPlace(*row[:-1]) for row in table])
+        found = settle([StepPlace(*row) for row in table])
         self.lost.take(set(self._members) - set(worker.members), found)
         self._synchroniser.go_on_in(
             group, found.source, part_of(), lacks=place.passes < found.passes
@@ -89,10 +85,3 @@ class StepRegrouping:
                 lost=lost.to_wire(),
             )
         )
-
-
-def plain(keys: torch.Tensor | Sequence[Any] | None, rank: int) -> list[Any] | None:
-    """What rank 0 shares; None elsewhere."""
-    if rank or keys is None:
-        return None
-    return keys.tolist() if isinstance(keys, torch.Tensor) else list(keys)

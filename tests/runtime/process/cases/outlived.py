@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import elche
 
@@ -21,8 +23,21 @@ torch.manual_seed(0)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = TensorDataset(torch.randn(400, 4))
+
+
+class Evens(Sampler[int]):
+    """The even samples, then the odd ones."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (*range(0, 400, 2), *range(1, 400, 2))
+
+    def __len__(self) -> int:
+        return 400
+
+
+order = {"sampler": Evens()} if "own" in sys.argv else {"shuffle": True}
 workers = 2 * ("workers" in sys.argv)
-loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=workers)
+loader: Any = DataLoader(data, batch_size=4, num_workers=workers, **order)  # type: ignore[arg-type]
 model, optimizer, loader = elche.setup(
     model, optimizer, loader, policy=policy, survive="mortal" not in sys.argv
 )

@@ -1,0 +1,131 @@
+"""A checkpoint that is not written: handed over to ranks that join, in its own form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from elche.checkpoint.contents import Captured
+from elche.checkpoint.files import packed_tensors, unpacked_tensors
+from elche.checkpoint.manifest import Manifest
+from elche.checkpoint.state_tree import StateTree, decode, encode
+from elche.comm.transport.process_group import Group
+from elche.errors import MismatchError
+
+WHAT: Final = "handing the run's state over"
+PIECE_BYTES: Final = 1 << 24
+"""Also those that need nothing receive it, piece by piece, and keep none."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The first rank's part, the shared one and the model, as a checkpoint has them.
+
+    Attributes:
+        path: what it is called in errors.
+        manifest: what it holds; of one rank.
+        trees: JSON by part.
+        tensors: by part.
+    """
+
+    path: Path
+    manifest: Manifest
+    trees: Mapping[str, Any]
+    tensors: Mapping[str, Mapping[str, Tensor]]
+
+    def shared(self) -> StateTree:
+        """See `Checkpoint`."""
+        return self._part("shared")
+
+    def of_rank(self, rank: int) -> StateTree:
+        """See `Checkpoint`: there is one rank."""
+        return self._part("own")
+
+    def model(self) -> dict[str, Tensor]:
+        """See `Checkpoint`."""
+        return dict(self.tensors["model"])
+
+    def _part(self, part: str) -> StateTree:
+        def tensor(name: str, in_model: bool) -> Tensor:
+            return self.tensors["model" if in_model else part][name]
+
+        return decode(self.trees[part], tensor)
+
+
+def packed(held: Captured, info: Mapping[str, Any]) -> list[bytearray]:
+    """What one rank has captured, as messages.
+
+    Raises:
+        ConfigError: something in it cannot be stored.
+    """
+    own, own_tensors = encode(held.own, "own")
+    shared, shared_tensors = encode(held.shared, "shared", held.model)
+    said = {"own": own, "shared": shared, "info": dict(info), "error": ""}
+    parts = held.model, own_tensors, shared_tensors
+    return [bytearray(json.dumps(said).encode()), *map(packed_tensors, parts)]
+
+
+def refused(why: str) -> list[bytearray]:
+    """The messages of a rank that cannot hand its state over."""
+    return [
+        bytearray(json.dumps({"error": why}).encode()),
+        *(bytearray() for _ in "123"),
+    ]
+
+
+def unpacked(messages: list[bytearray]) -> HandedOver:
+    """What came, as a checkpoint.
+
+    Raises:
+        MismatchError: the rank that was to send it could not.
+    """
+    said = json.loads(messages[0])
+    if said["error"]:
+        raise MismatchError(f"this rank cannot join the run: {said['error']}")
+    model, own, shared = map(unpacked_tensors, messages[1:])
+    return HandedOver(
+        Path("the state of the ranks that train"),
+        Manifest(name="", run_id="", world_size=1, info=said["info"], files={}),
+        {"own": said["own"], "shared": said["shared"]},
+        {"model": model, "own": own, "shared": shared},
+    )
+
+
+def send(
+    group: Group, source: int, messages: list[bytearray] | None, *, keeps: bool
+) -> list[bytearray]:
+    """Sends messages of one rank to all; with all ranks.
+
+    Args:
+        group: of all.
+        source: who sends.
+        messages: on that rank.
+        keeps: what comes is wanted here.
+
+    Returns:
+        The messages, where they are wanted.
+    """
+    lengths = [0] * 4 if messages is None else [len(each) for each in messages]
+    sizes = torch.tensor(lengths, device="cpu")
+    group.broadcast(sizes, WHAT, source)
+    lengths = sizes.tolist()
+    if messages is None and keeps:
+        messages = [bytearray(length) for length in lengths]
+    for at, length in enumerate(lengths):
+        for start in range(0, length, PIECE_BYTES):
+            count = min(PIECE_BYTES, length - start)
+            if messages is None:
+                piece = torch.empty(count, dtype=torch.uint8, device="cpu")
+            else:
+                piece = torch.frombuffer(
+                    messages[at], dtype=torch.uint8, count=count, offset=start
+                )
+            group.broadcast(piece, WHAT, source)
+    return messages if messages is not None and keeps else []

@@ -1,0 +1,141 @@
+"""The order of an epoch's samples, drawn on the first rank that lives.
+
+The generators that it is drawn from travel with each epoch, so that the next rank goes
+on as the first one would have when that dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from elche.comm.transport.process_group import Group
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.runtime.data.positions import enumerate_batches, share_keys
+
+GENERATORS_ONLY: Final = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
+"""Samplers whose next order depends on nothing else that drawing changes."""
+
+
+@final
+class SampleOrder:
+    """One rank's part in drawing orders, and in handing that on.
+
+    Args:
+        loader: the user's, the same on all ranks.
+        generators: that it draws from, beside torch's own.
+        hands_on: other ranks are told where the generators stand.
+
+    Attributes:
+        keys: of the epoch's positions, as far as this rank has them.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        generators: Sequence[torch.Generator],
+        *,
+        hands_on: bool,
+    ) -> None:
+        self._loader = loader
+        self._generators = list(dict.fromkeys(generators))
+        self._hands_on = hands_on
+        self._epoch = -1
+        self._most: int | None = None
+        self._received: list[bytes] | None = None
+        self.keys: torch.Tensor | list[Any] | None = None
+
+    def begin(self, epoch: int, most: int | None) -> None:
+        """A new epoch, whose order this rank has not.
+
+        Args:
+            epoch: its number.
+            most: batches that are drawn at most; None for all.
+        """
+        self._epoch, self._most, self.keys = epoch, most, None
+
+    def draw(self) -> BatchSizes:
+        """Draws the epoch's order on this rank; returns its batches' sizes."""
+        self.keys, sizes = enumerate_batches(self._loader, self._epoch, self._most)
+        return sizes
+
+    def share(self, group: Group, source: int = 0) -> None:
+        """Sends one rank's keys to all, and where the generators stand after them."""
+        received = self._share_generators(group, source)
+        keys: Any = self.keys if group.rank == source else None
+        if isinstance(keys, torch.Tensor):
+            keys = keys.tolist()
+        self.keys = share_keys(group, keys, source)
+        self._received = received
+
+    def settle(self, group: Group, source: int | None) -> None:
+        """Ranks lack the order of an epoch that has begun: it is shared, or drawn anew.
+
+        Args:
+            group: of the ranks that live.
+            source: one that has it; None: it has died with the rank that drew it.
+        """
+        if source is None and group.rank == 0:
+            self.take_over()
+            self.draw()
+        self.share(group, source or 0)
+
+    def share_generators(self, group: Group) -> None:
+        """Tells all ranks where the first one's generators stand."""
+        self._received = self._share_generators(group, 0)
+
+    def _share_generators(self, group: Group, source: int) -> list[bytes] | None:
+        """What this rank is to go on from as a successor; None on the first."""
+        if not self._hands_on:
+            return None
+        own = self._received or [_bytes_of(state) for state in self._states()]
+        sent = share_keys(group, list(own) if group.rank == source else None, source)
+        received: list[Any] = list(sent)
+        is_first = group.rank == source and self._received is None
+        return None if is_first else received
+
+    def take_over(self) -> None:
+        """This rank is the first now; does nothing where it was before."""
+        received, self._received = self._received, None
+        if received is None:
+            return
+        states = [
+            torch.frombuffer(bytearray(raw), dtype=torch.uint8) for raw in received
+        ]
+        torch.set_rng_state(states[0])
+        for generator, state in zip(self._generators, states[1:], strict=True):
+            generator.set_state(state)
+
+    def _states(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(each.get_state() for each in self._generators)]
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def sampler_with_state(loader: DataLoader[Any]) -> str:
+    """The class of a sampler that may hold more than generators; "" if it does not."""
+    sampler: Any = loader.sampler
+    if loader.batch_sampler is not None:
+        if type(loader.batch_sampler) is not BatchSampler:
+            return type(loader.batch_sampler).__name__
+        sampler = loader.batch_sampler.sampler
+    return "" if type(sampler) in GENERATORS_ONLY else type(sampler).__name__

@@ -1,0 +1,297 @@
+"""A rank joins a run where its epoch is cut, whatever comes between. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.coordination.protocol.events import (
+    BatchesDone,
+    Disconnected,
+    EpochOpened,
+    Event,
+    Failed,
+    JoinReady,
+    Left,
+    Regrouped,
+    WindowClosed,
+    WindowReduced,
+)
+from elche.coordination.protocol.instructions import (
+    Abort,
+    BeginEpoch,
+    CloseWindow,
+    EndEpoch,
+    GrantBatches,
+    Instruction,
+    OpenWindow,
+    Reduce,
+    Regroup,
+    Welcome,
+)
+from elche.coordination.state import Coordinator
+from elche.sim.cluster import Cluster, Device, SimulatedRun
+from elche.sim.rank import join_of
+from tests.harness.settings import nested
+
+BATCHES, FOUNDERS = 24, 2
+
+
+def plan_of(policy: str = "cadence", **options: object) -> Cluster:
+    device = Device(seconds_per_sample=0.01, count=FOUNDERS, prefetch=0)
+    given_options = nested({"local_batch_size": 8, **options})
+    sizes = ((8, BATCHES),)
+    run = SimulatedRun(policy=policy, options=given_options, batch_sizes=sizes)
+    return Cluster(run=run, devices=(device,))
+
+
+class Member:
+    """A rank as the core sees it: does at once what it is told, one thing at a time.
+
+    It trains a batch when it is asked to move; what the core says it does before.
+    """
+
+    def __init__(self, rank: int, *, joins: bool = False) -> None:
+        self.rank = rank
+        self.joins = joins
+        self.is_over = self.is_in = False
+        self.refused = ""
+        self.leases: list[int] = []
+        self.window = self.trained = self.reduced = 0
+        self.opened: EpochOpened | None = None
+        self.batches: list[tuple[int, int]] = []
+        self.starts = 0
+
+    def hear(self, told: Instruction) -> list[Event]:
+        """What it answers."""
+        rank = self.rank
+        if isinstance(told, Abort):
+            self.refused = told.reason
+            return [Disconnected(rank=rank)]
+        if isinstance(told, Welcome) and not self.joins:
+            return self.open(0, continues=False, sizes=((8, BATCHES),))
+        if isinstance(told, Regroup):
+            self.is_in = True
+            again = [self.opened] if self.opened is not None else []
+            if self.joins and not self.starts:
+                again = self.open(0, continues=True, sizes=())
+            word = Regrouped(
+                rank=rank, generation=told.generation, epoch=0, reduced=self.reduced
+            )
+            return [*again, word]
+        if isinstance(told, BeginEpoch):
+            self.opened, self.starts = None, self.starts + 1
+            self.window, self.trained, self.leases = told.window, 0, []
+            self.reduced = told.window - 1
+        if isinstance(told, OpenWindow):
+            self.window, self.trained = told.window, 0
+        if isinstance(told, GrantBatches):
+            self.leases += range(told.start, told.stop)
+        if isinstance(told, CloseWindow):
+            if told.drain:
+                self.leases = []
+            return [self.close()]
+        if isinstance(told, Reduce):
+            self.reduced = told.window
+            return [
+                WindowReduced(
+                    rank=rank,
+                    epoch=0,
+                    window=told.window,
+                    sync_s=0.1,
+                    wait_s=0.0,
+                    divergence=0.0,
+                    adopted_at=0,
+                )
+            ]
+        if isinstance(told, EndEpoch):
+            if told.left and not told.is_early:
+                samples = sum(stop - start for start, stop in told.left)
+                return self.open(0, continues=True, sizes=((8, samples // 8),))
+            self.is_over = True
+            return [Left(rank=rank)]
+        return []
+
+    def open(
+        self, epoch: int, *, continues: bool, sizes: tuple[tuple[int, int], ...]
+    ) -> list[Event]:
+        said = sizes if self.rank == 0 else None
+        self.opened = EpochOpened(
+            rank=self.rank, epoch=epoch, sizes=said, continues=continues
+        )
+        return [self.opened]
+
+    def close(self) -> WindowClosed:
+        return WindowClosed(
+            rank=self.rank, epoch=0, window=self.window, state="", changed_buffers=()
+        )
+
+    def move(self) -> list[Event]:
+        """Trains a batch, if it may."""
+        if not self.leases or self.opened is not None:
+            return []
+        batch = self.leases.pop(0)
+        self.trained += 1
+        self.batches.append((self.starts, batch))
+        return [
+            BatchesDone(
+                rank=self.rank,
+                epoch=0,
+                window=self.window,
+                start=batch,
+                stop=batch + 1,
+                samples=8,
+                busy_s=0.1,
+                data_wait_s=0.0,
+                timed=1,
+                timed_s=0.1,
+            )
+        ]
+
+
+class Meeting:
+    """The core, its members, and a rank that joins."""
+
+    def __init__(self, plan: Cluster) -> None:
+        self.plan = plan
+        self.core = Coordinator(FOUNDERS, survives=True)
+        self.members = {rank: Member(rank) for rank in range(FOUNDERS)}
+        self.now_s = 0.0
+        self.told: dict[int, list[Instruction]] = defaultdict(list)
+        for rank in range(FOUNDERS):
+            self.say(join_of(plan, rank, plan.devices[0]))
+
+    def say(self, *events: Event) -> None:
+        """Events come, and everybody answers what the core says of them."""
+        waiting = list(events)
+        while waiting:
+            self.now_s += 0.01
+            event = waiting.pop(0)
+            for told in self.core.handle(event, self.now_s):
+                self.told[told.rank].append(told)
+                member = self.members.get(told.rank)
+                if member is not None:
+                    waiting += member.hear(told)
+            self.core.check()
+
+    def come(self, rank: int = FOUNDERS, **changes: object) -> None:
+        """Another rank asks to join."""
+        self.members[rank] = Member(rank, joins=True)
+        self.say(join_of(self.plan, rank, self.plan.devices[0], **changes))
+
+    def move(self, rank: int) -> None:
+        """A member trains a batch."""
+        if rank in self.members:
+            self.say(*self.members[rank].move())
+
+    def lose(self, rank: int) -> None:
+        """A rank dies."""
+        member = self.members.pop(rank, None)
+        if member is not None and not member.is_over:
+            self.say(Disconnected(rank=rank))
+
+    def finish(self) -> None:
+        """All train until the epoch is over."""
+        for _ in range(50 * BATCHES):
+            for rank in list(self.members):
+                self.move(rank)
+            if self.core.is_finished or self.core.aborted:
+                return
+        raise AssertionError(self.core.doing)
+
+
+def test_a_rank_is_welcomed_at_once_and_taken_in_where_the_epoch_is_cut() -> None:
+    meeting = Meeting(plan_of())
+    meeting.move(0)
+    meeting.come()
+    assert [type(told) for told in meeting.told[2]] == [Welcome]
+    assert not any(isinstance(told, Regroup) for told in meeting.told[0])
+    meeting.say(JoinReady(rank=2))
+    meeting.finish()
+    assert meeting.core.aborted is None
+    assert meeting.members[2].batches, "it trained"
+    regroups = [told for told in meeting.told[2] if isinstance(told, Regroup)]
+    assert [told.joined for told in regroups] == [(0, 1, 2)]
+    regroups = [told for told in meeting.told[0] if isinstance(told, Regroup)]
+    assert [told.joined for told in regroups] == [(2,)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "changes", "says"),
+    [
+        ("cadence", {}, {"tensors": ()}, "the model differs"),
+        ("cadence", {}, {"version": 1}, "uses protocol version 1"),
+        ("cadence", {"survive": False}, {}, "no rank can join survive=False"),
+    ],
+)
+def test_who_does_not_fit_is_refused_and_the_run_goes_on(
+    policy: str, options: dict[str, object], changes: dict[str, object], says: str
+) -> None:
+    meeting = Meeting(plan_of(policy, **options))
+    meeting.move(0)
+    meeting.come(**changes)
+    assert says in meeting.members[2].refused
+    meeting.finish()
+    assert meeting.core.aborted is None
+
+
+def test_who_opens_another_epoch_ends_alone() -> None:
+    meeting = Meeting(plan_of())
+    meeting.come()
+    joiner = meeting.members[2]
+    joiner.open = lambda epoch, **_: [  # type: ignore[method-assign]
+        EpochOpened(rank=2, epoch=0, continues=True, steps=7)
+    ]
+    meeting.say(JoinReady(rank=2))
+    assert "rank 2 asks for 7 steps more" in joiner.refused
+    meeting.finish()
+    assert meeting.core.aborted is None
+
+
+STEPS = st.lists(st.sampled_from([0, 1, 2, "lose", "fail", "die"]), max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    before=st.integers(0, 30),
+    between=STEPS,
+    after=STEPS,
+    is_ready=st.booleans(),
+)
+def test_it_comes_and_goes_at_any_moment(
+    before: int,
+    between: list[int | str],
+    after: list[int | str],
+    is_ready: bool,
+) -> None:
+    """Whatever the joiner does, the run goes on; so it does when rank 1 dies."""
+    meeting = Meeting(plan_of())
+
+    def act(steps: list[int | str]) -> None:
+        for step in steps:
+            joiner = meeting.members.get(2)
+            if isinstance(step, int):
+                meeting.move(step)
+            elif step == "lose" and joiner is not None:
+                meeting.lose(2)
+            elif step == "fail" and joiner is not None and not joiner.starts:
+                del meeting.members[2]
+                meeting.say(Failed(rank=2, error="a fault", traceback=""))
+                meeting.say(Disconnected(rank=2))
+            elif step == "die" and 1 in meeting.members:
+                meeting.lose(1)
+
+    for number in range(before):
+        meeting.move(number % 2)
+    has_come = not meeting.core.is_finished
+    if has_come:
+        meeting.come()
+        act(between)
+        if is_ready and 2 in meeting.members and not meeting.core.is_finished:
+            meeting.say(JoinReady(rank=2))
+        act(after)
+    meeting.finish()
+    assert meeting.core.aborted is None

@@ -1,0 +1,204 @@
+"""Ranks that join a run under way, and the account of what all hold at its end."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+import elche
+from elche import session
+from elche.checkpoint.keeper import CheckpointKeeper
+from elche.coordination.protocol.events import EpochOpened, JoinReady
+from elche.runtime.process.worker import Worker
+from elche.runtime.windows.regrouping import Regrouping
+from tests.distributed.cases.survive_cases import (
+    Counter,
+    Indices,
+    after,
+    before,
+    die,
+    visit_events,
+)
+
+BEGIN_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a rank has at the end.
+
+    Attributes:
+        state: of the model.
+        copy: of its EMA.
+        progress: samples of the run.
+        rate: learning rate.
+        ranks: its number, place and the world's size.
+        handed: digests of optimizer and model at each hand-over.
+        batches: that it trained on.
+        held_s: longest time between two batches of an epoch.
+    """
+
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    copy: dict[str, torch.Tensor] = field(default_factory=dict)
+    progress: float = 0.0
+    rate: float = 0.0
+    ranks: tuple[int, int, int] = (0, 0, 0)
+    handed: list[str] = field(default_factory=list)
+    batches: int = 0
+    held_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run that ranks join.
+
+    Attributes:
+        folder: for logs, and the word that joiners wait for.
+        policy: of the run.
+        founders: ranks that it begins with.
+        death: rank of them that dies first; -1: nobody.
+        fails: where the joiners die; "" for nowhere.
+        other: what is another in the joiners' scripts: "lr", "model" or "loop".
+        options: of the run.
+    """
+
+    folder: str
+    policy: str
+    founders: int
+    death: int = -1
+    fails: str = ""
+    other: str = ""
+    samples: int = 640
+    epochs: int = 3
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def grow(plan: Plan) -> Joined:
+    """Trains; ranks above the founders' join when these are on their way."""
+    with session.failing_together():
+        return _grow(plan)
+
+
+def _grow(plan: Plan) -> Joined:
+    rank, is_joiner = int(os.environ["RANK"]), "ELCHE_JOINS" in os.environ
+    word = Path(plan.folder, "come")
+    if is_joiner:
+        wait_for(word)
+        plan_failure(plan.fails)
+    other = plan.other if is_joiner else ""
+    torch.manual_seed(5 + is_joiner)
+    counter = Counter(plan.samples + (other == "model"))
+    if is_joiner:
+        torch.nn.init.uniform_(counter.w)  # none of it may come into the run
+    optimizer = torch.optim.SGD(
+        counter.parameters(), lr=0.5 if other == "lr" else 1.0, momentum=0.1
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 15, 0.9)
+    copy = AveragedModel(counter, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    handed = watch_hand_overs(counter, optimizer)
+    loader: Any = DataLoader(Indices(plan.samples), batch_size=16, shuffle=True)
+    model, optimizer, loader = elche.setup(
+        *(counter, optimizer, loader),
+        policy=plan.policy,
+        schedulers=[schedule],
+        copies=[copy],
+        timeout_s=30.0,
+        windows=elche.WindowConfig(
+            local_batch_size=4, outer=elche.OuterConfig(optimizer="slowmo")
+        ),
+        **plan.options,
+    )
+    batches, last_s, gap_s = 0, 0.0, 0.0
+    numbers = range(plan.epochs) if other == "loop" else elche.epochs(plan.epochs)
+    with Path(plan.folder, f"log{rank}.txt").open("w") as log:
+        for epoch in numbers:
+            for index in loader:
+                if last_s:
+                    gap_s = max(gap_s, time.monotonic() - last_s)
+                log.write(f"{epoch} {' '.join(map(str, index.tolist()))}\n")
+                log.flush()
+                model(index).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                copy.update_parameters(model)
+                time.sleep(0.002)
+                batches += 1
+                last_s = time.monotonic()
+                if rank == plan.death and batches == 6:
+                    die()
+                is_time = plan.death < 0 or elche.world_size() < plan.founders
+                if elche.rank() == 0 and batches >= 10 and is_time:
+                    word.touch()
+            last_s = 0.0
+            elche.barrier()
+    joined = Joined(
+        cloned(model),
+        cloned(copy),
+        elche.progress_samples(),
+        schedule.get_last_lr()[0],
+        (rank, elche.rank(), elche.world_size()),
+        handed,
+        batches,
+        gap_s,
+    )
+    elche.shutdown()
+    return joined
+
+
+def cloned(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def wait_for(path: Path) -> None:
+    """Until the others have come so far."""
+    deadline_s = time.monotonic() + BEGIN_WITHIN_S
+    while not path.exists():
+        assert time.monotonic() < deadline_s, "nobody called this rank"
+        time.sleep(0.002)
+
+
+def watch_hand_overs(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> list[str]:
+    """Digests of what this rank holds after each hand-over."""
+    handed: list[str] = []
+
+    def note() -> None:
+        digest = hashlib.sha256()
+        states = optimizer.state_dict()["state"]
+        for state in (*(states[key] for key in sorted(states)), model.state_dict()):
+            for name, value in sorted(state.items()):
+                digest.update(f"{name} {torch.as_tensor(value).tolist()}".encode())
+        handed.append(digest.hexdigest())
+
+    after(CheckpointKeeper, "hand_over", note)
+    return handed
+
+
+def plan_failure(place: str) -> None:
+    """The joiner dies there, or raises."""
+    if place in ("before ready", "after ready"):
+        visit_events(JoinReady, die, is_before=place.startswith("before"))
+    elif place == "regrouping":
+        before(Regrouping, "form", die)
+    elif place == "regrouped":
+        after(Worker, "regroup", die)
+    elif place == "handed":
+        after(CheckpointKeeper, "hand_over", die)
+    elif place == "before opened":
+        visit_events(EpochOpened, die, is_before=True)
+    elif place == "raises":
+        after(CheckpointKeeper, "hand_over", raise_error)
+
+
+def raise_error() -> None:
+    raise ValueError("a fault in the joiner's script")

@@ -1,0 +1,145 @@
+"""Ranks that join a run under way: every position once, and all ranks equal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.joining_cases import Joined, Plan, grow
+from tests.distributed.cases.tasks import identical
+from tests.distributed.test_survive import GLOO
+from tests.harness.rank_pool import RankPool
+from tests.harness.rank_process import Outcome
+
+pytestmark = pytest.mark.distributed
+
+
+def run(plan: Plan, joiners: int = 1) -> list[Outcome]:
+    """The run; how its ranks ended."""
+    with RankPool(plan.founders + joiners) as pool:
+
+        def fence(rank: int) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pool.pids[rank], signal.SIGKILL)
+
+        return pool.run(
+            grow,
+            plan,
+            case_setup=partial(serve_in_thread, fence=fence, joiners=joiners),
+            expect_failure=True,
+            timeout_s=100.0,
+        )
+
+
+def check_all(outcomes: list[Outcome], plan: Plan, gone: set[int]) -> list[Joined]:
+    """Those who are there at the end: equal, and with each position once."""
+    errors = {each.rank: each.error for each in outcomes if each.error}
+    assert errors.keys() == gone, "\n".join(map(str, errors.values()))
+    ended: list[Joined] = [each.value for each in outcomes if each.rank not in gone]
+    assert identical([each.state for each in ended])
+    assert identical([each.copy for each in ended])
+    assert ended[0].state["count"].tolist() == [plan.epochs] * plan.samples
+    assert {each.progress for each in ended} == {float(plan.samples * plan.epochs)}
+    assert len({each.rate for each in ended}) == 1
+    assert [each.ranks[1] for each in ended] == list(range(len(ended)))
+    assert {each.ranks[2] for each in ended} == {len(ended)}
+    handed: Counter[tuple[int, int]] = Counter()
+    for path in Path(plan.folder).glob("log*.txt"):
+        for line in path.read_text().splitlines():
+            epoch, *indices = map(int, line.split())
+            handed.update((epoch, index) for index in indices)
+    assert len(handed) == plan.samples * plan.epochs
+    if plan.death < 0:
+        assert set(handed.values()) == {1}, "handed out twice, and nobody died"
+    return ended
+
+
+def check_joined(ended: list[Joined], plan: Plan) -> None:
+    """The newcomer took over what the first rank held, and trained."""
+    new = ended[-1]
+    assert new.ranks[0] >= plan.founders
+    assert new.batches > 0
+    assert len(new.handed) == 1
+    assert new.handed == ended[0].handed[-1:]
+    print(
+        "longest time between two batches of an epoch:", [each.held_s for each in ended]
+    )
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_rank_joins_inside_an_epoch(policy: str, tmp_path: Path) -> None:
+    plan = Plan(folder=str(tmp_path), policy=policy, founders=2)
+    check_joined(check_all(run(plan), plan, set()), plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_rank_joins_over_gloo(policy: str, tmp_path: Path) -> None:
+    plan = Plan(folder=str(tmp_path), policy=policy, founders=2, options=GLOO)
+    check_joined(check_all(run(plan), plan, set()), plan)
+
+
+@pytest.mark.parametrize(
+    ("policy", "death"),
+    [("cadence", 1), pytest.param("async", 0, marks=pytest.mark.slow)],
+)
+def test_a_rank_joins_in_place_of_one_that_died(
+    policy: str, death: int, tmp_path: Path
+) -> None:
+    plan = Plan(folder=str(tmp_path), policy=policy, founders=3, death=death)
+    check_joined(check_all(run(plan), plan, {death}), plan)
+
+
+@pytest.mark.slow
+def test_two_ranks_join_one_that_was_alone(tmp_path: Path) -> None:
+    plan = Plan(folder=str(tmp_path), policy="cadence", founders=2, death=1)
+    ended = check_all(run(plan, joiners=2), plan, {1})
+    check_joined(ended, plan)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("before ready", marks=pytest.mark.slow),
+        pytest.param("after ready", marks=pytest.mark.slow),
+        pytest.param("regrouping", marks=pytest.mark.slow),
+        "regrouped",
+        pytest.param("handed", marks=pytest.mark.slow),
+        pytest.param("before opened", marks=pytest.mark.slow),
+        pytest.param("raises", marks=pytest.mark.slow),
+    ],
+)
+def test_who_fails_to_join_does_not_end_the_run(place: str, tmp_path: Path) -> None:
+    plan = Plan(folder=str(tmp_path), policy="cadence", founders=2, fails=place)
+    outcomes = run(plan)
+    check_all(outcomes, plan, {2})
+    error = outcomes[2].error
+    assert error is not None
+    if place == "raises":
+        assert "a fault in the joiner's script" in str(error) or error.way == "died"
+    else:
+        assert error.way == "died"
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ("lr", "configuration differs between ranks"),
+        pytest.param("model", "the model differs", marks=pytest.mark.slow),
+        pytest.param("loop", "elche.epochs(number)", marks=pytest.mark.slow),
+    ],
+)
+def test_who_runs_another_script_is_refused_by_name(
+    other: str, says: str, tmp_path: Path
+) -> None:
+    plan = Plan(folder=str(tmp_path), policy="cadence", founders=2, other=other)
+    outcomes = run(plan)
+    check_all(outcomes, plan, {2})
+    assert says in str(outcomes[2].error)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from elche.pipeline.cutting.cut import cut_cached, cut_model
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
 from tests.integrations.cases.hf_pipeline import (
@@ -13,6 +16,7 @@ from tests.integrations.cases.hf_pipeline import (
     Outcome,
     Tokens,
     alone,
+    gpt2,
     piped,
     tokens_alone,
     tokens_piped,
@@ -98,3 +102,18 @@ def test_tokens_on_four_ranks(ranks4: RankPool) -> None:
 
 def test_tokens_after_a_layer_has_moved(ranks2: RankPool) -> None:
     check_tokens(ranks2, Tokens(moves=True))
+
+
+def test_a_model_of_which_a_part_is_elsewhere_is_cut_with_a_cache() -> None:
+    """As on a rank that was given a model without values, and built its own layers."""
+    sample = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "use_cache": False}
+    model = gpt2()
+    model.transformer.h[1].to("meta")
+    layers = cut_cached(model, None, sample)
+    assert len(layers) == len(cut_model(gpt2(), None, sample))
+    caches: list[dict[str, Any]] = [{}, {}]
+    for tokens, wanted in (([[3, 1, 4]], 3), ([[1]], 4)):
+        found = layers[0](torch.tensor(tokens), cache=caches[0])
+        layers[1](*found, cache=caches[1])
+        kept = caches[1]["past_key_values"]
+        assert kept.get_seq_length() == caches[0]["length"] == wanted

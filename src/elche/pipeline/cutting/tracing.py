@@ -101,7 +101,8 @@ def trace_cached(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Cal
     Raises:
         ConfigError: the code between the submodules cannot be traced.
     """
-    device = torch.device("meta")
+    devices = {one.device for one in (*model.parameters(), *model.buffers())}
+    device = devices.pop() if len(devices) == 1 else torch.device("meta")
     modes = [(one, one.training) for one in model.modules()]
     try:
         model.eval()

@@ -22,6 +22,7 @@ from elche.comm.transport.process_group import Group
 from elche.process import process
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.run import Run
+from tests.distributed.cases.meetings import Meeting
 from tests.distributed.cases.survive_cases import (
     Counter,
     Death,
@@ -107,7 +108,8 @@ def train(
     run = process.run
     assert isinstance(run, Run)
     mine = [death for death in deaths if death.rank == rank]
-    visits = [plan_death(death) for death in mine]
+    meet = Meeting("barrier", folder, rank)
+    visits = [plan_death(death, folder, meet) for death in mine]
     if rank == late_rank:
         lose_the_order()
     if saves and rank == 0:

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -291,8 +292,9 @@ class Fitting:
         world_size = session.world_size()
 
         def per_rank(name: str) -> tuple[float, ...]:
+            # the last ranks may have died, or joined, after some epochs
             per_epoch = (getattr(record, name) for record in history)
-            return tuple(map(sum, zip(*per_epoch, strict=True)))
+            return tuple(map(sum, zip_longest(*per_epoch, fillvalue=0)))
 
         return RunReport(
             policy=self._config.run.policy,

@@ -89,3 +89,14 @@ def test_another_process_takes_the_place_of_a_killed_one(policy: str) -> None:
     done = dict(re.findall(r"done (\d) of 3: sum (.+)", ended.stdout))
     assert sorted(done) == ["0", "1", "2"], ended.stdout + ended.stderr
     assert len(set(done.values())) == 1
+
+
+@pytest.mark.slow
+def test_another_process_joins_a_trainer(tmp_path: Path) -> None:
+    words = str(tmp_path), "cadence"
+    ended = run(3, *words, script="rejoined_trainer.py", options=("--rejoin", "1"))
+    assert ended.returncode == 0, ended.stderr
+    assert "elche: rank 3 joined: going on with ranks 0, 2, 3" in ended.stderr
+    done = dict(re.findall(r"done (\d): sum (.+)", ended.stdout))
+    assert sorted(done) == ["0", "2", "3"], ended.stdout + ended.stderr
+    assert len(set(done.values())) == 1

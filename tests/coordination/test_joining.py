@@ -42,7 +42,8 @@ BATCHES, FOUNDERS = 24, 2
 
 def plan_of(policy: str = "cadence", **options: object) -> Cluster:
     device = Device(seconds_per_sample=0.01, count=FOUNDERS, prefetch=0)
-    given_options = nested({"local_batch_size": 8, **options})
+    cut = {} if policy == "sync" else {"local_batch_size": 8}
+    given_options = nested({**cut, **options})
     sizes = ((8, BATCHES),)
     run = SimulatedRun(policy=policy, options=given_options, batch_sizes=sizes)
     return Cluster(run=run, devices=(device,))
@@ -224,7 +225,7 @@ def test_a_rank_is_welcomed_at_once_and_taken_in_where_the_epoch_is_cut() -> Non
     [
         ("cadence", {}, {"tensors": ()}, "the model differs"),
         ("cadence", {}, {"version": 1}, "uses protocol version 1"),
-        ("cadence", {"survive": False}, {}, "no rank can join survive=False"),
+        ("cadence", {"survive": False}, {}, "none can join survive=False"),
     ],
 )
 def test_who_does_not_fit_is_refused_and_the_run_goes_on(
@@ -235,6 +236,13 @@ def test_who_does_not_fit_is_refused_and_the_run_goes_on(
     meeting.come(**changes)
     assert says in meeting.members[2].refused
     meeting.finish()
+    assert meeting.core.aborted is None
+
+
+def test_nobody_joins_steps() -> None:
+    meeting = Meeting(plan_of("sync"))
+    meeting.come()
+    assert "none can join policy='sync'" in meeting.members[2].refused
     assert meeting.core.aborted is None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elche.checkpoint.store import CheckpointStore
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.joining_cases import Joined, Plan, grow
 from tests.distributed.cases.tasks import identical
@@ -47,7 +48,9 @@ def check_all(outcomes: list[Outcome], plan: Plan, gone: set[int]) -> list[Joine
     assert identical([each.copy for each in ended])
     assert ended[0].state["count"].tolist() == [plan.epochs] * plan.samples
     assert {each.progress for each in ended} == {float(plan.samples * plan.epochs)}
+    steps = plan.samples * plan.epochs // 16
     assert len({each.rate for each in ended}) == 1
+    assert ended[0].rate == pytest.approx(0.9 ** (steps // 15))
     assert [each.ranks[1] for each in ended] == list(range(len(ended)))
     assert {each.ranks[2] for each in ended} == {len(ended)}
     handed: Counter[tuple[int, int]] = Counter()
@@ -56,7 +59,7 @@ def check_all(outcomes: list[Outcome], plan: Plan, gone: set[int]) -> list[Joine
             epoch, *indices = map(int, line.split())
             handed.update((epoch, index) for index in indices)
     assert len(handed) == plan.samples * plan.epochs
-    if plan.death < 0:
+    if plan.death < 0 and plan.giver < 0:
         assert set(handed.values()) == {1}, "handed out twice, and nobody died"
     return ended
 
@@ -95,6 +98,23 @@ def test_a_rank_joins_in_place_of_one_that_died(
 ) -> None:
     plan = Plan(folder=str(tmp_path), policy=policy, founders=3, death=death)
     check_joined(check_all(run(plan), plan, {death}), plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_the_rank_that_hands_over_dies(policy: str, tmp_path: Path) -> None:
+    """The next one does; it is the first now, in the order of samples as well."""
+    plan = Plan(folder=str(tmp_path), policy=policy, founders=3, giver=0)
+    check_joined(check_all(run(plan), plan, {0}), plan)
+
+
+@pytest.mark.slow
+def test_a_rank_joins_where_checkpoints_are_made(tmp_path: Path) -> None:
+    plan = Plan(folder=str(tmp_path), policy="async", founders=2, saves=True)
+    check_joined(check_all(run(plan), plan, set()), plan)
+    newest = CheckpointStore(tmp_path / "checkpoints").newest()
+    assert newest is not None
+    assert (newest.name, newest.manifest.world_size) == ("checkpoint-00000003", 3)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import elche
 from elche.launching import function_rank, launching
 from tests.runtime.process.cases.functions import (
     fails_on_rank_1,
+    outlives_rank_0,
     returns_a_lambda,
     trained,
     waits,
@@ -140,3 +141,8 @@ def test_cuda_in_a_fork_of_a_notebook_that_used_it(
     monkeypatch.setattr(torch.cuda, "init", init)
     with pytest.raises(elche.ConfigError, match="CUDA was used in this notebook"):
         function_rank.check_cuda()
+
+
+@pytest.mark.slow
+def test_where_rank_0_has_died_the_next_one_returns() -> None:
+    assert elche.launch(outlives_rank_0, 3) == (0, 2, 128.0)

@@ -60,6 +60,9 @@ SLICE_INSTRUCTIONS = 512
 
 RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
 
+WINDOWS = "cadence", "async"
+"""Policies whose runs take in ranks where an epoch is cut."""
+
 _Work: TypeAlias = tuple[Event, Steps] | None
 
 
@@ -92,7 +95,7 @@ class Coordinator:
         self._slice_instructions = slice_instructions
         self._is_elastic = elastic
         self._mortal_by = "" if survives else "a run without a launcher of elche's"
-        self._set_mortal_by = self._own_sampler = ""
+        self._set_mortal_by = self._own_sampler = self._closed_by = ""
         self.lost: set[int] = set()
         self._timeout_s = timeout_s
         self._membership = Membership(world_size, is_elastic=elastic, grows=survives)
@@ -259,13 +262,8 @@ class Coordinator:
             why = f"it uses protocol version {event.version}, not {PROTOCOL_VERSION}"
         elif self._epochs is None or self._membership.left:
             why = "that has not begun, or is at its end"
-        elif not self._may_outlive:
-            by = self._mortal_by or self._set_mortal_by
-            why = f"no rank can join {by}, as the death of one ends it"
-        elif settings_of(event).config.policy == "sync":
-            why = (
-                "under policy='sync' ranks cannot join yet; cadence and async take them"
-            )
+        elif by := self._mortal_by or self._set_mortal_by or self._closed_by:
+            why = f"none can join {by}"
         if why:
             said = f"rank {event.rank} cannot join the run under way: {why}"
             return [refusal(event.rank, said)]
@@ -306,6 +304,8 @@ class Coordinator:
             settings.config.mortal_by or settings.mortal_by or over_nccl(joins)
         )
         self._own_sampler = settings.own_sampler
+        name = settings.config.policy
+        self._closed_by = "" if name in WINDOWS else f"policy={name!r}"
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         yield None

@@ -292,8 +292,8 @@ class Fitting:
         world_size = session.world_size()
 
         def per_rank(name: str) -> tuple[float, ...]:
+            # the last ranks may have died, or joined, after some epochs
             per_epoch = (getattr(record, name) for record in history)
-            # Of ranks that have died later epochs have nothing.
             return tuple(map(sum, zip_longest(*per_epoch, fillvalue=0.0)))
 
         return RunReport(

@@ -66,6 +66,8 @@ class Plan:
         founders: ranks that it begins with.
         death: rank of them that dies first; -1: nobody.
         fails: where the joiners die; "" for nowhere.
+        giver: rank of the founders that dies as it hands its state over; -1: none.
+        saves: a checkpoint is made in each epoch.
         other: what is another in the joiners' scripts: "lr", "model" or "loop".
         options: of the run.
     """
@@ -75,6 +77,8 @@ class Plan:
     founders: int
     death: int = -1
     fails: str = ""
+    giver: int = -1
+    saves: bool = False
     other: str = ""
     samples: int = 640
     epochs: int = 3
@@ -104,6 +108,8 @@ def _grow(plan: Plan) -> Joined:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 15, 0.9)
     copy = AveragedModel(counter, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     handed = watch_hand_overs(counter, optimizer)
+    if rank == plan.giver:
+        before(CheckpointKeeper, "hand_over", die)
     loader: Any = DataLoader(Indices(plan.samples), batch_size=16, shuffle=True)
     model, optimizer, loader = elche.setup(
         *(counter, optimizer, loader),
@@ -120,7 +126,7 @@ def _grow(plan: Plan) -> Joined:
     numbers = range(plan.epochs) if other == "loop" else elche.epochs(plan.epochs)
     with Path(plan.folder, f"log{rank}.txt").open("w") as log:
         for epoch in numbers:
-            for index in loader:
+            for number, index in enumerate(loader):
                 if last_s:
                     gap_s = max(gap_s, time.monotonic() - last_s)
                 log.write(f"{epoch} {' '.join(map(str, index.tolist()))}\n")
@@ -133,6 +139,8 @@ def _grow(plan: Plan) -> Joined:
                 time.sleep(0.002)
                 batches += 1
                 last_s = time.monotonic()
+                if plan.saves and number == 12:
+                    elche.save(Path(plan.folder, "checkpoints"))
                 if rank == plan.death and batches == 6:
                     die()
                 is_time = plan.death < 0 or elche.world_size() < plan.founders

@@ -124,3 +124,14 @@ def test_another_process_takes_the_place_of_a_killed_one(policy: str) -> None:
     sums = dict(re.findall(r"done (\d) of 3: sum (.+)", done.stdout))
     assert sorted(sums) == ["0", "1", "2"], done.stdout + done.stderr
     assert len(set(sums.values())) == 1
+
+
+@pytest.mark.slow
+def test_another_process_joins_a_trainer(tmp_path: Path) -> None:
+    words = str(tmp_path), "cadence"
+    done = run(3, *words, script="rejoined_trainer.py", options=("--rejoin", "1"))
+    assert done.returncode == 0, done.stderr
+    assert "elche: rank 3 joined: going on with ranks 0, 2, 3" in done.stderr
+    sums = dict(re.findall(r"done (\d): sum (.+)", done.stdout))
+    assert sorted(sums) == ["0", "2", "3"], done.stdout + done.stderr
+    assert len(set(sums.values())) == 1

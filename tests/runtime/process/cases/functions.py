@@ -46,6 +46,28 @@ def fails_on_rank_1(how: str) -> Any:
     elche.barrier()
 
 
+def outlives_rank_0() -> tuple[int, int, float]:
+    """Who is the main process in the end, of how many, and the run's samples."""
+    own = elche.rank()
+    model = torch.nn.Linear(1, 1)
+    data = TensorDataset(torch.ones(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    _, _, batches = elche.setup(model, optimizer, loader, policy="cadence")
+    for _ in range(2):
+        for number, (inputs,) in enumerate(batches):
+            if (own, number) == (0, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.005)
+    ended = elche.rank(), elche.world_size(), elche.progress_samples()
+    elche.shutdown()
+    assert elche.is_main_process() == (ended[0] == 0)
+    return ended
+
+
 def returns_a_lambda() -> Any:
     return lambda: 0
 

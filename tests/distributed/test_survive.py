@@ -286,6 +286,7 @@ TOO_EARLY = "RemoteRankError: rank 2 is gone: .*before the first epoch has begun
         pytest.param("resume", "meeting", TOO_EARLY, marks=pytest.mark.slow),
         ("barrier", "setup", TOO_EARLY),
     ],
+    ids=["saving", "gathering", "sharing copies", "resuming", "before any epoch"],
 )
 def test_a_death_elsewhere_ends_the_run_by_name(
     meeting: str, place: str, says: str, tmp_path: Path

@@ -392,7 +392,15 @@ class GradientReducer:
             part: this rank's part of the step under way, without those that have died;
                 None: there is none.
             lacks: this rank has not got those sums.
+
+        Raises:
+            CommunicationError: the model meets others in its forward pass.
         """
+        if self._norms is not None:
+            raise CommunicationError(
+                "a rank died, and SyncBatchNorm layers go on with all ranks only: "
+                "start the run anew from its last checkpoint (--max-restarts)"
+            )
         if self._buffers is not None:
             self._buffers.go_on_in(group, source, lacks=lacks)
         if lacks and self._part is not None:

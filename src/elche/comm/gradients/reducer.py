@@ -8,7 +8,8 @@ and out of place, is :mod:`elche.comm.gradients.bucket_pass`; here is when, and 
 what weight. Then ``p.grad`` becomes a view of the reduced bucket. What a rank has sent
 is kept until the next backward's reduction. Cost: two gradient copies beside ``p.grad``
 where ranks sum in shared memory, what is sent and the sum, and three elsewhere: two
-messages, and this rank's own gradients. A ``p.grad`` kept by reference
+messages, and this rank's own gradients; four where others may die, with the sum as it
+came, for whoever lacks it. A ``p.grad`` kept by reference
 stays as it is in shared memory, as in plain training, and is overwritten two passes
 later elsewhere. Where ranks hold parameters in other memory formats (channels last on a
 GPU, say), the sum is copied into the gradient that is there instead.

@@ -136,6 +136,11 @@ def test_two_deaths(options: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_stopped_rank_is_dead_for_good(tmp_path: Path) -> None:
+    assert outlive(tmp_path, Death(2, "stopped", 4)) == 0
+
+
+@pytest.mark.slow
 def test_what_is_left_of_the_last_step_is_one_more(tmp_path: Path) -> None:
     assert outlive(tmp_path, Death(2, "forward", 8)) == 1
 

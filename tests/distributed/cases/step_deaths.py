@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -173,7 +175,8 @@ def plan_death(
     death: Death, at: dict[str, Callable[[], None]], model: nn.Module
 ) -> None:
     """Dies at the how manyth visit of a place."""
-    visits, act, when, place = 0, die, death.at, death.place
+    visits, when, place = 0, death.at, death.place
+    act: Callable[[], None] = die
 
     def visit(*_: Any) -> None:
         nonlocal visits
@@ -183,6 +186,8 @@ def plan_death(
 
     if death.place == "time":  # from the second batch on
         act, when, place = threading.Timer(death.at, die).start, 2, "forward"
+    elif death.place == "stopped":
+        act, place = partial(os.kill, os.getpid(), signal.SIGSTOP), "forward"
     if place in at:
         at[place] = visit
     elif place == "backward":  # the last layer's bucket is sent by then

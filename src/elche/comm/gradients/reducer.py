@@ -7,8 +7,9 @@ whatever the shares. With weights of the user's (tokens, say) it is w_r / Σw, w
 and out of place, is :mod:`elche.comm.gradients.bucket_pass`; here is when, and with
 what weight. Then ``p.grad`` becomes a view of the reduced bucket. What a rank has sent
 is kept until the next backward's reduction. Cost: two gradient copies, the sum, which
-is ``p.grad``, and what this rank sent (in shared memory), or its own gradients. A
-``p.grad`` kept by reference stays as it is, as in plain training. Where ranks hold
+is ``p.grad``, and what this rank sent (in shared memory), or its own gradients; outside
+of shared memory a third where others may die, the sum as it came, for whoever lacks it.
+A ``p.grad`` kept by reference stays as it is, as in plain training. Where ranks hold
 parameters in other memory formats (channels last on a GPU, say), the sum is copied into
 the gradient that is there instead.
 
@@ -391,7 +392,15 @@ class GradientReducer:
             part: this rank's part of the step under way, without those that have died;
                 None: there is none.
             lacks: this rank has not got those sums.
+
+        Raises:
+            CommunicationError: the model meets others in its forward pass.
         """
+        if self._norms is not None:
+            raise CommunicationError(
+                "a rank died, and SyncBatchNorm layers go on with all ranks only: "
+                "start the run anew from its last checkpoint (--max-restarts)"
+            )
         if self._buffers is not None:
             self._buffers.go_on_in(group, source, lacks=lacks)
         if lacks and self._part is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -49,7 +50,7 @@ class EpochCourse:
         self._most = most
         self._left = left
         self._is_whole = left.num_positions == sizes.num_samples
-        self._steps = 0
+        self._steps = 0  # of the part, where ranks have died before it
 
     @property
     def is_over(self) -> bool:
@@ -86,6 +87,10 @@ class EpochCourse:
     def ended(self, end: EndEpoch) -> None:
         """A part has ended: what it left is left."""
         self.ends.append(end)
+        if self._steps and not end.steps:
+            sizes, left = self.part_sizes, sum(stop - start for start, stop in end.left)
+            done = round(sizes.batches_in(sizes.num_samples - left))
+            end = replace(end, steps=sizes.num_batches - done)
         self._steps = end.steps
         self.done(end.left)
 

@@ -61,6 +61,7 @@ class Cluster:
         entries: how each host's interpreter comes to elche.
         keys: each host's file; None: the same for all.
         environments: variables of each host.
+        nnodes: hosts of the run; None: those that are started.
     """
 
     folder: Path
@@ -71,6 +72,7 @@ class Cluster:
     entries: Sequence[Sequence[str]] = ()
     keys: Sequence[Path] | None = None
     environments: Sequence[dict[str, str]] = field(default_factory=tuple)
+    nnodes: int | None = None
 
 
 @contextmanager
@@ -85,7 +87,8 @@ def launched(cluster: Cluster) -> Iterator[list[Launcher]]:
     hosts: list[Launcher] = []
     try:
         for number, ranks in enumerate(cluster.ranks):
-            options = ["--nnodes", str(len(cluster.ranks)), "--node-rank", str(number)]
+            nnodes = cluster.nnodes or len(cluster.ranks)
+            options = ["--nnodes", str(nnodes), "--node-rank", str(number)]
             options += ["--rendezvous", rendezvous, "--key-file"]
             options.append(str(cluster.keys[number] if cluster.keys else key))
             environment = {"OMP_NUM_THREADS": "1", "ELCHE_HOST": f"host{number}"}

@@ -180,6 +180,17 @@ def test_another_key_is_no_host_of_the_run(tmp_path: Path) -> None:
         assert hosts[0].end() == 130
 
 
+@pytest.mark.parametrize(("at", "codes"), [(0, [130, 2]), (1, [1, 130])])
+def test_an_interruption_before_all_are_there_ends_who_is(
+    tmp_path: Path, at: int, codes: list[int]
+) -> None:
+    with launched(cluster(tmp_path, "waits", nnodes=3)) as hosts:
+        hosts[0].wait_for(r"host 1 \(.*\) is here, with 1 ranks")
+        hosts[at].process.send_signal(signal.SIGINT)
+        assert [host.end() for host in hosts] == codes, hosts[1].output
+        assert f"interrupted{': SIGINT' * at} on host {at}" in hosts[1].output
+
+
 def test_hosts_that_do_not_come_are_named() -> None:
     place = ("127.0.0.1", free_port())
     config = HostsConfig(

@@ -114,8 +114,8 @@ class Leader:
             )
             await self._refuse(reason)
             raise CommunicationError(reason) from None
-        except ElcheError as error:
-            await self._refuse(str(error))
+        except (ElcheError, asyncio.CancelledError) as error:
+            await self._refuse(str(error) or "interrupted on host 0")
             raise
         finally:
             gathering.close()
@@ -130,12 +130,10 @@ class Leader:
             self._remote = RemoteLaunchers(config.remote, self._launcher_ended)
             await self._remote.begin(meeting, config.key)
             return
-        print(
-            f"elche run: waiting for {config.nnodes - 1} other hosts; on each: elche "
-            f"run --nnodes {config.nnodes} --node-rank 1 (2, ...) --rendezvous "
-            f"{meeting} --key-file FILE and the script",
-            file=sys.stderr,
-            flush=True,
+        _say(
+            f"waiting for {config.nnodes - 1} other hosts; on each: elche run --nnodes "
+            f"{config.nnodes} --node-rank 1 (2, ...) --rendezvous {meeting} --key-file "
+            "FILE and the script"
         )
 
     def _launcher_ended(self, host: str, code: int) -> None:
@@ -157,6 +155,7 @@ class Leader:
             return
         link.host = host
         self._links[host.node_rank] = link
+        _say(f"{host} is here, with {host.ranks} ranks")
         if len(self._links) == self._config.nnodes - 1 and self._is_gathering:
             assert self._is_complete is not None
             self._is_complete.set_result(None)
@@ -262,6 +261,10 @@ class Leader:
             await asyncio.sleep(BEAT_S)
             for link in self._links.values():
                 link.send(HostBeat())
+
+
+def _say(line: str) -> None:
+    print(f"elche run: {line}", file=sys.stderr, flush=True)
 
 
 def _ignore(*about: Any) -> None:

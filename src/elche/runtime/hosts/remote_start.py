@@ -95,7 +95,7 @@ class RemoteLaunchers:
             words = self._start.command(place + 1, meeting)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *words, stdin=asyncio.subprocess.PIPE
+                    *words, stdin=asyncio.subprocess.PIPE, start_new_session=True
                 )
             except OSError as error:
                 raise ConfigError(f"cannot start {words[0]!r}: {error}") from error

@@ -18,6 +18,7 @@ from torch import nn
 
 from elche.comm.model_buffers.known_buffers import KnownBuffers, held
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
+from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError
 from elche.torch_internals.held import NormBase, version
@@ -94,6 +95,8 @@ class BufferAverager:
         self._known = known
         self._travelling: set[int] = set()
         self._last: dict[int, torch.Tensor] = {}  # means, as they came
+        self._exchange: Exchange | None = None
+        self._side = 0
 
     @staticmethod
     def for_model(model: nn.Module, group: Group) -> BufferAverager | None:
@@ -153,7 +156,7 @@ class BufferAverager:
         """
         if source is not None:
             self._hand_over(group, source, lacks=lacks)
-        self._group = group
+        self._group, self._exchange = group, None
 
     def _hand_over(self, group: Group, source: int, *, lacks: bool) -> None:
         """Gives the last average to whoever lacks it."""
@@ -195,6 +198,19 @@ class BufferAverager:
             buffer = held(buffers[index])
             buffer.copy_(self._last[index].view(buffer.shape))
 
+    def _exchange_of(self, numel: int) -> Exchange:
+        """For messages of one size, made by all ranks when it changes.
+
+        Sides take turns, so the last means stay while the next ones come.
+        """
+        self._side = 1 - self._side
+        exchange = self._exchange
+        if exchange is None or exchange.contribution(0).numel() != numel:
+            exchange = self._exchange = open_exchange(
+                self._group, numel, self._dtype, torch.device("cpu"), sides=2
+            )
+        return exchange
+
     def _reduce(
         self,
         buffers: list[torch.Tensor | None],
@@ -209,11 +225,8 @@ class BufferAverager:
         """
         kinds, count = self._known.kinds, len(buffers)
         numel = sum(kinds[index].numel for index in indices)
-        message = torch.zeros(
-            2 * count + numel,
-            dtype=self._dtype,
-            device="cpu",
-        )
+        exchange = self._exchange_of(2 * count + numel)
+        message = exchange.contribution(self._side).zero_()
         for index, buffer in enumerate(buffers):
             message[index] = float(index in written)
             message[count + index] = float(buffer is None)
@@ -222,7 +235,9 @@ class BufferAverager:
             buffer = buffers[index]
             if divisor and buffer is not None:
                 part.copy_(buffer.detach().reshape(-1)).div_(divisor)
-        self._group.all_reduce(message, "averaging buffers")
+        exchange.begin(self._side)
+        message = exchange.finish("averaging buffers")
+        parts = message[2 * count :].split([kinds[index].numel for index in indices])
         self._known.keep_own(message[count : 2 * count].nonzero().view(-1).tolist())
         self._travelling -= self._known.own
         means = dict(zip(indices, parts, strict=True))

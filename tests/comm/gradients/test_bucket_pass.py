@@ -34,9 +34,25 @@ class HalfGroup:
         assert ready(), (what, missing())
 
 
-def reducer(parameters: list[nn.Parameter]) -> GradientReducer:
+class Collectives(HalfGroup):
+    """The same without shared memory: sums are formed in what was sent, at once."""
+
+    shares_host = False
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Collectives:
+        """Rank 1 adds nothing."""
+        return self
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, *_: Any) -> None:
+        """It has ended."""
+
+
+def reducer(parameters: list[nn.Parameter], group: Any = None) -> GradientReducer:
     """One bucket per parameter; after the first pass in the order of gradients."""
-    group: Any = HalfGroup()
+    group = group or HalfGroup()
     made = GradientReducer(parameters, group, 1)
     made.attach()
     return made
@@ -121,17 +137,40 @@ def test_own_gradients_are_let_go_when_sums_are_handed_out(
     assert sent == [3.0, 5.0, 7.5]
 
 
+def test_own_gradients_stay_until_a_sum_of_the_next_pass_without_shared_memory(
+    chain: list[nn.Parameter],
+) -> None:
+    """Whoever sends in that pass has had all sums of the last one."""
+    made = reducer(chain, Collectives())
+    own: list[weakref.ref[torch.Tensor]] = []
+    seen: list[bool] = []
+    chain[1].register_post_accumulate_grad_hook(
+        lambda p: own.append(weakref.ref(p.grad))  # type: ignore[arg-type]
+    )
+    chain[2].register_hook(lambda gradient: seen.append(own[-1]() is None))
+    chain[0].register_hook(lambda gradient: seen.append(own[-2]() is None))
+    own.append(weakref.ref(torch.zeros(1)))
+    for _ in range(4):
+        made.begin_step(StepPart(0.5, 2))
+        loss_of(chain).backward()
+        made.end_step()
+        for parameter in chain:
+            parameter.grad = None
+    assert seen[4:] == [False, True, False, True]  # the first pass learns the order
+
+
+@pytest.mark.parametrize("group", [HalfGroup(), Collectives()])
 @pytest.mark.parametrize("drops", [True, False])
 def test_a_gradient_that_is_kept_stays_as_it_is(
-    chain: list[nn.Parameter], drops: bool
+    chain: list[nn.Parameter], drops: bool, group: HalfGroup
 ) -> None:
     """As in plain training, over any number of steps; one that is not accumulates."""
-    made = reducer(chain)
+    made = reducer(chain, group)
     kept: list[torch.Tensor] = []
     values = []
     for _ in range(4):
         made.begin_step(StepPart(1.0, 2))
-        for exchange in exchanges(made):
+        for exchange in exchanges(made) if group.shares_host else ():
             come(exchange)
         loss_of(chain).backward()
         made.end_step()

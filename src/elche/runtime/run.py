@@ -239,7 +239,7 @@ class Run:
 
     def agree(self, text: str, what: str) -> str:
         """Rank 0's text, on every rank; called by all of them."""
-        self.worker.regroup_if_told()
+        self._meet_to_sum()
         own = text if self.rank == 0 else ""
         return gather_texts(self.worker.group, own, what)[0]
 
@@ -408,6 +408,14 @@ class Run:
         while not passed:
             self.worker.receive(handle, f"all ranks at {name}")
 
+    def _meet_to_sum(self) -> None:
+        """Between epochs: a death while ranks wait for each other is outlived here.
+
+        Inside the sum that follows, for milliseconds, it ends the run.
+        """
+        if self.worker.on_regroup is not None:
+            self.barrier("sums")
+
     def follow(self, scheduler: LRScheduler) -> None:
         """Lets a scheduler follow the run's progress in windows.
 
@@ -448,7 +456,7 @@ class Run:
             if self.config.loss_reduction == "sum":
                 weight = float(weight > 0.0)
         if under_way is None:
-            self.worker.regroup_if_told()
+            self._meet_to_sum()
         if self._rows is None or self._rows_of != self.worker.generation:
             self._rows_of = self.worker.generation
             self._rows = RowGather(self.worker.side_group())

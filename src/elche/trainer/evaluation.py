@@ -243,14 +243,20 @@ class _Speeds:
 
     def of_rank_0(self, call: str) -> tuple[float, ...]:
         """What rank 0 goes by: ranks that have measured other things must agree."""
-        world_size, mine = session.world_size(), self.values
-        if session.rank() == 0 and len(mine) != world_size:
-            mine = _training_speeds()
-            if len(mine) != world_size or not sum(mine) > 0.0:
-                mine = (1.0,) * world_size
-        row = mine if session.rank() == 0 else ()
-        told = torch.tensor(row, dtype=torch.float64, device="cpu")
-        return tuple(gather_rows(told, call, is_of_batch=False).tolist())
+        told: tuple[float, ...] = ()
+        while len(told) != session.world_size():  # again, where a rank has died
+            row = self._all() if session.rank() == 0 else ()
+            mine = torch.tensor(row, dtype=torch.float64, device="cpu")
+            told = tuple(gather_rows(mine, call, is_of_batch=False).tolist())
+        return told
+
+    def _all(self) -> tuple[float, ...]:
+        world_size, speeds = session.world_size(), self.values
+        if len(speeds) != world_size:
+            speeds = _training_speeds()
+        if len(speeds) != world_size or not sum(speeds) > 0.0:
+            speeds = (1.0,) * world_size
+        return speeds
 
 
 _speeds = _Speeds()

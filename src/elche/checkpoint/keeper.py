@@ -381,12 +381,15 @@ class CheckpointKeeper(Pauses):
     def _writer(self, folder: Path) -> CheckpointWriter:
         run, writer = self._current, self._writers.get(folder)
         if writer is None or writer.world_size != run.world_size:
+            if writer is not None:
+                writer.close(FAILED_S)
             self._writers[folder] = CheckpointWriter(
                 self._store(folder),
                 run.rank,
                 run.world_size,
                 self._run_id,
                 run.timeout_s,
+                lambda: run.world_size,
             )
         return self._writers[folder]
 

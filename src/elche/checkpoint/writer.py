@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -65,6 +65,7 @@ class CheckpointWriter:
         world_size: ranks that write parts.
         run_id: of this start of the run, the same on all ranks.
         deadline_s: within which rank 0 expects the parts of the others.
+        living: how many ranks the run has now; None: as many as at the start.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class CheckpointWriter:
         world_size: int,
         run_id: str,
         deadline_s: float,
+        living: Callable[[], int] | None = None,
     ) -> None:
+        self._living = living
         self._store = store
         self._rank = rank
         self.world_size = world_size
@@ -234,6 +237,8 @@ class CheckpointWriter:
         folder = self._store.folder / name
         until_s = time.monotonic() + self._deadline_s
         while (found := written_part(folder, rank, self._run_id)) is None:
+            if self._living is not None and self._living() < self.world_size:
+                raise CheckpointError("a rank has died before all parts were written")
             with self._changed:
                 if self._is_closed or time.monotonic() > until_s:
                     raise DeadlineError(

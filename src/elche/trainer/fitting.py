@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -292,7 +293,8 @@ class Fitting:
 
         def per_rank(name: str) -> tuple[float, ...]:
             per_epoch = (getattr(record, name) for record in history)
-            return tuple(map(sum, zip(*per_epoch, strict=True)))
+            # Of ranks that have died later epochs have nothing.
+            return tuple(map(sum, zip_longest(*per_epoch, fillvalue=0.0)))
 
         return RunReport(
             policy=self._config.run.policy,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -13,18 +15,31 @@ from typing import Any
 
 import pytest
 
+from elche.checkpoint.store import CheckpointStore
+from elche.runtime.process import coordinator
 from elche.runtime.process.coordinator import serve_in_thread
-from tests.distributed.cases.survive_cases import Counted, Death, count
+from tests.distributed.cases.late_sums import HOLDS, REDUCTION, TRAINS, WAITS
+from tests.distributed.cases.meetings import SIZE
+from tests.distributed.cases.survive_cases import (
+    Counted,
+    Death,
+    count,
+    evaluate_long,
+    pause,
+)
 from tests.distributed.cases.tasks import identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.rank_process import Outcome
 
 pytestmark = pytest.mark.distributed
 
 GLOO = {"transport": {"kind": "gloo"}}
 SAMPLES = 640
+PAUSE_S = 2.0
+"""Well below the silence of which a rank is dead."""
 
 
-def outlive(
+def run_with(
     tmp_path: Path,
     deaths: tuple[Death, ...],
     policy: str,
@@ -32,8 +47,8 @@ def outlive(
     samples: int = SAMPLES,
     epochs: int = 2,
     **more: Any,
-) -> list[Counted]:
-    """A run in which ranks die; what the others have at its end, checked."""
+) -> tuple[list[Outcome], set[int]]:
+    """A run in which ranks die; how each ended, and whom the others were to outlive."""
     options = {"policy": policy, "timeout_s": 60.0, **more.pop("options", {})}
     lost: list[int] = []
     with RankPool(ranks) as pool:
@@ -51,14 +66,30 @@ def outlive(
             timeout_s=100.0,
             **more,
         )
+    for death in deaths:
+        error = outcomes[death.rank].error
+        assert error is not None, "a fault did not happen"
+        assert error.way == "died"
+        assert "-9" in error.text
+    return outcomes, set(lost)
+
+
+def outlive(
+    tmp_path: Path,
+    deaths: tuple[Death, ...],
+    policy: str,
+    ranks: int = 4,
+    samples: int = SAMPLES,
+    epochs: int = 2,
+    **more: Any,
+) -> list[Counted]:
+    """A run in which ranks die; what the others have at its end, checked."""
+    outcomes, lost = run_with(tmp_path, deaths, policy, ranks, samples, epochs, **more)
     victims = {death.rank for death in deaths}
     errors = {each.rank: each.error for each in outcomes if each.error}
     others = [error for rank, error in errors.items() if rank not in victims]
     assert not others, "\n".join(map(str, others))
-    assert set(lost) == victims, "a fault did not happen"
-    for rank in victims:
-        assert errors[rank].way == "died"
-        assert "-9" in errors[rank].text
+    assert lost == victims
     survivors = [each.value for each in outcomes if each.rank not in victims]
     check_once(survivors, tmp_path, samples, epochs)
     assert [each.place for each in survivors] == list(range(len(survivors)))
@@ -118,14 +149,25 @@ def test_deaths_at_every_place(
         outlive(folder, (Death(2, place, at),), policy, options=options)
 
 
-# An open fault: under async 2 of about 30 runs on 2026-11-25 waited too long.
 @pytest.mark.parametrize(
-    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+    ("policy", "how", "handed"),
+    [
+        ("cadence", WAITS, 1),
+        ("async", WAITS, 1),
+        ("async", TRAINS, 1),
+        ("async", HOLDS, 0),
+    ],
 )
-def test_who_lacks_the_sum_is_handed_it(policy: str, tmp_path: Path) -> None:
+def test_who_lacks_the_sum_is_handed_it(
+    policy: str, how: str, handed: int, tmp_path: Path
+) -> None:
     """Over gloo a death leaves some ranks with a sum and others without."""
-    dead = (Death(2, "after reduced", 3),)
-    outlive(tmp_path, dead, policy, options=GLOO, late_rank=1)
+    holders = (0, 1, 3) if how == HOLDS else (0, 3)
+    dead = (Death(2, "after reduced", REDUCTION, holders),)
+    survivors = outlive(
+        tmp_path, dead, policy, samples=1600, options=GLOO, late=(1, how)
+    )
+    assert [each.handed for each in survivors] == [0, handed, 0]
 
 
 @pytest.mark.parametrize(
@@ -176,3 +218,86 @@ def test_deaths_at_random_moments(
 def test_a_stopped_rank_is_dead_for_good(policy: str, tmp_path: Path) -> None:
     """Fenced by SIGKILL, while the others have gone on."""
     outlive(tmp_path, (Death(2, "stopped", 0.4),), policy, samples=2400)
+
+
+@pytest.mark.parametrize(
+    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_is_stopped_for_a_while_lives(policy: str, tmp_path: Path) -> None:
+    survivors = outlive(tmp_path, (), policy, slow=(2, pause, PAUSE_S))
+    assert survivors[2].found[0] >= PAUSE_S, "the fault did not happen"
+
+
+def test_a_long_evaluation_on_rank_0_is_no_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its place in user code is said; limits of 10 s are shortened for the test."""
+    monkeypatch.setattr(coordinator, "STALLED_S", 1.0)
+    slow = (0, evaluate_long, 3.5)
+    outlive(tmp_path, (), "cadence", slow=slow, quiet_s=0.5)
+    assert re.search(
+        r"the run has been waiting for ranks \[0\].* for 1 s: rank 0 is at "
+        r"evaluate_long \(.*survive_cases.py:\d+\)",
+        caplog.text,
+    ), caplog.text
+
+
+@pytest.mark.parametrize("meeting", ["evaluate", "predict"])
+def test_who_dies_evaluating_is_not_waited_for(meeting: str, tmp_path: Path) -> None:
+    """The others, through with their part, evaluate all of it again."""
+    deaths = (Death(2, "evaluating", 1),)
+    survivors = outlive(tmp_path, deaths, "cadence", samples=160, meeting=meeting)
+    assert [each.found for each in survivors] == [[(SIZE - 1) / 2] * 2] * 3
+
+
+def test_a_full_disk_of_one_rank_costs_one_checkpoint(tmp_path: Path) -> None:
+    ranks = outlive(tmp_path, (), "cadence", samples=160, meeting="save_on_a_full_disk")
+    for rank in (0, 2):
+        failed, second = ranks[rank].found
+        assert re.match(f"rank {rank} could not write .*", failed)
+        assert "File too large" in failed
+        assert second == "written"
+    newest = CheckpointStore(tmp_path / "checkpoints").newest()
+    assert newest is not None
+    assert newest.manifest.world_size == 4
+
+
+def test_a_checkpoint_waits_for_no_part_of_a_dead_rank(tmp_path: Path) -> None:
+    deaths = (Death(2, "writing", 1),)
+    ranks = outlive(tmp_path, deaths, "async", samples=160, meeting="save_whole")
+    first, second = ranks[0].found
+    assert "a rank has died before all parts were written" in first
+    assert second == "written"
+    newest = CheckpointStore(tmp_path / "checkpoints").newest()
+    assert newest is not None
+    assert newest.manifest.world_size == 3
+
+
+OUTSIDE = "RankLostError: rank %d: rank 2 died while ranks met outside of windows"
+TOO_EARLY = "RemoteRankError: rank 2 is gone: .*before the first epoch has begun"
+
+
+@pytest.mark.parametrize(
+    ("meeting", "place", "says"),
+    [
+        ("save", "meeting", OUTSIDE),
+        pytest.param("gather", "meeting", OUTSIDE, marks=pytest.mark.slow),
+        pytest.param("copies", "sharing copies", OUTSIDE, marks=pytest.mark.slow),
+        pytest.param("resume", "meeting", TOO_EARLY, marks=pytest.mark.slow),
+        ("barrier", "setup", TOO_EARLY),
+    ],
+    ids=["saving", "gathering", "sharing copies", "resuming", "before any epoch"],
+)
+def test_a_death_elsewhere_ends_the_run_by_name(
+    meeting: str, place: str, says: str, tmp_path: Path
+) -> None:
+    """Within seconds, not at the deadline."""
+    began_s, deaths = time.monotonic(), (Death(2, place, 1),)
+    outcomes, lost = run_with(tmp_path, deaths, "async", samples=160, meeting=meeting)
+    assert time.monotonic() - began_s < 40.0  # of 60
+    assert lost == ({2} if says == OUTSIDE else set())
+    for rank in (0, 1, 3):
+        error = outcomes[rank].error
+        assert error is not None
+        assert error.way == "raised"
+        assert re.search(says.replace("%d", str(rank)), error.text), error.text

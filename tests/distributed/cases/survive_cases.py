@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elche
+from elche.checkpoint import writer
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.parameter_group import ParameterGroup
-from elche.comm.transport.exchange import GlooExchange
+from elche.comm.transport.process_group import Group
+from elche.coordination.liveness import QUIET_S
 from elche.coordination.protocol.events import (
     BarrierReached,
     EpochOpened,
@@ -30,8 +33,12 @@ from elche.coordination.protocol.events import (
     WindowReduced,
 )
 from elche.runtime import run_epochs
+from elche.runtime.process import heartbeat
 from elche.runtime.process.worker import Worker
+from elche.runtime.windows import model_copies
 from elche.runtime.windows.regrouping import Regrouping
+from tests.distributed.cases.late_sums import LateSum, await_sums, mark_third_sum
+from tests.distributed.cases.meetings import Meeting
 
 EVENTS = {
     "closed": WindowClosed,
@@ -49,11 +56,13 @@ class Death:
         rank: which.
         place: where; see `plan_death`.
         at: the how manyth time that it comes there, from 1 on; seconds for "time".
+        holders: it waits there until these ranks have the third sum.
     """
 
     rank: int
     place: str
     at: float = 3
+    holders: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,8 @@ class Counted:
     progress: float = 0.0
     place: int = 0
     world_size: int = 0
+    handed: int = 0
+    found: list[Any] = field(default_factory=list)
 
 
 class Indices(Dataset[int]):
@@ -102,31 +113,38 @@ def count(
     epochs: int,
     options: dict[str, Any],
     step_s: float = 0.001,
-    late_rank: int = -1,
+    late: tuple[int, str] = (-1, ""),
+    meeting: str = "barrier",
+    slow: tuple[int, Callable[[float], float], float] = (-1, float, 0.0),
+    quiet_s: float = QUIET_S,
 ) -> Counted:
     """Trains, dies where planned, and says what it has at the end."""
     rank = int(os.environ["RANK"])
+    heartbeat.QUIET_S = quiet_s
     torch.manual_seed(5)
     model = Counter(samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    copies = [Counter(samples)] if meeting == "copies" else []
     loader: Any = DataLoader(Indices(samples), batch_size=16, shuffle=True)
     model, optimizer, loader = elche.setup(
         model,
         optimizer,
         loader,
         windows=elche.WindowConfig(
-            local_batch_size=4, outer=elche.OuterConfig(optimizer="average")
+            local_batch_size=4,
+            max_anchor=4 if late[1] else 200,  # a late sum is no epoch's last one
+            outer=elche.OuterConfig(optimizer="average"),
         ),
+        copies=copies,
         **options,
     )
-    if rank == late_rank:
-        fail_to_sum()
-    at_batch = at_end = lambda: None
-    for death in deaths:
-        if death.rank == rank:
-            hit = plan_death(death)
-            at_batch = hit if death.place == "batch" else at_batch
-            at_end = hit if death.place == "between" else at_end
+    late_sum = LateSum(folder, rank, late[1]) if rank == late[0] else None
+    mark_third_sum(folder, rank)
+    meet = Meeting(meeting, folder, rank)
+    hits = {d.place: plan_death(d, folder, meet) for d in deaths if d.rank == rank}
+    hits.get("setup", int)()
+    if meeting == "resume":
+        meet()
     with Path(folder, f"log{rank}.txt").open("w") as log:
         for epoch in range(epochs):
             for index in loader:
@@ -136,14 +154,22 @@ def count(
                 optimizer.step()
                 optimizer.zero_grad()
                 time.sleep(step_s)
-                at_batch()
-            at_end()
-            elche.barrier()
+                hits.get("batch", int)()
+                if rank == slow[0] and not meet.found:
+                    meet.found.append(slow[1](slow[2]))
+                if late_sum is not None:
+                    late_sum.stay()
+            hits.get("between", int)()
+            meet()
+    if late_sum is not None:
+        late_sum.check()
     counted = Counted(
         {name: value.clone() for name, value in model.state_dict().items()},
         elche.progress_samples(),
         elche.rank(),
         elche.world_size(),
+        0 if late_sum is None else late_sum.handed,
+        meet.found,
     )
     elche.shutdown()
     return counted
@@ -154,15 +180,30 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def plan_death(death: Death) -> Callable[[], None]:
+def pause(duration_s: float) -> float:
+    """Stops this process for a while; returns for how long."""
+    began_s, me = time.monotonic(), os.getpid()
+    with subprocess.Popen(["sh", "-c", f"sleep {duration_s}; kill -CONT {me}"]):
+        os.kill(me, signal.SIGSTOP)
+    return time.monotonic() - began_s
+
+
+def evaluate_long(duration_s: float) -> float:
+    """User code that is at no batch for a while."""
+    time.sleep(duration_s)
+    return duration_s
+
+
+def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]:
     """Dies there; for places in the loop returns what is to be called there."""
     visits = 0
 
-    def visit(act: Callable[[], None] = die) -> None:
+    def visit() -> None:
         nonlocal visits
         visits += 1
         if visits == death.at:
-            act()
+            await_sums(folder, death.holders)
+            die()
 
     if death.place == "time":
         threading.Timer(death.at, die).start()
@@ -176,6 +217,14 @@ def plan_death(death: Death) -> Callable[[], None]:
         after(ParameterGroup, "begin", visit)
     elif death.place == "after summing":
         after(Averager, "_wait", visit)
+    elif death.place == "evaluating":
+        meet.at_step = visit
+    elif death.place == "meeting":
+        before(Group, "all_reduce", lambda: visit() if meet.is_under_way else None)
+    elif death.place == "sharing copies":
+        before(model_copies, "_average", visit)
+    elif death.place == "writing":
+        before(writer, "write_part", visit)
     elif death.place == "regrouping":
         before(Regrouping, "form", visit)
     elif death.place == "regrouped":
@@ -222,24 +271,3 @@ def visit_events(kind: type, visit: Callable[[], None], *, is_before: bool) -> N
             visit()
 
     Worker.send = send  # type: ignore[method-assign]
-
-
-def fail_to_sum() -> None:
-    """From its third reduction on this rank has no sum, whoever has it.
-
-    As with gloo, where a rank's death leaves some with a sum and others without.
-    """
-    waits = 0
-    original = Averager._wait
-
-    def wait(averager: Averager) -> None:
-        nonlocal waits
-        waits += 1
-        if waits != 3:
-            original(averager)
-            return
-        GlooExchange.has_sum = property(lambda self: False)  # type: ignore[assignment]
-        group = averager._group
-        group.wait_until(lambda: False, "a rank's death")
-
-    Averager._wait = wait  # type: ignore[method-assign]

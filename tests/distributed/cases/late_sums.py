@@ -1,0 +1,134 @@
+"""A rank without a sum that others hold, or that has not taken it, when one dies.
+
+As with gloo, where a rank's death leaves some with a sum and others without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+from elche.comm.averaging.averaging import Averager
+from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.averaging.parameter_group import ParameterGroup
+from elche.comm.transport.exchange import GlooExchange
+from elche.coordination.protocol.instructions import Regroup
+from elche.session import current_run
+
+REDUCTION = 3
+PATIENCE_S = 50.0
+WAITS = "waits"
+"""It waits for the sum, or comes to it when it has been told of the death."""
+TRAINS = "trains"
+"""It has not the sum, and is in a batch until it is told."""
+HOLDS = "holds"
+"""It has the sum, and is in a batch until it is told."""
+
+
+def mark_third_sum(folder: str, rank: int) -> None:
+    """From when this rank holds the sum of its third reduction others see it."""
+    wait, sums = Averager._wait, 0
+
+    def waited(averager: Averager) -> None:
+        nonlocal sums
+        wait(averager)
+        sums += 1
+        if sums == REDUCTION:
+            _sum_of(folder, rank).touch()
+
+    Averager._wait = waited  # type: ignore[method-assign]
+
+
+def _sum_of(folder: str, rank: int) -> Path:
+    return Path(folder, f"sum{rank}")
+
+
+def await_sums(folder: str, ranks: tuple[int, ...]) -> None:
+    """Waits until these ranks hold it."""
+    until(lambda: all(_sum_of(folder, rank).exists() for rank in ranks))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for it, and not for ever."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "what was waited for did not come"
+        time.sleep(0.001)
+
+
+@final
+class LateSum:
+    """Makes this rank late with its third reduction.
+
+    Args:
+        folder: where ranks say that they hold the sum.
+        rank: this one.
+        how: `WAITS`, `TRAINS` or `HOLDS`.
+
+    Attributes:
+        handed: how often it was handed a result.
+    """
+
+    def __init__(self, folder: str, rank: int, how: str) -> None:
+        self.handed = 0
+        self._folder, self._rank, self._how = folder, rank, how
+        self._begun, self._has_stayed = 0, False
+        self._has_sum = GlooExchange.has_sum
+        begin, wait, hand = ParameterGroup.begin, Averager._wait, Averager.hand_over
+
+        def begun(group: ParameterGroup) -> None:
+            begin(group)
+            self._begun += 1
+            if self._lacks:
+                GlooExchange.has_sum = property(lambda _: False)  # type: ignore
+
+        def waited(averager: Averager) -> None:
+            if self._lacks:
+                group = averager._group
+                group.wait_until(lambda: False, "a rank's death")
+            wait(averager)
+
+        def handed(averager: Averager, *args: object, **named: object) -> None:
+            hand(averager, *args, **named)  # type: ignore[arg-type]
+            self.handed += bool(named["lacks"])
+            GlooExchange.has_sum = self._has_sum  # type: ignore[method-assign]
+
+        def polled(averager: OverlappedAverager) -> bool:
+            return not self._is_in_batch and poll(averager)
+
+        poll = OverlappedAverager.poll
+        OverlappedAverager.poll = polled  # type: ignore[method-assign]
+        ParameterGroup.begin = begun  # type: ignore[method-assign]
+        Averager._wait = waited  # type: ignore[method-assign]
+        Averager.hand_over = handed  # type: ignore[method-assign]
+
+    @property
+    def _lacks(self) -> bool:
+        is_now = self._begun == REDUCTION and not self.handed
+        return is_now and self._how != HOLDS
+
+    @property
+    def _is_in_batch(self) -> bool:
+        is_now = self._begun == REDUCTION and not self._has_stayed
+        return is_now and self._how != WAITS
+
+    def stay(self) -> None:
+        """In a batch: stays there until the word of the death is in line."""
+        if self._is_in_batch:
+            until(self._is_told)
+            self._has_stayed = True
+
+    def check(self) -> None:
+        """It was where it should be."""
+        assert self._has_stayed == (self._how != WAITS), "a fault did not happen"
+
+    def _is_told(self) -> bool:
+        run = current_run()
+        assert run is not None
+        windows = run._synchroniser.windows
+        if self._how == HOLDS and windows._averager.is_summed:  # type: ignore
+            _sum_of(self._folder, self._rank).touch()
+        run.worker._channel.wait_for_values(0.001)
+        return bool(run.worker._channel.waiting(Regroup))

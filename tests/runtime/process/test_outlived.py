@@ -12,13 +12,20 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = str(Path(__file__).parent / "cases" / "outlived.py")
+CASES = Path(__file__).parent / "cases"
+SCRIPT = str(CASES / "outlived.py")
+TRAINER = str(CASES / "outlived_trainer.py")
 
 
 def run(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
     """The script by `elche run`."""
+    return ended("-m", "elche", "run", "--nproc", str(ranks), SCRIPT, *words)
+
+
+def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process of Python's, at its end."""
     return subprocess.run(
-        [sys.executable, "-m", "elche", "run", "--nproc", str(ranks), SCRIPT, *words],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=200,
@@ -31,13 +38,13 @@ def run(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
     "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
 )
 def test_a_killed_rank_is_outlived(policy: str) -> None:
-    ended = run(3, "1", "kill", policy)
-    assert ended.returncode == 0, ended.stderr
-    assert "elche: rank 1 died: going on with ranks 0, 2" in ended.stderr
-    assert "ranks [1] ended with codes [137 (SIGKILL)]" in ended.stderr
-    done = dict(re.findall(r"done (\d) of 2: 800 samples, sum (.+)", ended.stdout))
-    assert sorted(done) == ["0", "1"], ended.stdout + ended.stderr
-    assert len(set(done.values())) == 1
+    done = run(3, "1", "kill", policy)
+    assert done.returncode == 0, done.stderr
+    assert "elche: rank 1 died: going on with ranks 0, 2" in done.stderr
+    assert "ranks [1] ended with codes [137 (SIGKILL)]" in done.stderr
+    sums = dict(re.findall(r"done (\d) of 2: 800 samples, sum (\S+),", done.stdout))
+    assert sorted(sums) == ["0", "1"], done.stdout + done.stderr
+    assert len(set(sums.values())) == 1
 
 
 @pytest.mark.slow
@@ -52,19 +59,41 @@ def test_a_killed_rank_is_outlived(policy: str) -> None:
     ],
 )
 def test_what_a_run_does_not_outlive(words: str, code: int, says: str) -> None:
-    ended = run(3, *words.split())
-    assert ended.returncode == code, ended.stderr
-    assert says in ended.stderr
-    assert "done" not in ended.stdout
+    done = run(3, *words.split())
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "done" not in done.stdout
 
 
 @pytest.mark.slow
 def test_a_long_evaluation_is_no_death_and_others_say_where_it_is() -> None:
-    ended = run(3, "1", "sleep", "cadence", "25")
-    assert ended.returncode == 0, ended.stderr
+    done = run(3, "1", "sleep", "cadence", "25")
+    assert done.returncode == 0, done.stderr
     assert re.search(
         r"the run has been waiting for ranks \[1\].* for 10 s: rank 1 is at <module> "
         r"\(.*outlived.py:\d+\)",
-        ended.stderr,
-    ), ended.stderr
-    assert ended.stdout.count("of 3: 800 samples") == 3
+        done.stderr,
+    ), done.stderr
+    assert done.stdout.count("of 3: 800 samples") == 3
+
+
+@pytest.mark.slow
+def test_loader_workers_that_hold_a_dead_ranks_sockets_delay_nothing() -> None:
+    """They see its end after up to 5 s; the launcher sees it at once."""
+    done = run(3, "1", "kill", "cadence", "workers")
+    assert done.returncode == 0, done.stderr
+    assert "elche: rank 1 died: going on with ranks 0, 2" in done.stderr
+    paused_s = re.findall(r"of 2: 800 samples, .* at most ([0-9.]+) s", done.stdout)
+    assert len(paused_s) == 2, done.stdout + done.stderr
+    assert max(map(float, paused_s)) < 4.0
+
+
+@pytest.mark.parametrize(
+    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+)
+def test_a_trainer_in_launched_functions_goes_on(policy: str) -> None:
+    """Its report adds up epochs of three ranks and of two."""
+    done = ended(TRAINER, policy)
+    assert done.returncode == 0, done.stderr
+    assert "elche: rank 2 died: going on with ranks 0, 1" in done.stderr
+    assert "returned (2, [240, 240], [True, True])" in done.stdout, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -20,11 +21,14 @@ torch.manual_seed(0)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = TensorDataset(torch.randn(400, 4))
-loader = DataLoader(data, batch_size=4, shuffle=True)
+workers = 2 * ("workers" in sys.argv)
+loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=workers)
 model, optimizer, loader = elche.setup(
     model, optimizer, loader, policy=policy, survive="mortal" not in sys.argv
 )
+longest_s = 0.0  # between two batches of an epoch
 for epoch in range(2):
+    last_s = math.inf
     for number, (x,) in enumerate(loader):
         if (own, epoch, number) == (rank, 0, ENDS_AT):
             if how == "kill":
@@ -39,8 +43,11 @@ for epoch in range(2):
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(0.002)
+        longest_s = max(longest_s, time.monotonic() - last_s)
+        last_s = time.monotonic()
     elche.barrier()
 sys.stdout.write(
     f"done {elche.rank()} of {elche.world_size()}: {elche.progress_samples():g} "
-    f"samples, sum {sum(float(p.detach().sum()) for p in model.parameters())!r}\n"
+    f"samples, sum {sum(float(p.detach().sum()) for p in model.parameters())!r}, "
+    f"at most {longest_s:.3f} s between batches\n"
 )

@@ -75,7 +75,7 @@ def nothing_starts(
             "--speeds 1,0.5 --link-mbit 10",
             "run `python -m benchmarks.links`",
         ),
-        ("--codec=int8", "--codec=int8 is no part of the installed package any more"),
+        ("--codec=int8", "--codec=int8 is no part of the installed package"),
     ],
 )
 def test_bad_settings_end_with_code_2(options: str, message: str) -> None:

@@ -36,9 +36,10 @@ class _Friendly(click.Group):
 
 
 class _Bench(click.Group):
-    """Says where to what was here and is for this repository's developers alone."""
+    """Says where to what is for this repository's developers alone."""
 
     moved: ClassVar = {
+        "chaos": "benchmarks.chaos",
         "pipeline": "benchmarks.pipeline",
         "--link-mbit": "benchmarks.links",
         "--link-delay-ms": "benchmarks.links",
@@ -51,8 +52,8 @@ class _Bench(click.Group):
             module = self.moved.get(word.partition("=")[0])
             if module is not None:
                 raise click.UsageError(
-                    f"{word} is no part of the installed package any more; run `python "
-                    f"-m {module}` in a clone of elche's repository"
+                    f"{word} is no part of the installed package; run `python -m "
+                    f"{module}` in a clone of elche's repository"
                 )
         return super().parse_args(ctx, args)
 

@@ -1,0 +1,65 @@
+"""The accounts of `benchmarks/chaos.py`: what agrees, and what is found out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.chaos import (
+    SAMPLES,
+    ChaosConfig,
+    RunAccount,
+    measure,
+    missing,
+    table,
+)
+from elche.errors import ConfigError
+
+GOOD = RunAccount(
+    epochs=2,
+    counted=(2, 3),
+    samples=2 * SAMPLES + 5,
+    progress=2.0 * SAMPLES + 5,
+    checksums=["a", "a"],
+)
+
+
+def test_accounts_that_agree() -> None:
+    assert GOOD.faults() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"counted": (1, 3)}, "1 to 3 times in the model after 2 epochs"),
+        ({"counted": (2, 4)}, "2 to 4 times in the model after 2 epochs"),
+        ({"progress": 2.0 * SAMPLES}, f"{2 * SAMPLES + 5} samples in the model"),
+        ({"missing": 3}, "3 positions were handed to no loop"),
+        ({"checksums": ["a", "b"]}, "survivors hold different models"),
+        ({"failure": "the run was lost"}, "the run was lost"),
+    ],
+)
+def test_each_account_is_looked_at(changes: dict[str, object], says: str) -> None:
+    (fault,) = replace(GOOD, **changes).faults()  # type: ignore[arg-type]
+    assert says in fault
+
+
+def test_positions_that_no_loop_was_handed() -> None:
+    lines = [f"0 {' '.join(map(str, range(1, SAMPLES)))}", "0 1", "1 0"]
+    assert missing(lines, 1) == 1
+
+
+@pytest.mark.parametrize("changes", [{"minutes": 0.0}, {"mtbf_s": -1.0}, {"ranks": 1}])
+def test_wrong_settings(changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        ChaosConfig(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_half_a_minute_of_chaos(policy: str) -> None:
+    found = measure(ChaosConfig(minutes=0.5, ranks=4, mtbf_s=4.0, policy=policy))
+    assert found["kills"], "nobody was killed"
+    assert not found["faults"], table(found)

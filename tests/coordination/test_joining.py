@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -41,7 +42,7 @@ BATCHES, FOUNDERS = 24, 2
 
 
 def plan_of(policy: str = "cadence", **options: object) -> Cluster:
-    device = Device(seconds_per_sample=0.01, count=FOUNDERS, prefetch=0)
+    device = Device(seconds_per_sample=0.01, count=FOUNDERS, prefetch=0, name="CPU")
     cut = {} if policy == "sync" else {"local_batch_size": 8}
     given_options = nested({**cut, **options})
     sizes = ((8, BATCHES),)
@@ -181,7 +182,8 @@ class Meeting:
     def come(self, rank: int = FOUNDERS, **changes: object) -> None:
         """Another rank asks to join."""
         self.members[rank] = Member(rank, joins=True)
-        self.say(join_of(self.plan, rank, self.plan.devices[0], **changes))
+        join = join_of(self.plan, rank, self.plan.devices[0])
+        self.say(replace(join, **changes))  # type: ignore[arg-type]
 
     def move(self, rank: int) -> None:
         """A member trains a batch."""
@@ -225,6 +227,7 @@ def test_a_rank_is_welcomed_at_once_and_taken_in_where_the_epoch_is_cut() -> Non
     [
         ("cadence", {}, {"tensors": ()}, "the model differs"),
         ("cadence", {}, {"version": 1}, "uses protocol version 1"),
+        ("cadence", {}, {"device": "NVIDIA A100"}, "rank 2 has NVIDIA A100, and the"),
         ("cadence", {"survive": False}, {}, "none can join survive=False"),
     ],
 )

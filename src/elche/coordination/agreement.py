@@ -72,6 +72,12 @@ class Settings:
         return tuple((name, json.dumps(flat[name])) for name in sorted(flat))
 
 
+def round_differently(devices: Sequence[str]) -> bool:
+    """Whether devices, by their names, are of several kinds: each rounds otherwise."""
+    on_cpu = all(name.startswith("CPU") for name in devices)
+    return not on_cpu and len(set(devices)) > 1
+
+
 def settings_of(join: Join) -> Settings:
     """Reads back what :meth:`Settings.as_pairs` wrote."""
     flat = {name: json.loads(value) for name, value in join.settings}

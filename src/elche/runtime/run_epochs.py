@@ -19,6 +19,7 @@ from elche.comm.transport.probe import probe_reduction_s
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.accounts.epoch_parts import PartRanges, whole_end
 from elche.coordination.accounts.step_count import StepCount
+from elche.coordination.agreement import round_differently
 from elche.coordination.protocol.events import (
     EpochCut,
     EpochOpened,
@@ -132,9 +133,7 @@ class RunEpochs:
         self._notifications = notifications
         self._plans = plans
         devices = watch.devices
-        on_cpu = all(name.startswith("CPU") for name in devices)
-        # devices of several kinds round each in its own way
-        self._is_mixed = not on_cpu and len(set(devices)) > 1
+        self._is_mixed = round_differently(devices)
         self._probe_s = 0.0
         self._batches: LeasedBatches | None = None
         self._generator = torch.Generator()

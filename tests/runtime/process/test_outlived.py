@@ -35,7 +35,11 @@ def run(
 
 @pytest.mark.parametrize(
     ("policy", "rank"),
-    [("cadence", 1), ("cadence", 0), pytest.param("async", 1, marks=pytest.mark.slow)],
+    [
+        ("cadence", 1),
+        pytest.param("cadence", 0, marks=pytest.mark.slow),
+        pytest.param("async", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_rank_is_outlived(policy: str, rank: int) -> None:
     ended = run(3, str(rank), "kill", policy)

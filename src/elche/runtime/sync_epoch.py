@@ -442,7 +442,8 @@ class SyncEpoch:
     def _part_of(self, step: Step) -> StepPart:
         """A step without ranks that have died before it."""
         if self._dead.first:
-            step = step._replace(shares=self._dead.live(step.step, step.shares))
+            live = self._dead.live(step.step, step.shares)
+            step = Step(step.step, step.samples, live, step.part)
         return step.weighed(self._leased.weight)
 
     def _part_in_hand(self) -> StepPart | None:

@@ -44,8 +44,8 @@ def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("policy", "rank"),
     [
         ("cadence", 1),
-        ("cadence", 0),
         ("sync", 1),
+        pytest.param("cadence", 0, marks=pytest.mark.slow),
         pytest.param("sync", 0, marks=pytest.mark.slow),
         pytest.param("async", 1, marks=pytest.mark.slow),
     ],

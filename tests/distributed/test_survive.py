@@ -295,7 +295,8 @@ def test_a_death_elsewhere_ends_the_run_by_name(
     began_s, deaths = time.monotonic(), (Death(2, place, 1),)
     outcomes, lost = run_with(tmp_path, deaths, "async", samples=160, meeting=meeting)
     assert time.monotonic() - began_s < 40.0  # of 60
-    assert lost == ({2} if says == OUTSIDE else set())
+    # In a pool a rank that raises says no word of it, and is taken for dead.
+    assert 2 in lost if says == OUTSIDE else not lost
     for rank in (0, 1, 3):
         error = outcomes[rank].error
         assert error is not None

@@ -273,7 +273,7 @@ def test_a_checkpoint_waits_for_no_part_of_a_dead_rank(tmp_path: Path) -> None:
     assert newest.manifest.world_size == 3
 
 
-OUTSIDE = "RankLostError: rank %d: rank 2 died while ranks met outside of windows"
+OUTSIDE = "RankLostError: rank %d: rank 2 died where the others cannot take it up again"
 TOO_EARLY = "RemoteRankError: rank 2 is gone: .*before the first epoch has begun"
 
 

@@ -187,3 +187,30 @@ def test_a_death_between_two_passes_of_a_step_ends_the_run_by_name(
     assert lost == [2]
     said = [str(each.error) for each in outcomes if each.rank != 2]
     assert any("between two backward passes of one step" in each for each in said), said
+
+
+def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
+    loop = Loop(str(tmp_path), deaths=(Death(0, "between", 1),))
+    outcomes, lost = killed(3, loop)
+    assert lost == [0]
+    trained: Trained = outcomes[1].value
+    layers = [value for name, value in trained.state.items() if name != "trace"]
+    norm = torch.cat([value.view(-1) for value in layers]).norm().item()
+    assert trained.norm == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_death_where_others_come_back_to_steps_ends_the_run_by_name(
+    tmp_path: Path,
+) -> None:
+    """Some have heard that a rank takes part again, and some have not."""
+    deaths = Death(0, "step", 5), Death(2, "positions", 5)
+    more = {"samples": 480, "epochs": 5, "slow": 3, "step_s": 0.03}
+    options = ("leave_out", True), ("epochs", 5)
+    outcomes, lost = killed(
+        4, Loop(str(tmp_path), deaths=deaths, **more, options=options)
+    )
+    assert lost == [0]
+    said = str(outcomes[1].error)
+    assert "were left out, and take part again" in said
+    assert "left out: steps of" in said, "the first rank that lives says so"

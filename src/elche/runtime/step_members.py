@@ -70,7 +70,7 @@ class StepMembers:
 
     def leave_out(self, told: LeaveOut) -> GradientReducer:
         """Other ranks take part from now on; returns what reduces their gradients."""
-        if told.reason and self._worker.rank == 0:
+        if told.reason and self._worker.place == 0:
             self._notifications.emit(f"elche: {told.reason}")
         if told.left_out != self._left_out:
             self._left_out = told.left_out

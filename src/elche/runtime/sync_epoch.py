@@ -491,7 +491,7 @@ class SyncEpoch:
         if self._dead.is_settled or not self._reports.step_done(number, cost):
             return
         is_last = number + 1 == self._positions.num_batches
-        tells_norm = is_last and self._worker.rank == 0
+        tells_norm = is_last and self._worker.place == 0
         self._numbers.report(final=is_last)
         self._reports.close(
             backward_passes=self._reducer.backward_passes,

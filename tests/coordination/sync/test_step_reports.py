@@ -95,7 +95,7 @@ class Shell:
     The coordinator answers a report at once, by a grant of one more step or the end.
     """
 
-    rank = 0
+    rank = place = 0
     is_cold = is_due = False
     max_samples = closed_passes = 0
     transfer_s = wait_s = 0.0

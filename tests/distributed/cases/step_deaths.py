@@ -21,6 +21,7 @@ import elche
 from elche.comm.gradients.bucket_contract import Closed
 from elche.comm.gradients.buckets import Bucket
 from elche.comm.gradients.reducer import GradientReducer
+from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.windows.step_regrouping import StepRegrouping
 from tests.distributed.cases.survive_cases import Death, after, before, die
 
@@ -46,6 +47,7 @@ class Loop:
         workers: of the loader.
         clip: the norm to which gradients are clipped in place.
         step_s: seconds of a step beside.
+        slow: the rank that takes them; -1: all.
     """
 
     folder: str
@@ -60,6 +62,7 @@ class Loop:
     workers: int = 0
     clip: float = 0.0
     step_s: float = 0.0
+    slow: int = -1
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Trained:
     progress: float
     place: int
     world_size: int
+    norm: float | None
 
 
 class Indices(Dataset[int]):
@@ -133,8 +137,11 @@ def train(loop: Loop) -> Trained:
         optimizer,
         loader,
         policy="sync",
-        leave_out=False,
-        **{"transport": {"bucket_cap_mb": CAP_MB}, **dict(loop.options)},
+        **{
+            "leave_out": False,
+            "transport": {"bucket_cap_mb": CAP_MB},
+            **dict(loop.options),
+        },
     )
     if rank == loop.late:
         lack_sums(loop.late_at)
@@ -145,7 +152,7 @@ def train(loop: Loop) -> Trained:
                 log.write(f"{epoch} {' '.join(map(str, counts))}\n")
                 log.flush()
                 at["forward"]()
-                time.sleep(loop.step_s)
+                time.sleep(loop.step_s * (loop.slow in (-1, rank)))
                 for _ in range(loop.passes):
                     loss_of(model, index).backward()
                 at["step"]()
@@ -158,6 +165,7 @@ def train(loop: Loop) -> Trained:
         elche.progress_samples(),
         elche.rank(),
         elche.world_size(),
+        elche.epoch_metrics().parameter_norm,
     )
     elche.shutdown()
     return trained
@@ -198,6 +206,8 @@ def plan_death(
         before(GradientReducer, "close_pass", visit)
     elif place == "closed":
         after(GradientReducer, "close_pass", visit)
+    elif place == "positions":
+        before(SampleOrder, "share", visit)
     elif place == "forming":
         before(StepRegrouping, "form", visit)
     elif place == "formed":

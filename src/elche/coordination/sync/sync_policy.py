@@ -209,10 +209,8 @@ class SyncPolicy(Policy):
 
     @property
     def mortal_by(self) -> str:
-        """Ranks left out lack the model that others would go on with."""
-        if not self._left_out.ranks:
-            return ""
-        return f"ranks {list(self._left_out.ranks)} are left out of steps"
+        """See `LeftOutRanks`."""
+        return self._left_out.mortal_by
 
     @property
     def granted_until(self) -> int:
@@ -413,6 +411,7 @@ class SyncPolicy(Policy):
             first = self._ledger.sizes.position_of(step)
             self._returned.append((first + start, first + stop))
         self._guesses &= grant.stop < FIRST_STEPS
+        self._left_out.completed()
         reports = [grant.reports[rank] for rank in sorted(grant.reports)]
         told: list[Instruction] = []
         if not (grant.is_settled or grant.left):

@@ -25,7 +25,7 @@ from elche.pipeline.trees import as_tensors, flatten, map_tensors
 Choose = Callable[[torch.Tensor], torch.Tensor]
 BatchOf = Callable[[torch.Tensor], Any]
 PROVEN_AFTER = 3
-"""Tokens: of the prompt, behind it, and behind what a layer kept beside older values."""
+"""Tokens: of the prompt, behind it, and behind one that was behind it itself."""
 WHOLE_ARGUMENT = "attention_mask"
 """Of the model's input what is given for the positions in a cache, too."""
 

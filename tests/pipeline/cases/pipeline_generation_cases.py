@@ -349,20 +349,32 @@ def failing(kind: str, rank: int) -> tuple[list[str], int]:
             layers_of("all"), F.mse_loss, micro_batches=1, partition=(3, 3), **CALM
         )
         mine = _attention(pipe)
-        if this_place().rank == rank:
+        batch_of = _raise_behind if kind == "batch_of" else _same
+        if this_place().rank == rank and kind != "batch_of":
             # Two calls of each of the first tokens, which are compared; then one.
             mine.fails_at[7] = {"raises": _raise, "dies": lambda: os._exit(7)}[kind]
         for _ in range(2):
             try:
-                pipe.generate(PROMPTS[0], max_new_tokens=NEW)
+                pipe.generate(PROMPTS[0], max_new_tokens=NEW, batch_of=batch_of)
                 told.append("")
             except Exception as error:
                 told.append(f"{type(error).__name__}: {error}")
+            batch_of = _same
         gc.collect()
         return told, sum(one() is not None for one in mine.kept)
     finally:
         if pipe is not None:
             pipe.close()
+
+
+def _same(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens
+
+
+def _raise_behind(tokens: torch.Tensor) -> torch.Tensor:
+    if tokens.shape[1] == NEW:
+        _raise()
+    return tokens
 
 
 def _raise() -> None:

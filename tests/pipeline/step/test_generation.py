@@ -107,12 +107,17 @@ def test_layers_move_between_generations(ranks2: RankPool) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_layer_that_raises_is_told_everywhere(ranks2: RankPool, rank: int) -> None:
-    found = ranks2.run(failing, "raises", rank, case_setup=serve_in_thread)
+@pytest.mark.parametrize(
+    ("kind", "rank"), [("raises", 0), ("raises", 1), ("batch_of", 0)]
+)
+def test_what_raises_on_one_rank_is_told_everywhere(
+    ranks2: RankPool, kind: str, rank: int
+) -> None:
+    found = ranks2.run(failing, kind, rank, case_setup=serve_in_thread)
     assert found[rank][0] == ["ValueError: a layer's own trouble", ""]
     (told, good), _ = found[1 - rank]
-    assert told.startswith(f"RemoteRankError: rank {rank} failed: ValueError: a layer")
+    by = f"RemoteRankError: rank {rank} failed" if kind == "raises" else "ConfigError"
+    assert told.startswith(f"{by}: ValueError: a layer")
     assert good == "", "the next call is a new one"
     assert [left for _, left in found] == [0, 0]
 

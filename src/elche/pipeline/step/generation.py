@@ -162,10 +162,12 @@ class Generation:
         """What the model makes of the sequences, on the rank of the last stage."""
         if self._caches is None:
             return self._whole(made)
-        batch, done = None, self._cached_positions
-        if self._stepping.seat.is_first:
-            batch = _behind(self._batch(made), made.shape, done, self._fixed)
-        call = Call(what="generate", batch=batch)
+        done = self._cached_positions
+
+        def behind() -> Any:
+            return _behind(self._batch(made), made.shape, done, self._fixed)
+
+        call = Call(what="generate", make_batch=behind)
         executor = self._layers.executor
         found = self._stepping.evaluate(call, executor, self._caches).outputs
         self._cached_positions = made.shape[1]
@@ -174,8 +176,8 @@ class Generation:
         return self._prove(found, self._whole(made))
 
     def _whole(self, made: torch.Tensor) -> Any:
-        batch = self._batch(made) if self._stepping.seat.is_first else None
-        return self._stepping.evaluate(Call(what="generate", batch=batch)).outputs
+        call = Call(what="generate", make_batch=lambda: self._batch(made))
+        return self._stepping.evaluate(call).outputs
 
     def _prove(self, found: Any, wanted: Any) -> Any:
         """Compares the logits with those of a run without caches, and returns these.

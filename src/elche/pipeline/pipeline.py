@@ -263,7 +263,7 @@ class Pipeline:
         layers whose forward takes ``cache=``, a dict that is empty at first and theirs
         until the end. With other layers each token runs all of the sequence again, and
         the log says so; so it does where caches lead to other logits, which is looked
-        at in the first two tokens. Several sequences are cut into microbatches as a
+        at in the first three tokens. Several sequences are cut into microbatches as a
         batch is, and keep all ranks busy.
 
         Args:

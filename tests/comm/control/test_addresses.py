@@ -16,7 +16,7 @@ from elche.comm.control.addresses import (
     is_loopback,
     listen,
     outlive_cuts,
-    outlive_cuts_from,
+    outliving_cuts,
     own_address,
     parse_address,
 )
@@ -62,19 +62,23 @@ def test_connections_that_another_library_made(tmp_path: Path) -> None:
     with (
         (tmp_path / "no socket").open("w"),
         socket.socket(socket.AF_UNIX),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
         listen("127.0.0.1", 0) as listener,
-        socket.create_connection(listener.getsockname(), 5.0) as connection,
+        socket.create_connection(listener.getsockname(), 5.0) as earlier,
     ):
-        datagrams.bind(("127.0.0.1", 0))
-        assert connection.getsockopt(*option) == 0
+        earlier.setsockopt(*option, 30_000)
         before = len(os.listdir("/proc/self/fd"))
-        outlive_cuts_from("127.0.0.2")
-        assert connection.getsockopt(*option) == 0
-        outlive_cuts_from("127.0.0.1")
-        assert connection.getsockopt(*option) == GONE_AFTER_S * 1e3
-        assert connection.gettimeout() == 5.0
-        assert len(os.listdir("/proc/self/fd")) == before
+        for host, expected in (("127.0.0.2", 0), ("127.0.0.1", GONE_AFTER_S * 1e3)):
+            with outliving_cuts(host):
+                where = listener.getsockname()
+                connection = socket.create_connection(where, 5.0)
+                datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+                datagrams.bind(("127.0.0.1", 0))
+            with connection, datagrams:
+                assert connection.getsockopt(*option) == expected
+                assert connection.gettimeout() == 5.0
+                assert len(os.listdir("/proc/self/fd")) == before + 2
+        assert earlier.getsockopt(*option) == 30_000, "another's own"
+        assert earlier.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
 
 
 def test_a_host_without_a_route_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,24 @@ class NoCache(nn.Module):
         return self.inner(x)
 
 
+class Forgetful(Attention):
+    """Keeps its last call's keys and values only: wrong from the third call on."""
+
+    def forward(self, x: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+        found = super().forward(x, cache)
+        if cache is not None:
+            for name in ("k", "v"):
+                cache[name] = cache[name][:, :, -x.shape[1] :]
+        return found
+
+
+class RuledOut(nn.Module):
+    """The logits, of which one token's is that of none."""
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(-1, torch.tensor([0]), -torch.inf)
+
+
 class Masked(Attention):
     """Attention that is told of positions that hold nothing, and hands that on."""
 
@@ -133,6 +151,10 @@ def layers_of(kind: str) -> list[nn.Module]:
         made += [nn.Linear(WIDTH, VOCABULARY)]
     if kind == "mixes":
         made[2] = NoCache()
+    if kind == "forgets":
+        made[2] = Forgetful()
+    if kind == "rules out":
+        made.append(RuledOut())
     if kind == "none":
         made[0] = _Plain(made[0])
         made[1 : 1 + BLOCKS] = [NoCache() for _ in range(BLOCKS)]
@@ -229,7 +251,7 @@ def run(
     layers: Sequence[nn.Module], caches: list[Cache], made: torch.Tensor, kind: str
 ) -> torch.Tensor:
     """The last position's logits; with caches where all layers take them."""
-    is_cached = kind in ("all", "masked")
+    is_cached = kind in ("all", "masked", "rules out")
     done = caches[0].get("length", 0) if is_cached else 0
     value: Any = (made[:, done:],)
     if kind == "masked":
@@ -327,20 +349,32 @@ def failing(kind: str, rank: int) -> tuple[list[str], int]:
             layers_of("all"), F.mse_loss, micro_batches=1, partition=(3, 3), **CALM
         )
         mine = _attention(pipe)
-        if this_place().rank == rank:
+        batch_of = _raise_behind if kind == "batch_of" else _same
+        if this_place().rank == rank and kind != "batch_of":
             # Two calls of each of the first tokens, which are compared; then one.
-            mine.fails_at[6] = {"raises": _raise, "dies": lambda: os._exit(7)}[kind]
+            mine.fails_at[7] = {"raises": _raise, "dies": lambda: os._exit(7)}[kind]
         for _ in range(2):
             try:
-                pipe.generate(PROMPTS[0], max_new_tokens=NEW)
+                pipe.generate(PROMPTS[0], max_new_tokens=NEW, batch_of=batch_of)
                 told.append("")
             except Exception as error:
                 told.append(f"{type(error).__name__}: {error}")
+            batch_of = _same
         gc.collect()
         return told, sum(one() is not None for one in mine.kept)
     finally:
         if pipe is not None:
             pipe.close()
+
+
+def _same(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens
+
+
+def _raise_behind(tokens: torch.Tensor) -> torch.Tensor:
+    if tokens.shape[1] == NEW:
+        _raise()
+    return tokens
 
 
 def _raise() -> None:

@@ -79,6 +79,7 @@ def test_sequences_that_end(ranks2: RankPool) -> None:
     [
         ("mixes", "its layers' caches lead to other logits"),
         ("counts", "its layers' caches lead to other logits"),
+        ("forgets", "its layers' caches lead to other logits"),
         ("none", "no layer takes cache="),
     ],
 )
@@ -106,12 +107,17 @@ def test_layers_move_between_generations(ranks2: RankPool) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_layer_that_raises_is_told_everywhere(ranks2: RankPool, rank: int) -> None:
-    found = ranks2.run(failing, "raises", rank, case_setup=serve_in_thread)
+@pytest.mark.parametrize(
+    ("kind", "rank"), [("raises", 0), ("raises", 1), ("batch_of", 0)]
+)
+def test_what_raises_on_one_rank_is_told_everywhere(
+    ranks2: RankPool, kind: str, rank: int
+) -> None:
+    found = ranks2.run(failing, kind, rank, case_setup=serve_in_thread)
     assert found[rank][0] == ["ValueError: a layer's own trouble", ""]
     (told, good), _ = found[1 - rank]
-    assert told.startswith(f"RemoteRankError: rank {rank} failed: ValueError: a layer")
+    by = f"RemoteRankError: rank {rank} failed" if kind == "raises" else "ConfigError"
+    assert told.startswith(f"{by}: ValueError: a layer")
     assert good == "", "the next call is a new one"
     assert [left for _, left in found] == [0, 0]
 
@@ -140,3 +146,19 @@ def test_what_of_a_batch_is_new() -> None:
     assert [getattr(one, "shape", one) for one in found["beside"]] == [(2,), (2, 4), 5]
     assert _behind(tokens, tokens.shape, 0) is not None
     assert len(PROMPTS[1][0]) + NEW == 8
+
+
+def test_a_tensor_beside_is_not_cut_where_the_sequence_comes_to_its_length() -> None:
+    beside, fixed = torch.ones(2, 4), set[int]()
+    for length, cut in ((3, 3), (4, 1), (5, 1)):
+        tokens = torch.zeros(2, length)
+        batch = {"beside": beside, "tokens": tokens, "first": torch.ones(2, 3)}
+        found = _behind(batch, tokens.shape, 0 if length == 3 else length - 1, fixed)
+        assert [one.shape[1] for one in found.values()] == [4, cut, 3]
+
+
+@pytest.mark.parametrize("work", [GenerationWork("rules out")])
+def test_tokens_that_are_ruled_out_are_no_difference(work: GenerationWork) -> None:
+    (found,) = check(None, work)
+    assert found.lengths == ONE_BY_ONE
+    assert found.warnings == []

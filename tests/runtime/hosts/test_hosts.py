@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import subprocess
@@ -21,7 +22,13 @@ from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.leader import Leader
 from elche.runtime.hosts.remote_start import RemoteStart
 from elche.runtime.process.launch import LaunchConfig
-from tests.runtime.hosts.launchers import Cluster, free_port, launched, write_key
+from tests.runtime.hosts.launchers import (
+    Cluster,
+    Launcher,
+    free_port,
+    launched,
+    write_key,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -174,7 +181,7 @@ def test_another_key_is_no_host_of_the_run(tmp_path: Path) -> None:
         write_key(key)
     with launched(cluster(tmp_path, "waits", keys=keys)) as hosts:
         assert hosts[1].end() == 1
-        assert "did not take this host: it has ended, or has another" in hosts[1].output
+        assert "did not take this host: it has ended, has another" in hosts[1].output
         hosts[0].wait_for("dropped a launcher at .*: a frame is not authentic")
         hosts[0].process.send_signal(signal.SIGINT)
         assert hosts[0].end() == 130
@@ -282,6 +289,31 @@ def test_hosts_are_started_over_ssh(
     else:
         assert "rank 2 is WORLD_SIZE=3" in ended.stdout
         assert "rank 2 is GROUP_RANK=1" in ended.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_starts_a_host_ends_with_an_interrupted_launcher(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\necho started $$\nexec sleep 100\n")
+    ssh.chmod(0o700)
+    words = ("run", "--hosts", "here:1,there:1", "--advertise", "127.0.0.1", RANKS)
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "elche", *words],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "ELCHE_SSH": str(ssh)},
+        )
+    launcher = Launcher(process, output)
+    (started,) = launcher.wait_for(r"started (\d+)")
+    process.send_signal(number)
+    assert launcher.end() == (130 if number == signal.SIGINT else 1)
+    assert "interrupted" in launcher.output
+    with pytest.raises(ProcessLookupError, match="No such process"):
+        os.kill(int(started), 0)
 
 
 @pytest.mark.parametrize("text", ["a", "a:1", "a:0,b:1", "a:1,b", "a:1,-oX=y:1"])

@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -124,19 +125,36 @@ def outlive_cuts(connection: socket.socket) -> None:
             continue
 
 
-def outlive_cuts_from(host: str) -> None:
-    """Does so for this process's connections from an address of its own, as gloo's.
+@contextlib.contextmanager
+def outliving_cuts(host: str) -> Iterator[None]:
+    """Does so for connections that are made meanwhile from an own address, as gloo's.
 
     gloo gives out neither its sockets nor their options, and a link that was cut for a
-    minute was taken up 48 s late. Connections of others from there lose nothing.
+    minute was taken up 48 s late. What others have opened before stays as it is.
     """
+    before = {number for number, _ in _sockets()}
+    yield
+    own = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    for number, connection in _sockets():
+        if number not in before and connection.family in _FAMILIES:
+            with contextlib.suppress(OSError):  # closed since
+                if connection.getsockname()[0] == own:
+                    outlive_cuts(connection)
+
+
+def _sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Numbers of this process's sockets, and a second handle of each for a moment."""
+    # With a timeout by default such a handle would change what the first one is set to.
     if not os.path.isdir(_DESCRIPTORS) or socket.getdefaulttimeout() is not None:
         return
-    own = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     for descriptor in map(int, os.listdir(_DESCRIPTORS)):
-        with contextlib.suppress(OSError):  # closed since
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    is_inet = connection.family in _FAMILIES
-                    if is_inet and connection.getsockname()[0] == own:
-                        outlive_cuts(connection)
+        with contextlib.ExitStack() as stack:
+            try:
+                second = os.dup(descriptor)
+            except OSError:  # closed since
+                continue
+            about = os.fstat(second)
+            if stat.S_ISSOCK(about.st_mode):
+                yield about.st_ino, stack.enter_context(socket.socket(fileno=second))
+            else:
+                os.close(second)

@@ -6,6 +6,7 @@ gloo listens on loopback unless an address is given.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed as dist
 
-from elche.comm.control.addresses import host_name, is_loopback, outlive_cuts_from
+from elche.comm.control.addresses import host_name, is_loopback, outliving_cuts
 from elche.comm.transport.exchange import CHECK_EVERY_S, wait_until
 from elche.errors import CommunicationError, DeadlineError
 from elche.torch_internals.groups import gloo_options
@@ -179,16 +180,16 @@ class Group:
         """
         options = gloo_options(timedelta(seconds=timeout_s), listen)
         store = _ControlStore(channel, f"generation/{generation}/", timeout_s)
+        alone = contextlib.nullcontext()
         try:
-            made = dist.ProcessGroupGloo(store, rank, world_size, options)
+            with alone if is_loopback(listen) else outliving_cuts(listen):
+                made = dist.ProcessGroupGloo(store, rank, world_size, options)
         except CommunicationError:  # of the control channel: says more than gloo
             raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {rank}: the process group did not form: {error}"
             ) from error
-        if not is_loopback(listen):
-            outlive_cuts_from(listen)
         return Group(made, rank, world_size, timeout_s)
 
     @property

@@ -73,8 +73,13 @@ def _cached(parts: Parts) -> tuple[Executor, bool]:
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """How far logits are apart, relative to the second ones."""
+    """How far logits are apart, relative to the second ones.
+
+    A token that may not be chosen has one of -inf in both.
+    """
     found, wanted = found.double().cpu(), wanted.double().cpu()
+    is_ruled_out = torch.isneginf(found) & torch.isneginf(wanted)
+    found, wanted = (one.masked_fill(is_ruled_out, 0.0) for one in (found, wanted))
     apart = (found - wanted).norm() / wanted.norm().clamp_min(1e-300)
     return float(apart)
 

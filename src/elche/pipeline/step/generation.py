@@ -6,6 +6,7 @@ sequence.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from elche.pipeline.trees import as_tensors, flatten, map_tensors
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
 BatchOf = Callable[[torch.Tensor], Any]
+PROVEN_AFTER = 3
+"""Tokens: of the prompt, behind it, and behind one that was behind it itself."""
 WHOLE_ARGUMENT = "attention_mask"
 """Of the model's input what is given for the positions in a cache, too."""
 
@@ -60,8 +63,9 @@ class Generation:
         self._stepping, self._communicator = stepping, communicator
         self._layers, self._asked = stepping.cached, asked
         self._caches: LayerCaches | None = None
-        self._cached_positions = 0
+        self._cached_positions = self._compared = 0
         self._form = ""
+        self._fixed: set[int] = set()
 
     def run(self) -> torch.Tensor:
         """Appends tokens to those of the first stage's rank; with all ranks."""
@@ -158,22 +162,24 @@ class Generation:
         """What the model makes of the sequences, on the rank of the last stage."""
         if self._caches is None:
             return self._whole(made)
-        batch, done = None, self._cached_positions
-        if self._stepping.seat.is_first:
-            batch = _behind(self._batch(made), made.shape, done)
-        call = Call(what="generate", batch=batch)
+        done = self._cached_positions
+
+        def behind() -> Any:
+            return _behind(self._batch(made), made.shape, done, self._fixed)
+
+        call = Call(what="generate", make_batch=behind)
         executor = self._layers.executor
         found = self._stepping.evaluate(call, executor, self._caches).outputs
         self._cached_positions = made.shape[1]
         if self._form in self._layers.proven:
             return found
-        return self._prove(found, self._whole(made), done > 0)
+        return self._prove(found, self._whole(made))
 
     def _whole(self, made: torch.Tensor) -> Any:
-        batch = self._batch(made) if self._stepping.seat.is_first else None
-        return self._stepping.evaluate(Call(what="generate", batch=batch)).outputs
+        call = Call(what="generate", make_batch=lambda: self._batch(made))
+        return self._stepping.evaluate(call).outputs
 
-    def _prove(self, found: Any, wanted: Any, is_behind: bool) -> Any:
+    def _prove(self, found: Any, wanted: Any) -> Any:
         """Compares the logits with those of a run without caches, and returns these.
 
         A layer that mixes positions and takes no cache, or a position that is counted
@@ -191,9 +197,10 @@ class Generation:
 
         told = self._communicator.agree(compare, "the check of the caches")
         self._refuse("".join(told))
+        self._compared += 1
         if self._layers.refused:
             self._caches = None
-        elif is_behind:
+        elif self._compared == PROVEN_AFTER:
             self._layers.proven.add(self._form)
         return wanted
 
@@ -203,17 +210,25 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
 
 
-def _behind(batch: Any, shape: Sequence[int], done: int) -> Any:
+def _behind(
+    batch: Any, shape: Sequence[int], done: int, fixed: set[int] | None = None
+) -> Any:
     """The part of a model's input that is of new positions.
 
     Args:
         batch: for all positions.
         shape: of the tokens; tensors that begin with it are of positions.
         done: positions that are in the caches.
+        fixed: places of tensors that once were of another length: they are never of
+            positions, though the sequence may come to their length.
     """
+    fixed, places = set() if fixed is None else fixed, itertools.count()
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[:, done:] if tensor.shape[:2] == shape else tensor
+        place = next(places)
+        if tensor.shape[:2] != shape:
+            fixed.add(place)
+        return tensor if place in fixed else tensor[:, done:]
 
     if isinstance(batch, dict):
         return {

@@ -7,7 +7,7 @@ that an error in one part is raised on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ class Call:
         loss_scale: see there.
         input_gradients: see there.
         outputs: see `elche.pipeline.Pipeline.evaluate`.
+        make_batch: makes the batch on the rank that reads it; other ranks are told
+            where that fails.
     """
 
     what: str
@@ -40,6 +42,7 @@ class Call:
     loss_scale: float = 1.0
     input_gradients: bool = False
     outputs: Any = "last"
+    make_batch: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +140,8 @@ def _read(call: Call, seat: Seat) -> LocalInput:
     loss_scale = scale_of(call.loss_scale)
     batch = target = samples = targets = None
     if seat.is_first:
-        batch = as_tensors(call.batch, f"the batch on rank {rank}")
+        given = call.batch if call.make_batch is None else call.make_batch()
+        batch = as_tensors(given, f"the batch on rank {rank}")
         samples = batch_samples(batch)
         if samples is None and not (seat.may_rest and batch is None):
             raise ConfigError(

@@ -203,7 +203,7 @@ class _Follower:
         if not self._processes:
             raise CommunicationError(
                 f"host 0 at {self._hosts.meeting} did not take this host: it has "
-                "ended, or has another --key-file"
+                "ended, has another --key-file, or its run has begun without this host"
             )
         codes = (p.returncode or 0 for p in self._processes.values())
         code = next((128 - c if c < 0 else c for c in codes if c), 1)

@@ -103,6 +103,8 @@ class Leader:
             lambda: HostLink(self, config.key), sock=self.listener.dup()
         )
         host, port = config.rendezvous[0], self.listener.getsockname()[1]
+        interrupted = CommunicationError("interrupted: SIGTERM on host 0")
+        loop.add_signal_handler(signal.SIGTERM, self._fail, interrupted)
         try:
             await self._invite(format_address(host, port))
             await asyncio.wait_for(self._is_complete, config.gather_s)
@@ -118,6 +120,7 @@ class Leader:
             await self._refuse(str(error) or "interrupted on host 0")
             raise
         finally:
+            loop.remove_signal_handler(signal.SIGTERM)
             gathering.close()
         hosts = [link.host for link in self._links.values() if link.host is not None]
         self._ranks = ranks_by_host([self._first, *hosts])

@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
-import signal
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
+from benchmarks.chaos_killer import Killer, KillPlan
 from benchmarks.chaos_rank import OVER, SAMPLES
 from elche.errors import ConfigError
 from elche.runtime.process.launch import (
@@ -36,8 +33,7 @@ from elche.runtime.process.launch import (
 RANK = "benchmarks.chaos_rank"
 MS_PER_SAMPLE = 1.25
 MOST_REJOINS = 10_000
-PATIENCE_S = 60.0
-"""For the last newcomers to train, after the last kill."""
+POLICIES = "cadence", "async", "sync"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,120 +124,19 @@ class RunAccount:
         return found
 
 
-@final
-class Killer:
-    """A thread that kills ranks now and then, and ends the run when its time is over.
-
-    It never kills the last one that trains. With newcomers the run ends when all
-    places are taken again.
-
-    Args:
-        config: of the run.
-        draws: when and whom.
-        seconds: of the run, from its first batch.
-        mtbf_s: mean time between two kills; infinite: never.
-        over: file that tells the ranks that the time is over.
-
-    Attributes:
-        kills: who was killed, in order.
-        trained: who has trained, in order.
-    """
-
-    def __init__(
-        self,
-        config: ChaosConfig,
-        draws: random.Random,
-        seconds: float,
-        mtbf_s: float,
-        over: Path,
-    ) -> None:
-        self.kills: list[int] = []
-        self.trained: list[int] = []
-        self._config, self._draws, self._over = config, draws, over
-        self._seconds, self._mtbf_s = seconds, mtbf_s
-        self._began_s = self._end_s = math.inf
-        self._changed = threading.Condition()
-        self._pids: dict[int, int] = {}
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    @property
-    def seconds(self) -> float:
-        """Of the run, from its first batch to its end; 0 where none was trained."""
-        return self._end_s - self._began_s if self.trained else 0.0
-
-    @property
-    def living(self) -> list[int]:
-        """Ranks that train."""
-        return [rank for rank in self.trained if rank not in self.kills]
-
-    def begin(self, rank: int, pid: int, trains: bool) -> None:
-        """A rank has begun its process, or has trained on its first batch."""
-        with self._changed:
-            self._pids[rank] = pid
-            if trains:
-                self._began_s = min(self._began_s, time.monotonic())
-                self.trained.append(rank)
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Ranks begin to leave, or the run is over: none is killed any more."""
-        with self._changed:
-            self._end_s = min(self._end_s, time.monotonic())
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """The run is over."""
-        self.stop()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with self._changed:
-            self._wait(lambda: bool(self.trained), math.inf)
-            until_s = self._began_s + self._seconds
-            while not self._is_stopped:
-                pause_s = self._draws.expovariate(1.0) * self._mtbf_s
-                at_s = time.monotonic() + pause_s
-                self._wait(lambda: False, min(at_s, until_s))
-                if self._is_stopped or at_s >= until_s:
-                    break
-                self._kill()
-            if self._config.rejoins:
-                self._wait(self._is_whole, until_s + PATIENCE_S)
-            self._over.touch()
-
-    @property
-    def _is_stopped(self) -> bool:
-        return self._end_s < math.inf
-
-    def _is_whole(self) -> bool:
-        return len(self.living) == self._config.ranks
-
-    def _wait(self, until: Callable[[], bool], deadline_s: float) -> None:
-        left_s = deadline_s - time.monotonic()
-        self._changed.wait_for(
-            lambda: self._is_stopped or until(),
-            None if math.isinf(left_s) else left_s,
-        )
-
-    def _kill(self) -> None:
-        living = self.living
-        whom = sorted({*self._pids} - {*self.kills})
-        if len(living) < 2:
-            whom = [rank for rank in whom if rank not in living]
-        if whom:
-            rank = self._draws.choice(whom)
-            os.kill(self._pids[rank], signal.SIGKILL)
-            self.kills.append(rank)
-
-
 def one_run(
     config: ChaosConfig, draws: random.Random, seconds: float, mtbf_s: float
 ) -> RunAccount:
     """Trains until the time is over, or one rank is left that nobody joins."""
     with tempfile.TemporaryDirectory(prefix="elche-chaos-") as name:
         folder, said = Path(name), dict[int, dict[str, Any]]()
-        killer = Killer(config, draws, seconds, mtbf_s, folder / OVER)
+        plan = KillPlan(
+            ranks=config.ranks,
+            rejoins=config.rejoins,
+            seconds=seconds,
+            mtbf_s=mtbf_s,
+        )
+        killer = Killer(plan, draws, folder / OVER)
 
         def on_line(rank: int, line: str) -> None:
             try:

@@ -78,7 +78,9 @@ def test_only_ranks_that_were_killed_may_end_otherwise(
     assert bool(found) == bool(says)
 
 
-def test_chaos_with_newcomers() -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ten_seconds_of_chaos_with_newcomers() -> None:
     """Each place is taken again before the run ends."""
     config = ChaosConfig(ranks=3, mtbf_s=3.0, policy="cadence")
     run = one_run(config, random.Random(1), 10.0, config.mtbf_s)

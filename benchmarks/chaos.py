@@ -1,11 +1,10 @@
 """Ranks killed at random for a while: `python -m benchmarks.chaos`.
 
-A run of emulated ranks trains under a policy of windows while ranks other than the
-first are killed, on average one every ``--mtbf`` seconds. Every position is accounted
-for three times: by what loops were handed, by a counter in the model, and by elche.
-
-A dead rank does not come back yet: where one rank is left, the next run begins. When
-ranks can join, `Killer` is the place to start one again.
+A run of emulated ranks trains while any of them are killed, on average one every
+``--mtbf`` seconds. In windows a newcomer takes the place of each dead one, and may be
+killed before it trains; under ``sync`` none can join, and the next run begins when one
+rank is left. Every position is accounted for three times: by what loops were handed,
+by a counter in the model, and by elche.
 """
 
 from __future__ import annotations
@@ -13,26 +12,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
-import signal
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
-from benchmarks.chaos_rank import SAMPLES
+from benchmarks.chaos_killer import Killer, KillPlan
+from benchmarks.chaos_rank import OVER, SAMPLES
 from elche.errors import ConfigError
-from elche.runtime.process.launch import LaunchConfig, launch, python_command
+from elche.runtime.process.launch import (
+    LaunchConfig,
+    LaunchResult,
+    launch,
+    python_command,
+)
 
 RANK = "benchmarks.chaos_rank"
 MS_PER_SAMPLE = 1.25
-UNDISTURBED = 0.15
-"""Part of the time in which nobody is killed, for comparison."""
+MOST_REJOINS = 10_000
+POLICIES = "cadence", "async", "sync"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +41,11 @@ class ChaosConfig:
     """What is tried, and for how long.
 
     Attributes:
-        minutes: all runs together, without their start.
+        minutes: all disturbed runs together, without their start; an undisturbed one
+            takes as long.
         ranks: of a run at its start.
         mtbf_s: mean time between two kills.
-        policy: ``"cadence"`` or ``"async"``.
+        policy: ``"cadence"``, ``"async"`` or ``"sync"``.
         seed: of kills and data.
     """
 
@@ -61,6 +63,11 @@ class ChaosConfig:
         if self.ranks < 2:
             raise ConfigError(f"expected 2 ranks or more, got {self.ranks}")
 
+    @property
+    def rejoins(self) -> bool:
+        """Whether newcomers take the places of dead ranks."""
+        return self.policy != "sync"
+
 
 @dataclass(kw_only=True)
 class RunAccount:
@@ -74,8 +81,8 @@ class RunAccount:
         missing: positions of whole epochs that no loop was handed.
         checksums: of the survivors' models.
         kills: ranks that were killed.
+        joins: ranks that trained in place of others.
         seconds: from the first batch to the end.
-        rank_s: the same of all ranks, while they lived.
         loss: of the final model.
         failure: why the run was lost; "" if it was not.
     """
@@ -87,10 +94,15 @@ class RunAccount:
     missing: int = 0
     checksums: list[str] = field(default_factory=list)
     kills: list[int] = field(default_factory=list)
+    joins: list[int] = field(default_factory=list)
     seconds: float = 0.0
-    rank_s: float = 0.0
     loss: float = math.nan
     failure: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.progress / self.seconds if self.seconds else math.nan
 
     def faults(self) -> list[str]:
         """What does not agree, in words."""
@@ -112,87 +124,37 @@ class RunAccount:
         return found
 
 
-@final
-class Killer:
-    """A thread that kills a living rank other than the first, now and then.
-
-    Args:
-        draws: when and whom.
-        mtbf_s: mean time between two kills; infinite: never.
-
-    Attributes:
-        seconds: of the run, at its end, from its first batch.
-        rank_s: the same of all ranks, while they lived.
-    """
-
-    def __init__(self, draws: random.Random, mtbf_s: float) -> None:
-        self.seconds = self.rank_s = self._end_s = 0.0
-        self._draws, self._mtbf_s = draws, mtbf_s
-        self._is_over = threading.Event()
-        self._pids: dict[int, int] = {}
-        self._began_s: dict[int, float] = {}
-        self._died_s: dict[int, float] = {}
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    @property
-    def kills(self) -> list[int]:
-        """Who was killed, in order."""
-        return list(self._died_s)
-
-    def begin(self, rank: int, pid: int) -> None:
-        """A rank has trained on its first batch."""
-        self._began_s[rank] = time.monotonic()
-        self._pids[rank] = pid
-
-    def stop(self) -> None:
-        """Ranks begin to leave: none is killed any more."""
-        if not self._is_over.is_set():
-            self._end_s = time.monotonic()
-            self._is_over.set()
-
-    def end(self) -> None:
-        """The run is over."""
-        self.stop()
-        self._thread.join()
-        end_s, died, began = self._end_s, self._died_s, self._began_s
-        self.seconds = end_s - min(began.values(), default=end_s)
-        self.rank_s = sum(died.get(rank, end_s) - began[rank] for rank in began)
-
-    def _run(self) -> None:
-        rate = 1.0 / self._mtbf_s
-        while rate and not self._is_over.wait(self._draws.expovariate(rate)):
-            living = sorted(set(self._pids) - set(self._died_s) - {0})
-            if living:
-                rank = self._draws.choice(living)
-                os.kill(self._pids[rank], signal.SIGKILL)
-                self._died_s[rank] = time.monotonic()
-
-
 def one_run(
     config: ChaosConfig, draws: random.Random, seconds: float, mtbf_s: float
 ) -> RunAccount:
-    """Trains until the time is over, or one rank is left."""
-    killer, said = Killer(draws, mtbf_s), dict[int, dict[str, Any]]()
+    """Trains until the time is over, or one rank is left that nobody joins."""
+    with tempfile.TemporaryDirectory(prefix="elche-chaos-") as name:
+        folder, said = Path(name), dict[int, dict[str, Any]]()
+        plan = KillPlan(
+            ranks=config.ranks,
+            rejoins=config.rejoins,
+            seconds=seconds,
+            mtbf_s=mtbf_s,
+        )
+        killer = Killer(plan, draws, folder / OVER)
 
-    def on_line(rank: int, line: str) -> None:
-        try:
-            values = json.loads(line)
-        except ValueError:
-            sys.stderr.write(line + "\n")
-            return
-        if "pid" in values:
-            killer.begin(rank, values["pid"])
-        else:
-            killer.stop()
-            said[rank] = values
+        def on_line(rank: int, line: str) -> None:
+            try:
+                values = json.loads(line)
+            except ValueError:
+                sys.stderr.write(line + "\n")
+                return
+            if "pid" in values:
+                killer.begin(rank, values["pid"], "trains" in values)
+            else:
+                killer.stop()
+                said[rank] = values
 
-    with tempfile.TemporaryDirectory(prefix="elche-chaos-") as folder:
         spec = {
             "policy": config.policy,
             "seed": config.seed,
-            "folder": folder,
-            "seconds": seconds,
+            "folder": name,
+            "rejoins": config.rejoins,
         }
         result = launch(
             LaunchConfig(
@@ -201,24 +163,46 @@ def one_run(
                 ms_per_sample=MS_PER_SAMPLE,
                 environment={"OMP_NUM_THREADS": "1"},
                 on_line=on_line,
+                rejoin=MOST_REJOINS if config.rejoins else 0,
             )
         )
         killer.end()
+        kills = killer.kills
         account = RunAccount(
-            rank_s=killer.rank_s, seconds=killer.seconds, kills=killer.kills
+            kills=kills,
+            joins=[rank for rank in killer.trained if rank >= config.ranks],
+            seconds=killer.seconds,
         )
-        silent = sorted({*range(config.ranks)} - {*said} - {*account.kills})
-        if result.exit_code or silent:
-            reason = result.reason or f"ranks {silent} said nothing"
-            account.failure = f"the run was lost, code {result.exit_code}: {reason}"
+        account.failure = lost(result, kills, killer.living, [*said])
+        if not account.failure and config.rejoins and len(said) < config.ranks:
+            account.failure = f"only ranks {sorted(said)} trained at the end"
+        if account.failure:
             return account
-        first = said[0]
+        first = next(iter(said.values()))
         account.epochs, account.loss = first["epochs"], first["loss"]
         account.counted = tuple(first["counted"])
         account.samples, account.progress = first["samples"], first["progress"]
         account.checksums = [each["checksum"] for each in said.values()]
-        account.missing = missing(logs_in(Path(folder)), account.epochs)
+        account.missing = missing(logs_in(folder), account.epochs)
     return account
+
+
+def lost(
+    result: LaunchResult,
+    kills: Sequence[int],
+    living: Sequence[int],
+    said: Sequence[int],
+) -> str:
+    """Why the run counts as lost; "" if it ended as it should."""
+    codes = {
+        rank: code
+        for rank, code in enumerate(result.exit_codes)
+        if code and rank not in kills
+    }
+    if result.exit_code or codes:
+        return f"the run was lost, codes {codes}: {result.reason or 'by itself'}"
+    silent = sorted({*living} - {*said})
+    return f"the run was lost: ranks {silent} said nothing" if silent else ""
 
 
 def logs_in(folder: Path) -> Iterable[str]:
@@ -239,49 +223,47 @@ def missing(lines: Iterable[str], epochs: int) -> int:
 
 
 def measure(config: ChaosConfig) -> dict[str, Any]:
-    """Runs until the time is over; the accounts of all runs."""
+    """An undisturbed run, then disturbed ones until as much time is over."""
     draws = random.Random(config.seed)
     left_s = 60.0 * config.minutes
-    calm = one_run(config, draws, UNDISTURBED * left_s, math.inf)
-    left_s -= UNDISTURBED * left_s
+    calm = one_run(config, draws, left_s, math.inf)
     runs: list[RunAccount] = []
     while left_s > 0.0:
         runs.append(one_run(config, draws, left_s, config.mtbf_s))
         left_s -= max(1.0, runs[-1].seconds)
-    rank_s = sum(run.rank_s for run in runs)
-    rate = sum(run.progress for run in runs) / max(rank_s, 1e-9)
-    calm_rate = calm.progress / max(calm.rank_s, 1e-9)
     return {
         "config": asdict(config),
         "emulated": True,
-        "undisturbed": asdict(calm) | {"faults": calm.faults()},
-        "runs": [asdict(run) | {"faults": run.faults()} for run in runs],
+        "undisturbed": described(calm, calm),
+        "runs": [described(run, calm) for run in runs],
         "kills": sum(len(run.kills) for run in runs),
-        "samples": sum(run.progress for run in runs),
+        "joins": sum(len(run.joins) for run in runs),
         "faults": [fault for run in (calm, *runs) for fault in run.faults()],
-        "samples_per_rank_s": rate,
-        "undisturbed_samples_per_rank_s": calm_rate,
-        "goodput": rate / calm_rate if calm_rate else math.nan,
     }
+
+
+def described(run: RunAccount, calm: RunAccount) -> dict[str, Any]:
+    """A run, and its samples per second over those of the undisturbed one."""
+    goodput = run.rate / calm.rate if calm.progress else math.nan
+    return asdict(run) | {"faults": run.faults(), "goodput": goodput}
 
 
 def table(found: dict[str, Any]) -> str:
     """What was measured, as text."""
     lines = [
-        f"{'run':>4} {'kills':>8} {'epochs':>7} {'samples':>9} {'loss':>8}  accounts"
+        f"{'run':>4} {'seconds':>7} {'kills':>5} {'joins':>5} {'epochs':>6} "
+        f"{'samples':>9} {'goodput':>7} {'loss':>8}  accounts"
     ]
     for name, run in [("calm", found["undisturbed"]), *enumerate(found["runs"])]:
-        kills = ",".join(map(str, run["kills"])) or "-"
         agrees = "; ".join(run["faults"]) or "agree"
         lines.append(
-            f"{name:>4} {kills:>8} {run['epochs']:>7} {run['progress']:>9.0f} "
-            f"{run['loss']:>8.4f}  {agrees}"
+            f"{name:>4} {run['seconds']:>7.1f} {len(run['kills']):>5} "
+            f"{len(run['joins']):>5} {run['epochs']:>6} {run['progress']:>9.0f} "
+            f"{run['goodput']:>7.3f} {run['loss']:>8.4f}  {agrees}"
         )
-    lines.append(
-        f"{found['kills']} kills; {found['samples_per_rank_s']:.0f} samples/s of a "
-        f"living emulated rank, {found['undisturbed_samples_per_rank_s']:.0f} "
-        f"undisturbed: {found['goodput']:.3f}; dead ranks do not come back"
-    )
+        if run["kills"]:
+            lines.append(f"     killed: {', '.join(map(str, run['kills']))}")
+    lines.append("goodput: samples per second over the undisturbed run's")
     return "\n".join(lines)
 
 
@@ -291,7 +273,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mtbf", type=float, default=20.0, help="seconds")
-    parser.add_argument("--policy", choices=("cadence", "async"), default="async")
+    parser.add_argument(
+        "--policy", choices=("cadence", "async", "sync"), default="async"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +18,42 @@ from elche.runtime.rank_settings import checksum
 
 SAMPLES = 4_000
 FEATURES = 32
+OVER = "over"
+"""File by which the parent ends a run."""
 
 
 class Counting(nn.Module):
-    """Linear regression that counts how often it was trained on each sample."""
+    """Linear regression that counts how often it was trained on each sample.
 
-    def __init__(self) -> None:
+    In windows a buffer counts, whose increments are summed. Under ``sync`` a parameter
+    does, by the common gradient: that is not zero for the samples of the step.
+
+    Args:
+        is_sync: under this policy.
+    """
+
+    def __init__(self, is_sync: bool) -> None:
         super().__init__()
         self.line = nn.Linear(FEATURES, 1)
+        self.seen = nn.Parameter(torch.zeros(SAMPLES), requires_grad=is_sync)
         self.count: torch.Tensor
         self.register_buffer("count", torch.zeros(SAMPLES, dtype=torch.int64))
 
-    def forward(self, index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """What is predicted of these samples."""
-        if self.training:
+    def forward(self, index: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+        """What is predicted of these samples, and a zero that has their gradient."""
+        if self.training and not self.seen.requires_grad:
             self.count += torch.bincount(index, minlength=SAMPLES)
-        out: torch.Tensor = self.line(x)[:, 0]
-        return out
+        seen = self.seen[index]
+        return [self.line(x)[:, 0], (seen - seen.detach()).mean()]
+
+    def count_step(self) -> None:
+        """Before the optimizer's step, at rate 1: a one for each of its samples."""
+        if (gradient := self.seen.grad) is not None and gradient.any():
+            gradient.div_(-gradient[gradient != 0].abs().min()).round_()
+
+    def counts(self) -> torch.Tensor:
+        """Of each sample."""
+        return self.seen.round().long() if self.seen.requires_grad else self.count
 
 
 class Points(Dataset[Any]):
@@ -56,40 +73,55 @@ class Points(Dataset[Any]):
 
 
 def train(spec: dict[str, Any]) -> None:
-    """On every rank: trains until the time is over, or it is the last one."""
+    """On every rank: trains until the parent says so, or it is the last for good."""
+    rank, rejoins = int(os.environ["RANK"]), spec["rejoins"]
+    if "ELCHE_JOINS" in os.environ:
+        _say(rank=rank, pid=os.getpid())
     torch.manual_seed(spec["seed"])
-    model, points = Counting(), Points()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    model, points = Counting(spec["policy"] == "sync"), Points()
+    optimizer = torch.optim.SGD(
+        [{"params": model.line.parameters()}, {"params": [model.seen], "lr": 1.0}],
+        lr=0.02,
+    )
     loader: Any = DataLoader(points, batch_size=32, shuffle=True)
     model, optimizer, loader = elche.setup(
-        model, optimizer, loader, policy=spec["policy"]
+        model,
+        optimizer,
+        loader,
+        policy=spec["policy"],
+        timeout_s=60.0,
+        leave_out=False,  # nobody may die while a rank is left out
     )
-    rank, epochs, is_early = int(os.environ["RANK"]), 0, False
-    until_s = math.inf
+    over, epochs = Path(spec["folder"], OVER), 0
     with Path(spec["folder"], f"log{rank}.txt").open("w") as log:
-        while not is_early:
+        for epoch in elche.epochs(1_000_000):
             for index, x, y in loader:
-                log.write(f"{epochs} {' '.join(map(str, index.tolist()))}\n")
+                counts = index.tolist() if elche.batch_weight() else []
+                log.write(f"{epoch} {' '.join(map(str, counts))}\n")
                 log.flush()
-                nn.functional.mse_loss(model(index, x), y).backward()
+                predicted, mark = model(index, x)
+                (nn.functional.mse_loss(predicted, y) + mark).backward()
+                model.count_step()
                 optimizer.step()
                 optimizer.zero_grad()
-                _say(rank=rank, pid=os.getpid())
-                until_s = min(until_s, time.monotonic() + spec["seconds"])
-                if time.monotonic() >= until_s or elche.world_size() == 1:
+                _say(rank=rank, pid=os.getpid(), trains=True)
+                if over.exists() or (elche.world_size() == 1 and not rejoins):
                     break  # which ends the epoch for all
             run = session.current_run()
             is_early = run is None or run.was_left_early
-            epochs += not is_early
+            epochs = epoch + (not is_early)
+            if is_early:
+                break
     model.eval()
     with torch.no_grad():
-        everything = torch.arange(SAMPLES)
-        loss = nn.functional.mse_loss(model(everything, points.x), points.y)
+        predicted, _ = model(torch.arange(SAMPLES), points.x)
+        loss = nn.functional.mse_loss(predicted, points.y)
+    counts = model.counts()
     _say(
         rank=rank,
         epochs=epochs,
-        counted=[int(model.count.min()), int(model.count.max())],
-        samples=int(model.count.sum()),
+        counted=[int(counts.min()), int(counts.max())],
+        samples=int(counts.sum()),
         progress=elche.progress_samples(),
         checksum=checksum(model),
         loss=float(loss),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,14 @@ from benchmarks.chaos import (
     SAMPLES,
     ChaosConfig,
     RunAccount,
+    lost,
     measure,
     missing,
+    one_run,
     table,
 )
 from elche.errors import ConfigError
+from elche.runtime.process.launch import LaunchResult
 
 GOOD = RunAccount(
     epochs=2,
@@ -56,10 +60,41 @@ def test_wrong_settings(changes: dict[str, float]) -> None:
         ChaosConfig(**changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("codes", "kills", "said", "says"),
+    [
+        ((0, 137, 0), [1], [0, 2], ""),
+        ((0, 137, 0), [], [0, 2], "codes {1: 137}"),
+        ((0, 137, 1), [1], [0], "codes {2: 1}"),
+        ((0, 137, 0), [1], [0], "ranks [2] said nothing"),
+    ],
+)
+def test_only_ranks_that_were_killed_may_end_otherwise(
+    codes: tuple[int, ...], kills: list[int], said: list[int], says: str
+) -> None:
+    living = sorted({0, 1, 2} - {*kills})
+    found = lost(LaunchResult(codes, "", (), None), kills, living, said)
+    assert says in found
+    assert bool(found) == bool(says)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ten_seconds_of_chaos_with_newcomers() -> None:
+    """Each place is taken again before the run ends."""
+    config = ChaosConfig(ranks=3, mtbf_s=3.0, policy="cadence")
+    run = one_run(config, random.Random(1), 10.0, config.mtbf_s)
+    assert not run.faults(), run
+    assert run.kills, "nobody was killed"
+    assert run.joins, "nobody has joined"
+    assert len(run.checksums) == config.ranks
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
 def test_half_a_minute_of_chaos(policy: str) -> None:
     found = measure(ChaosConfig(minutes=0.5, ranks=4, mtbf_s=4.0, policy=policy))
     assert found["kills"], "nobody was killed"
+    assert bool(found["joins"]) == (policy != "sync")
     assert not found["faults"], table(found)

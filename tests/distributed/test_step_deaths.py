@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.distributed.cases.step_deaths import (
     BATCH,
     Loop,
     Trained,
+    leave_after,
     logs_of,
     reference,
     steps_of,
@@ -43,7 +45,9 @@ PLACES = {
 }
 
 
-def killed(ranks: int, loop: Loop) -> tuple[list[Any], list[int]]:
+def killed(
+    ranks: int, loop: Loop, task: Callable[[Loop], Any] = train
+) -> tuple[list[Any], list[int]]:
     """A run in which ranks die: what came of each, and who died."""
     lost: list[int] = []
     with RankPool(ranks) as pool:
@@ -54,7 +58,7 @@ def killed(ranks: int, loop: Loop) -> tuple[list[Any], list[int]]:
                 os.kill(pool.pids[rank], signal.SIGKILL)
 
         outcomes = pool.run(
-            train,
+            task,
             loop,
             case_setup=partial(serve_in_thread, fence=fence),
             expect_failure=True,
@@ -103,6 +107,21 @@ def test_who_lacks_sums_that_another_has_takes_them(tmp_path: Path) -> None:
     """Also where their holder has changed them in place meanwhile."""
     dead = Death(2, "step", 4)
     assert outlive(tmp_path, dead, ranks=4, late=1, late_at=4, clip=0.1) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_loop_may_leave_the_epoch_in_which_a_rank_has_died(ranks: int) -> None:
+    """Before that pauses: all have run what they had begun."""
+    loop = Loop("", deaths=(Death(1, "forward", 4),))
+    outcomes, lost = killed(ranks, loop, leave_after)
+    assert lost == [1], "the fault did not happen"
+    survivors = [each for each in outcomes if each.rank != 1]
+    assert not [each.error for each in survivors if each.error]
+    first, second = survivors[0].value
+    assert all(each.value == survivors[0].value for each in survivors)
+    assert 4 * BATCH < first[0] <= 5 * BATCH
+    assert first[0] == first[1]
+    assert second[:2] == (loop.samples, first[0] + loop.samples)
 
 
 @pytest.mark.slow

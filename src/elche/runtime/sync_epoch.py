@@ -173,12 +173,19 @@ class SyncEpoch:
         """The loop has broken off in this step, or before the first.
 
         What the others were granted they run: this rank takes part in it with nothing,
-        and takes their model over if it has missed steps.
+        and takes their model over if it has missed steps. Where a rank has died, and
+        all have run what they had begun, the epoch pauses first.
         """
         if self._worker.is_closed or self.end is not None:
             return
         if self._reducer.is_delayed:
             return  # a Trainer's loop, which only an error leaves: it is reported
+        has_passed = self._reducer.closed_passes > self._passes_before
+        if in_hand and has_passed and self._dead.is_over(in_hand.step + 1):
+            self._end_step(in_hand)  # the others run no more: the rest is left
+            self._report()
+            self._await_end()
+            return
         self._is_leaving = True
         broken, apart = None, ""
         if not self._reducer.is_joinable:
@@ -266,14 +273,18 @@ class SyncEpoch:
             self._reducer.begin_step(part)
             self._hooks.graphs.begin(part)
             yield step, data
-            self._is_inside = False
-            self._is_early |= self._hooks.graphs.is_live
-            self._reducer.end_step()
-            self._worker.pace_device()
-            self._account(number, self._cost(step))
+            self._end_step(step)
         self._hooks.drain()
         self._report()
         self._await_end()
+
+    def _end_step(self, step: Step) -> None:
+        """The loop comes back from a step."""
+        self._is_inside = False
+        self._is_early |= self._hooks.graphs.is_live
+        self._reducer.end_step()
+        self._worker.pace_device()
+        self._account(step.step, self._cost(step))
 
     def _cost(self, step: Step) -> BatchCost:
         """What the step took until now; the next one begins."""

@@ -22,6 +22,7 @@ from elche.comm.gradients.bucket_contract import Closed
 from elche.comm.gradients.buckets import Bucket
 from elche.comm.gradients.reducer import GradientReducer
 from elche.runtime.data.sample_order import SampleOrder
+from elche.runtime.rank_settings import checksum
 from elche.runtime.windows.step_regrouping import StepRegrouping
 from tests.distributed.cases.survive_cases import Death, after, before, die
 
@@ -293,3 +294,34 @@ def reference(loop: Loop, epochs: list[list[list[int]]]) -> dict[str, torch.Tens
             if (number + 1) % loop.accumulate == 0:
                 take_step(model, optimizer, loop.clip)
     return model.state_dict()
+
+
+def leave_after(loop: Loop) -> list[tuple[int, int, str]]:
+    """Breaks off the epoch in which a rank has died, after the step that noticed.
+
+    Returns:
+        Of each epoch its samples, those that elche counts until then, and the model.
+    """
+    rank, found = int(os.environ["RANK"]), []
+    model, optimizer = make()
+    model, optimizer, loader = elche.setup(
+        model,
+        optimizer,
+        DataLoader(Indices(loop.samples, lambda: None), BATCH, shuffle=True),
+        policy="sync",
+        timeout_s=60.0,
+    )
+    world_size = elche.world_size()
+    for epoch in range(loop.epochs):
+        for number, index in enumerate(loader):
+            if (Death(rank, "forward", number) in loop.deaths) and not epoch:
+                die()
+            loss_of(model, index).backward()
+            take_step(model, optimizer, 0.0)
+            if elche.world_size() < world_size:
+                world_size = elche.world_size()
+                break
+        samples = elche.epoch_metrics().samples
+        found.append((samples, int(elche.progress_samples()), checksum(model)))
+    elche.shutdown()
+    return found

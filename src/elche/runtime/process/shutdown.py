@@ -114,9 +114,7 @@ def watch_process(
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        if (
-            os.getpid() == own
-        ):  # a loader's process is not this rank, and may outlive it
+        if os.getpid() == own:  # not in a forked worker, which may outlive it
             on_failure(error)
         if previous is sys.__excepthook__:
             write_whole("".join(traceback.format_exception(error)))

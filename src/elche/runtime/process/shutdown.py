@@ -107,14 +107,15 @@ def watch_process(
         on_failure: called with an uncaught exception, before it is printed.
         on_exit: called at the interpreter's exit, before the coordinator is stopped.
     """
-    previous = sys.excepthook
+    previous, own = sys.excepthook, os.getpid()
 
     def on_exception(
         kind: type[BaseException],
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        on_failure(error)
+        if os.getpid() == own:  # not in a forked worker, which may outlive it
+            on_failure(error)
         if previous is sys.__excepthook__:
             write_whole("".join(traceback.format_exception(error)))
         else:

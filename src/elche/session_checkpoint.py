@@ -9,6 +9,7 @@ from typing import Any
 from elche.checkpoint.keeper import CheckpointConfig
 from elche.errors import ConfigError
 from elche.process import process
+from elche.runtime.run import Run
 
 
 def epochs(count: int) -> Iterator[int]:
@@ -113,15 +114,22 @@ def resume(folder: str | Path) -> bool:
 
 
 def _needs_run(call: str) -> None:
-    if process.run is not None:
+    run = process.run
+    has_failed = isinstance(run, Run) and run.worker.is_closed
+    if run is not None and not has_failed:
         return
+    from elche import session
     from elche.pipeline.checkpoints.pipeline_state import PipelineState
     from elche.pipeline.checkpoints.saved_pipeline import begin_saving
 
     pipe = PipelineState.only_open()
     if pipe is None:
+        if has_failed:
+            return  # it says so itself
         raise ConfigError(
             f"elche.{call}() needs a run: call elche.setup first, or make a Pipeline"
         )
+    if has_failed:
+        session.shutdown()  # what comes is of the pipeline
     if not process.checkpoints.has_run:
         begin_saving(pipe, process.checkpoints)

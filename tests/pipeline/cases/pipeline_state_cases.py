@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+from elche import session
 from elche.pipeline.pipeline import Pipeline
 from tests.pipeline.cases import pipeline_cut_cases as cut
 from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, loss_of
@@ -104,6 +105,17 @@ def made(given: StateWork) -> Iterator[Pipeline]:
         **CALM,
     ) as pipe:
         yield pipe
+
+
+def leave_a_run_that_fails() -> None:
+    """As an error does that a notebook's cell ends with."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(torch.zeros(8, 2)), 4)
+    elche.setup(model, optimizer, loader)
+    run = session.current_run()
+    assert run is not None
+    run.worker.close(None)
 
 
 def train(

@@ -22,6 +22,7 @@ from tests.pipeline.cases.pipeline_state_cases import (
     BATCHES,
     StateWork,
     continued,
+    leave_a_run_that_fails,
     make_layers,
     make_loader,
     make_optimizer,
@@ -74,6 +75,8 @@ def test_saved_on_four_ranks_resumed_on_two_and_three(
 def test_resumed_on_more_ranks_and_between_epochs(
     ranks2: RankPool, ranks4: RankPool, tmp_path: Path
 ) -> None:
+    """After another run of the same processes has failed."""
+    ranks2.run(leave_a_run_that_fails, case_setup=serve_in_thread)
     ranks2.run(
         *(train, StateWork((3, 5)), str(tmp_path)),
         save_after=BATCHES,

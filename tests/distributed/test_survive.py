@@ -228,6 +228,7 @@ def test_a_rank_that_is_stopped_for_a_while_lives(policy: str, tmp_path: Path) -
     assert survivors[2].found[0] >= PAUSE_S, "the fault did not happen"
 
 
+@pytest.mark.slow
 def test_a_long_evaluation_on_rank_0_is_no_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

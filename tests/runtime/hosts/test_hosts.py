@@ -291,7 +291,9 @@ def test_hosts_are_started_over_ssh(
         assert "rank 2 is GROUP_RANK=1" in ended.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_what_starts_a_host_ends_with_an_interrupted_launcher(
     tmp_path: Path, number: signal.Signals
 ) -> None:

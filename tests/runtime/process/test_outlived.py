@@ -43,7 +43,7 @@ def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("policy", "rank"),
     [
-        ("cadence", 1),
+        pytest.param("cadence", 1, marks=pytest.mark.slow),
         ("sync", 1),
         pytest.param("cadence", 0, marks=pytest.mark.slow),
         pytest.param("sync", 0, marks=pytest.mark.slow),
@@ -102,9 +102,8 @@ def test_loader_workers_that_hold_a_dead_ranks_sockets_delay_nothing() -> None:
     assert max(map(float, paused_s)) < 4.0
 
 
-@pytest.mark.parametrize(
-    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_a_trainer_in_launched_functions_goes_on(policy: str) -> None:
     """Its report adds up epochs of three ranks and of two."""
     done = ended(str(TRAINER), policy)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from elche.checkpoint.store import CheckpointStore
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.joining_cases import Joined, Plan, grow
 from tests.distributed.cases.tasks import identical
 from tests.distributed.test_survive import GLOO
-from tests.harness.rank_pool import RankPool
+from tests.harness.fenced import run_fenced
 from tests.harness.rank_process import Outcome
 
 pytestmark = pytest.mark.distributed
@@ -24,19 +19,7 @@ pytestmark = pytest.mark.distributed
 
 def run(plan: Plan, joiners: int = 1) -> list[Outcome]:
     """The run; how its ranks ended."""
-    with RankPool(plan.founders + joiners) as pool:
-
-        def fence(rank: int) -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pool.pids[rank], signal.SIGKILL)
-
-        return pool.run(
-            grow,
-            plan,
-            case_setup=partial(serve_in_thread, fence=fence, joiners=joiners),
-            expect_failure=True,
-            timeout_s=100.0,
-        )
+    return run_fenced(plan.founders + joiners, grow, plan, joiners=joiners)[0]
 
 
 def check_all(outcomes: list[Outcome], plan: Plan, gone: set[int]) -> list[Joined]:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import signal
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.step_deaths import (
     BATCH,
     Loop,
@@ -28,7 +22,7 @@ from tests.distributed.cases.step_deaths import (
 )
 from tests.distributed.cases.survive_cases import Death
 from tests.distributed.cases.tasks import identical
-from tests.harness.rank_pool import RankPool
+from tests.harness.fenced import run_fenced
 
 pytestmark = pytest.mark.distributed
 
@@ -45,33 +39,11 @@ PLACES = {
 }
 
 
-def killed(
-    ranks: int, loop: Loop, task: Callable[[Loop], Any] = train
-) -> tuple[list[Any], list[int]]:
-    """A run in which ranks die: what came of each, and who died."""
-    lost: list[int] = []
-    with RankPool(ranks) as pool:
-
-        def fence(rank: int) -> None:
-            lost.append(rank)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pool.pids[rank], signal.SIGKILL)
-
-        outcomes = pool.run(
-            task,
-            loop,
-            case_setup=partial(serve_in_thread, fence=fence),
-            expect_failure=True,
-            timeout_s=100.0,
-        )
-    return list(outcomes), lost
-
-
 def outlive(tmp_path: Path, *deaths: Death, ranks: int = 3, **more: Any) -> int:
     """Checks what survivors have; returns steps beyond those of whole epochs."""
     options = {"timeout_s": 60.0, **more.pop("options", {})}
     loop = Loop(str(tmp_path), deaths=deaths, options=(*options.items(),), **more)
-    outcomes, lost = killed(ranks, loop)
+    outcomes, lost = run_fenced(ranks, train, loop)
     victims = [death.rank for death in deaths]
     errors = {each.rank: each.error for each in outcomes if each.error}
     others = [error for rank, error in errors.items() if rank not in victims]
@@ -113,7 +85,7 @@ def test_who_lacks_sums_that_another_has_takes_them(tmp_path: Path) -> None:
 def test_a_loop_may_leave_the_epoch_in_which_a_rank_has_died(ranks: int) -> None:
     """Before that pauses: all have run what they had begun."""
     loop = Loop("", deaths=(Death(1, "forward", 4),))
-    outcomes, lost = killed(ranks, loop, leave_after)
+    outcomes, lost = run_fenced(ranks, leave_after, loop)
     assert lost == [1], "the fault did not happen"
     survivors = [each for each in outcomes if each.rank != 1]
     assert not [each.error for each in survivors if each.error]
@@ -202,7 +174,7 @@ def test_a_death_between_two_passes_of_a_step_ends_the_run_by_name(
 ) -> None:
     """Its samples are in the first of them and not in the second."""
     loop = Loop(str(tmp_path), deaths=(Death(2, "closed", 5),), passes=2)
-    outcomes, lost = killed(3, loop)
+    outcomes, lost = run_fenced(3, train, loop)
     assert lost == [2]
     said = [str(each.error) for each in outcomes if each.rank != 2]
     assert any("between two backward passes of one step" in each for each in said), said
@@ -210,7 +182,7 @@ def test_a_death_between_two_passes_of_a_step_ends_the_run_by_name(
 
 def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
     loop = Loop(str(tmp_path), deaths=(Death(0, "between", 1),))
-    outcomes, lost = killed(3, loop)
+    outcomes, lost = run_fenced(3, train, loop)
     assert lost == [0]
     trained: Trained = outcomes[1].value
     layers = [value for name, value in trained.state.items() if name != "trace"]
@@ -226,9 +198,8 @@ def test_a_death_where_others_come_back_to_steps_ends_the_run_by_name(
     deaths = Death(0, "step", 5), Death(2, "positions", 5)
     more = {"samples": 480, "epochs": 5, "slow": 3, "step_s": 0.03}
     options = ("leave_out", True), ("epochs", 5)
-    outcomes, lost = killed(
-        4, Loop(str(tmp_path), deaths=deaths, **more, options=options)
-    )
+    loop = Loop(str(tmp_path), deaths=deaths, **more, options=options)
+    outcomes, lost = run_fenced(4, train, loop)
     assert lost == [0]
     said = str(outcomes[1].error)
     assert "were left out, and take part again" in said

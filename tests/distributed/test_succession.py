@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from elche.checkpoint.store import CheckpointStore
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.succession_cases import Ordered, reference, train
 from tests.distributed.cases.survive_cases import Death
-from tests.distributed.test_survive import BETWEEN, GLOO, PLACES, outlive
-from tests.harness.rank_pool import RankPool
+from tests.distributed.test_survive import outlive
+from tests.harness.fenced import run_fenced
 
 pytestmark = pytest.mark.distributed
 
@@ -33,21 +28,8 @@ def succeed(
     saves: bool = False,
 ) -> list[Ordered]:
     """A run that loses its first rank; what the others have at its end, checked."""
-    lost: list[int] = []
-    with RankPool(ranks) as pool:
-
-        def fence(rank: int) -> None:
-            lost.append(rank)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pool.pids[rank], signal.SIGKILL)
-
-        outcomes = pool.run(
-            train,
-            *(str(tmp_path), deaths, policy, kind, SAMPLES, EPOCHS, late_rank, saves),
-            case_setup=partial(serve_in_thread, fence=fence),
-            expect_failure=True,
-            timeout_s=100.0,
-        )
+    given = str(tmp_path), deaths, policy, kind, SAMPLES, EPOCHS, late_rank, saves
+    outcomes, lost = run_fenced(ranks, train, *given)
     victims = {0} if saves else {death.rank for death in deaths}
     errors = {each.rank: each.error for each in outcomes if each.error}
     others = [error for rank, error in errors.items() if rank not in victims]
@@ -67,21 +49,6 @@ def succeed(
 )
 def test_rank_0_is_outlived(policy: str, place: str, tmp_path: Path) -> None:
     outlive(tmp_path, (Death(0, place),), policy)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_rank_0_dies_at_every_place(
-    policy: str, options: dict[str, object], tmp_path: Path
-) -> None:
-    for place in [*PLACES, *BETWEEN]:
-        at = 1 if place in BETWEEN else 3
-        at += place == "keys" or place.endswith("opened")  # of the second epoch
-        (folder := tmp_path / place).mkdir()
-        print(policy, options, place)
-        outlive(folder, (Death(0, place, at),), policy, options=options)
 
 
 @pytest.mark.parametrize(

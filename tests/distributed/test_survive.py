@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 import re
-import signal
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,6 @@ import pytest
 
 from elche.checkpoint.store import CheckpointStore
 from elche.runtime.process import coordinator
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.late_sums import HOLDS, REDUCTION, TRAINS, WAITS
 from tests.distributed.cases.meetings import SIZE
 from tests.distributed.cases.survive_cases import (
@@ -28,7 +23,7 @@ from tests.distributed.cases.survive_cases import (
     pause,
 )
 from tests.distributed.cases.tasks import identical
-from tests.harness.rank_pool import RankPool
+from tests.harness.fenced import run_fenced
 from tests.harness.rank_process import Outcome
 
 pytestmark = pytest.mark.distributed
@@ -50,22 +45,8 @@ def run_with(
 ) -> tuple[list[Outcome], set[int]]:
     """A run in which ranks die; how each ended, and whom the others were to outlive."""
     options = {"policy": policy, "timeout_s": 60.0, **more.pop("options", {})}
-    lost: list[int] = []
-    with RankPool(ranks) as pool:
-
-        def fence(rank: int) -> None:
-            lost.append(rank)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pool.pids[rank], signal.SIGKILL)
-
-        outcomes = pool.run(
-            count,
-            *(str(tmp_path), deaths, samples, epochs, options),
-            case_setup=partial(serve_in_thread, fence=fence),
-            expect_failure=True,
-            timeout_s=100.0,
-            **more,
-        )
+    given = count, str(tmp_path), deaths, samples, epochs, options
+    outcomes, lost = run_fenced(ranks, *given, **more)
     for death in deaths:
         error = outcomes[death.rank].error
         assert error is not None, "a fault did not happen"
@@ -136,17 +117,18 @@ def test_a_death_is_outlived(policy: str, place: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_deaths_at_every_place(
-    policy: str, options: dict[str, Any], tmp_path: Path
+    policy: str, options: dict[str, Any], rank: int, tmp_path: Path
 ) -> None:
     for place in [*PLACES, *BETWEEN]:
         at = 1 if place in BETWEEN else 3
         at += place == "keys" or place.endswith("opened")  # of the second epoch
         (folder := tmp_path / place).mkdir()
-        print(policy, options, place)
-        outlive(folder, (Death(2, place, at),), policy, options=options)
+        print(policy, options, rank, place)
+        outlive(folder, (Death(rank, place, at),), policy, options=options)
 
 
 @pytest.mark.parametrize(

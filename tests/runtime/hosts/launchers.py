@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.harness.printing import Printing
+
 WAIT_S = 100.0
 ELCHE = ("-m", "elche")
-
-
-class Launcher:
-    """One host's `elche run`, in a session of its own."""
-
-    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
-        self.process = process
-        self._output = output
-
-    @property
-    def output(self) -> str:
-        return self._output.read_text(errors="replace")
-
-    def wait_for(self, pattern: str, count: int = 1) -> list[str]:
-        """What this host has printed, as soon as it is there so many times."""
-        deadline_s = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline_s:
-            found = re.findall(pattern, self.output)
-            if len(found) >= count:
-                return found
-            assert self.process.poll() is None, self.output
-            time.sleep(0.02)
-        raise AssertionError(f"expected {pattern!r} {count} times in:\n{self.output}")
-
-    def end(self) -> int:
-        """The exit code."""
-        try:
-            return self.process.wait(WAIT_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after:\n{self.output}") from None
 
 
 @dataclass(frozen=True)
@@ -76,7 +46,7 @@ class Cluster:
 
 
 @contextmanager
-def launched(cluster: Cluster) -> Iterator[list[Launcher]]:
+def launched(cluster: Cluster) -> Iterator[list[Printing]]:
     """Starts all launchers; what is left of them at the end, the leak check will say.
 
     Hosts have names of their own, so that their ranks share no memory.
@@ -84,7 +54,7 @@ def launched(cluster: Cluster) -> Iterator[list[Launcher]]:
     key = cluster.folder / "key"
     write_key(key)
     rendezvous = cluster.rendezvous or f"127.0.0.1:{free_port()}"
-    hosts: list[Launcher] = []
+    hosts: list[Printing] = []
     try:
         for number, ranks in enumerate(cluster.ranks):
             nnodes = cluster.nnodes or len(cluster.ranks)
@@ -106,7 +76,7 @@ def launched(cluster: Cluster) -> Iterator[list[Launcher]]:
                     env={**os.environ, **environment},
                     start_new_session=True,
                 )
-            hosts.append(Launcher(process, output))
+            hosts.append(Printing(process, output, WAIT_S))
         yield hosts
     finally:
         for host in hosts:

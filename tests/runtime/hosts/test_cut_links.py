@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.links.namespaces import Link, slow_link
 from elche.errors import ConfigError
-from tests.runtime.hosts.launchers import Cluster, Launcher, launched
+from tests.harness.printing import Printing
+from tests.runtime.hosts.launchers import Cluster, launched
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults, pytest.mark.slow]
 
@@ -45,7 +46,7 @@ def turn(link: Link, state: str) -> None:
     subprocess.run(command.split(), check=True)
 
 
-def steps_of(host: Launcher, count: int) -> list[float]:
+def steps_of(host: Printing, count: int) -> list[float]:
     """Times of the steps shown, as soon as they are so many."""
     return [float(at) for at in host.wait_for(STEP, count)]
 

@@ -22,9 +22,10 @@ from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.leader import Leader
 from elche.runtime.hosts.remote_start import RemoteStart
 from elche.runtime.process.launch import LaunchConfig
+from tests.harness.printing import Printing
 from tests.runtime.hosts.launchers import (
+    WAIT_S,
     Cluster,
-    Launcher,
     free_port,
     launched,
     write_key,
@@ -309,7 +310,7 @@ def test_what_starts_a_host_ends_with_an_interrupted_launcher(
             stderr=subprocess.STDOUT,
             env={**os.environ, "ELCHE_SSH": str(ssh)},
         )
-    launcher = Launcher(process, output)
+    launcher = Printing(process, output, WAIT_S)
     (started,) = launcher.wait_for(r"started (\d+)")
     process.send_signal(number)
     assert launcher.end() == (130 if number == signal.SIGINT else 1)

@@ -23,6 +23,7 @@ from elche.runtime.process.launch import (
     launch,
     python_command,
 )
+from tests.harness.printing import Printing
 
 pytestmark = pytest.mark.distributed
 
@@ -42,40 +43,10 @@ FIRST_BATCHES: list[int] = []
 """How many lines there were when the coordinator first heard of batches."""
 
 
-class Started:
-    """`elche run` in a session of its own, without a terminal."""
-
-    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
-        self.process = process
-        self._output = output
-
-    @property
-    def output(self) -> str:
-        return self._output.read_text(errors="replace")
-
-    def wait_for(self, pattern: str, count: int) -> list[str]:
-        """What the ranks have printed, as soon as it is there so many times."""
-        deadline_s = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline_s:
-            found = re.findall(pattern, self.output)
-            if len(found) >= count:
-                return found
-            assert self.process.poll() is None, self.output
-            time.sleep(0.02)
-        raise AssertionError(f"expected {pattern!r} {count} times in:\n{self.output}")
-
-    def end(self) -> int:
-        """The exit code."""
-        try:
-            return self.process.wait(WAIT_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after:\n{self.output}") from None
-
-
 @contextmanager
 def started(
     tmp_path: Path, *arguments: str, entry: tuple[str, ...] = ("-c", PATIENT)
-) -> Iterator[Started]:
+) -> Iterator[Printing]:
     """Starts `elche run`; what is left of it at the end, the leak check will say."""
     output = tmp_path / "output.txt"
     with output.open("wb") as file:
@@ -87,7 +58,7 @@ def started(
             start_new_session=True,
         )
     try:
-        yield Started(process, output)
+        yield Printing(process, output, WAIT_S)
     finally:
         if process.poll() is None:
             process.kill()

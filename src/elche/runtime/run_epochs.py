@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,32 +24,26 @@ from elche.coordination.protocol.events import (
     EpochCut,
     EpochOpened,
     Failed,
-    JoinReady,
-    Regrouped,
 )
 from elche.coordination.protocol.instructions import (
     BeginEpoch,
     EndEpoch,
-    Instruction,
-    Regroup,
 )
 from elche.coordination.protocol.messages import Scalars
-from elche.coordination.sync.lost_ranks import StepPlace
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import (
     CommunicationError,
     ConfigError,
     ElcheError,
-    MismatchError,
     NonFiniteError,
-    RankLostError,
 )
 from elche.runtime.data.epoch_course import EpochCourse
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.data.seeding import rank_seed, seed_rank, separate_rank
+from elche.runtime.epoch_opening import EpochOpening
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.shutdown import exit_watch
 from elche.runtime.process.worker import Worker
@@ -138,7 +132,6 @@ class RunEpochs:
         self._batches: LeasedBatches | None = None
         self._generator = torch.Generator()
         self._batch_cost = CostEstimate()
-        self._epoch = -1
         self._course: EpochCourse | None = None
         self._resumed: EpochCourse | None = None
         self._is_new = self._is_cut = self._is_resumed = self._is_asked = False
@@ -162,7 +155,6 @@ class RunEpochs:
             partial(_mean_of, worker),
             self.steps,
         )
-        self._opened: EpochOpened | None = None
         is_mortal = bool(training.config.mortal_by)
         generators = [*generators_of(training.loader).values()]
         self._order = SampleOrder(training.loader, generators, hands_on=not is_mortal)
@@ -174,6 +166,9 @@ class RunEpochs:
             lambda line: notifications.emit(line),
         )
         self._step_regrouping = StepRegrouping(worker, synchroniser, self._regrouping)
+        self._opening = EpochOpening(
+            worker, synchroniser, self._order, self._regrouping, self._step_regrouping
+        )
         if not is_mortal:
             worker.on_regroup = self._regroup_between
         self._batch_state = BatchStateWatch(
@@ -188,6 +183,11 @@ class RunEpochs:
             notifications,
         )
         self.samples_before = self.last_samples = 0
+
+    @property
+    def _epoch(self) -> int:
+        """The epoch that was opened last; -1 before the first."""
+        return self._opening.epoch
 
     @property
     def progress_samples(self) -> float:
@@ -250,7 +250,8 @@ class RunEpochs:
         self.samples_before = counted
         if self._resumed is not None:
             self._resumed.rebase(counted)
-        self._epoch, self._is_resumed = state["next"] - 1, True
+        self._opening.go_to(state["next"] - 1)
+        self._is_resumed = True
         self.schedulers.load_state_dict(state["schedules"])
         self._copies.load_state_dict(state["copies"])
 
@@ -260,15 +261,7 @@ class RunEpochs:
 
     def join(self) -> None:
         """Waits for the others to pause, forms the next group, and takes over."""
-        worker = self._worker
-        worker.send(JoinReady(rank=worker.rank))
-        while not worker.is_due:
-            worker.receive(self._take_word, "the others to take this rank in")
-        self._regroup(wants_keys=False)
-
-    def _take_word(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Regroup):
-            self._worker.hear_of(instruction)
+        self._opening.join()
 
     def attach(self) -> None:
         """Builds what the run needs, and gives this rank its own randomness."""
@@ -503,12 +496,12 @@ class RunEpochs:
         most = steps if steps >= 0 else None
         if is_new:
             self._notifications.scalars.clear()  # of an epoch that was left early
-            self._epoch = self._epoch + 1 if course is None else course.number
+            self._opening.go_to(self._epoch + 1 if course is None else course.number)
             self._is_by_steps = steps >= 0
         if course is None:
             self._order.begin(self._epoch, most)
         changed = self._synchroniser.is_changed
-        self._opened = EpochOpened(
+        opened = EpochOpened(
             rank=worker.rank,
             epoch=self._epoch,
             layout=self._synchroniser.layout(),
@@ -521,15 +514,13 @@ class RunEpochs:
             steps=steps,
             continues=course is not None or self._is_resumed,
         )
-        self._send_opened()
-        begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
-        self._step_regrouping.begin_part()
-        self._opened = None
+        sizes = None if course is None else course.part_sizes
+        begin = self._opening.open(opened, sizes)
         self._is_new = self._is_cut = self._is_resumed = self._is_asked = False
         self._prepare(begin, is_changed=changed)
         if course is None:
             sizes = BatchSizes(begin.sizes)
-            shared = self._share(sizes)
+            shared = self._opening.share(sizes)
             whole = PartRanges(((0, sizes.num_samples),))
             course = EpochCourse(
                 self._epoch, shared, sizes, whole, self.samples_before, most
@@ -546,72 +537,12 @@ class RunEpochs:
         positions = course.positions(self._training.config.seed)
         return positions.cut_by(BatchCut(*begin.cut)), begin.window
 
-    def _send_opened(self) -> None:
-        """Opens the epoch; the first rank says its sizes."""
-        opened = self._opened
-        assert opened is not None
-        if self._worker.place == 0 and opened.sizes is None:
-            course = self._course
-            sizes = self._order.draw() if course is None else course.part_sizes
-            self._opened = opened = replace(opened, sizes=sizes.runs)
-        self._worker.send(opened)
-
-    def _share(self, sizes: BatchSizes) -> Any:
-        """The epoch's positions, on every rank.
-
-        Raises:
-            MismatchError: the rank that drew them has died, and the next one draws
-                others.
-        """
-        order = self._order
-        try:
-            order.share(self._worker.group)
-        except RankLostError:
-            if self._worker.on_regroup is None:
-                raise
-            self._regroup(wants_keys=True)
-        assert order.keys is not None
-        if len(order.keys) != sizes.num_samples:
-            raise MismatchError(
-                f"epoch {self._epoch} was drawn with {sizes.num_samples} samples by a "
-                f"rank that has died, and anew with {len(order.keys)}: give all ranks "
-                "the same data set"
-            )
-        return order.keys
-
     def _regroup_between(self) -> None:
         """Ranks have died, or are to join, outside of windows."""
         if isinstance(self.under_way, SyncEpoch):
             self.under_way.regroup()
         else:
-            self._regroup(wants_keys=False)
-
-    def _regroup(self, *, wants_keys: bool) -> None:
-        """Forms the next group outside of windows; who waits for an epoch says so."""
-        worker, has_formed = self._worker, False
-        reducer = self._synchroniser.reducer
-        while not has_formed:
-            worker.hear_of()
-            with contextlib.suppress(RankLostError):
-                if reducer is None:
-                    self._regrouping.form(wants_keys=wants_keys)
-                else:
-                    place = StepPlace(reducer.closed_passes, first=0, begun=-1)
-                    self._step_regrouping.form(place, wants_keys=wants_keys)
-                has_formed = True
-        if self._opened is not None:
-            self._send_opened()
-        if reducer is not None:
-            self._step_regrouping.say_regrouped(self._epoch)
-            return
-        worker.send(
-            Regrouped(
-                rank=worker.rank,
-                generation=worker.generation,
-                epoch=self._epoch,
-                reduced=-1,
-            )
-        )
+            self._opening.regroup()
 
     def _prepare(self, begin: BeginEpoch, *, is_changed: bool) -> None:
         """Builds what this epoch's policy needs, and takes over who trained alone."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 from elche.errors import ConfigError
 from elche.runtime.hosts.hosts_config import HostsConfig
@@ -230,34 +230,18 @@ async def _launch(
     output = RankOutput(config.on_line, display, have_met)
     parts = Path(tempfile.mkdtemp(prefix="elche-")) if config.trace_path else None
     watched, held = os.pipe()  # this process alone has the end that it holds
-    places: list[int] = []  # of each rank: whose device it has
-
-    async def start(place: int, **more: str) -> None:
-        rank = len(places)
-        places.append(place)
-        environment = rank_environment(
-            config,
-            place,
-            environments[place]
-            | (store.environment() if store else {})
-            | ({} if leader is None else {"ELCHE_LISTEN": leader.address})
-            | {PIPE: str(watched)}
-            | ({TRACE: str(parts)} if parts else {})
-            | ({REJOIN: "1"} if config.rejoin else {})
-            | more,
-        )
-        process = await start_rank(config, place, environment, watched, output, rank)
-        processes.add(process)
-
-    async def replace_rank(rank: int) -> None:
-        has_ended = server.core.is_finished or server.core.aborted is not None
-        if len(places) < config.world_size + config.rejoin and not has_ended:
-            await start(places[rank], RANK=str(server.add_rank()), ELCHE_JOINS="1")
-
-    processes.on_outlived = replace_rank
+    own = {
+        **(store.environment() if store else {}),
+        **({} if leader is None else {"ELCHE_LISTEN": leader.address}),
+        PIPE: str(watched),
+        **({TRACE: str(parts)} if parts else {}),
+        **({REJOIN: "1"} if config.rejoin else {}),
+    }
+    ranks = _Ranks(config, processes, server, output, [e | own for e in environments])
+    processes.on_outlived = ranks.replace
     try:
         for place in range(config.world_size):
-            await start(place)
+            await ranks.start(place)
         for process in () if leader is None else leader.start(config.environment):
             processes.add(process)
         await processes.wait()
@@ -288,6 +272,51 @@ async def _launch(
     if leader is not None:
         await leader.end(result.exit_code, result.reason)
     return result
+
+
+@final
+class _Ranks:
+    """The ranks of this host as they are started, and those in place of dead ones.
+
+    Args:
+        config: what to start.
+        processes: takes them.
+        server: knows which ranks there are.
+        output: takes what they print.
+        environments: of each place.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        processes: RankProcesses,
+        server: CoordinatorServer,
+        output: RankOutput,
+        environments: Sequence[Mapping[str, str]],
+    ) -> None:
+        self._config = config
+        self._processes = processes
+        self._server = server
+        self._output = output
+        self._environments = environments
+        self._places: list[int] = []  # of each rank: whose device it has
+
+    async def start(self, place: int, **more: str) -> None:
+        """Starts the next rank at a place, with more variables."""
+        config, rank = self._config, len(self._places)
+        self._places.append(place)
+        own = {**self._environments[place], **more}
+        environment, pipe = rank_environment(config, place, own), int(own[PIPE])
+        process = await start_rank(config, place, environment, pipe, self._output, rank)
+        self._processes.add(process)
+
+    async def replace(self, rank: int) -> None:
+        """Starts one in place of a rank that has died, if the run goes on with more."""
+        config, server = self._config, self._server
+        has_ended = server.core.is_finished or server.core.aborted is not None
+        if len(self._places) < config.world_size + config.rejoin and not has_ended:
+            number = str(server.add_rank())
+            await self.start(self._places[rank], RANK=number, ELCHE_JOINS="1")
 
 
 async def start_rank(

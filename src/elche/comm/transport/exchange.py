@@ -18,8 +18,6 @@ written.
 from __future__ import annotations
 
 import mmap
-import os
-import platform
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -28,13 +26,17 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from elche.comm.transport.shared_memory import Members, aligned, map_together
+from elche.comm.transport.shared_memory import (
+    Members,
+    aligned,
+    map_together,
+    may_share_memory,
+)
 from elche.errors import ProtocolError
 
 SPIN_S = 20e-6
 SLEEP_S = 50e-6
 CHECK_EVERY_S = 0.05
-ORDERED_MACHINES = ("x86_64", "AMD64")
 
 
 class Exchange(ABC):
@@ -377,12 +379,7 @@ def may_share(device_names: tuple[str, ...]) -> bool:
     Only on processors that let other cores see writes in order.
     """
     on_cpu = all(name.startswith("CPU") for name in device_names)
-    return (
-        on_cpu
-        and len(device_names) > 1
-        and platform.machine() in ORDERED_MACHINES
-        and hasattr(os, "memfd_create")
-    )
+    return on_cpu and len(device_names) > 1 and may_share_memory()
 
 
 def wait_until(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import platform
 import secrets
 import struct
 import zlib
@@ -20,6 +21,7 @@ import torch
 from elche.comm.control.addresses import host_name
 
 ALIGN_BYTES = 64
+ORDERED_MACHINES = ("x86_64", "AMD64")
 _TOKEN = struct.Struct("q")
 
 
@@ -62,14 +64,11 @@ def map_together(group: Members, size_bytes: int) -> mmap.mmap | None:
     Must be called by all ranks of the group. If it gives None, the group's
     ``shares_host`` is False from then on.
     """
-    descriptor, token = -1, secrets.randbits(62)
+    descriptor, token = -1, 0
     if group.rank == 0:
         with contextlib.suppress(OSError):
-            descriptor = os.memfd_create("elche")
-            os.ftruncate(descriptor, size_bytes)
-            os.pwrite(descriptor, _TOKEN.pack(token), size_bytes)
-    # A pid means another process on another host, and in another container.
-    host = zlib.crc32(host_name().encode())
+            descriptor, token = new_memory(size_bytes)
+    host = host_number()
     where = torch.tensor(
         [os.getpid(), descriptor, token, host], dtype=torch.int64, device="cpu"
     )
@@ -88,19 +87,70 @@ def map_together(group: Members, size_bytes: int) -> mmap.mmap | None:
 
 
 def _map(pid: int, descriptor: int, token: int, size_bytes: int) -> mmap.mmap | None:
-    """Maps the memory that another process holds; None if it is not that one.
-
-    The token tells it from a file that happens to be there on another host.
-    """
-    try:
-        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-    except OSError:
+    opened = open_memory(pid, descriptor, token, size_bytes)
+    if opened is None:
         return None
     try:
-        if os.pread(opened, _TOKEN.size, size_bytes) != _TOKEN.pack(token):
-            return None
         return mmap.mmap(opened, size_bytes)
     except OSError:
         return None
     finally:
         os.close(opened)
+
+
+def open_memory(pid: int, descriptor: int, token: int, place: int) -> int | None:
+    """Opens the memory that another process holds; None if it is not that one.
+
+    The token tells it from a file that happens to be there on another host.
+
+    Args:
+        pid: of the process that made it.
+        descriptor: its number there.
+        token: that it wrote...
+        place: ...at this byte.
+
+    Returns:
+        A descriptor, for the caller to close.
+    """
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        if os.pread(opened, _TOKEN.size, place) == _TOKEN.pack(token):
+            return opened
+    os.close(opened)
+    return None
+
+
+def new_memory(size_bytes: int) -> tuple[int, int]:
+    """Memory without a name, with a token behind it.
+
+    Args:
+        size_bytes: where the token stands.
+
+    Returns:
+        Its descriptor, and the token.
+
+    Raises:
+        OSError: there is none.
+    """
+    token = secrets.randbits(62)
+    descriptor = os.memfd_create("elche")
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        os.pwrite(descriptor, _TOKEN.pack(token), size_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor, token
+
+
+def host_number() -> int:
+    """Tells hosts apart: a pid means another process on another one."""
+    return zlib.crc32(host_name().encode())
+
+
+def may_share_memory() -> bool:
+    """Whether there is such memory, and other cores see writes to it in order."""
+    return platform.machine() in ORDERED_MACHINES and hasattr(os, "memfd_create")

@@ -151,7 +151,11 @@ class DeviceMessages:
         """Whether a message to that rank may go this way."""
         kind = self._device.type
         here = all(one.device.type == kind for one in tensors)
-        return bool(tensors) and here and rank in self._partners
+        return bool(tensors) and here and self.reaches(rank)
+
+    def reaches(self, rank: int) -> bool:
+        """Whether messages of steps to that rank are announced by gloo."""
+        return rank in self._partners
 
     def send(self, tensors: Sequence[torch.Tensor], rank: int) -> list[Any]:
         """Begins to send what is computed to a rank that receives it already."""

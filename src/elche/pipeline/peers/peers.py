@@ -35,6 +35,7 @@ from elche.pipeline.peers.device_messages import (
     TwoWays,
     trial,
 )
+from elche.pipeline.peers.memory_lines import MemoryLines
 from elche.pipeline.peers.rendezvous import Rendezvous, check_for_abort
 from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.peers.transport import (
@@ -132,7 +133,26 @@ class StagePeers:
             channel.close()
             raise
         backend = group.point_to_point
-        return StagePeers(placement, channel, group, backend, f"pipeline/{number}")
+        peers = StagePeers(placement, channel, group, backend, f"pipeline/{number}")
+        try:
+            peers.share_memory(timeout_s)
+        except BaseException:
+            peers.close()
+            raise
+        return peers
+
+    def share_memory(self, timeout_s: float) -> None:
+        """Has messages to ranks of this host go through memory; on every rank.
+
+        Raises:
+            CommunicationError: a rank is gone, or did not come in time.
+            RemoteRankError: the run has ended.
+        """
+        self.transport.memory = MemoryLines.open(
+            self.rank,
+            self.world_size,
+            lambda told: self.exchange(told, timeout_s, "sharing memory"),
+        )
 
     @staticmethod
     def decline(placement: Placement, error: BaseException) -> None:

@@ -1,6 +1,8 @@
-"""Messages between ranks over gloo: asynchronous, bounded, each wait with a deadline.
+"""Messages between ranks: asynchronous, bounded, each wait with a deadline.
 
-Threads carry them (`elche.pipeline.peers.lines`); here are the waits of the rank's own.
+Within a host they go through memory (`elche.pipeline.peers.memory_lines`), else threads
+carry them over gloo (`elche.pipeline.peers.lines`); here are the waits of the rank's
+own.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, final
 
+from elche.comm.transport.exchange import SLEEP_S
 from elche.errors import CommunicationError, DeadlineError
 from elche.pipeline.peers import waits
 from elche.pipeline.peers.device_messages import DeviceMessages
@@ -21,6 +24,7 @@ from elche.pipeline.peers.lines import (
     Parcel,
     PointToPoint,
 )
+from elche.pipeline.peers.memory_lines import Letter, MemoryLines
 from elche.pipeline.peers.stage_messages import Message, head_of, head_tensors
 from elche.pipeline.peers.waits import REASON_WITHIN_S
 
@@ -72,6 +76,9 @@ class Transport:
         rank: this rank.
         check: called while waiting; raises when the run has been ended from outside.
         watch: receives long waits, and names the late rank.
+
+    Attributes:
+        memory: ways to ranks of this host; set on all ranks between two messages.
     """
 
     def __init__(
@@ -87,6 +94,7 @@ class Transport:
         self._watch = watch
         self._incoming: dict[int, IncomingLine] = {}
         self._outgoing: dict[int, OutgoingLine] = {}
+        self.memory = MemoryLines({}, {})
 
     @property
     def devices(self) -> DeviceMessages | None:
@@ -100,7 +108,8 @@ class Transport:
     @property
     def untaken(self) -> int:
         """Messages that have arrived and were not asked for."""
-        return len(self._shared.arrived)
+        untaken = sum(line.untaken for line in self.memory.incoming.values())
+        return len(self._shared.arrived) + untaken
 
     def end(self) -> None:
         """Whatever fails from now on is no fault; `close` comes next."""
@@ -111,6 +120,8 @@ class Transport:
         """Announces what will come, in the order in which it will be asked for."""
         with self._shared.condition:
             for address in addresses:
+                if self._goes_by_memory(address):
+                    continue
                 line = self._from(address.rank)
                 line.announce(address.tag)
                 if line.allowed:
@@ -118,6 +129,8 @@ class Transport:
 
     def admit(self, address: Address) -> None:
         """Lets the next announced message of that rank come in."""
+        if self._goes_by_memory(address):
+            return  # it comes when this rank waits for it
         with self._shared.condition:
             line = self._from(address.rank)
             line.allowed += 1
@@ -138,11 +151,12 @@ class Transport:
             CommunicationError: the connection broke.
         """
         key = (address.rank, address.tag)
-        self._wait(
-            lambda: key in self._shared.arrived,
-            *(address.rank, address.what, timeout_s),
-            names_late,
-        )
+        wait = (*key[:1], address.what, timeout_s, names_late)
+        if self._goes_by_memory(address):
+            incoming = self.memory.incoming[address.rank]
+            self._wait(lambda: incoming.has(address.tag), *wait)
+            return incoming.take(address.tag)
+        self._wait(lambda: key in self._shared.arrived, *wait)
         with self._shared.condition:
             message = self._shared.arrived.pop(key)
         if self.devices is not None:
@@ -157,13 +171,14 @@ class Transport:
             CommunicationError: the connection broke.
         """
         rank = address.rank
+        wait = (rank, f"room to send {address.what}", timeout_s)
+        if self._goes_by_memory(address):
+            letter, outgoing = Letter(message), self.memory.outgoing[rank]
+            self._wait(lambda: outgoing.has_room(letter), *wait)
+            outgoing.send(address.tag, letter)
+            return
         line = self._to(rank)
-        self._wait(
-            lambda: len(line.pending) < MAX_PENDING_SENDS,
-            rank,
-            f"room to send {address.what}",
-            timeout_s,
-        )
+        self._wait(lambda: len(line.pending) < MAX_PENDING_SENDS, *wait)
         parcel = self._pack(address, message)
         if parcel.computed is None:
             try:
@@ -198,7 +213,7 @@ class Transport:
 
     def flush(self, timeout_s: float) -> None:
         """Waits until everything sent has been taken."""
-        for rank, line in self._outgoing.items():
+        for rank, line in (*self._outgoing.items(), *self.memory.outgoing.items()):
             self._wait(
                 lambda line=line: not line.pending,  # type: ignore[misc]
                 rank,
@@ -220,6 +235,7 @@ class Transport:
             incoming.join()
         for outgoing in self._outgoing.values():
             outgoing.join()
+        self.memory.close()
         self._shared.drop_group()
 
     def _wait(
@@ -230,6 +246,7 @@ class Transport:
         timeout_s: float,
         names_late: bool = False,
     ) -> None:
+        self.memory.poll()
         if ready():
             return
         started_s = time.monotonic()
@@ -265,12 +282,28 @@ class Transport:
 
     def _look(self, ready: Callable[[], bool], rank: int) -> bool:
         """Sleeps a moment unless it is there."""
-        with self._shared.condition:
-            if not ready() and rank not in self._shared.broken:
-                self._shared.condition.wait(LOOK_EVERY_S)
-            if self._shared.closed:
-                raise CommunicationError("the pipeline has been closed")
-            return ready()
+        shared, incoming = self._shared, self.memory.incoming
+        until_s = time.monotonic() + LOOK_EVERY_S
+        pause_s = SLEEP_S if incoming else LOOK_EVERY_S
+        while True:
+            is_closed = rank in incoming and incoming[rank].is_closed
+            self.memory.poll()
+            with shared.condition:
+                is_ready = ready()
+                if shared.closed:
+                    raise CommunicationError("the pipeline has been closed")
+                if is_closed and not is_ready:
+                    shared.fail(rank, CommunicationError("it has closed its end"))
+                late = time.monotonic() > until_s
+                if is_ready or late or rank in shared.broken:
+                    return is_ready
+                shared.condition.wait(pause_s)
+
+    def _goes_by_memory(self, address: Address) -> bool:
+        """Whether messages of both ends take that way."""
+        devices = None if address.tag >= NO_STEP_TAGS else self.devices
+        on_devices = devices is not None and devices.reaches(address.rank)
+        return address.rank in self.memory.outgoing and not on_devices
 
     def _check_for_a_while(self) -> None:
         """The reason for a broken connection may be on its way."""

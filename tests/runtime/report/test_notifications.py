@@ -79,6 +79,12 @@ def test_shares_of_many_ranks_are_not_all_shown() -> None:
     assert said.endswith("5 %, and 4 more; policy sync")
 
 
+def test_ranks_that_took_no_part_have_no_share() -> None:
+    kept = RunNotifications(0)
+    kept.add(epoch_of((0, 75, 25), (0.0, 1.5, 1.8)))
+    assert "shares 75 %, 25 %;" in kept.summary("async", "async")
+
+
 def test_advice_is_a_line_and_no_choice() -> None:
     kept, lines = RunNotifications(0), list[str]()
     kept.emit = lines.append

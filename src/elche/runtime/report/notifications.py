@@ -80,8 +80,10 @@ class RunNotifications:
         if last is None or len(last.shares) < 2 or not any(last.rank_samples_per_s):
             return ""
         gain = last.samples_per_s / max(last.rank_samples_per_s)
-        shown = [f"{100 * share:.0f} %" for share in last.shares[:RANKS_SHOWN]]
-        more = len(last.shares) - len(shown)
+        rates = zip(last.shares, last.rank_samples_per_s, strict=True)
+        took_part = [share for share, rate in rates if share or rate]
+        shown = [f"{100 * share:.0f} %" for share in took_part[:RANKS_SHOWN]]
+        more = len(took_part) - len(shown)
         shares = ", ".join([*shown, f"and {more} more"] if more else shown)
         chosen = f" ({in_force})" if in_force != policy else ""
         return (

@@ -60,9 +60,6 @@ SLICE_INSTRUCTIONS = 512
 
 RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
 
-WINDOWS = "cadence", "async"
-"""Policies whose runs take in ranks where an epoch is cut."""
-
 _Work: TypeAlias = tuple[Event, Steps] | None
 
 
@@ -304,8 +301,7 @@ class Coordinator:
             settings.config.mortal_by or settings.mortal_by or over_nccl(joins)
         )
         self._own_sampler = settings.own_sampler
-        name = settings.config.policy
-        self._closed_by = "" if name in WINDOWS else f"policy={name!r}"
+        self._closed_by = "policy='auto'" if settings.config.policy == "auto" else ""
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         yield None

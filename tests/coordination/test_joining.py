@@ -242,10 +242,10 @@ def test_who_does_not_fit_is_refused_and_the_run_goes_on(
     assert meeting.core.aborted is None
 
 
-def test_nobody_joins_steps() -> None:
-    meeting = Meeting(plan_of("sync"))
+def test_nobody_joins_a_run_that_may_choose_steps_or_windows() -> None:
+    meeting = Meeting(plan_of("auto"))
     meeting.come()
-    assert "none can join policy='sync'" in meeting.members[2].refused
+    assert "none can join policy='auto'" in meeting.members[2].refused
     assert meeting.core.aborted is None
 
 

@@ -181,11 +181,13 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float) -
 
 
 def plan_death(
-    death: Death, at: dict[str, Callable[[], None]], model: nn.Module
+    death: Death,
+    at: dict[str, Callable[[], None]],
+    model: nn.Module,
+    act: Callable[[], None] = die,
 ) -> None:
     """Dies at the how manyth visit of a place."""
     visits, when, place = 0, death.at, death.place
-    act: Callable[[], None] = die
 
     def visit(*_: Any) -> None:
         nonlocal visits

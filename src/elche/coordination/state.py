@@ -276,11 +276,11 @@ class Coordinator:
     def _take_in(self, now_s: float) -> Steps:
         """Cuts the epoch for ranks that wait, and takes them in where all pause."""
         epochs, membership = self._epochs, self._membership
-        if epochs is None or not membership.may_admit:
+        if epochs is None or not membership.awaits_cut:
             return
         if epochs.is_under_way:
             yield from epochs.cut(now_s)
-        elif epochs.is_paused:
+        elif epochs.is_paused and membership.roster.ready:
             joins, told = membership.admit_ready()
             for join in joins:
                 self._story.decided("joins", now_s, join.rank)
@@ -301,6 +301,14 @@ class Coordinator:
             settings.config.mortal_by or settings.mortal_by or over_nccl(joins)
         )
         self._own_sampler = settings.own_sampler
+        self._membership.min_ranks = settings.config.min_ranks
+        if self._membership.is_short:
+            yield from self._abort(
+                f"expected min_ranks of at most {len(joins)}, with which the run "
+                f"begins, got {settings.config.min_ranks}",
+                kind="config",
+            )
+            return
         self._closed_by = "policy='auto'" if settings.config.policy == "auto" else ""
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)

@@ -164,6 +164,7 @@ class RunEpochs:
             self._order,
             training.pauses.hand_over,
             lambda line: notifications.emit(line),
+            min_ranks=training.config.min_ranks,
         )
         self._batch_state = BatchStateWatch(
             training.model, watch.optimizers, watch.skips, self._copies, self.schedulers

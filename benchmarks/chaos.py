@@ -1,9 +1,9 @@
 """Ranks killed at random for a while: `python -m benchmarks.chaos`.
 
 A run of emulated ranks trains while any of them are killed, on average one every
-``--mtbf`` seconds. A newcomer takes the place of each dead one, and may be killed before
-it trains. Every position is accounted for three times: by what loops were handed, by a
-counter in the model, and by elche.
+``--mtbf`` seconds. A newcomer takes the place of each dead one, and may be killed
+before it trains. Every position is accounted for three times: by what loops were
+handed, by a counter in the model, and by elche.
 """
 
 from __future__ import annotations

@@ -267,7 +267,9 @@ class Epochs:
         members = self._membership
         missing = sorted(members.ranks - set(self._opened))
         if members.is_short and not missing:
-            return f"newcomers: {len(members.ranks)} live, min_ranks={members.min_ranks}"
+            return (
+                f"newcomers: {len(members.ranks)} live, min_ranks={members.min_ranks}"
+            )
         return f"ranks {missing} to open epoch {self.number + 1}"
 
     def waiting_for(self) -> str:

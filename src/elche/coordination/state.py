@@ -456,9 +456,12 @@ class Coordinator:
         return [*told, *self._membership.lose(rank)]
 
     def _make_room(self) -> list[Instruction]:
-        if self._epochs is None or not self._is_elastic:
+        epochs, membership = self._epochs, self._membership
+        if epochs is None:
             return []
-        return self._epochs.make_room(bool(self._membership.roster.newcomers))
+        if self._is_elastic:
+            return epochs.make_room(bool(membership.roster.newcomers))
+        return epochs.make_room(membership.awaits_cut)  # an epoch may be granted whole
 
     def _admit(self, now_s: float) -> list[Instruction]:
         """Takes in ranks that have come, when nothing is under way with the others."""

@@ -71,6 +71,7 @@ class StepMembers:
     def begin_anew(self, group: Group) -> None:
         """Ranks have joined: all take part, and reduce in their group; with them."""
         self.reset()
+        self._changes = 0  # in this generation; the same on all
         self._synchroniser.build_in(group)
 
     def leave_out(self, told: LeaveOut) -> GradientReducer:

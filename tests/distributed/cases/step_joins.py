@@ -30,7 +30,13 @@ from tests.distributed.cases.step_deaths import (
     plan_death,
     take_step,
 )
-from tests.distributed.cases.survive_cases import Death, after, before, die, visit_events
+from tests.distributed.cases.survive_cases import (
+    Death,
+    after,
+    before,
+    die,
+    visit_events,
+)
 
 MOST_EPOCHS = 200
 ENOUGH_BATCHES = 5
@@ -106,12 +112,12 @@ def schedule_of(
 def grow(plan: Growth) -> Grown:
     """Trains until all newcomers have, or are gone."""
     rank = int(os.environ["RANK"])
-    sign = plan.sign(rank)
-    try:
-        with session.failing_together():
+    with session.failing_together():
+        try:
             return _grow(plan, rank)
-    finally:
-        sign.touch()  # also of one that was refused
+        except Exception as error:  # who may be killed before it can say so
+            plan.sign(rank).write_text(str(error))
+            raise
 
 
 def _grow(plan: Growth, rank: int) -> Grown:

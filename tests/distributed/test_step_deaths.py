@@ -84,7 +84,8 @@ def test_who_lacks_sums_that_another_has_takes_them(tmp_path: Path) -> None:
 def test_a_pause_has_begun_when_a_rank_dies_in_it(tmp_path: Path) -> None:
     """Also for one that reads both at once: it takes part in the pause."""
     dead = Death(2, "pausing", 1)
-    assert outlive(tmp_path, dead, saves_at=3, together=1) == 0
+    more = {"saves_at": 3, "together": 1, "samples": 1200, "step_s": 0.004}
+    assert outlive(tmp_path, dead, **more) == 0
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -113,7 +113,7 @@ def test_a_newcomer_dies_at_every_place(
 ) -> None:
     places = {name: 1 for name in ("ready", "handing", "handed", "forming")}
     places |= {"building": 1, "built": 1, "formed": 1, "opening": 1}
-    places |= {"load": 3, "forward": 1, "backward": 1, "closed": 1, "step": 3}
+    places |= {"load": 3, "forward": 1, "backward": 1, "closed": 2, "step": 3}
     for place, at in places.items():
         (folder := tmp_path / place).mkdir()
         print(options, place)

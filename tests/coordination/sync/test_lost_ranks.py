@@ -529,11 +529,11 @@ def test_a_rank_joins_at_every_move(seed: int) -> None:
 @given(st.data())
 def test_ranks_join_and_die_at_any_moves(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(2, 3))
-    drawn = data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=5))
+    drawn = data.draw(st.lists(st.integers(1, 9), min_size=6, max_size=12))
     sizes = BatchSizes.of(drawn)
-    joins = data.draw(st.lists(st.integers(0, 120), min_size=1, max_size=2))
+    joins = data.draw(st.lists(st.integers(0, 80), min_size=1, max_size=2))
     others = st.sets(st.integers(1, ranks + len(joins) - 1), max_size=3)
-    deaths = {rank: data.draw(st.integers(3, 90)) for rank in sorted(data.draw(others))}
+    deaths = {rank: data.draw(st.integers(8, 70)) for rank in sorted(data.draw(others))}
     seed, keeps = data.draw(st.integers(0, 99)), data.draw(st.booleans())
     world = run(sizes, ranks, deaths, seed, keeps=keeps, joins=(*joins,))
     if "before the first epoch" in (world.core.aborted or ""):

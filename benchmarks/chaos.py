@@ -1,10 +1,9 @@
 """Ranks killed at random for a while: `python -m benchmarks.chaos`.
 
 A run of emulated ranks trains while any of them are killed, on average one every
-``--mtbf`` seconds. In windows a newcomer takes the place of each dead one, and may be
-killed before it trains; under ``sync`` none can join, and the next run begins when one
-rank is left. Every position is accounted for three times: by what loops were handed,
-by a counter in the model, and by elche.
+``--mtbf`` seconds. A newcomer takes the place of each dead one, and may be killed
+before it trains. Every position is accounted for three times: by what loops were
+handed, by a counter in the model, and by elche.
 """
 
 from __future__ import annotations
@@ -62,11 +61,6 @@ class ChaosConfig:
                 raise ConfigError(f"expected {name} above 0, got {value!r}")
         if self.ranks < 2:
             raise ConfigError(f"expected 2 ranks or more, got {self.ranks}")
-
-    @property
-    def rejoins(self) -> bool:
-        """Whether newcomers take the places of dead ranks."""
-        return self.policy != "sync"
 
 
 @dataclass(kw_only=True)
@@ -127,15 +121,10 @@ class RunAccount:
 def one_run(
     config: ChaosConfig, draws: random.Random, seconds: float, mtbf_s: float
 ) -> RunAccount:
-    """Trains until the time is over, or one rank is left that nobody joins."""
+    """Trains until the time is over."""
     with tempfile.TemporaryDirectory(prefix="elche-chaos-") as name:
         folder, said = Path(name), dict[int, dict[str, Any]]()
-        plan = KillPlan(
-            ranks=config.ranks,
-            rejoins=config.rejoins,
-            seconds=seconds,
-            mtbf_s=mtbf_s,
-        )
+        plan = KillPlan(ranks=config.ranks, seconds=seconds, mtbf_s=mtbf_s)
         killer = Killer(plan, draws, folder / OVER)
 
         def on_line(rank: int, line: str) -> None:
@@ -150,12 +139,7 @@ def one_run(
                 killer.stop()
                 said[rank] = values
 
-        spec = {
-            "policy": config.policy,
-            "seed": config.seed,
-            "folder": name,
-            "rejoins": config.rejoins,
-        }
+        spec = {"policy": config.policy, "seed": config.seed, "folder": name}
         result = launch(
             LaunchConfig(
                 command=python_command("-m", RANK, json.dumps(spec)),
@@ -163,7 +147,7 @@ def one_run(
                 ms_per_sample=MS_PER_SAMPLE,
                 environment={"OMP_NUM_THREADS": "1"},
                 on_line=on_line,
-                rejoin=MOST_REJOINS if config.rejoins else 0,
+                rejoin=MOST_REJOINS,
             )
         )
         killer.end()
@@ -174,7 +158,7 @@ def one_run(
             seconds=killer.seconds,
         )
         account.failure = lost(result, kills, killer.living, [*said])
-        if not account.failure and config.rejoins and len(said) < config.ranks:
+        if not account.failure and len(said) < config.ranks:
             account.failure = f"only ranks {sorted(said)} trained at the end"
         if account.failure:
             return account

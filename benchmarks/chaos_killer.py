@@ -23,13 +23,11 @@ class KillPlan:
 
     Attributes:
         ranks: of the run.
-        rejoins: newcomers take the places of dead ranks.
         seconds: of the run, from its first batch.
         mtbf_s: mean time between two kills; infinite: never.
     """
 
     ranks: int
-    rejoins: bool
     seconds: float
     mtbf_s: float
 
@@ -38,8 +36,8 @@ class KillPlan:
 class Killer:
     """A thread that kills ranks now and then, and ends the run when its time is over.
 
-    It never kills the last one that trains. With newcomers the run ends when all
-    places are taken again.
+    It never kills the last one that trains. The run ends when newcomers have taken all
+    places again.
 
     Args:
         plan: of the run.
@@ -102,8 +100,7 @@ class Killer:
                 if self._is_stopped or at_s >= until_s:
                     break
                 self._kill()
-            if self._plan.rejoins:
-                self._wait(self._is_whole, until_s + PATIENCE_S)
+            self._wait(self._is_whole, until_s + PATIENCE_S)
             self._over.touch()
 
     @property

@@ -73,8 +73,8 @@ class Points(Dataset[Any]):
 
 
 def train(spec: dict[str, Any]) -> None:
-    """On every rank: trains until the parent says so, or it is the last for good."""
-    rank, rejoins = int(os.environ["RANK"]), spec["rejoins"]
+    """On every rank: trains until the parent says so."""
+    rank = int(os.environ["RANK"])
     if "ELCHE_JOINS" in os.environ:
         _say(rank=rank, pid=os.getpid())
     torch.manual_seed(spec["seed"])
@@ -105,7 +105,7 @@ def train(spec: dict[str, Any]) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 _say(rank=rank, pid=os.getpid(), trains=True)
-                if over.exists() or (elche.world_size() == 1 and not rejoins):
+                if over.exists():
                     break  # which ends the epoch for all
             run = session.current_run()
             is_early = run is None or run.was_left_early

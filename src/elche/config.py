@@ -106,6 +106,8 @@ class RunConfig:
         survive: the death of a rank ends nothing: the others train what it had not
             committed. Needs ``elche run`` or `elche.launch`; False, or what
             `RunConfig.mortal_by` names, ends the run.
+        min_ranks: while fewer ranks live the run pauses until others have joined it
+            (``elche run --rejoin``), for ``timeout_s`` at most, and then ends.
         guard: watch how far replicas drift apart, and shorten windows; False does not.
         windows: an `elche.WindowConfig`: length of windows, and what they reduce.
         transport: an `elche.TransportConfig`: how tensors travel between ranks.
@@ -124,6 +126,7 @@ class RunConfig:
     non_finite: str = "stop"
     leave_out: bool = True
     survive: bool = True
+    min_ranks: int = 1
     guard: bool = True
     windows: WindowConfig = field(default_factory=WindowConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
@@ -143,6 +146,7 @@ class RunConfig:
         check_bool("guard", self.guard)
         check_bool("leave_out", self.leave_out)
         check_bool("survive", self.survive)
+        check_whole("min_ranks", self.min_ranks, 1)
         normal = {
             "max_samples": caps_of(self.max_samples),
             "speed_hints": hints_of(self.speed_hints),

@@ -383,6 +383,8 @@ def run_config(config: RunConfig | None, options: dict[str, Any]) -> RunConfig:
         return config
     if "policy" not in options and "ELCHE_POLICY" in os.environ:
         options = {**options, "policy": os.environ["ELCHE_POLICY"]}
+    if "min_ranks" not in options and "ELCHE_MIN_RANKS" in os.environ:
+        options = {**options, "min_ranks": int(os.environ["ELCHE_MIN_RANKS"])}
     return RunConfig.from_options(options)
 
 

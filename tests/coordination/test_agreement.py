@@ -45,6 +45,7 @@ OTHER: dict[str, Any] = {
     "timeout_s": 30.0,
     "leave_out": False,
     "survive": False,
+    "min_ranks": 2,
 }
 NAMES = {
     "outer": "windows.outer.optimizer",

@@ -18,6 +18,7 @@ from elche.coordination.protocol.events import (
     JoinReady,
     Left,
     Regrouped,
+    Tick,
     WindowClosed,
     WindowReduced,
 )
@@ -242,10 +243,10 @@ def test_who_does_not_fit_is_refused_and_the_run_goes_on(
     assert meeting.core.aborted is None
 
 
-def test_nobody_joins_steps() -> None:
-    meeting = Meeting(plan_of("sync"))
+def test_nobody_joins_a_run_that_may_choose_steps_or_windows() -> None:
+    meeting = Meeting(plan_of("auto"))
     meeting.come()
-    assert "none can join policy='sync'" in meeting.members[2].refused
+    assert "none can join policy='auto'" in meeting.members[2].refused
     assert meeting.core.aborted is None
 
 
@@ -260,6 +261,41 @@ def test_who_opens_another_epoch_ends_alone() -> None:
     assert "rank 2 asks for 7 steps more" in joiner.refused
     meeting.finish()
     assert meeting.core.aborted is None
+
+
+def paused() -> Meeting:
+    """One of two that must be there has died, and the other has come to the pause."""
+    meeting = Meeting(plan_of(min_ranks=2))
+    meeting.move(0)
+    meeting.lose(1)
+    for _ in range(50 * BATCHES):
+        meeting.move(0)
+    assert meeting.members[0].opened is not None
+    assert len(meeting.members[0].batches) < BATCHES // 2
+    return meeting
+
+
+def test_too_few_ranks_wait_for_another() -> None:
+    meeting = paused()
+    assert meeting.core.doing == "waiting for newcomers: 1 live, min_ranks=2"
+    meeting.come()
+    meeting.say(JoinReady(rank=2))
+    meeting.finish()
+    assert meeting.core.aborted is None
+    assert meeting.members[2].batches
+
+
+def test_too_few_ranks_end_by_name_in_time() -> None:
+    meeting = paused()
+    meeting.say(Tick())
+    meeting.now_s += 301.0
+    meeting.say(Tick())
+    assert "waiting for newcomers: 1 live, min_ranks=2" in str(meeting.core.aborted)
+
+
+def test_a_run_does_not_begin_with_too_few() -> None:
+    meeting = Meeting(plan_of(min_ranks=3))
+    assert "expected min_ranks of at most 2" in str(meeting.core.aborted)
 
 
 STEPS = st.lists(st.sampled_from([0, 1, 2, "lose", "fail", "die"]), max_size=60)

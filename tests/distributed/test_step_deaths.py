@@ -81,6 +81,13 @@ def test_who_lacks_sums_that_another_has_takes_them(tmp_path: Path) -> None:
     assert outlive(tmp_path, dead, ranks=4, late=1, late_at=4, clip=0.1) == 0
 
 
+def test_a_pause_has_begun_when_a_rank_dies_in_it(tmp_path: Path) -> None:
+    """Also for one that reads both at once: it takes part in the pause."""
+    dead = Death(2, "pausing", 1)
+    more = {"saves_at": 3, "together": 1, "samples": 1200, "step_s": 0.004}
+    assert outlive(tmp_path, dead, **more) == 0
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_loop_may_leave_the_epoch_in_which_a_rank_has_died(ranks: int) -> None:
     """Before that pauses: all have run what they had begun."""

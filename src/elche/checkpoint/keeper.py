@@ -278,8 +278,8 @@ class CheckpointKeeper(Pauses):
             try:
                 if not self._counts_epochs:
                     raise ConfigError("the others do not loop over elche.epochs()")
-                held = self._contents().capture(loop)
-                messages = packed(held, {"counted": run.samples_counted})
+                told = run.hand_over()
+                messages = packed(self._contents().capture(loop), told)
             except Exception as error:  # of who joins: the others go on
                 logger.exception("a rank cannot join the run")
                 messages = refused(str(error))
@@ -289,8 +289,7 @@ class CheckpointKeeper(Pauses):
             contents = self._contents()
             assert isinstance(contents, Contents), "of a run on several ranks"
             shared = contents.load(found)
-            counted = found.manifest.info["counted"]
-            run.take_over(shared["run"], shared["epochs"], counted)
+            run.take_over(shared["run"], shared["epochs"], found.manifest.info)
             self._go_on_in(shared["loop"])
 
     def _go_on_in(self, loop: Mapping[str, int]) -> None:

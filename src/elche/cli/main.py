@@ -196,6 +196,11 @@ def _follow(config: LaunchConfig) -> NoReturn:
     " on; each joins them where they stand.",
 )
 @click.option(
+    "--min-ranks",
+    type=click.IntRange(min=1),
+    help="With --rejoin: while fewer ranks live, those pause until others have joined.",
+)
+@click.option(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False),
     help="File for the timeline of all ranks (Chrome trace, which ui.perfetto.dev"
@@ -215,6 +220,7 @@ def run(
     policy: str | None,
     story: Path | None,
     rejoin: int,
+    min_ranks: int | None,
     trace: Path | None,
     quiet: bool,
     script: str,
@@ -250,7 +256,10 @@ def run(
             num_ranks=nproc,
             devices=devices,
             speeds=speeds,
-            environment={"ELCHE_POLICY": policy} if policy else {},
+            environment={
+                **({"ELCHE_POLICY": policy} if policy else {}),
+                **({"ELCHE_MIN_RANKS": str(min_ranks)} if min_ranks else {}),
+            },
             story_path=story,
             trace_path=trace,
             display=None if quiet or follows else _display(),

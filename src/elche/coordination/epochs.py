@@ -122,7 +122,7 @@ class Epochs:
         ranks = self._membership.ranks
         if not self._opened.keys() >= ranks or self._membership.roster.pending:
             return
-        if self.is_paused and self._membership.may_admit:
+        if self.is_paused and self._membership.awaits_cut:
             return  # they are taken in first
         if self.is_under_way:
             raise ProtocolError(f"epoch {self.number} has not ended on every rank")
@@ -264,7 +264,12 @@ class Epochs:
 
     def waiting_to_open(self) -> str:
         """Who is missing to begin the next epoch, in words."""
-        missing = sorted(self._membership.ranks - set(self._opened))
+        members = self._membership
+        missing = sorted(members.ranks - set(self._opened))
+        if members.is_short and not missing:
+            return (
+                f"newcomers: {len(members.ranks)} live, min_ranks={members.min_ranks}"
+            )
         return f"ranks {missing} to open epoch {self.number + 1}"
 
     def waiting_for(self) -> str:

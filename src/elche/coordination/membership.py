@@ -33,6 +33,7 @@ class Membership:
     Attributes:
         ranks: that are in the run now, also those that have left it in order.
         left: those of them that have, with what each said.
+        min_ranks: while fewer are there an epoch that was cut is not gone on with.
         roster: the generations of their group.
     """
 
@@ -44,6 +45,7 @@ class Membership:
         self._grows = grows
         self.ranks = set(range(world_size))
         self.left: dict[int, Left] = {}
+        self.min_ranks = 1
         self.roster = Roster()
         self._first_generation = 0
         self._joins: dict[int, Join] = {}
@@ -163,9 +165,15 @@ class Membership:
         return [replace(self._common(joins), rank=join.rank)]
 
     @property
-    def may_admit(self) -> bool:
-        """Whether ranks wait to be taken in where the epoch under way is cut."""
-        return bool(self.roster.ready) and not (self.left or self.roster.pending)
+    def is_short(self) -> bool:
+        """Whether fewer ranks are there than there must be."""
+        return len(self.ranks) < self.min_ranks
+
+    @property
+    def awaits_cut(self) -> bool:
+        """Whether ranks wait to be taken in, or are waited for, in a cut epoch."""
+        is_wanted = bool(self.roster.ready) or self.is_short
+        return is_wanted and not (self.left or self.roster.pending)
 
     @property
     def has_grown(self) -> bool:

@@ -60,9 +60,6 @@ SLICE_INSTRUCTIONS = 512
 
 RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
 
-WINDOWS = "cadence", "async"
-"""Policies whose runs take in ranks where an epoch is cut."""
-
 _Work: TypeAlias = tuple[Event, Steps] | None
 
 
@@ -279,11 +276,11 @@ class Coordinator:
     def _take_in(self, now_s: float) -> Steps:
         """Cuts the epoch for ranks that wait, and takes them in where all pause."""
         epochs, membership = self._epochs, self._membership
-        if epochs is None or not membership.may_admit:
+        if epochs is None or not membership.awaits_cut:
             return
         if epochs.is_under_way:
             yield from epochs.cut(now_s)
-        elif epochs.is_paused:
+        elif epochs.is_paused and membership.roster.ready:
             joins, told = membership.admit_ready()
             for join in joins:
                 self._story.decided("joins", now_s, join.rank)
@@ -304,8 +301,15 @@ class Coordinator:
             settings.config.mortal_by or settings.mortal_by or over_nccl(joins)
         )
         self._own_sampler = settings.own_sampler
-        name = settings.config.policy
-        self._closed_by = "" if name in WINDOWS else f"policy={name!r}"
+        self._membership.min_ranks = settings.config.min_ranks
+        if self._membership.is_short:
+            yield from self._abort(
+                f"expected min_ranks of at most {len(joins)}, with which the run "
+                f"begins, got {settings.config.min_ranks}",
+                kind="config",
+            )
+            return
+        self._closed_by = "policy='auto'" if settings.config.policy == "auto" else ""
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         yield None
@@ -452,9 +456,12 @@ class Coordinator:
         return [*told, *self._membership.lose(rank)]
 
     def _make_room(self) -> list[Instruction]:
-        if self._epochs is None or not self._is_elastic:
+        epochs, membership = self._epochs, self._membership
+        if epochs is None:
             return []
-        return self._epochs.make_room(bool(self._membership.roster.newcomers))
+        if self._is_elastic:
+            return epochs.make_room(bool(membership.roster.newcomers))
+        return epochs.make_room(membership.awaits_cut)  # an epoch may be granted whole
 
     def _admit(self, now_s: float) -> list[Instruction]:
         """Takes in ranks that have come, when nothing is under way with the others."""

@@ -127,7 +127,7 @@ class EpochOpening:
                 has_formed = True
         if self._opened is not None:
             self._send()
-        if reducer is not None:
+        if reducer is not None and wants_keys:  # others may be in its steps
             self._steps.say_regrouped(self.epoch)
             return
         worker.send(

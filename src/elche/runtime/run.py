@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from elche.coordination.protocol.instructions import (
     Regroup,
     Welcome,
 )
-from elche.errors import ConfigError
+from elche.errors import ConfigError, MismatchError
 from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.connect import connect
@@ -302,10 +302,17 @@ class Run:
         """Whether this rank is to join a run under way, and has not yet."""
         return self.worker.is_new
 
-    @property
-    def samples_counted(self) -> int:
-        """Samples as the coordinator counts them: of this start of the run."""
-        return self._epochs.samples_before
+    def hand_over(self) -> dict[str, Any]:
+        """What ranks that join get beside a checkpoint's contents.
+
+        Raises:
+            ConfigError: the loop does something that cannot be handed over.
+        """
+        self._epochs.check_hand_over()
+        return {
+            "counted": self._epochs.samples_before,
+            "trained": self._synchroniser.digest(),
+        }
 
     def join(self) -> None:
         """Joins the run under way: waits for the others to pause, and takes over.
@@ -317,19 +324,26 @@ class Run:
         self._epochs.join()
 
     def take_over(
-        self, state: dict[str, Any], epochs: dict[str, Any], counted: int
+        self, state: dict[str, Any], epochs: dict[str, Any], info: Mapping[str, Any]
     ) -> None:
         """Goes on from where another rank stands; only this one does.
 
         Args:
             state: of the run.
             epochs: of its epochs.
-            counted: that one's `samples_counted`.
+            info: that one's `hand_over`.
+
+        Raises:
+            MismatchError: other parameters are trained here.
         """
-        self._epochs.load_state_dict(epochs, counted)
-        windows = self._synchroniser.windows
-        assert windows is not None, "only such a run takes ranks in"
-        windows.load_state_dict(state["averaging"])
+        if info["trained"] != self._synchroniser.digest():
+            raise MismatchError(
+                "a rank that joins would train other parameters than the others, "
+                "which have frozen, unfrozen or added some since their start"
+            )
+        self._epochs.load_state_dict(epochs, info["counted"])
+        if self._synchroniser.windows is not None:
+            self._synchroniser.windows.load_state_dict(state["averaging"])
         self._note_progress(state)
 
     def _refuse_new(self, call: str) -> None:

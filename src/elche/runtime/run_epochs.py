@@ -164,13 +164,8 @@ class RunEpochs:
             self._order,
             training.pauses.hand_over,
             lambda line: notifications.emit(line),
+            min_ranks=training.config.min_ranks,
         )
-        self._step_regrouping = StepRegrouping(worker, synchroniser, self._regrouping)
-        self._opening = EpochOpening(
-            worker, synchroniser, self._order, self._regrouping, self._step_regrouping
-        )
-        if not is_mortal:
-            worker.on_regroup = self._regroup_between
         self._batch_state = BatchStateWatch(
             training.model, watch.optimizers, watch.skips, self._copies, self.schedulers
         )
@@ -182,6 +177,14 @@ class RunEpochs:
             self._batch_state,
             notifications,
         )
+        self._step_regrouping = StepRegrouping(
+            worker, synchroniser, self._regrouping, self.members
+        )
+        self._opening = EpochOpening(
+            worker, synchroniser, self._order, self._regrouping, self._step_regrouping
+        )
+        if not is_mortal:
+            worker.on_regroup = self._regroup_between
         self.samples_before = self.last_samples = 0
 
     @property
@@ -262,6 +265,16 @@ class RunEpochs:
     def join(self) -> None:
         """Waits for the others to pause, forms the next group, and takes over."""
         self._opening.join()
+
+    def check_hand_over(self) -> None:
+        """Refuses ranks that would not take this one's steps.
+
+        Raises:
+            ConfigError: the loop does something that cannot be handed over.
+        """
+        why = self._batch_state.barred() if self._synchroniser.reducer else ""
+        if why:
+            raise ConfigError(f"none can join steps under policy 'sync': {why}")
 
     def attach(self) -> None:
         """Builds what the run needs, and gives this rank its own randomness."""
@@ -668,6 +681,8 @@ class RunEpochs:
             self._steps_without_backward += 1
             if self._steps_without_backward > STEPS_WITHOUT_BACKWARD:
                 refuse_stray_gradients(self._synchroniser.parameters)
+        else:
+            self._batch_state.batch_done()
 
     def _keep_error(self, positions: EpochPositions, error: ElcheError) -> None:
         if isinstance(error, NonFiniteError):

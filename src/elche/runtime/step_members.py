@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from elche.comm.gradients.reducer import GradientReducer
-from elche.comm.transport.process_group import gather_texts
+from elche.comm.transport.process_group import Group, gather_texts
 from elche.coordination.protocol.instructions import LeaveOut
 from elche.errors import ConfigError
 from elche.runtime.process.worker import Worker
@@ -67,6 +67,12 @@ class StepMembers:
     def reset(self) -> None:
         """What reduces gradients was built anew, with all ranks."""
         self._left_out = ()
+
+    def begin_anew(self, group: Group) -> None:
+        """Ranks have joined: all take part, and reduce in their group; with them."""
+        self.reset()
+        self._changes = 0  # in this generation; the same on all
+        self._synchroniser.build_in(group)
 
     def leave_out(self, told: LeaveOut) -> GradientReducer:
         """Other ranks take part from now on; returns what reduces their gradients."""

@@ -308,7 +308,7 @@ class SyncEpoch:
         """
         while not self._is_over(number):
             got = self._leased.take()
-            if self._worker.is_due:
+            if self._worker.is_due and self.end is None:
                 self.regroup()
                 if self._dead.is_over(number):
                     break

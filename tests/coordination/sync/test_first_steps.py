@@ -10,7 +10,7 @@ from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member
-from elche.coordination.protocol.events import StepsDone
+from elche.coordination.protocol.events import EpochCut, StepsDone
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
 from elche.coordination.sync.sync_policy import SyncPolicy
 from tests.harness.settings import nested
@@ -78,3 +78,14 @@ def test_where_nothing_is_guessed_steps_are_granted_ahead_at_once(
 ) -> None:
     first = [grant for done, grant in run_epoch(devices, **options) if done == 0]
     assert first[-1].stop > HORIZON
+
+
+def test_an_epoch_that_ranks_wait_to_join_grants_nothing_before() -> None:
+    """It may be so short that it would be granted whole at its beginning."""
+    members = [Member(rank, "CPU", HORIZON) for rank in range(2)]
+    core = SyncPolicy(members, Settings(config=RunConfig()))
+    assert not core.make_room(True)
+    assert not core.begin_epoch(0, BatchSizes.of([BATCH] * 4), 0.0).instructions
+    assert core.handle(EpochCut(rank=0, epoch=0), 0.0).epoch_over
+    assert core.positions_left == ((0, 4 * BATCH),)
+    assert not core.make_room(False)

@@ -1,4 +1,4 @@
-"""Deaths under ``sync``, at every moment: each position once, replicas equal.
+"""Deaths and joins under ``sync``, at any moment: each position once, replicas equal.
 
 Ranks are scripts that keep to the protocol as the shell does, with the decisions of
 `elche.coordination.sync.lost_ranks` and the real core, under every interleaving that is
@@ -28,11 +28,13 @@ from elche.coordination.protocol.events import (
     Disconnected,
     EpochOpened,
     Join,
+    JoinReady,
     Left,
     Regrouped,
     WindowReduced,
 )
 from elche.coordination.protocol.instructions import (
+    Abort,
     BeginEpoch,
     EndEpoch,
     GrantSteps,
@@ -67,9 +69,16 @@ class World:
     """Ranks, their core, and what they have sent each other."""
 
     def __init__(
-        self, sizes: BatchSizes, ranks: int, *, keeps: bool, kills_source: bool = False
+        self,
+        sizes: BatchSizes,
+        ranks: int,
+        *,
+        keeps: bool,
+        kills_source: bool = False,
+        joins: tuple[int, ...] = (),
     ) -> None:
         self.sizes, self.keeps, self.kills_source = sizes, keeps, kills_source
+        self.founders, self.joins = ranks, joins
         self.deaths: dict[int, int] = {}
         self.core = Coordinator(ranks, survives=True)
         self.inboxes: dict[int, deque[Instruction]] = {r: deque() for r in range(ranks)}
@@ -92,12 +101,21 @@ class World:
         del self.scripts[rank], self.inboxes[rank]
         self.tell(Disconnected(rank=rank))
 
+    def come(self) -> None:
+        """Another rank asks to join."""
+        rank = Rank(self, len(self.ranks), self.founders)
+        self.ranks.append(rank)
+        self.inboxes[rank.rank] = deque()
+        self.scripts[rank.rank] = rank.join()
+
     def run(self, draws: random.Random, deaths: dict[int, int]) -> None:
         """To the end; each of some ranks dies after so many moves of its own."""
         self.deaths = deaths
-        for _ in range(MOST_MOVES):
+        for number in range(MOST_MOVES):
             if not self.scripts or self.core.aborted:
                 return
+            for _ in range(self.joins.count(number)):
+                self.come()
             rank = draws.choice(sorted(self.scripts))
             if self.moves[rank] == deaths.get(rank):
                 self.kill(rank)
@@ -125,47 +143,87 @@ class Rank:
         self.at_begin: list[int] = []
         self.grants: dict[int, GrantSteps] = {}
         self.end: EndEpoch | None = None
+        self.part, self.part_steps = PartRanges(((0, world.sizes.num_samples),)), 0
+        self.is_new = self.is_apart = self.is_part = rank >= ranks
+        self.opened: EpochOpened | None = None
 
     @property
     def inbox(self) -> deque[Instruction]:
         return self.world.inboxes[self.rank]
 
-    def live(self) -> Script:
-        world = self.world
+    def ask(self) -> Script:
+        """Asks to be in the run; returns the answer."""
         settled = Settings(config=RunConfig(leave_out=False))
-        world.tell(
+        self.world.tell(
             Join(
                 rank=self.rank,
                 version=PROTOCOL_VERSION,
-                world_size=len(self.members),
+                world_size=self.world.founders,
                 settings=settled.as_pairs(),
                 tensors=(),
                 device="CPU",
                 horizon_batches=1,
             )
         )
-        while not any(isinstance(one, Welcome) for one in self.inbox):
+        while not self.inbox:
             yield
-        self.inbox.clear()
-        part, steps = PartRanges(((0, world.sizes.num_samples),)), 0
-        while part.num_positions:
-            sizes = part.steps_in(world.sizes, steps) if steps else world.sizes
-            yield from self.open(sizes, is_part=bool(steps))
+        return self.inbox.popleft()
+
+    def live(self) -> Script:
+        """A founder."""
+        answer = yield from self.ask()
+        assert isinstance(answer, Welcome)
+        yield from self.go_on()
+
+    def join(self) -> Script:
+        """A newcomer; ends where it is turned away."""
+        answer = yield from self.ask()
+        if isinstance(answer, Abort):
+            return
+        yield
+        self.world.tell(JoinReady(rank=self.rank))
+        while not self.inbox:
+            yield
+        if isinstance(self.inbox[0], Abort):
+            return
+        yield from self.regroup(is_between=True)
+        yield from self.go_on()
+
+    def go_on(self) -> Script:
+        """The rest of the epoch."""
+        world = self.world
+        while self.part.num_positions:
+            part, sizes = self.part, self.part.sizes_in(world.sizes)
+            if self.part_steps:
+                sizes = part.steps_in(world.sizes, self.part_steps)
+            yield from self.open(sizes)
             yield from self.train(part, sizes)
             assert self.end is not None
-            part, steps = part.origins_of(self.end.left), self.end.steps
+            self.follow(self.end, sizes)
         world.tell(Left(rank=self.rank))
 
-    def open(self, sizes: BatchSizes, *, is_part: bool) -> Script:
+    def follow(self, end: EndEpoch, sizes: BatchSizes) -> None:
+        """What is left, in as many steps as `EpochCourse` counts."""
+        self.is_part = True
+        left = sum(stop - start for start, stop in end.left)
+        if end.steps or not self.part_steps:
+            self.part_steps = end.steps
+        else:
+            done = round(sizes.batches_in(sizes.num_samples - left))
+            self.part_steps = sizes.num_batches - done
+        self.part = self.part.origins_of(end.left)
+
+    def open(self, sizes: BatchSizes) -> Script:
         """Opens the epoch, or its next part, with all."""
         opened = EpochOpened(
             rank=self.rank,
             epoch=0,
             sizes=sizes.runs if self.rank == 0 else None,
             checksum=repr(self.model),
-            continues=is_part,
+            continues=self.is_part,
         )
         self.place = StepPlace(self.closed, 0, -1)
+        self.opened = opened
         self.world.tell(opened)
         while True:
             yield
@@ -176,7 +234,8 @@ class Rank:
                 break
             if isinstance(one, Regroup):
                 self.hear(one)
-                yield from self.regroup(opened)
+                yield from self.regroup(is_between=True)
+        self.opened = None
         self.at_begin = list(self.members)
         self.lost.begin_part()
         self.grants, self.end, self.has_said = {}, None, False
@@ -289,13 +348,14 @@ class Rank:
         in_line = [one for one in self.inbox if isinstance(one, Regroup)]
         for one in (*heard, *in_line):
             self.generation = one.generation
-            self.members = [r for r in self.members if r not in one.left]
+            stay = () if self.rank in one.joined else self.members
+            self.members = sorted({*stay, *one.joined} - {*one.left})
         for one in in_line:
             self.inbox.remove(one)
 
-    def regroup(self, opened: EpochOpened | None = None) -> Script:
+    def regroup(self, *, is_between: bool = False) -> Script:
         """As `StepRegrouping.form`, until nobody dies in it."""
-        if opened is None:
+        if not is_between:
             self.report()
             self.reports.void()
         while True:
@@ -305,9 +365,9 @@ class Rank:
                 break
             except LostError:
                 continue
-        if opened is not None:
-            self.world.tell(opened)
-        last = self.lost.last
+        if self.opened is not None:
+            self.world.tell(self.opened)
+        last = None if is_between else self.lost.last
         self.has_said = False
         self.world.tell(
             Regrouped(
@@ -315,14 +375,33 @@ class Rank:
                 generation=self.generation,
                 epoch=0,
                 reduced=-1 if last is None else last,
-                lost=self.lost.to_wire(),
+                lost=() if is_between else self.lost.to_wire(),
             )
         )
 
+    def take_over(self) -> Script:
+        """The state of the first rank that has it; newcomers lack it."""
+        held = self.model, self.steps, self.part, self.part_steps
+        mine = None if self.is_new else held
+        states = yield from self.meet(("form", self.generation, "state"), mine)
+        if self.is_new:
+            source = next(rank for rank in self.members if states[rank] is not None)
+            model, *others = states[source]
+            self.model, (self.steps, self.part, self.part_steps) = [*model], others
+            self.is_new = False
+
     def form(self) -> Script:
         key = "form", self.generation
-        table = yield from self.meet((*key, "places"), self.place)
-        found = settle([table[rank] for rank in self.members])
+        yield from self.take_over()
+        said = yield from self.meet((*key, "places"), (self.place, self.is_apart))
+        self.is_apart = any(said[rank][1] for rank in self.members)
+        if self.is_apart:
+            reach("built with a newcomer", 1)
+            yield from self.meet((*key, "built"), None)
+            self.closed, self.is_apart = 0, False
+            self.place = StepPlace(0, 0, -1)
+            return
+        found = settle([said[rank][0] for rank in self.members])
         is_source = found.source is not None and self.members[found.source] == self.rank
         if is_source and self.world.kills_source and self.rank:
             reach("its source has died", 1)
@@ -354,7 +433,12 @@ def check(world: World) -> None:
     """Each position is once in every survivor's model, in as many steps."""
     assert not world.core.aborted, world.core.aborted
     assert world.core.lost <= world.killed  # it may have been about to leave
-    survivors = [rank for rank in world.ranks if rank.rank not in world.killed]
+    survivors = [
+        rank
+        for rank in world.ranks
+        if rank.rank not in world.killed
+        and (rank.rank < world.founders or rank.at_begin)
+    ]
     assert len({tuple(rank.model) for rank in survivors}) == 1
     model = survivors[0].model
     positions = sorted(chain.from_iterable(model))
@@ -365,9 +449,15 @@ def check(world: World) -> None:
 
 
 def run(
-    sizes: BatchSizes, ranks: int, deaths: dict[int, int], seed: int, *, keeps: bool
+    sizes: BatchSizes,
+    ranks: int,
+    deaths: dict[int, int],
+    seed: int,
+    *,
+    keeps: bool,
+    joins: tuple[int, ...] = (),
 ) -> World:
-    world = World(sizes, ranks, keeps=keeps)
+    world = World(sizes, ranks, keeps=keeps, joins=joins)
     world.run(random.Random(seed), deaths)
     return world
 
@@ -412,3 +502,45 @@ def test_deaths_at_any_moves(data: st.DataObject) -> None:
     check(world)
     reach("two deaths", len(world.core.lost) > 1)
     reach("a longer epoch", len(world.ranks[0].model) > sizes.num_batches)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_joins_at_every_move(seed: int) -> None:
+    """Each step is that of one process, with whoever takes part."""
+    samples, joined = [6] * 7 + [4], 0
+    sizes = BatchSizes.of(samples)
+    steps = list(itertools.pairwise(itertools.accumulate([0, *samples])))
+    moves = sum(run(sizes, 2, {}, seed, keeps=True).moves.values())
+    for move in range(0, moves, 2):
+        world = run(sizes, 2, {}, seed, keeps=True, joins=(move,))
+        check(world)
+        assert world.ranks[0].model == [tuple(range(*step)) for step in steps]
+        joined += bool(world.ranks[-1].at_begin)
+    assert joined > 5
+
+
+@pytest.mark.reaches(
+    "built with a newcomer",
+    "two have joined",
+    "a newcomer died with the others",
+    "a founder died, and another joined",
+)
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_ranks_join_and_die_at_any_moves(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(2, 3))
+    drawn = data.draw(st.lists(st.integers(1, 9), min_size=6, max_size=12))
+    sizes = BatchSizes.of(drawn)
+    joins = data.draw(st.lists(st.integers(0, 80), min_size=1, max_size=2))
+    others = st.sets(st.integers(1, ranks + len(joins) - 1), max_size=3)
+    deaths = {rank: data.draw(st.integers(8, 70)) for rank in sorted(data.draw(others))}
+    seed, keeps = data.draw(st.integers(0, 99)), data.draw(st.booleans())
+    world = run(sizes, ranks, deaths, seed, keeps=keeps, joins=(*joins,))
+    if "before the first epoch" in (world.core.aborted or ""):
+        return
+    check(world)
+    new = [rank.rank for rank in world.ranks[ranks:] if rank.at_begin]
+    reach("two have joined", len(new) > 1)
+    reach("a newcomer died with the others", bool({*new} & world.core.lost))
+    is_place_taken = bool(new) and min(world.core.lost, default=ranks) < ranks
+    reach("a founder died, and another joined", is_place_taken)

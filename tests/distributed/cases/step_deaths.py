@@ -18,10 +18,18 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elche
+from elche.checkpoint.keeper import CheckpointKeeper
 from elche.comm.gradients.bucket_contract import Closed
 from elche.comm.gradients.buckets import Bucket
 from elche.comm.gradients.reducer import GradientReducer
+from elche.coordination.protocol.instructions import (
+    EndEpoch,
+    GrantSteps,
+    Instruction,
+    Regroup,
+)
 from elche.runtime.data.sample_order import SampleOrder
+from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import checksum
 from elche.runtime.windows.step_regrouping import StepRegrouping
 from tests.distributed.cases.survive_cases import Death, after, before, die
@@ -49,6 +57,8 @@ class Loop:
         clip: the norm to which gradients are clipped in place.
         step_s: seconds of a step beside.
         slow: the rank that takes them; -1: all.
+        saves_at: a checkpoint is asked for in this step of the first epoch.
+        together: the rank that reads that a pause has begun only with a death in it.
     """
 
     folder: str
@@ -64,6 +74,8 @@ class Loop:
     clip: float = 0.0
     step_s: float = 0.0
     slow: int = -1
+    saves_at: int = -1
+    together: int = -1
 
 
 @dataclass(frozen=True)
@@ -146,6 +158,8 @@ def train(loop: Loop) -> Trained:
     )
     if rank == loop.late:
         lack_sums(loop.late_at)
+    if rank == loop.together:
+        read_together()
     with Path(loop.folder, f"log{rank}.txt").open("w") as log:
         for epoch in range(loop.epochs):
             for number, index in enumerate(loader):
@@ -157,6 +171,8 @@ def train(loop: Loop) -> Trained:
                 for _ in range(loop.passes):
                     loss_of(model, index).backward()
                 at["step"]()
+                if (epoch, number) == (0, loop.saves_at):
+                    elche.save(Path(loop.folder, "checkpoints"))
                 if (number + 1) % loop.accumulate == 0:
                     take_step(model, optimizer, loop.clip)
             at["between"]()
@@ -181,11 +197,13 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float) -
 
 
 def plan_death(
-    death: Death, at: dict[str, Callable[[], None]], model: nn.Module
+    death: Death,
+    at: dict[str, Callable[[], None]],
+    model: nn.Module,
+    act: Callable[[], None] = die,
 ) -> None:
     """Dies at the how manyth visit of a place."""
     visits, when, place = 0, death.at, death.place
-    act: Callable[[], None] = die
 
     def visit(*_: Any) -> None:
         nonlocal visits
@@ -209,12 +227,38 @@ def plan_death(
         after(GradientReducer, "close_pass", visit)
     elif place == "positions":
         before(SampleOrder, "share", visit)
+    elif place == "pausing":
+        before(CheckpointKeeper, "cut", visit)
     elif place == "forming":
         before(StepRegrouping, "form", visit)
     elif place == "formed":
         after(StepRegrouping, "form", visit)
     else:
         raise ValueError(death.place)
+
+
+def read_together() -> None:
+    """Reads the end of an epoch that was cut when a death in the pause is in line."""
+    original = Worker.receive
+
+    def receive(
+        worker: Worker,
+        handle: Callable[[Instruction], None],
+        waiting_for: str,
+        most_s: float | None = None,
+    ) -> None:
+        if not waiting_for.startswith("the grant of step"):
+            original(worker, handle, waiting_for, most_s)
+            return
+        channel = worker._channel
+        assert channel.await_kinds((GrantSteps, EndEpoch), 30.0)
+        if not channel.waiting(EndEpoch):
+            original(worker, handle, waiting_for, most_s)
+            return
+        assert channel.await_kinds((Regroup,), 30.0), "nobody has died"
+        # Both are read where the loader draws, before it is asked whether either came.
+
+    Worker.receive = receive  # type: ignore[method-assign]
 
 
 def lack_sums(at: int) -> None:

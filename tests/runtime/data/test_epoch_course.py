@@ -49,6 +49,8 @@ def test_positions_move_up_and_the_number_of_batches_stays() -> None:
     assert batches_of(course.positions(7)) == expected
     course.ended(ended([(4, 18)]))  # a checkpoint in it, after one batch
     assert batches_of(course.positions(7)) == expected[1:]
+    course = EpochCourse.from_state(course.state_dict(0))  # a newcomer, or resumed
+    assert batches_of(course.positions(7)) == expected[1:]
     course.ended(ended([(4, 6), (9, 14)], steps=1))
     assert batches_of(course.positions(7)) == [[114, 115, *range(119, 124)]]
     course.ended(ended([]))

@@ -113,7 +113,7 @@ def test_a_trainer_in_launched_functions_goes_on(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+    "policy", ["cadence", "sync", pytest.param("async", marks=pytest.mark.slow)]
 )
 def test_another_process_takes_the_place_of_a_killed_one(policy: str) -> None:
     done = run(3, policy, script="rejoined.py", options=("--rejoin", "1"))
@@ -126,8 +126,19 @@ def test_another_process_takes_the_place_of_a_killed_one(policy: str) -> None:
 
 
 @pytest.mark.slow
-def test_another_process_joins_a_trainer(tmp_path: Path) -> None:
-    words = str(tmp_path), "cadence"
+def test_too_few_ranks_pause_until_another_has_joined() -> None:
+    options = "--rejoin", "1", "--min-ranks", "3"
+    done = run(3, "sync", script="rejoined.py", options=options)
+    assert done.returncode == 0, done.stderr
+    *_, joined = done.stderr.partition("elche: pausing until 3 ranks are there")
+    assert "elche: rank 3 joined: going on with ranks 0, 2, 3" in joined
+    assert len(re.findall(r"done \d of 3: sum", done.stdout)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["cadence", "sync"])
+def test_another_process_joins_a_trainer(policy: str, tmp_path: Path) -> None:
+    words = str(tmp_path), policy
     done = run(3, *words, script="rejoined_trainer.py", options=("--rejoin", "1"))
     assert done.returncode == 0, done.stderr
     assert "elche: rank 3 joined: going on with ranks 0, 2, 3" in done.stderr

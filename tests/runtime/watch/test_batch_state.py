@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -32,7 +34,7 @@ class Loop:
         self.model = nn.Linear(2, 2) if model is None else model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.skips = ScalerSkips(self.optimizer, ScalarLog())
-        seen = OptimizersSeen(self.model, [self.optimizer])
+        self.seen = seen = OptimizersSeen(self.model, [self.optimizer])
         self.known = AveragedModel(self.model)
         self.copies = ModelCopies(self.model, [self.known])
         self.schedulers = FollowedSchedulers("sync", float, StepCount())
@@ -45,10 +47,39 @@ class Loop:
         self.optimizer.param_groups[0]["lr"] = 0.05
 
 
+@pytest.fixture
+def seen_loop() -> Iterator[Loop]:
+    """One whose steps are seen."""
+    loop = Loop()
+    loop.seen.attach()
+    yield loop
+    loop.seen.detach()
+
+
 def test_a_plain_loop_has_none() -> None:
     loop = Loop(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     loop.optimizer.step()
     assert loop.watch.unknown() == ""
+
+
+def test_nobody_joins_steps_that_do_not_come_after_every_batch(seen_loop: Loop) -> None:
+    loop = seen_loop
+    loop.optimizer.step()
+    assert loop.watch.barred() == ""
+    loop.watch.batch_done()
+    assert "step of every optimizer" in loop.watch.barred()
+    loop.optimizer.step()
+    assert loop.watch.barred() == ""
+    loop.watch.batch_done()
+    loop.watch.batch_done()
+    loop.optimizer.step()
+    assert "step of every optimizer" in loop.watch.barred(), "for good"
+
+
+def test_nobody_joins_steps_whose_losses_are_scaled(seen_loop: Loop) -> None:
+    seen_loop.optimizer.step()
+    seen_loop.skips.asked()
+    assert "GradScaler" in seen_loop.watch.barred()
 
 
 def test_a_loop_that_may_count_steps_is_named_until_it_does_not() -> None:

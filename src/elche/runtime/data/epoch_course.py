@@ -15,7 +15,10 @@ from elche.coordination.protocol.instructions import EndEpoch
 from elche.errors import ConfigError
 from elche.runtime.data.positions import EpochPositions, packed_keys
 
-STATE_KEYS = {"number", "sizes", "left", "keys", "is_packed", "samples_before", "most"}
+STATE_KEYS = {
+    *("number", "sizes", "left", "keys", "is_packed", "samples_before", "most"),
+    "steps",
+}
 
 
 class EpochCourse:
@@ -117,6 +120,7 @@ class EpochCourse:
             "is_packed": is_packed,
             "samples_before": self.samples_before - samples,
             "most": self._most,
+            "steps": self._steps,
         }
 
     @staticmethod
@@ -143,6 +147,8 @@ class EpochCourse:
         for start, stop in left.ranges:
             keys[start:stop] = kept[at : at + stop - start]
             at += stop - start
-        return EpochCourse(
+        course = EpochCourse(
             state["number"], keys, sizes, left, state["samples_before"], state["most"]
         )
+        course._steps = state["steps"]
+        return course

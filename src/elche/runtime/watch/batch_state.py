@@ -1,7 +1,8 @@
 """State that moves with a rank's batches and that elche cannot carry to another rank.
 
-A rank that is left out of steps under ``sync`` takes over model and optimizers. What
-else its loop would have moved stays behind, so where such state is seen no rank is.
+A rank that is left out of steps under ``sync`` takes over model and optimizers, and so
+does one that joins. What else its loop would have moved stays behind, so where such
+state is seen no rank is, and none does.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class BatchStateWatch:
         self._skips = skips
         self._rates = RateWatch("sync")
         self._found = ""
-        self._may_count = True
+        self._may_count, self._is_uneven = True, False
 
     def begin_epoch(self, *, is_counted: bool) -> None:
         """Rates that move from now on move with batches.
@@ -82,6 +83,20 @@ class BatchStateWatch:
         """What was found first, in words; "" if nothing was."""
         self._found = self._found or self._look()
         return self._found or (UNCOUNTED if self._may_count else "")
+
+    def batch_done(self) -> None:
+        """The loop comes back from a batch that had a backward pass."""
+        self._is_uneven |= not self._optimizers.have_stepped
+        self._optimizers.begin_batch()
+
+    def barred(self) -> str:
+        """Why a rank that joins would not take the same steps; "" if it would.
+
+        Its loop counts its batches from there on.
+        """
+        if self._is_uneven or not self._optimizers.have_stepped:
+            return "some batches are not followed by a step of every optimizer"
+        return self._found or self._look()
 
     def _look(self) -> str:
         known = {id(each.optimizer) for each in self.carried_schedulers}

@@ -30,6 +30,7 @@ class OptimizersSeen:
         self._given = list(optimizers)
         self._others: list[weakref.ref[torch.optim.Optimizer]] = []
         self._passed_over: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepped: set[int] = set()
         self._handle: Any = None
 
     def attach(self) -> None:
@@ -54,7 +55,17 @@ class OptimizersSeen:
         others = (ref() for ref in self._others)
         return [*self._given, *(other for other in others if other is not None)]
 
+    def begin_batch(self) -> None:
+        """Forgets which of them have stepped."""
+        self._stepped.clear()
+
+    @property
+    def have_stepped(self) -> bool:
+        """Whether each of them has since."""
+        return self._stepped.issuperset(map(id, self.all()))
+
     def _see(self, optimizer: torch.optim.Optimizer) -> None:
+        self._stepped.add(id(optimizer))
         known = (*self._given, *(ref() for ref in self._others))
         if optimizer in self._passed_over or any(o is optimizer for o in known):
             return

@@ -50,6 +50,7 @@ class Regrouping:
         order: of the samples; who becomes the first rank draws it.
         hand_over: sends the first rank's state to those that are new, with all ranks.
         emit: takes a line for the user.
+        min_ranks: fewer pause until others have joined.
     """
 
     def __init__(
@@ -59,12 +60,15 @@ class Regrouping:
         order: SampleOrder,
         hand_over: Callable[[Group, int, bool], None],
         emit: Callable[[str], None],
+        *,
+        min_ranks: int = 1,
     ) -> None:
         self._worker = worker
         self._synchroniser = synchroniser
         self._order = order
         self._hand_over = hand_over
         self._emit = emit
+        self._min_ranks = min_ranks
         self._said = list(worker.members)
 
     def form(
@@ -150,6 +154,8 @@ class Regrouping:
                 f"elche: {_named(gone)} died: going on with {_named(now)}; what was "
                 "not committed is trained on again"
             )
+        if len(now) < self._min_ranks:
+            self._emit(f"elche: pausing until {self._min_ranks} ranks are there")
 
 
 def _named(ranks: Sequence[int]) -> str:

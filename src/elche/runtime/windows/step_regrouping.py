@@ -1,4 +1,4 @@
-"""The next group of a run of steps that has lost ranks, formed with all who live."""
+"""The next group of a run of steps that has lost ranks, or takes in new ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from elche.comm.gradients.reducer import StepPart
 from elche.coordination.protocol.events import Regrouped
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.runtime.process.worker import Worker
+from elche.runtime.step_members import StepMembers
 from elche.runtime.windows.regrouping import WHAT, Regrouping
 from elche.runtime.windows.synchroniser import Synchroniser
 
@@ -23,17 +24,24 @@ class StepRegrouping:
         worker: this rank's shell.
         synchroniser: reduces its gradients.
         regrouping: what windows do; forms the group, and says who has died.
+        takers: take part in steps.
 
     Attributes:
         lost: who has died in the part of an epoch under way.
     """
 
     def __init__(
-        self, worker: Worker, synchroniser: Synchroniser, regrouping: Regrouping
+        self,
+        worker: Worker,
+        synchroniser: Synchroniser,
+        regrouping: Regrouping,
+        takers: StepMembers,
     ) -> None:
         self._worker = worker
         self._synchroniser = synchroniser
         self._regrouping = regrouping
+        self._takers = takers
+        self._is_new = worker.is_new  # or others are, until all reduce with them
         self._members = list(worker.members)
         self.lost = LostRanks()
 
@@ -51,6 +59,9 @@ class StepRegrouping:
     ) -> None:
         """Forms the group of those who live, and settles the pass under way.
 
+        Where ranks have joined, between two parts of an epoch, nothing is under way:
+        what reduces gradients is built anew with them.
+
         Args:
             place: where this rank is.
             part_of: its part of the step under way, without those that are `lost`.
@@ -61,16 +72,21 @@ class StepRegrouping:
         """
         worker, regrouping = self._worker, self._regrouping
         group = regrouping.meet(wants_keys=wants_keys)
-        rows = torch.zeros(group.world_size, 3, dtype=torch.int64, device="cpu")
-        rows[group.rank] = torch.tensor(place, device="cpu")
+        rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
+        rows[group.rank] = torch.tensor((*place, self._is_new), device="cpu")
         group.all_reduce(rows, WHAT)
-        table: list[list[int]] = rows.tolist()
-        found = settle([StepPlace(*row) for row in table])
-        self.lost.take(set(self._members) - set(worker.members), found)
-        self._synchroniser.go_on_in(
-            group, found.source, part_of(), lacks=place.passes < found.passes
-        )
-        self.lost.confirm()
+        *columns, are_new = rows.T.tolist()
+        self._is_new = any(are_new)
+        if self._is_new:
+            self._takers.begin_anew(group)
+            self._is_new = False
+        else:
+            found = settle([StepPlace(*row) for row in zip(*columns, strict=True)])
+            self.lost.take(set(self._members) - set(worker.members), found)
+            self._synchroniser.go_on_in(
+                group, found.source, part_of(), lacks=place.passes < found.passes
+            )
+            self.lost.confirm()
         regrouping.say()
 
     def say_regrouped(self, epoch: int) -> None:

@@ -137,6 +137,11 @@ class Synchroniser:
                 is_weighed=self._is_weighed,
             )
 
+    def build_in(self, group: Group) -> None:
+        """Ranks have joined: the same in their group, with all of them."""
+        self._group = group
+        self.build()
+
     def share_with(self, group: Group | None) -> None:
         """From the next step on reduces gradients in this group, with its ranks.
 
@@ -230,12 +235,15 @@ class Synchroniser:
 
     def layout(self) -> str:
         """What is trained now, and whether that has changed since the last epoch."""
+        return f"{self.digest()} {'changed' if self.is_changed else 'same'}"
+
+    def digest(self) -> str:
+        """Equal where the same parameters are trained."""
         named = [
             f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}"
             for name, p in self._model.named_parameters()
         ]
-        digest = hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
-        return f"{digest} {'changed' if self.is_changed else 'same'}"
+        return hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
 
     @property
     def _trainable(self) -> list[nn.Parameter]:

@@ -257,13 +257,9 @@ class Coordinator:
 
     def _greet(self, event: Join) -> list[Instruction]:
         """A rank asks to join the run under way: it may, or hears why not."""
-        why = ""
+        why = self.why_closed
         if event.version != PROTOCOL_VERSION:
             why = f"it uses protocol version {event.version}, not {PROTOCOL_VERSION}"
-        elif self._epochs is None or self._membership.left:
-            why = "that has not begun, or is at its end"
-        elif by := self._mortal_by or self._set_mortal_by or self._closed_by:
-            why = f"none can join {by}"
         if why:
             said = f"rank {event.rank} cannot join the run under way: {why}"
             return [refusal(event.rank, said)]
@@ -411,6 +407,14 @@ class Coordinator:
         why = f"silent for {event.silent_s:g} s"
         self._story.decided(why, now_s, event.rank)
         return self._lose(event.rank, now_s)
+
+    @property
+    def why_closed(self) -> str:
+        """Why no rank can join the run now, in words; "" if one can."""
+        if self._epochs is None or self._membership.left or self.aborted is not None:
+            return "that has not begun, or is at its end"
+        by = self._mortal_by or self._set_mortal_by or self._closed_by
+        return f"none can join {by}" if by else ""
 
     def has_member(self, rank: int) -> bool:
         """Whether a rank is in the run, or has left it in order."""

@@ -376,10 +376,13 @@ def may_share(device_names: tuple[str, ...]) -> bool:
 
     Only on processors that let other cores see writes in order.
     """
-    on_cpu = all(name.startswith("CPU") for name in device_names)
+    return len(device_names) > 1 and all(map(can_share, device_names))
+
+
+def can_share(device_name: str) -> bool:
+    """Whether a rank with this device may share memory with others of its kind."""
     return (
-        on_cpu
-        and len(device_names) > 1
+        device_name.startswith("CPU")
         and platform.machine() in ORDERED_MACHINES
         and hasattr(os, "memfd_create")
     )

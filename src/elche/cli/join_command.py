@@ -7,8 +7,20 @@ import click
 from elche.cli.rank_options import checked, follow, rank_options
 
 
-# What follows SCRIPT is its own, options too.
-@click.command(context_settings={"allow_interspersed_args": False})
+class _Join(click.Command):
+    """Takes HOST:PORT before its options; what follows SCRIPT is that one's own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and not args[0].startswith("-"):
+            args = ["--address", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.command(
+    cls=_Join,
+    options_metavar="HOST:PORT [OPTIONS]",
+    context_settings={"allow_interspersed_args": False},
+)
 @rank_options
 @click.option(
     "--key-file",
@@ -21,9 +33,14 @@ from elche.cli.rank_options import checked, follow, rank_options
     "--advertise",
     metavar="ADDRESS",
     default="",
-    help="Where others reach this host; default: its address on the route to ADDRESS.",
+    help="Where others reach this host; default: its address on the route to HOST.",
 )
-@click.argument("address", metavar="HOST:PORT")
+@click.option(
+    "--address",
+    metavar="HOST:PORT",
+    required=True,
+    help="Where the run listens; its name may be left out in front.",
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def join(

@@ -53,7 +53,7 @@ class OpenRun:
         """Starts another one, with a rank unless options say otherwise."""
         ranks = options or ("--speeds", "1")
         key_file = "--key-file", str(key or self.key)
-        words = "join", *ranks, *key_file, self.address, *(script or self.script)
+        words = "join", self.address, *ranks, *key_file, *(script or self.script)
         return self._start(host, words, prefix)
 
     def join_as_told(self, host: str, first: Printing) -> Printing:

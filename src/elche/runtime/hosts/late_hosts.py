@@ -16,8 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, final
@@ -75,6 +74,7 @@ class LateHosts:
         own_ranks: how many ranks it starts itself.
         server: the run's coordinator, which numbers ranks.
         processes: takes those of the others.
+        say: takes a line for the user.
     """
 
     def __init__(
@@ -83,11 +83,13 @@ class LateHosts:
         own_ranks: int,
         server: CoordinatorServer,
         processes: RankProcesses,
+        say: Callable[[str], None],
     ) -> None:
         self._config = config
         self._first = config.joins(own_ranks)
         self._server = server
         self._processes = processes
+        self._tell = say
         self._environment: Mapping[str, str] = {}
         self._phase = _Phase.BEGINNING
         self._hosts: dict[HostLink, _LateHost] = {}
@@ -112,7 +114,7 @@ class LateHosts:
         )
         self._beating = loop.create_task(self._beat())
         meeting = format_address(config.rendezvous[0], listener.getsockname()[1])
-        _say(f"other hosts join by: elche join {meeting} {config.invitation}")
+        self._say(f"other hosts join by: elche join {meeting} {config.invitation}")
 
     def begin(self) -> None:
         """The run's first batches are done: who has come is taken in."""
@@ -120,7 +122,7 @@ class LateHosts:
             return
         self._phase = _Phase.OPEN
         if why := self._server.core.why_closed:
-            _say(f"no host can join this run: {why}")
+            self._say(f"no host can join this run: {why}")
         for link in list(self._hosts):
             self._take_in(link)
 
@@ -133,7 +135,7 @@ class LateHosts:
         link.host = host = replace(host, node_rank=self._count)
         self._hosts[link] = _LateHost()
         if self._phase is _Phase.BEGINNING:
-            _say(f"{host} is here, and waits until the first epoch has begun")
+            self._say(f"{host} is here, and waits until the first epoch has begun")
         else:
             self._take_in(link)
 
@@ -146,7 +148,7 @@ class LateHosts:
             self._refuse(link, f"{host} cannot join the run under way: {why}")
             return
         ranks = [server.add_rank() for _ in range(host.ranks)]
-        _say(f"{host} is here; its ranks {ranks} will join")
+        self._say(f"{host} is here; its ranks {ranks} will join")
         for rank in ranks:
             server.places[rank] = f" on {host}"
             process = RemoteProcess(link, rank)
@@ -161,7 +163,7 @@ class LateHosts:
         )
 
     def _refuse(self, link: HostLink, reason: str) -> None:
-        _say(reason)
+        self._say(reason)
         link.send(HostRefused(reason=reason))
         link.close()
 
@@ -182,7 +184,7 @@ class LateHosts:
         if host is None:
             return
         host.signal = message.number
-        _say(f"{link.host} was sent {signal.Signals(message.number).name} and leaves")
+        self._say(f"{link.host} was sent {signal.Signals(message.number).name} and leaves")
         for process in host.processes.values():
             send_signal(process, signal.SIGKILL)
         self._let_go_if_gone(link)
@@ -242,12 +244,11 @@ class LateHosts:
         for link in links:
             link.close()
 
+    def _say(self, line: str) -> None:
+        self._tell(f"elche run: {line}")
+
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
             for link in self._hosts:
                 link.send(HostBeat())
-
-
-def _say(line: str) -> None:
-    print(f"elche run: {line}", file=sys.stderr, flush=True)

@@ -226,7 +226,8 @@ async def _launch(
         store.on_use = partial(server.core.end_with_any_rank, DEFAULT_GROUP)
     processes, late = RankProcesses(server), None
     if hosts is not None and hosts.is_open:
-        late = LateHosts(hosts, config.world_size, server, processes)
+        say = _say if display is None else display.print_line
+        late = LateHosts(hosts, config.world_size, server, processes, say)
     begun = config.on_first_batch, None if late is None else late.begin
     server.on_first_batch = partial(_call_all, begun)
     on_ready(processes)
@@ -293,6 +294,10 @@ async def _launch(
         if each is not None:
             await each.end(result.exit_code, result.reason)
     return result
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _call_all(calls: Sequence[Callable[[], None] | None]) -> None:

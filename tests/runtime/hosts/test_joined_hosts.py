@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from elche.cli.main import main
 from elche.comm.control.key_file import read_or_make_key
-from elche.coordination.hosts import host_refusal
-from elche.coordination.protocol.host_messages import OPEN, HostJoins
+from elche.coordination.protocol.host_messages import OPEN
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.hosts.follower import follow_leader
 from elche.runtime.hosts.hosts_config import HostsConfig
@@ -195,26 +194,6 @@ def test_a_key_is_made_once_for_this_user_alone(tmp_path: Path) -> None:
     assert read_or_make_key(str(path)) == key
     with pytest.raises(ConfigError, match="cannot make --key-file .*Not a directory"):
         read_or_make_key(str(path / "deeper"))
-
-
-def joins(nnodes: int, node_rank: int, address: str = "10.0.0.1") -> HostJoins:
-    return HostJoins(
-        nnodes=nnodes,
-        node_rank=node_rank,
-        ranks=1,
-        name=f"box{node_rank}",
-        address=address,
-        versions=(("elche", "1"),),
-    )
-
-
-def test_hosts_of_two_kinds_of_runs_do_not_mix() -> None:
-    assert host_refusal(joins(OPEN, 1), [joins(OPEN, 0)]) == ""
-    for one, other in ((OPEN, 2), (2, OPEN)):
-        said = host_refusal(joins(one, 1), [joins(other, 0)])
-        assert "box1 and host 0 (box0) were started differently" in said
-    local = joins(OPEN, 1, "127.0.0.1")
-    assert "start it with --advertise" in host_refusal(local, [joins(OPEN, 0)])
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,8 @@ class LateHosts:
         if host is None:
             return
         host.signal = message.number
-        self._say(f"{link.host} was sent {signal.Signals(message.number).name} and leaves")
+        name = signal.Signals(message.number).name
+        self._say(f"{link.host} was sent {name} and leaves")
         for process in host.processes.values():
             send_signal(process, signal.SIGKILL)
         self._let_go_if_gone(link)

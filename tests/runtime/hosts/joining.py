@@ -22,6 +22,8 @@ SCRIPT = Path(__file__).parent / "cases" / "growing.py"
 class OpenRun:
     """A run that hosts join, each with a name of its own, so that they share no memory.
 
+    Those that a prefix puts into a network namespace are hosts of their own by that.
+
     Args:
         folder: of outputs, the key, and what the script is told.
         policy: of the run.
@@ -40,7 +42,7 @@ class OpenRun:
         listen = "--listen", "--rendezvous", self.address, "--key-file", str(self.key)
         ranks = options or ("--speeds", "1")
         words = "run", *listen, *ranks, *self.script
-        return self._start("host0", words, prefix)
+        return self._start("" if prefix else "host0", words, prefix)
 
     def join(
         self,
@@ -54,7 +56,7 @@ class OpenRun:
         ranks = options or ("--speeds", "1")
         key_file = "--key-file", str(key or self.key)
         words = "join", self.address, *ranks, *key_file, *(script or self.script)
-        return self._start(host, words, prefix)
+        return self._start("" if prefix else host, words, prefix)
 
     def join_as_told(self, host: str, first: Printing) -> Printing:
         """Starts another one by the very line that the first one has printed."""

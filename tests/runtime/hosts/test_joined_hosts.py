@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import signal
 import stat
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.links.namespaces import Link, slow_link
 from elche.cli.main import main
 from elche.comm.control.key_file import read_or_make_key
 from elche.coordination.protocol.host_messages import OPEN
@@ -116,6 +118,35 @@ def test_a_joined_host_that_is_gone_is_outlived(
     first.wait_for(r"elche: rank 2 joined: going on with ranks 0, 2")
     run.tell("stop")
     run.check([first, third], deaths=True)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_joined_host_whose_link_is_cut_is_outlived(tmp_path: Path) -> None:
+    """Network namespaces are the hosts; the cut one's ranks are dead after 10 s."""
+    try:
+        with slow_link(3, 1000.0) as link:
+            _lose_a_link(tmp_path, link)
+    except ConfigError as error:
+        pytest.skip(f"needs network namespaces: {error}")
+
+
+def _lose_a_link(folder: Path, link: Link) -> None:
+    run = OpenRun(folder, "async", f"{link.ranks[0][1]}:29400")
+    try:
+        run.tell("begin")
+        first = run.begin(prefix=link.command(0))
+        run.join("", prefix=link.command(1))
+        first.wait_for(r"epoch \d+ of 2 by gloo")
+        command = f"ip -n {link.switch} link set p1 down"
+        subprocess.run(command.split(), check=True)
+        first.wait_for("elche: rank 1 died: going on with rank 0")
+        third = run.join("", prefix=link.command(2))
+        first.wait_for("elche: rank 2 joined: going on with ranks 0, 2")
+        run.tell("stop")
+        run.check([first, third], deaths=True)
+    finally:
+        run.close()
 
 
 @pytest.mark.slow

@@ -119,9 +119,7 @@ def read_hosts(
     )
 
 
-def _open_to_others(
-    values: Mapping[str, Any], words: Sequence[str]
-) -> HostsConfig:
+def _open_to_others(values: Mapping[str, Any], words: Sequence[str]) -> HostsConfig:
     """This host begins, and others join it."""
     from elche.comm.control.addresses import outward_address, parse_address
     from elche.comm.control.key_file import read_or_make_key

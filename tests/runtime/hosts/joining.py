@@ -42,7 +42,9 @@ class OpenRun:
         listen = "--listen", "--rendezvous", self.address, "--key-file", str(self.key)
         ranks = options or ("--speeds", "1")
         words = "run", *listen, *ranks, *self.script
-        return self._start("" if prefix else "host0", words, prefix)
+        first = self._start("" if prefix else "host0", words, prefix)
+        first.wait_for("other hosts join by")  # its key is there now
+        return first
 
     def join(
         self,
@@ -100,12 +102,14 @@ class OpenRun:
             for line in path.read_text().splitlines():
                 epoch, *indices = map(int, line.split())
                 handed.update((epoch, index) for index in indices)
-        assert len(handed) == 320 * int(ended[0][2])
+        assert len(handed) == 640 * int(ended[0][2])
         assert deaths or set(handed.values()) == {1}
 
     def outputs(self) -> str:
         """All that was printed."""
-        return "\n".join(f"--- {each.process.args}\n{each.output}" for each in self.started)
+        return "\n".join(
+            f"--- {each.process.args}\n{each.output}" for each in self.started
+        )
 
     def close(self) -> None:
         """Ends what still runs."""

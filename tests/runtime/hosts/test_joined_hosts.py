@@ -111,7 +111,7 @@ def test_a_joined_host_that_is_gone_is_outlived(
     second = run.join("host1")
     first.wait_for(r"epoch \d+ of 2 by gloo")
     second.process.kill()
-    first.wait_for(r"the launcher of host 1 \(.*\) has ended or was killed, or its link")
+    first.wait_for(r"the launcher of host 1 \(.*\) has ended or was killed")
     before = len(first.wait_for(r"epoch \d+ of 1 by none"))
     first.wait_for(r"epoch \d+ of 1 by none", before + 2)
     third = run.join("host2")
@@ -223,7 +223,7 @@ def test_a_key_is_made_once_for_this_user_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert read_or_make_key(str(path)) == key
-    with pytest.raises(ConfigError, match="cannot make --key-file .*Not a directory"):
+    with pytest.raises(ConfigError, match="cannot make --key-file"):
         read_or_make_key(str(path / "deeper"))
 
 

@@ -6,8 +6,8 @@ the run, which is why its launcher is told by itself what has become of it:
 
     comes ──the run's first batches are done──▶ taken in ──the run ends──▶ told so
       │                                            │
-      ├─ another version, another key          none of its ranks is in the run any more,
-      ├─ the run takes in none: refused        or it was interrupted: told so, and let go
+      ├─ another version, another key         none of its ranks is in the run any more,
+      ├─ the run takes in none: refused       or it was interrupted: told so, let go
       └─ interrupted: let go
 """
 

@@ -1,6 +1,6 @@
 """Trains until it is told to stop, whoever comes and goes: `growing.py FOLDER POLICY`.
 
-Files in the folder tell it: "begin", "stop", "fail". Each sample is counted three times:
+Files in the folder tell it: "begin", "stop", "fail". Samples are counted three times:
 by what loops were handed, by a counter in the model, and by elche.
 """
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 from elche.process import process
 
-SAMPLES = 320
+SAMPLES = 640
 WITHIN_S = 100.0
 folder, policy, rate = Path(sys.argv[1]), sys.argv[2], float([*sys.argv, "1"][3])
 
@@ -56,7 +56,10 @@ model, optimizer, loader = elche.setup(
 epoch = -1
 with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:
     for epoch in elche.epochs(100_000):
-        for (index,) in loader:
+        for number, (index,) in enumerate(loader):
+            if number == 1 and elche.is_main_process():
+                by = process.run.worker.group.transport  # type: ignore[union-attr]
+                print(f"epoch {epoch} of {elche.world_size()} by {by}", flush=True)
             handed.write(f"{epoch} {' '.join(map(str, index.tolist()))}\n")
             handed.flush()
             model(index).backward()
@@ -64,12 +67,13 @@ with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:
             optimizer.zero_grad()
             time.sleep(0.005)
         if elche.is_main_process():
-            by = process.run.worker.group.transport  # type: ignore[union-attr]
-            print(f"epoch {epoch} of {elche.world_size()} by {by}", flush=True)
-        if elche.any((folder / "stop").exists()):
+            if (folder / "fail").exists():
+                raise ValueError("a fault in user code")
+            if (folder / "stop").exists():
+                (folder / "last").touch()  # all see it behind the barrier
+        elche.barrier()
+        if (folder / "last").exists():
             break
-        if elche.is_main_process() and (folder / "fail").exists():
-            raise ValueError("a fault in user code")
 assert model.count.tolist() == [epoch + 1] * SAMPLES, model.count
 assert elche.progress_samples() == SAMPLES * (epoch + 1), elche.progress_samples()
 total = float(model.w.detach().double().sum())

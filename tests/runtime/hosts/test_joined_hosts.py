@@ -207,6 +207,23 @@ def test_a_run_that_takes_in_nobody_says_so(open_run: Callable[..., OpenRun]) ->
     assert first.end() == 143, first.output
 
 
+@pytest.mark.slow
+def test_a_run_ends_while_a_host_has_not_joined_yet(
+    tmp_path: Path, open_run: Callable[..., OpenRun]
+) -> None:
+    """Its ranks, which never come, are not waited for."""
+    run = open_run("cadence")
+    run.tell("begin")
+    first = run.begin()
+    never = tmp_path / "never.py"
+    never.write_text("import time\nprint('here', flush=True)\ntime.sleep(1000)\n")
+    second = run.join("host1", script=(str(never),))
+    second.wait_for("here")
+    run.tell("stop")
+    run.check([first])
+    assert second.end() == 0, second.output  # as the run
+
+
 def test_nobody_there_is_said_in_time() -> None:
     place = "127.0.0.1", free_port()
     hosts = HostsConfig(

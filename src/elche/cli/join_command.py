@@ -80,4 +80,4 @@ def join(
             speeds=speeds,
             hosts=hosts,
         )
-        follow(config, "elche join: this host's part")
+        follow(config, "elche join")

@@ -190,7 +190,7 @@ def run(
             **settings,
         )
         if follows:
-            follow(config, "elche run: the run")
+            follow(config, "elche run")
         result = launch_with_restarts(
             config,
             RestartConfig(**more),

@@ -78,12 +78,12 @@ def checked() -> Iterator[None]:
         raise click.UsageError(str(error)) from error
 
 
-def follow(config: LaunchConfig, what: str) -> NoReturn:
+def follow(config: LaunchConfig, command: str) -> NoReturn:
     """Runs this host's ranks as the first host's launcher says.
 
     Args:
         config: what to start.
-        what: ends, for a message.
+        command: of the user, for a message.
     """
     from elche.runtime.hosts.follower import follow_leader
 
@@ -91,5 +91,5 @@ def follow(config: LaunchConfig, what: str) -> NoReturn:
     if result.exit_code:
         reason = result.reason.splitlines()[0] if result.reason else "see its output"
         code = exit_code(result.exit_code)
-        click.echo(f"{what} ended with code {code}: {reason}", err=True)
+        click.echo(f"{command}: ended with code {code}: {reason}", err=True)
     sys.exit(result.exit_code)

@@ -142,6 +142,14 @@ class Coordinator:
         return self._doing()
 
     @property
+    def why_closed(self) -> str:
+        """Why no rank can join the run now, in words; "" if one can."""
+        if self._epochs is None or self._membership.left or self.aborted is not None:
+            return "that has not begun, or is at its end"
+        by = self._mortal_by or self._set_mortal_by or self._closed_by
+        return f"none can join {by}" if by else ""
+
+    @property
     def has_more(self) -> bool:
         """Whether the last event's instructions are not complete."""
         return self._work is not None
@@ -407,14 +415,6 @@ class Coordinator:
         why = f"silent for {event.silent_s:g} s"
         self._story.decided(why, now_s, event.rank)
         return self._lose(event.rank, now_s)
-
-    @property
-    def why_closed(self) -> str:
-        """Why no rank can join the run now, in words; "" if one can."""
-        if self._epochs is None or self._membership.left or self.aborted is not None:
-            return "that has not begun, or is at its end"
-        by = self._mortal_by or self._set_mortal_by or self._closed_by
-        return f"none can join {by}" if by else ""
 
     def has_member(self, rank: int) -> bool:
         """Whether a rank is in the run, or has left it in order."""

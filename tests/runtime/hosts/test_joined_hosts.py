@@ -72,7 +72,7 @@ def test_hosts_come_and_go_and_who_shares_memory_does(
     first.wait_for(r"epoch \d+ of 4 by gloo")
     other.process.send_signal(number)
     assert other.end() == 128 + number
-    assert f"this host's part ended with code {128 + number}" in other.output
+    assert f"elche join: ended with code {128 + number}" in other.output
     assert f"it was sent {number.name}; the run goes on" in other.output
     first.wait_for("died: going on with ranks 0, 1;")
     before = len(first.wait_for(r"epoch \d+ of 2 by shared memory"))
@@ -167,7 +167,7 @@ def test_the_first_hosts_end_is_all_hosts_end(
     elif how == "fails":
         run.tell("fail")
         assert [first.end(), second.end()] == [1, 1], run.outputs()
-        assert "part ended with code 1: rank 0 failed: ValueError: a" in second.output
+        assert "join: ended with code 1: rank 0 failed: ValueError: a" in second.output
     else:
         first.process.send_signal(signal.SIGTERM)
         assert [first.end(), second.end()] == [143, 143], run.outputs()

@@ -166,7 +166,7 @@ def set_up(
     watch_launcher(placement.rank)
     training = _place(model, optimizers, loader, asked, placement)
     run: Run | SingleRun
-    if placement.world_size == 1:
+    if placement.is_alone:
         run = _begin_alone(training, asked, placement)
     else:
         check_shared(model, optimizers, training.loader, asked.config)

@@ -562,8 +562,9 @@ def test_ranks_that_differ_at_the_beginning_of_an_epoch(
     change: dict[str, str], says: str
 ) -> None:
     core = joined(plan_of("sync"))
-    core.handle(EpochOpened(rank=0, epoch=0, sizes=((8, 2),)), 1.0)
-    told = core.handle(EpochOpened(rank=1, epoch=0, **change), 1.0)
+    same = {"checksum": "0"}
+    core.handle(EpochOpened(rank=0, epoch=0, sizes=((8, 2),), **same), 1.0)
+    told = core.handle(EpochOpened(rank=1, epoch=0, **{**same, **change}), 1.0)
     assert says in reason_of(told, 2)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.coordination.hosts import host_refusal, ranks_by_host
-from elche.coordination.protocol.host_messages import HostJoins, HostWelcome
+from elche.coordination.protocol.host_messages import OPEN, HostJoins, HostWelcome
 from elche.coordination.protocol.wire import (
     FROM_HOSTS,
     FROM_LEADER,
@@ -33,12 +33,15 @@ def test_hosts_that_fit() -> None:
     assert not host_refusal(replace(OTHER, node_rank=2), [FIRST, OTHER])
     local = replace(FIRST, address="127.0.0.1")
     assert not host_refusal(replace(OTHER, address="::1"), [local])
+    first, late = (replace(each, nnodes=OPEN) for each in (FIRST, OTHER))
+    assert not host_refusal(late, [first])
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         ({"nnodes": 2}, "host 1 (b) was started with --nnodes 2, host 0 with 3"),
+        ({"nnodes": OPEN}, "b and host 0 (a) were started differently"),
         ({"node_rank": 0}, "b was started with --node-rank 0, which a has; expected"),
         ({"node_rank": 2}, "b was started with --node-rank 2, which c has; expected"),
         ({"node_rank": 3}, "--node-rank 3; expected each of 0 to 2 once"),

@@ -61,7 +61,7 @@ class Member:
         self.rank = rank
         self.joins = joins
         self.is_over = self.is_in = False
-        self.refused = ""
+        self.refused, self.checksum = "", "common"
         self.leases: list[int] = []
         self.window = self.trained = self.reduced = 0
         self.opened: EpochOpened | None = None
@@ -123,7 +123,11 @@ class Member:
     ) -> list[Event]:
         said = sizes if self.rank == 0 else None
         self.opened = EpochOpened(
-            rank=self.rank, epoch=epoch, sizes=said, continues=continues
+            rank=self.rank,
+            epoch=epoch,
+            sizes=said,
+            continues=continues,
+            checksum=self.checksum,
         )
         return [self.opened]
 
@@ -228,7 +232,6 @@ def test_a_rank_is_welcomed_at_once_and_taken_in_where_the_epoch_is_cut() -> Non
     [
         ("cadence", {}, {"tensors": ()}, "the model differs"),
         ("cadence", {}, {"version": 1}, "uses protocol version 1"),
-        ("cadence", {}, {"device": "NVIDIA A100"}, "rank 2 has NVIDIA A100, and the"),
         ("cadence", {"survive": False}, {}, "none can join survive=False"),
     ],
 )
@@ -243,6 +246,18 @@ def test_who_does_not_fit_is_refused_and_the_run_goes_on(
     assert meeting.core.aborted is None
 
 
+def test_a_rank_of_another_kind_joins() -> None:
+    """It compares no bits, and the others go on to do so among themselves."""
+    meeting = Meeting(plan_of())
+    meeting.move(0)
+    meeting.come(device="NVIDIA A100")
+    meeting.members[2].checksum = ""
+    meeting.say(JoinReady(rank=2))
+    meeting.finish()
+    assert meeting.core.aborted is None
+    assert meeting.members[2].batches, "it trained"
+
+
 def test_nobody_joins_a_run_that_may_choose_steps_or_windows() -> None:
     meeting = Meeting(plan_of("auto"))
     meeting.come()
@@ -250,15 +265,24 @@ def test_nobody_joins_a_run_that_may_choose_steps_or_windows() -> None:
     assert meeting.core.aborted is None
 
 
-def test_who_opens_another_epoch_ends_alone() -> None:
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"checksum": "common", "steps": 7}, "rank 2 asks for 7 steps more"),
+        ({"checksum": "mine"}, "rank 2 begins epoch 0 with other parameters"),
+    ],
+)
+def test_who_opens_another_epoch_ends_alone(
+    other: dict[str, object], says: str
+) -> None:
     meeting = Meeting(plan_of())
     meeting.come()
     joiner = meeting.members[2]
     joiner.open = lambda epoch, **_: [  # type: ignore[method-assign]
-        EpochOpened(rank=2, epoch=0, continues=True, steps=7)
+        EpochOpened(rank=2, epoch=0, continues=True, **other)  # type: ignore[arg-type]
     ]
     meeting.say(JoinReady(rank=2))
-    assert "rank 2 asks for 7 steps more" in joiner.refused
+    assert says in joiner.refused
     meeting.finish()
     assert meeting.core.aborted is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,19 @@ from elche.errors import ConfigError
 if TYPE_CHECKING:
     from elche.runtime.hosts.hosts_config import HostsConfig
 
-KEY_BYTES = 32
+KEY_FILE = "~/.elche/key"
 _OPTIONS = (
     click.option(
-        "--nnodes", type=int, help="Hosts of the run, each with a launcher; default: 1."
+        "--listen",
+        is_flag=True,
+        help="Let other hosts join the run at any time, by the `elche join` that is"
+        " printed: at --rendezvous (default: port 29400 of this host's address), with"
+        " --key-file (default: ~/.elche/key, made if it is not there).",
+    ),
+    click.option(
+        "--nnodes",
+        type=click.IntRange(1),
+        help="Hosts of the run, each with a launcher; default: 1.",
     ),
     click.option(
         "--node-rank", type=int, help="This host's place among them; 0 leads."
@@ -67,16 +77,26 @@ def read_hosts(
     Raises:
         ConfigError: they do not fit together, or there is no key.
     """
+    listens = options.pop("listen")
     names = ("node_rank", "rendezvous", "key_file", "advertise")
     nnodes, hosts = options.pop("nnodes"), options.pop("hosts")
     values = {name: options.pop(name) for name in names}
     given = {f"--{n.replace('_', '-')}": v for n, v in values.items() if v is not None}
-    if hosts is None and nnodes in (None, 1):
+    if hosts is None and nnodes in (None, 1) and not listens:
         if nnodes is None and given:
-            raise ConfigError(f"{', '.join(given)} needs --nnodes, how many hosts")
+            raise ConfigError(
+                f"{', '.join(given)} needs --nnodes, how many hosts, or --listen"
+            )
         return None
     if unfit := [option for option, value in for_one_host.items() if value]:
         raise ConfigError(f"{unfit[0]} is for a run on one host; leave it out")
+    if listens:
+        if (hosts, nnodes, values["node_rank"]) != (None, None, None):
+            raise ConfigError(
+                "--listen begins on this host alone, and others join: leave out "
+                "--nnodes, --node-rank and --hosts"
+            )
+        return _open_to_others(values, words)
     if hosts is not None:
         if nnodes is not None or {*given} - {"--advertise"}:
             raise ConfigError("--hosts starts all launchers itself: give it alone")
@@ -99,11 +119,34 @@ def read_hosts(
     )
 
 
+def _open_to_others(values: Mapping[str, Any], words: Sequence[str]) -> HostsConfig:
+    """This host begins, and others join it."""
+    from elche.comm.control.addresses import outward_address, parse_address
+    from elche.comm.control.key_file import read_or_make_key
+    from elche.coordination.protocol.host_messages import OPEN
+    from elche.runtime.hosts.hosts_config import JOIN_PORT, HostsConfig
+
+    key_file, told = values["key_file"] or KEY_FILE, values["rendezvous"]
+    if told is None:
+        rendezvous = values["advertise"] or outward_address(), JOIN_PORT
+    else:
+        rendezvous = parse_address(told, "--rendezvous")
+    return HostsConfig(
+        nnodes=OPEN,
+        node_rank=0,
+        rendezvous=rendezvous,
+        key=read_or_make_key(key_file),
+        advertise=values["advertise"] or "",
+        invitation=f"--key-file {key_file} {shlex.join(words)}",
+    )
+
+
 def _started_from_here(
     hosts: str, words: Sequence[str], advertise: str | None
 ) -> HostsConfig:
     """This host leads, and starts the others' launchers."""
     from elche.comm.control.addresses import own_address
+    from elche.comm.control.key_file import KEY_BYTES
     from elche.runtime.hosts.hosts_config import HostsConfig
     from elche.runtime.hosts.remote_start import RemoteStart
 

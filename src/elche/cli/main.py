@@ -1,26 +1,33 @@
-"""The command line: run, demo, bench, doctor, simulate, schedule and plan."""
+"""The command line: run, join, demo, bench, doctor, simulate, schedule and plan."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
 from elche import __version__
 from elche.cli.host_options import host_options, read_hosts
+from elche.cli.join_command import join as join_command
 from elche.cli.plan_command import plan as plan_command
+from elche.cli.rank_options import (
+    checked,
+    exit_code,
+    follow,
+    names,
+    numbers,
+    rank_options,
+)
 from elche.cli.restart_options import restart_options
 from elche.cli.schedule_command import schedule as schedule_command
 from elche.config import POLICIES
 from elche.errors import ConfigError, ElcheError
 
 if TYPE_CHECKING:
-    from elche.runtime.process.launch import LaunchConfig
     from elche.runtime.process.rank_output import Display
 
 
@@ -60,57 +67,12 @@ class _Bench(click.Group):
         return super().parse_args(ctx, args)
 
 
-def _numbers(
-    ctx: click.Context, option: click.Parameter, text: str | None
-) -> tuple[float, ...] | None:
-    """Parses ``1,0.25``."""
-    if text is None:
-        return None
-    try:
-        numbers = tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise click.BadParameter(
-            f"expected numbers like 1,0.25, got {text!r}"
-        ) from error
-    if not all(0 < number < float("inf") for number in numbers):
-        raise click.BadParameter(f"expected positive numbers, got {text!r}")
-    return numbers
-
-
-def _names(
-    ctx: click.Context, option: click.Parameter, text: str | None
-) -> tuple[str, ...] | None:
-    """Parses ``cuda:0,cpu``; blanks around a name are not part of it."""
-    if text is None:
-        return None
-    names = tuple(part.strip() for part in text.split(","))
-    if not all(names):
-        raise click.BadParameter(f"expected names with commas between, got {text!r}")
-    return names
-
-
-def _code(code: int) -> str:
-    """An exit code, and the signal that it stands for."""
-    with contextlib.suppress(ValueError):
-        return f"{code} ({signal.Signals(code - 128).name})"
-    return str(code)
-
-
-@contextlib.contextmanager
-def _checked() -> Iterator[None]:
-    """Wrong settings end with code 2."""
-    try:
-        yield
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from error
-
-
 @contextlib.contextmanager
 def _as_command() -> Iterator[None]:
     """Wrong settings end with code 2; elche's log is shown."""
     from elche.demo.results import log_to_stderr
 
-    with _checked(), log_to_stderr():
+    with checked(), log_to_stderr():
         yield
 
 
@@ -129,40 +91,9 @@ def _display() -> Display | None:
     return open_display()
 
 
-def _rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of commands that start ranks: how many, and where."""
-    for option in (
-        click.option(
-            "--speeds",
-            callback=_numbers,
-            help="Emulated CPU devices of these relative speeds, such as 1,0.25.",
-        ),
-        click.option(
-            "--devices", callback=_names, help="A device per rank, such as cuda:0,cpu."
-        ),
-        click.option("--nproc", type=int, help="Ranks; default: one per CUDA device."),
-    ):
-        command = option(command)
-    return command
-
-
-def _follow(config: LaunchConfig) -> NoReturn:
-    """Runs this host's ranks as the first host's launcher says."""
-    from elche.runtime.hosts.follower import follow_leader
-
-    result = follow_leader(config)
-    if result.exit_code:
-        reason = result.reason.splitlines()[0] if result.reason else "see its output"
-        click.echo(
-            f"elche run: the run ended with code {_code(result.exit_code)}: {reason}",
-            err=True,
-        )
-    sys.exit(result.exit_code)
-
-
 # What follows SCRIPT is its own, options too.
 @main.command(context_settings={"allow_interspersed_args": False})
-@_rank_options
+@rank_options
 @click.option(
     "--ms-per-sample",
     type=float,
@@ -233,7 +164,7 @@ def run(
 
     emulated = {"ms_per_sample": ms_per_sample, "fixed_ms": fixed_ms}
     settings: dict[str, Any] = {k: v for k, v in emulated.items() if v is not None}
-    with _checked():
+    with checked():
         if settings and speeds is None:
             raise ConfigError(
                 "--ms-per-sample and --fixed-ms are for emulated devices; give their "
@@ -268,7 +199,7 @@ def run(
             **settings,
         )
         if follows:
-            _follow(config)
+            follow(config, "elche run")
         result = launch_with_restarts(
             config,
             RestartConfig(**more),
@@ -282,7 +213,7 @@ def run(
                 f"; ranks {list(result.terminated)} did not end in time, and were "
                 "ended: a last checkpoint may be missing"
             )
-        codes = ", ".join(_code(result.exit_codes[rank]) for rank in failed)
+        codes = ", ".join(exit_code(result.exit_codes[rank]) for rank in failed)
         click.echo(
             f"elche run: ranks {failed} ended with codes [{codes}]: {reason}", err=True
         )
@@ -355,7 +286,7 @@ def simulate(**settings: Any) -> None:
 
 
 @main.command()
-@_rank_options
+@rank_options
 @click.option(
     "--parameters",
     type=click.IntRange(1000, 1_000_000_000),
@@ -398,7 +329,7 @@ def bench() -> None:
 @click.option(
     "--speeds",
     required=True,
-    callback=_numbers,
+    callback=numbers,
     help="Relative speeds of the emulated devices, such as 1,0.25.",
 )
 @click.option(
@@ -444,7 +375,7 @@ def bench() -> None:
     help="Samples of a batch, of all ranks together; default: the model's (32, or 8).",
 )
 @click.option(
-    "--contenders", callback=_names, help="Run only these, such as solo-0,ddp."
+    "--contenders", callback=names, help="Run only these, such as solo-0,ddp."
 )
 @click.option(
     "--time-capped/--samples-equal",
@@ -470,6 +401,7 @@ def hetero(
     sys.exit(code)
 
 
+main.add_command(join_command)
 main.add_command(plan_command)
 main.add_command(schedule_command)
 

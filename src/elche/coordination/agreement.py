@@ -170,6 +170,8 @@ def disagreement(joins: Sequence[Join]) -> str:
 def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
     """What ranks do not agree on at the beginning of an epoch, in words, or ""."""
     first = opened[min(opened)]
+    # "" of ranks that see devices of several kinds: who joins may be the first of them.
+    checksum = next((each.checksum for each in opened.values() if each.checksum), "")
     for rank, other in sorted(opened.items()):
         if (other.epoch, other.continues) != (first.epoch, first.continues):
             return (
@@ -182,7 +184,7 @@ def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
                 f"{first.epoch}: parameters were frozen, unfrozen, added or "
                 "replaced on some ranks only; do it on every rank"
             )
-        if other.checksum != first.checksum:
+        if other.checksum not in ("", checksum):
             return (
                 f"rank {rank} begins epoch {first.epoch} with other parameters "
                 "than rank 0: they were changed between epochs on some ranks only "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 
-from elche.coordination.protocol.host_messages import HostJoins
+from elche.coordination.protocol.host_messages import OPEN, HostJoins
 
 
 def host_refusal(joined: HostJoins, hosts: Iterable[HostJoins]) -> str:
@@ -18,11 +18,18 @@ def host_refusal(joined: HostJoins, hosts: Iterable[HostJoins]) -> str:
     known = {host.node_rank: host for host in hosts}
     first = known[0]
     if joined.nnodes != first.nnodes:
+        if OPEN in (joined.nnodes, first.nnodes):
+            return (
+                f"{joined.name} and host 0 ({first.name}) were started differently: "
+                "`elche join` is for a run of `elche run --listen`, and --nnodes for "
+                "one whose hosts all have it"
+            )
         return (
             f"{joined} was started with --nnodes {joined.nnodes}, host 0 with "
             f"{first.nnodes}"
         )
-    if not 0 < joined.node_rank < first.nnodes or joined.node_rank in known:
+    is_one_of = joined.nnodes == OPEN or 0 < joined.node_rank < first.nnodes
+    if not is_one_of or joined.node_rank in known:
         taken = known.get(joined.node_rank)
         by = "" if taken is None else f", which {taken.name} has"
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from elche.coordination.agreement import round_differently, what_differs
+from elche.coordination.agreement import what_differs
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import (
     Disconnected,
@@ -152,15 +152,9 @@ class Membership:
     def greet(self, join: Join) -> list[Instruction]:
         """A rank asks to join where an epoch is cut: it waits, if it fits."""
         difference = what_differs([next(iter(self._joins.values())), join])
-        joins = [*(self._joins[rank] for rank in sorted(self.ranks)), join]
-        now = round_differently([each.device for each in joins])
-        if now != round_differently([each.device for each in self.joined()]):
-            difference = difference or (
-                f"rank {join.rank} has {join.device}, and the run began on devices of "
-                "one kind, or has lost those of another: it would reduce otherwise"
-            )
         if difference:
             return [refusal(join.rank, difference)]
+        joins = [*(self._joins[rank] for rank in sorted(self.ranks)), join]
         self.roster.newcomers.append(join)
         return [replace(self._common(joins), rank=join.rank)]
 

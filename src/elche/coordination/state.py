@@ -139,6 +139,14 @@ class Coordinator:
         return self._doing()
 
     @property
+    def why_closed(self) -> str:
+        """Why no rank can join the run now, in words; "" if one can."""
+        if self._epochs is None or self._membership.left or self.aborted is not None:
+            return "that has not begun, or is at its end"
+        by = self._mortal_by or self._set_mortal_by or self._closed_by
+        return f"none can join {by}" if by else ""
+
+    @property
     def has_more(self) -> bool:
         """Whether the last event's instructions are not complete."""
         return self._work is not None
@@ -254,13 +262,9 @@ class Coordinator:
 
     def _greet(self, event: Join) -> list[Instruction]:
         """A rank asks to join the run under way: it may, or hears why not."""
-        why = ""
+        why = self.why_closed
         if event.version != PROTOCOL_VERSION:
             why = f"it uses protocol version {event.version}, not {PROTOCOL_VERSION}"
-        elif self._epochs is None or self._membership.left:
-            why = "that has not begun, or is at its end"
-        elif by := self._mortal_by or self._set_mortal_by or self._closed_by:
-            why = f"none can join {by}"
         if why:
             said = f"rank {event.rank} cannot join the run under way: {why}"
             return [refusal(event.rank, said)]

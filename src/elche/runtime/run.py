@@ -134,7 +134,7 @@ class Run:
             worker.send(join_event(placement, settings, model, loader))
             welcome = worker.expect(Welcome, "all ranks to join")
             if placement.joins:
-                worker.stay_apart(welcome, config.transport.kind)
+                worker.stay_apart(config.transport.kind)
             else:
                 worker.form_group(welcome, config.transport.kind)
             states = [t for o in training.optimizers for t in state_tensors(o)]

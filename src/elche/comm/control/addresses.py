@@ -24,6 +24,7 @@ RETRY_MS: Final = 2000
 """Longest pause between two attempts to send, where the system lets that be set: else
 the pauses grow, and a link that was cut for a minute is taken up a minute late."""
 
+_OUTSIDE: Final = "192.0.2.1"  # of documents alone: nothing is sent there
 _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 _DESCRIPTORS: Final = "/proc/self/fd"
 
@@ -88,6 +89,21 @@ def own_address(host: str) -> str:
         raise CommunicationError(
             f"found no route to host {host!r}: {error}; set ELCHE_LISTEN to this "
             "host's own address"
+        ) from error
+
+
+def outward_address() -> str:
+    """This host's address on the way to the world outside.
+
+    Raises:
+        CommunicationError: it has no such way.
+    """
+    try:
+        return own_address(_OUTSIDE)
+    except CommunicationError as error:
+        raise CommunicationError(
+            "found no address at which other hosts reach this one; give --rendezvous "
+            "HOST:PORT with one that they do"
         ) from error
 
 

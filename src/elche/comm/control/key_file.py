@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Final
@@ -11,6 +12,7 @@ from elche.errors import ConfigError
 
 STDIN: Final = "-"
 LEAST_BYTES: Final = 16
+KEY_BYTES: Final = 32
 HOW: Final = "make one by `(umask 077; openssl rand -hex 32 > key)`"
 
 
@@ -33,7 +35,7 @@ def read_key(name: str) -> bytes:
         text = sys.stdin.readline()
     else:
         try:
-            with Path(name).open() as file:
+            with Path(name).expanduser().open() as file:
                 if not is_private(file.fileno()):
                     mode = os.fstat(file.fileno()).st_mode & 0o777
                     raise ConfigError(
@@ -56,3 +58,21 @@ def read_key(name: str) -> bytes:
             f"hexadecimal digits, the same on every host; {HOW}"
         )
     return key
+
+
+def read_or_make_key(name: str) -> bytes:
+    """The secret in a file, which is made, for this user alone, if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made; else as `read_key`.
+    """
+    path = Path(name).expanduser()
+    if name != STDIN and not path.exists():
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(made, "w") as file:
+                file.write(f"{secrets.token_hex(KEY_BYTES)}\n")
+        except OSError as error:
+            raise ConfigError(f"cannot make --key-file {name}: {error}") from error
+    return read_key(name)

@@ -378,8 +378,12 @@ def may_share(device_names: tuple[str, ...]) -> bool:
 
     Only on processors that let other cores see writes in order.
     """
-    on_cpu = all(name.startswith("CPU") for name in device_names)
-    return on_cpu and len(device_names) > 1 and may_share_memory()
+    return len(device_names) > 1 and all(map(can_share, device_names))
+
+
+def can_share(device_name: str) -> bool:
+    """Whether a rank with this device may share memory with others of its kind."""
+    return device_name.startswith("CPU") and may_share_memory()
 
 
 def wait_until(

@@ -144,7 +144,8 @@ class Group:
             return "none, on one device"
         if self.devices is not None:
             return "NCCL"
-        return "shared memory" if self.shares_host else "gloo"
+        is_one_host = len(set(self._hosts or ())) < 2  # as far as they have been named
+        return "shared memory" if self.shares_host and is_one_host else "gloo"
 
     @staticmethod
     def alone(timeout_s: float) -> Group:

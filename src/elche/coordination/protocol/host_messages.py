@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+OPEN: Final = 0
+"""Number of hosts of a run that begins with one and that others join at any time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostJoins:
     """A launcher presents itself, the ranks that it starts, and what it runs.
 
-    ``address`` is where others reach its ranks; ``versions`` are (name, version) of
-    what must be equal everywhere.
+    ``nnodes`` is `OPEN` where it is to join a run under way; ``address`` is where
+    others reach its ranks; ``versions`` are (name, version) of what must be equal
+    everywhere.
     """
 
     node_rank: int
@@ -41,7 +46,7 @@ class HostInterrupted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWelcome:
-    """All hosts are there: a launcher starts its ranks, ``first`` and following.
+    """A launcher starts its ranks now, ``first`` and following.
 
     ``environment`` are variables that the first host's launcher gives to every rank.
     """

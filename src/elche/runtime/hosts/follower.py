@@ -120,7 +120,8 @@ class _LeaderLink:
         Raises:
             OSError: nothing listens there.
         """
-        reader, writer = await asyncio.open_connection(*hosts.rendezvous)
+        opening = asyncio.open_connection(*hosts.rendezvous)
+        reader, writer = await asyncio.wait_for(opening, LAST_WORD_S)
         outlive_cuts(writer.get_extra_info("socket"))
         reading = reader.readexactly(GREETING_BYTES)
         try:

@@ -15,13 +15,16 @@ from elche.comm.control.addresses import (
     listen,
     own_address,
 )
-from elche.coordination.protocol.host_messages import HostJoins
+from elche.coordination.protocol.host_messages import OPEN, HostJoins
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.hosts.remote_start import RemoteStart
 from elche.runtime.hosts.versions import installed_versions
 
 GATHER_S: Final = 300.0
+JOIN_WITHIN_S: Final = 10.0
+"""For a run under way to answer a host that is to join it."""
+JOIN_PORT: Final = 29400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +32,16 @@ class HostsConfig:
     """One launcher's place among those of a run.
 
     Attributes:
-        nnodes: hosts of the run.
-        node_rank: this one's place among them; 0 leads.
+        nnodes: hosts of the run; `OPEN`: it begins with one, and others join it.
+        node_rank: this one's place among them; 0 leads. Who joins has 1, until the
+            first one has numbered it.
         rendezvous: where other hosts reach the first one: host and port.
         key: the run's secret, the same on every host.
         advertise: where others reach this host's ranks; "" for ``ELCHE_LISTEN``, or
             its address on the route to the first host.
         gather_s: deadline for all hosts to come.
         remote: the other hosts are started from here; None: by somebody else.
+        invitation: what follows the address in the command by which others join.
     """
 
     nnodes: int
@@ -46,11 +51,12 @@ class HostsConfig:
     advertise: str = ""
     gather_s: float = GATHER_S
     remote: RemoteStart | None = None
+    invitation: str = ""
 
     def __post_init__(self) -> None:
-        if self.nnodes < 2:
+        if self.nnodes != OPEN and self.nnodes < 2:
             raise ConfigError(f"expected --nnodes of at least 2, got {self.nnodes}")
-        if not 0 <= self.node_rank < self.nnodes:
+        if self.nnodes != OPEN and not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(
                 f"expected a --node-rank of 0 to {self.nnodes - 1}, got "
                 f"{self.node_rank}"
@@ -64,6 +70,16 @@ class HostsConfig:
                     f"expected {option} to name an address that other hosts reach, "
                     f"got {host!r}, which is every address of a host"
                 )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether hosts join the run at any time."""
+        return self.nnodes == OPEN
+
+    @property
+    def is_late(self) -> bool:
+        """Whether this launcher joins a run under way."""
+        return self.is_open and self.node_rank > 0
 
     @property
     def meeting(self) -> str:

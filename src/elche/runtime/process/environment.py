@@ -36,6 +36,7 @@ class Placement:
         fixed_ms: an emulated device's time per pass beside its samples'.
         memory_samples: samples of a batch that an emulated device holds; None: any.
         joins: this rank is to join a run under way, and is numbered after its ranks.
+        may_grow: others may join the run.
     """
 
     rank: int = 0
@@ -49,6 +50,12 @@ class Placement:
     fixed_ms: float = 0.0
     memory_samples: int | None = None
     joins: bool = False
+    may_grow: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only rank that there will be."""
+        return self.world_size == 1 and not (self.joins or self.may_grow)
 
     @property
     def device_name(self) -> str:
@@ -124,6 +131,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
             fixed_ms=float(environment.get("ELCHE_FIXED_MS", "0")),
             memory_samples=_int(environment, "ELCHE_MEMORY_SAMPLES", 0) or None,
             joins=joins,
+            may_grow=environment.get("ELCHE_REJOIN") == "1",
         )
     except ValueError as error:
         raise ConfigError(

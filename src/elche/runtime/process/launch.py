@@ -20,8 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from elche.comm.control.addresses import format_address
 from elche.errors import ConfigError
 from elche.runtime.hosts.hosts_config import HostsConfig
+from elche.runtime.hosts.late_hosts import LateHosts
 from elche.runtime.hosts.leader import Leader
 from elche.runtime.process.coordinator import (
     KEY_BYTES,
@@ -34,9 +36,12 @@ from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.process.torch_store import TorchStore
 from elche.runtime.report.trace_parts import TRACE, join_parts
 
-OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", "ELCHE_JOINS", "ELCHE_REJOIN"
+LOOPBACK = "127.0.0.1"
+JOINS = "ELCHE_JOINS"
+"""Tells a rank that it is to join a run under way."""
 REJOIN = "ELCHE_REJOIN"
 """Tells ranks that others may join them."""
+OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", JOINS, REJOIN
 DEFAULT_GROUP = (
     "a script that meets in torch.distributed's own process group, whose others would "
     "wait for it"
@@ -77,7 +82,7 @@ class LaunchConfig:
         start: starts a rank's process with this environment, in place of the command.
         trace_path: file for the timeline of all ranks, written then as well.
         display: shows the run, and what the ranks print, on this terminal.
-        hosts: this launcher is the first of several; None: the only one.
+        hosts: this launcher is one of several, or others may join; None: the only one.
         rejoin: how many ranks at most are started in place of some that have died, and
             join the run that goes on.
     """
@@ -111,7 +116,7 @@ class LaunchConfig:
             )
         if self.rejoin < 0:
             raise ConfigError(f"expected --rejoin from 0 on, got {self.rejoin}")
-        if self.rejoin and self.hosts is not None:
+        if self.rejoin and not (self.hosts is None or self.hosts.is_open):
             raise ConfigError(
                 "--rejoin serves one host; leave out --nnodes and --hosts"
             )
@@ -198,28 +203,33 @@ def launch(
 async def _launch(
     config: LaunchConfig, on_ready: Callable[[RankProcesses], None]
 ) -> LaunchResult:
-    network, leader = config.network, None
-    if config.hosts is not None:
-        leader = Leader(config.hosts, config.world_size)
+    network, hosts, leader = config.network, config.hosts, None
+    if hosts is not None and not hosts.is_open:
+        leader = Leader(hosts, config.world_size)
         await leader.gather()
-    key = secrets.token_bytes(KEY_BYTES) if leader is None else leader.key
+    key = secrets.token_bytes(KEY_BYTES) if hosts is None else hosts.key
+    own_address = LOOPBACK if hosts is None else hosts.own_address()
     world_size = config.world_size if leader is None else leader.world_size
     is_one_host = network is None and leader is None
     server = CoordinatorServer(world_size, key, survives=is_one_host)
-    server.on_first_batch = config.on_first_batch
     display = config.display
     if display is not None:
         server.on_message = display.see
     listener = None if leader is None else leader.listener
     if network is not None:
         listener = network.listener()
-    address = await server.start(listener=listener)
+    address = await server.start(own_address, listener=listener)
     environments = rank_environments(world_size, address, key, range(config.world_size))
     # A store is reached from loopback alone; where a network is given nobody needs it.
     store = TorchStore() if is_one_host else None
     if store is not None:
         store.on_use = partial(server.core.end_with_any_rank, DEFAULT_GROUP)
-    processes = RankProcesses(server)
+    processes, late = RankProcesses(server), None
+    if hosts is not None and hosts.is_open:
+        say = _say if display is None else display.print_line
+        late = LateHosts(hosts, config.world_size, server, processes, say)
+    begun = config.on_first_batch, None if late is None else late.begin
+    server.on_first_batch = partial(_call_all, begun)
     on_ready(processes)
     if leader is not None:
         leader.attach(server, processes)
@@ -232,18 +242,29 @@ async def _launch(
     watched, held = os.pipe()  # this process alone has the end that it holds
     own = {
         **(store.environment() if store else {}),
-        **({} if leader is None else {"ELCHE_LISTEN": leader.address}),
+        **({} if hosts is None else {"ELCHE_LISTEN": own_address}),
         PIPE: str(watched),
         **({TRACE: str(parts)} if parts else {}),
-        **({REJOIN: "1"} if config.rejoin else {}),
+        **({REJOIN: "1"} if config.rejoin or late is not None else {}),
     }
     ranks = _Ranks(config, processes, server, output, [e | own for e in environments])
-    processes.on_outlived = ranks.replace
+
+    async def on_outlived(rank: int) -> None:
+        await ranks.replace(rank)
+        if late is not None:
+            late.outlived(rank)
+
+    processes.on_outlived = on_outlived
     try:
+        if late is not None:
+            told = {JOINS: "1", REJOIN: "1"}
+            told["ELCHE_COORDINATOR"] = format_address(*address)
+            await late.listen({**config.environment, **told})
         for place in range(config.world_size):
-            await ranks.start(place)
-        for process in () if leader is None else leader.start(config.environment):
-            processes.add(process)
+            await ranks.start(place, place)
+        others = () if leader is None else leader.start(config.environment)
+        for rank, process in enumerate(others, config.world_size):
+            processes.add(rank, process)
         await processes.wait()
         await output.finish()
     finally:
@@ -269,9 +290,19 @@ async def _launch(
         have_met(),
         processes.failed_s,
     )
-    if leader is not None:
-        await leader.end(result.exit_code, result.reason)
+    for each in (leader, late):
+        if each is not None:
+            await each.end(result.exit_code, result.reason)
     return result
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _call_all(calls: Sequence[Callable[[], None] | None]) -> None:
+    for call in filter(None, calls):
+        call()
 
 
 @final
@@ -299,24 +330,28 @@ class _Ranks:
         self._server = server
         self._output = output
         self._environments = environments
-        self._places: list[int] = []  # of each rank: whose device it has
+        self._places: dict[int, int] = {}  # of each rank: whose device it has
 
-    async def start(self, place: int, **more: str) -> None:
-        """Starts the next rank at a place, with more variables."""
-        config, rank = self._config, len(self._places)
-        self._places.append(place)
+    async def start(self, rank: int, place: int, **more: str) -> None:
+        """Starts a rank at a place, with more variables."""
+        config = self._config
+        self._places[rank] = place
         own = {**self._environments[place], **more}
         environment, pipe = rank_environment(config, place, own), int(own[PIPE])
         process = await start_rank(config, place, environment, pipe, self._output, rank)
-        self._processes.add(process)
+        self._processes.add(rank, process)
 
     async def replace(self, rank: int) -> None:
-        """Starts one in place of a rank that has died, if the run goes on with more."""
+        """Starts one in place of a rank that has died, if the run goes on with more.
+
+        Not of one that is on another host.
+        """
         config, server = self._config, self._server
         has_ended = server.core.is_finished or server.core.aborted is not None
-        if len(self._places) < config.world_size + config.rejoin and not has_ended:
-            number = str(server.add_rank())
-            await self.start(self._places[rank], RANK=number, ELCHE_JOINS="1")
+        has_more = len(self._places) < config.world_size + config.rejoin
+        if rank in self._places and has_more and not has_ended:
+            new = server.add_rank()
+            await self.start(new, self._places[rank], RANK=str(new), **{JOINS: "1"})
 
 
 async def start_rank(
@@ -348,6 +383,8 @@ async def start_rank(
         stdout=output.stdout,
         stderr=output.stderr,
         limit=LINE_BYTES,
+        # Ctrl-C on a host that has joined is its launcher's alone: the run goes on.
+        start_new_session=config.hosts is not None and config.hosts.is_late,
     )
     output.add(rank, process)
     return process

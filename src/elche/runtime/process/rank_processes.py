@@ -50,7 +50,7 @@ class RankProcess(Protocol):
 
 @final
 class RankProcesses:
-    """The ranks' processes, each at its place among all ranks.
+    """The ranks' processes, by rank.
 
     Args:
         server: the run's coordinator, told of ends and of interruptions.
@@ -66,7 +66,7 @@ class RankProcesses:
 
     def __init__(self, server: CoordinatorServer) -> None:
         self._server = server
-        self._processes: list[RankProcess] = []
+        self._processes: dict[int, RankProcess] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._waits_s: asyncio.Queue[tuple[int | None, float]] = asyncio.Queue()
         server.on_end = self._run_ended
@@ -79,10 +79,9 @@ class RankProcesses:
         self.failed_s: float | None = None
         self.on_outlived: Callable[[int], Awaitable[None]] | None = None
 
-    def add(self, process: RankProcess) -> None:
-        """Takes the process of the next rank."""
-        rank = len(self._processes)
-        self._processes.append(process)
+    def add(self, rank: int, process: RankProcess) -> None:
+        """Takes the process of a rank."""
+        self._processes[rank] = process
         self._watchers.append(asyncio.ensure_future(self._watch(rank, process)))
 
     def handle_signals(self) -> None:
@@ -111,19 +110,18 @@ class RankProcesses:
             return
         self.signal = number
         self.interruption = f"interrupted: the launcher was sent {number.name}{where}"
-        ranks = range(len(self._processes))
         heed = all(
             self._server.heeds_signals(rank)
-            for rank in ranks
-            if self._processes[rank].returncode is None
+            for rank, process in self._processes.items()
+            if process.returncode is None
         )
-        is_alone = ranks == range(1) and not self._server.is_connected(0)
+        is_alone = [*self._processes] == [0] and not self._server.is_connected(0)
         if not heed:
             self._server.take(Interrupted(by=number.name + where))
         # A terminal signals this host's ranks itself.
         is_sent = number == signal.SIGINT and not where and has_terminal()
         heed_s = GRACE_S if is_sent else HEED_S
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             is_deaf = heed or not self._server.is_connected(rank)
             if is_deaf and not (is_sent and process.pid is not None):
                 send_signal(process, number)
@@ -160,7 +158,7 @@ class RankProcesses:
 
     def _end_late(self, number: signal.Signals) -> None:
         """Who has heard that the deadline is over has ended its connection."""
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             if self._server.is_connected(rank):
                 send_signal(process, number)
 
@@ -183,8 +181,16 @@ class RankProcesses:
                     patience_s = GRACE_S
                 if is_outlived and self.on_outlived and math.isinf(deadline_s):
                     await self.on_outlived(rank)
+            if self._run_is_over:
+                patience_s = min(patience_s, GRACE_S)
             deadline_s = min(deadline_s, time.monotonic() + patience_s)
         await self._terminate()
+
+    @property
+    def _run_is_over(self) -> bool:
+        """Whether only ranks still run that are not in the run, or not in it yet."""
+        running = self._processes.keys() - set(self.ended)
+        return all(map(self._server.is_outlived, running))
 
     def _note_failure(self) -> None:
         if self.failed_s is None:
@@ -197,7 +203,7 @@ class RankProcesses:
 
     def exit_codes(self) -> tuple[int, ...]:
         """Each rank's exit code; a signal counts as 128 + its number."""
-        codes = [process.returncode for process in self._processes]
+        codes = [self._processes[rank].returncode for rank in sorted(self._processes)]
         return tuple(128 - code if code < 0 else code for code in map(_int, codes))
 
     def failed_first(self) -> int | None:
@@ -207,17 +213,17 @@ class RankProcesses:
         failed only if no other has, and one that the others outlived has not.
         """
         codes = self.exit_codes()
-        ended = [r for r in self.ended if not self._server.is_outlived(r)]
-        failed = [rank for rank in (*ended, *self.terminated) if codes[rank]]
+        ended = *self.ended, *self.terminated
+        failed = [r for r in ended if codes[r] and not self._server.is_outlived(r)]
         spared = self._server.told_to_end.union(self.terminated)
         own = [rank for rank in failed if rank not in spared]
         return next(iter(own or failed), None)
 
     async def _terminate(self) -> None:
         """Ends what still runs: asks first, then kills."""
-        running = {r for r, p in enumerate(self._processes) if p.returncode is None}
-        ranks = range(len(self._processes))
-        self.ended += [r for r in ranks if r not in running and r not in self.ended]
+        running = {r for r, p in self._processes.items() if p.returncode is None}
+        known = running.union(self.ended)
+        self.ended += [rank for rank in self._processes if rank not in known]
         self.terminated = tuple(sorted(running))
         for rank in running:
             send_signal(self._processes[rank], signal.SIGTERM)
@@ -226,7 +232,7 @@ class RankProcesses:
         await self.close()
 
     def _kill(self) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             send_signal(process, signal.SIGKILL)
 
     async def _watch(self, rank: int, process: RankProcess) -> None:

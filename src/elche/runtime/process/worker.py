@@ -18,7 +18,7 @@ import torch
 
 from elche.comm.control.control_channel import ControlChannel, heeds_key
 from elche.comm.transport.device_group import open_device_group
-from elche.comm.transport.exchange import may_share
+from elche.comm.transport.exchange import can_share, may_share
 from elche.comm.transport.process_group import (
     Group,
     end_left_groups,
@@ -110,7 +110,7 @@ class Worker:
         self._side_groups: list[Group] = []
         self._others: Group | None = None
         self._generation = 0
-        self._shares_host = self._is_due = False
+        self._can_share = self._is_due = False
         self._aborted: ElcheError | None = None
         self._events: deque[torch.cuda.Event] = deque()
 
@@ -138,17 +138,23 @@ class Worker:
     def form_group(self, welcome: Welcome, transport: str) -> None:
         """Forms the generation's process group."""
         self._generation = welcome.generation
-        self._shares_host = transport == "auto" and may_share(welcome.devices)
-        self._group = group = self._formed(welcome.generation, self._shares_host)
+        self._note_transport(transport)
+        shares = self._can_share and may_share(welcome.devices)
+        self._group = group = self._formed(welcome.generation, shares)
         on_cpu = any(name.startswith("CPU") for name in welcome.devices)
-        if transport == "auto" and not on_cpu:
+        if transport == "auto" and not on_cpu and group.world_size > 1:
             device = self.placement.device
             group.devices = open_device_group(group, device, self.timeout_s)
 
-    def stay_apart(self, welcome: Welcome, transport: str) -> None:
+    def stay_apart(self, transport: str) -> None:
         """Forms no group yet: the others go on until this rank has built its own."""
-        self._shares_host = transport == "auto" and may_share(welcome.devices)
+        self._note_transport(transport)
         self._group = Group.alone(self.timeout_s)
+
+    def _note_transport(self, transport: str) -> None:
+        """Whether this rank may share memory is agreed on in each group anew."""
+        own = self.placement.device_name
+        self._can_share = transport == "auto" and can_share(own)
 
     @property
     def generation(self) -> int:
@@ -183,9 +189,8 @@ class Worker:
         self._side_groups.clear()
         self._others = None
         self._group = Group.alone(self.timeout_s)  # what is asked meanwhile
-        if len(self.members) > 1:
-            shares = self._shares_host
-            self._group = self._formed(self._generation, shares, self.members)
+        shares = self._can_share  # if all do: see `Regrouping.meet`
+        self._group = self._formed(self._generation, shares, self.members)
         self._is_due = False
         end_left_groups(0.0)
 
@@ -233,6 +238,8 @@ class Worker:
     ) -> Group:
         """Forms a group of all ranks, or of some."""
         ranks = self.members if ranks is None else ranks
+        if len(ranks) == 1:
+            return Group.alone(self.timeout_s)
         try:
             group = form_watched(
                 self._channel,

@@ -121,12 +121,14 @@ class Regrouping:
         worker, order = self._worker, self._order
         worker.regroup()
         group = worker.group
-        rows = torch.zeros(group.world_size, 3, dtype=torch.int64, device="cpu")
+        rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
         has_keys = order.keys is not None
-        mine = wants_keys and not has_keys, has_keys, worker.is_new
+        lacks_keys = wants_keys and not has_keys
+        mine = lacks_keys, has_keys, worker.is_new, group.shares_host
         rows[group.rank] = torch.tensor(mine, device="cpu")
         group.all_reduce(rows, WHAT)
-        lack_keys, have_keys, are_new = rows.T.tolist()
+        lack_keys, have_keys, are_new, share = rows.T.tolist()
+        group.shares_host = all(share)
         if any(lack_keys):
             order.settle(group, have_keys.index(1) if any(have_keys) else None)
         if group.rank == 0:

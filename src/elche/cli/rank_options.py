@@ -1,0 +1,95 @@
+"""Options of commands that start ranks, and how such a command ends."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from elche.errors import ConfigError
+
+if TYPE_CHECKING:
+    from elche.runtime.process.launch import LaunchConfig
+
+
+def numbers(
+    ctx: click.Context, option: click.Parameter, text: str | None
+) -> tuple[float, ...] | None:
+    """Parses ``1,0.25``."""
+    if text is None:
+        return None
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(
+            f"expected numbers like 1,0.25, got {text!r}"
+        ) from error
+    if not all(0 < number < float("inf") for number in found):
+        raise click.BadParameter(f"expected positive numbers, got {text!r}")
+    return found
+
+
+def names(
+    ctx: click.Context, option: click.Parameter, text: str | None
+) -> tuple[str, ...] | None:
+    """Parses ``cuda:0,cpu``; blanks around a name are not part of it."""
+    if text is None:
+        return None
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(found):
+        raise click.BadParameter(f"expected names with commas between, got {text!r}")
+    return found
+
+
+def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options that say how many ranks a host has, and where."""
+    for option in (
+        click.option(
+            "--speeds",
+            callback=numbers,
+            help="Emulated CPU devices of these relative speeds, such as 1,0.25.",
+        ),
+        click.option(
+            "--devices", callback=names, help="A device per rank, such as cuda:0,cpu."
+        ),
+        click.option("--nproc", type=int, help="Ranks; default: one per CUDA device."),
+    ):
+        command = option(command)
+    return command
+
+
+def exit_code(code: int) -> str:
+    """An exit code, and the signal that it stands for."""
+    with contextlib.suppress(ValueError):
+        return f"{code} ({signal.Signals(code - 128).name})"
+    return str(code)
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Wrong settings end with code 2."""
+    try:
+        yield
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def follow(config: LaunchConfig, command: str) -> NoReturn:
+    """Runs this host's ranks as the first host's launcher says.
+
+    Args:
+        config: what to start.
+        command: of the user, for a message.
+    """
+    from elche.runtime.hosts.follower import follow_leader
+
+    result = follow_leader(config)
+    if result.exit_code:
+        reason = result.reason.splitlines()[0] if result.reason else "see its output"
+        code = exit_code(result.exit_code)
+        click.echo(f"{command}: ended with code {code}: {reason}", err=True)
+    sys.exit(result.exit_code)

@@ -384,7 +384,8 @@ def run_config(config: RunConfig | None, options: dict[str, Any]) -> RunConfig:
     if "policy" not in options and "ELCHE_POLICY" in os.environ:
         options = {**options, "policy": os.environ["ELCHE_POLICY"]}
     if "min_ranks" not in options and "ELCHE_MIN_RANKS" in os.environ:
-        options = {**options, "min_ranks": int(os.environ["ELCHE_MIN_RANKS"])}
+        least = os.environ["ELCHE_MIN_RANKS"]
+        options = {**options, "min_ranks": int(least) if least.isdigit() else least}
     return RunConfig.from_options(options)
 
 

@@ -24,7 +24,7 @@ class StepRegrouping:
         worker: this rank's shell.
         synchroniser: reduces its gradients.
         regrouping: what windows do; forms the group, and says who has died.
-        takers: take part in steps.
+        step_members: forms the groups of those who take part in steps.
 
     Attributes:
         lost: who has died in the part of an epoch under way.
@@ -35,12 +35,12 @@ class StepRegrouping:
         worker: Worker,
         synchroniser: Synchroniser,
         regrouping: Regrouping,
-        takers: StepMembers,
+        step_members: StepMembers,
     ) -> None:
         self._worker = worker
         self._synchroniser = synchroniser
         self._regrouping = regrouping
-        self._takers = takers
+        self._step_members = step_members
         self._is_new = worker.is_new  # or others are, until all reduce with them
         self._members = list(worker.members)
         self.lost = LostRanks()
@@ -78,7 +78,7 @@ class StepRegrouping:
         *columns, are_new = rows.T.tolist()
         self._is_new = any(are_new)
         if self._is_new:
-            self._takers.begin_anew(group)
+            self._step_members.begin_anew(group)
             self._is_new = False
         else:
             found = settle([StepPlace(*row) for row in zip(*columns, strict=True)])

@@ -83,6 +83,7 @@ class Worker:
         is_new: this rank is to join a run under way, and holds nothing of it yet.
         timeline: what this rank did.
         members: ranks of the run that live, in order.
+        dead: those of it that have died, and not left in order.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Worker:
         self.on_regroup: Callable[[], None] | None = None
         self.timeline = Timeline(self.rank)
         self.members: list[int] = [*range(placement.world_size)]
+        self.dead: set[int] = set()
         self.is_new = placement.joins
         if self.is_new:
             self.members.append(self.rank)  # of the others it hears when it joins
@@ -168,6 +170,8 @@ class Worker:
         """
         for each in (*regroups, *self._channel.take(Regroup)):
             self._is_due, self._generation = True, each.generation
+            if not each.in_order:
+                self.dead.update(each.left)
             stay = () if self.rank in each.joined else self.members
             self.members = sorted({*stay, *each.joined} - set(each.left))
 

@@ -154,7 +154,7 @@ def _follow(config: LaunchConfig) -> NoReturn:
     if result.exit_code:
         reason = result.reason.splitlines()[0] if result.reason else "see its output"
         click.echo(
-            f"elche run: the run ended with code {_code(result.exit_code)}: {reason}",
+            f"elche run: ended with code {_code(result.exit_code)}: {reason}",
             err=True,
         )
     sys.exit(result.exit_code)

@@ -106,7 +106,7 @@ def test_a_failure_anywhere_ends_all_by_name(tmp_path: Path) -> None:
     with launched(cluster(tmp_path, "fails")) as hosts:
         assert [host.end() for host in hosts] == [7, 7]
         assert "rank 0 is told: rank 1 failed: ValueError: x" in hosts[0].output
-        assert "the run ended with code 7: rank 1 failed: ValueErr" in hosts[1].output
+        assert "ended with code 7: rank 1 failed: ValueError: x" in hosts[1].output
 
 
 @pytest.mark.faults

@@ -10,14 +10,19 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch import distributed as dist
 
-from elche.comm.control.addresses import host_name, is_loopback, outliving_cuts
+from elche.comm.control.addresses import (
+    break_off,
+    host_name,
+    is_loopback,
+    outliving_cuts,
+)
 from elche.comm.transport.exchange import CHECK_EVERY_S, wait_until
 from elche.errors import CommunicationError, DeadlineError
 from elche.torch_internals.groups import gloo_options
@@ -135,6 +140,7 @@ class Group:
         self._hosts: tuple[str, ...] | None = None
         self._at_close: list[Callable[[], None]] = []
         self._works: list[Any] = []
+        self._connections: Set[int] = frozenset()
         self._kept: deque[torch.Tensor] = deque(maxlen=KEPT_TENSORS)
 
     @property
@@ -180,9 +186,9 @@ class Group:
         """
         options = gloo_options(timedelta(seconds=timeout_s), listen)
         store = _ControlStore(channel, f"generation/{generation}/", timeout_s)
-        alone = contextlib.nullcontext()
+        alone = contextlib.nullcontext(set[int]())
         try:
-            with alone if is_loopback(listen) else outliving_cuts(listen):
+            with alone if is_loopback(listen) else outliving_cuts(listen) as connections:
                 made = dist.ProcessGroupGloo(store, rank, world_size, options)
         except CommunicationError:  # of the control channel: says more than gloo
             raise
@@ -190,7 +196,9 @@ class Group:
             raise CommunicationError(
                 f"rank {rank}: the process group did not form: {error}"
             ) from error
-        return Group(made, rank, world_size, timeout_s)
+        group = Group(made, rank, world_size, timeout_s)
+        group._connections = connections
+        return group
 
     @property
     def point_to_point(self) -> Any:
@@ -329,7 +337,7 @@ class Group:
         if devices is not None:
             devices.close()
         if self._process_group is not None and self.world_size > 1:
-            _left.append((self._process_group, self._works))
+            _left.append((self._process_group, self._works, self._connections))
         self._process_group, self._works = None, []
 
     def close(self) -> None:
@@ -346,7 +354,7 @@ class Group:
             self._process_group = None
 
 
-_left: list[tuple[Any, list[Any]]] = []
+_left: list[tuple[Any, list[Any], Set[int]]] = []
 
 
 def end_left_groups(timeout_s: float) -> bool:
@@ -361,13 +369,19 @@ def end_left_groups(timeout_s: float) -> bool:
     deadline_s = time.monotonic() + timeout_s
     while True:
         for left in list(_left):
-            made, works = left
+            made, works, _ = left
             if all(work.is_completed() for work in works):
                 _left.remove(left)
                 made.shutdown()
         if not _left or time.monotonic() >= deadline_s:
             return not _left
         time.sleep(LOOK_S)
+
+
+def break_left_groups() -> None:
+    """Breaks off what hangs in groups that were left, as where a link is cut."""
+    for _, _, connections in _left:
+        break_off(connections)
 
 
 def late_error(text: str, missing: Sequence[int]) -> CommunicationError:

@@ -31,16 +31,12 @@ from elche.runtime.process.coordinator import (
 from elche.runtime.process.launcher_watch import PIPE
 from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
-from elche.runtime.process.torch_store import TorchStore
+from elche.runtime.process.torch_store import DEFAULT_GROUP, TorchStore
 from elche.runtime.report.trace_parts import TRACE, join_parts
 
 OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", "ELCHE_JOINS", "ELCHE_REJOIN"
 REJOIN = "ELCHE_REJOIN"
 """Tells ranks that others may join them."""
-DEFAULT_GROUP = (
-    "a script that meets in torch.distributed's own process group, whose others would "
-    "wait for it"
-)
 
 
 class Network(Protocol):
@@ -205,7 +201,9 @@ async def _launch(
     key = secrets.token_bytes(KEY_BYTES) if leader is None else leader.key
     world_size = config.world_size if leader is None else leader.world_size
     is_one_host = network is None and leader is None
-    server = CoordinatorServer(world_size, key, survives=is_one_host)
+    server = CoordinatorServer(
+        world_size, key, survives=network is None, several_hosts=leader is not None
+    )
     server.on_first_batch = config.on_first_batch
     display = config.display
     if display is not None:
@@ -348,6 +346,8 @@ async def start_rank(
         stdout=output.stdout,
         stderr=output.stderr,
         limit=LINE_BYTES,
+        # A Ctrl-C there has the host leave: its ranks are told when.
+        start_new_session=config.hosts is not None and config.hosts.node_rank > 0,
     )
     output.add(rank, process)
     return process

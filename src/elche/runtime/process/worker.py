@@ -21,6 +21,7 @@ from elche.comm.transport.device_group import open_device_group
 from elche.comm.transport.exchange import may_share
 from elche.comm.transport.process_group import (
     Group,
+    break_left_groups,
     end_left_groups,
     late_error,
 )
@@ -362,6 +363,7 @@ class Worker:
             self._side_groups.clear()
             self._group = self._others = self.on_regroup = None
             self._channel.close()
+            break_left_groups()
             if not end_left_groups(LEFT_GROUPS_S):
                 logger.warning("rank %d: collectives of dead ranks hang", self.rank)
 

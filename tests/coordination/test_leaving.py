@@ -1,4 +1,4 @@
-"""The ranks of a host leave a run, or are lost at once, whatever comes between. Pure."""
+"""The ranks of a host leave a run, or are lost at once, at any moment. Pure."""
 
 from __future__ import annotations
 

@@ -109,7 +109,9 @@ def test_a_host_that_is_cut_off_is_outlived(
 
 def test_a_long_cut_is_told_and_ends_by_name(tmp_path: Path, link: Link) -> None:
     """Where the run does not go on without a host."""
-    with launched(behind(link, endless(tmp_path, "sync", 20.0, survive=False))) as hosts:
+    with launched(
+        behind(link, endless(tmp_path, "sync", 20.0, survive=False))
+    ) as hosts:
         steps_of(hosts[0], 3)
         turn(link, "down")
         hosts[0].wait_for(r"rank 1 on host 1 \(.*\) has been silent for 10 s, and tra")

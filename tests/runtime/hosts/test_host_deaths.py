@@ -59,7 +59,9 @@ def end_run(folder: Path, hosts: list[Printing]) -> None:
 
 def check_once(folder: Path, hosts: list[Printing], world: int) -> Counter[str]:
     """The three accounts; how often loops were handed each sample of an epoch."""
-    said = rf"is done, one of {world}: (\d+) epochs, (\d+) to (\d+) times, (\d+) samples"
+    said = (
+        rf"is done, one of {world}: (\d+) epochs, (\d+) to (\d+) times, (\d+) samples"
+    )
     found = [m for host in hosts for m in re.findall(said + r", (\S+),", host.output)]
     assert len(found) == world, [host.output for host in hosts]
     assert len({*found}) == 1, found
@@ -194,4 +196,4 @@ def test_a_trainer_goes_on_or_ends_with_a_checkpoint(
         found = hosts[0].wait_for(r"ended by (.*)\n")
         assert found[0].startswith("SIGTERM: ")
         assert not any("Traceback" in host.output for host in hosts)
-    assert len(list(tmp_path.glob("checkpoints/*/manifest.json"))) == 1
+    assert list(tmp_path.glob("checkpoints/*/manifest.json"))

@@ -188,7 +188,9 @@ class Group:
         store = _ControlStore(channel, f"generation/{generation}/", timeout_s)
         alone = contextlib.nullcontext(set[int]())
         try:
-            with alone if is_loopback(listen) else outliving_cuts(listen) as connections:
+            with (
+                alone if is_loopback(listen) else outliving_cuts(listen) as connections
+            ):
                 made = dist.ProcessGroupGloo(store, rank, world_size, options)
         except CommunicationError:  # of the control channel: says more than gloo
             raise

@@ -294,7 +294,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLost:
-    """The launcher of these ranks is gone, or the link to it: they are dead, at once."""
+    """The launcher of these ranks is gone, or the link to it: they are dead."""
 
     ranks: tuple[int, ...]
     why: str

@@ -216,7 +216,9 @@ class _Follower:
             )
         where = f"host 0 at {self._hosts.meeting}"
         if self._is_cut_off:
-            reason = f"{where} has been silent for {CUT_OFF_S:g} s, and the others go on"
+            reason = (
+                f"{where} has been silent for {CUT_OFF_S:g} s, and the others go on"
+            )
             return FollowResult(1, f"{reason}: it is stopped, or the link to it is cut")
         codes = (p.returncode or 0 for p in self._processes.values())
         code = next((128 - c if c < 0 else c for c in codes if c), 1)

@@ -152,6 +152,11 @@ class Group:
             return "NCCL"
         return "shared memory" if self.shares_host else "gloo"
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether a wait outside of gloo ends when a rank has died."""
+        return self.check is not _nothing
+
     @staticmethod
     def alone(timeout_s: float) -> Group:
         """One rank: every call returns its input, without a thread or a socket."""
@@ -339,7 +344,7 @@ class Group:
         if devices is not None:
             devices.close()
         if self._process_group is not None and self.world_size > 1:
-            _left.append((self._process_group, self._works, self._connections))
+            _left.append((self._process_group, self._works, self))
         self._process_group, self._works = None, []
 
     def close(self) -> None:
@@ -356,7 +361,8 @@ class Group:
             self._process_group = None
 
 
-_left: list[tuple[Any, list[Any], Set[int]]] = []
+_left: list[tuple[Any, list[Any], Group]] = []
+"""With each group itself: memory that others send to is kept as long as that is."""
 
 
 def end_left_groups(timeout_s: float) -> bool:
@@ -382,8 +388,8 @@ def end_left_groups(timeout_s: float) -> bool:
 
 def break_left_groups() -> None:
     """Breaks off what hangs in groups that were left, as where a link is cut."""
-    for _, _, connections in _left:
-        break_off(connections)
+    for _, _, group in _left:
+        break_off(group._connections)
 
 
 def late_error(text: str, missing: Sequence[int]) -> CommunicationError:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+from elche import session
 from elche.runtime.rank_settings import checksum
 from tests.distributed.cases.meetings import Meeting
 from tests.distributed.cases.survive_cases import Death, plan_death
@@ -94,12 +95,14 @@ with (folder / f"log{own}.txt").open("w") as log:
             if more[1:] == ["batch"]:
                 hit()
         epochs += 1
+run = session.current_run()
+assert run is not None
 counts = net.seen.round().long() if policy == "sync" else net.count
 print(
     f"rank {own} is done, one of {elche.world_size()}: {epochs} epochs, "
     f"{int(counts.min())} to {int(counts.max())} times, "
     f"{elche.progress_samples():g} samples, {checksum(net)}, "
-    f"by {elche.summary().transport}\n",
+    f"by {run.worker.group.transport}",
     flush=True,
 )
 elche.shutdown()

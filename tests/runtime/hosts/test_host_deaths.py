@@ -175,8 +175,10 @@ def test_a_host_ends_a_run_that_is_not_to_survive(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-@pytest.mark.parametrize("at", [(1,), (0,), (1, 0), (0, 1)])
+@pytest.mark.parametrize(
+    ("policy", "at"),
+    [("sync", (1,)), ("cadence", (1,)), ("sync", (0,)), ("cadence", (1, 0))],
+)
 def test_a_trainer_goes_on_or_ends_with_a_checkpoint(
     tmp_path: Path, policy: str, at: tuple[int, ...]
 ) -> None:

@@ -433,8 +433,9 @@ class Coordinator:
             if self._is_through:
                 left = [Left(rank=rank) for rank in ranks]
                 return [told for each in left for told in self._leave(each, now_s)]
-            failed = Failed(rank=ranks[0], error=event.why, traceback="")
-            return self._failed(failed, now_s)
+            why = self._why_mortal(ranks[0])
+            error = f"{event.why} ({why})" if why else event.why
+            return self._failed(Failed(rank=ranks[0], error=error, traceback=""), now_s)
         return [told for rank in ranks for told in self._lose(rank, now_s)]
 
     def _host_leaves(self, event: HostLeaves, now_s: float) -> list[Instruction]:

@@ -166,12 +166,21 @@ def test_a_rank_that_is_stopped_on_another_host_is_fenced(
 
 
 @pytest.mark.slow
-def test_a_host_ends_a_run_that_is_not_to_survive(tmp_path: Path) -> None:
-    with launched(counting(tmp_path, "sync", "mortal", speeds=RANKS[0])) as hosts:
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("mortal", "survive=False"), ("meets", "a script that meets in torch.distr")],
+)
+def test_a_host_ends_a_run_that_is_not_to_survive(
+    tmp_path: Path, what: str, says: str
+) -> None:
+    with launched(counting(tmp_path, "sync", what, speeds=RANKS[0])) as hosts:
         wait_for_all(hosts, "trains at", 3)
         hosts[1].process.kill()
         assert hosts[0].end() == 137
-    assert re.search(r"rank 1 failed: the launcher of host 1 \(", hosts[0].output)
+    said = (
+        rf"rank 1 failed: the launcher of host 1 \(.* the death of a rank ends {says}"
+    )
+    assert re.search(said, hosts[0].output), hosts[0].output
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """Trains until told, counting each sample: `counted.py POLICY FOLDER [RANK PLACE]`.
 
 Rank RANK kills itself at PLACE: "backward", or as `plan_death` has it. With "mortal" a
-run ends with any rank. Each sample is counted by what loops were handed, by the model,
-and by elche; the end says all three.
+run ends with any rank, as with "meets", where ranks are in a group of torch's own.
+Each sample is counted by what loops were handed, by the model, and by elche; the end
+says all three.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,6 +56,10 @@ def say(what: str) -> None:
     print(f"rank {own} {what} at {time.monotonic():.3f}", flush=True)
 
 
+if "meets" in more:
+    meeting = f"file://{folder}/meeting"
+    many = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", meeting, rank=own, world_size=many)
 torch.manual_seed(3)
 net = Counting()
 model: Any = net

@@ -26,8 +26,8 @@ GOES_ON_S = 2.0
 POLICIES = ["sync", "cadence", "async"]
 
 
-def counting(folder: Path, *words: str, speeds: tuple[str, str]) -> Cluster:
-    """Two hosts that run the counting script; its words begin with the policy."""
+def counting(folder: Path, *words: str, speeds: tuple[str, ...]) -> Cluster:
+    """Hosts that run the counting script; its words begin with the policy."""
     policy, *more = words
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     path = {"PYTHONPATH": os.pathsep.join(paths)}
@@ -35,7 +35,10 @@ def counting(folder: Path, *words: str, speeds: tuple[str, str]) -> Cluster:
         folder,
         ranks=[("--speeds", each) for each in speeds],
         script=(str(SCRIPT), policy, str(folder), *more),
-        environments=[{"ELCHE_HOST": name, **path} for name in ("host0", "host1")],
+        environments=[
+            {"ELCHE_HOST": name, **path}
+            for name in map("host{}".format, range(len(speeds)))
+        ],
     )
 
 
@@ -80,8 +83,8 @@ def check_once(folder: Path, hosts: list[Printing], world: int) -> Counter[str]:
     ("policy", "rank", "place", "speeds"),
     [
         ("sync", 2, "backward", RANKS[0]),
-        ("cadence", 2, "after summing", RANKS[0]),
         ("async", 2, "batch", RANKS[1]),
+        pytest.param("cadence", 2, "after summing", RANKS[0], marks=pytest.mark.slow),
         pytest.param("sync", 0, "batch", RANKS[1], marks=pytest.mark.slow),
         pytest.param("sync", 0, "backward", RANKS[0], marks=pytest.mark.slow),
         pytest.param("cadence", 0, "after closed", RANKS[1], marks=pytest.mark.slow),
@@ -129,8 +132,8 @@ def test_a_host_whose_launcher_is_killed_is_outlived_at_once(
 @pytest.mark.parametrize(
     ("policy", "number"),
     [
-        ("sync", signal.SIGTERM),
         ("async", signal.SIGINT),
+        pytest.param("sync", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("cadence", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
@@ -139,7 +142,7 @@ def test_a_host_that_is_preempted_leaves_and_nothing_is_done_twice(
 ) -> None:
     with launched(counting(tmp_path, policy, speeds=("1", "1,1"))) as hosts:
         wait_for_all(hosts, "trains at", 3)
-        hosts[1].process.send_signal(number)
+        os.killpg(hosts[1].process.pid, number)  # as a terminal does
         assert hosts[1].end() == 128 + number, hosts[1].output
         hosts[0].wait_for("is one of 1 at")
         end_run(tmp_path, hosts[:1])
@@ -150,6 +153,33 @@ def test_a_host_that_is_preempted_leaves_and_nothing_is_done_twice(
     assert not any("Traceback" in host.output for host in hosts)
     handed = check_once(tmp_path, hosts[:1], world=1)
     assert set(handed.values()) == {1}
+
+
+@pytest.mark.slow
+def test_who_cannot_leave_in_time_is_killed_and_outlived(tmp_path: Path) -> None:
+    two = counting(tmp_path, "cadence", "1", "sleeps", speeds=("1", "1"))
+    with launched(two) as hosts:
+        wait_for_all(hosts, "trains at", 2)
+        hosts[1].process.send_signal(signal.SIGTERM)
+        assert hosts[1].end() == 143, hosts[1].output
+        hosts[0].wait_for("rank 1 died: going on with rank 0")
+        end_run(tmp_path, hosts[:1])
+    check_once(tmp_path, hosts[:1], world=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hosts_go_one_after_the_other(tmp_path: Path, policy: str) -> None:
+    three = counting(tmp_path, policy, speeds=("1", "1,1", "1"))
+    with launched(three) as hosts:
+        wait_for_all(hosts, "trains at", 4)
+        hosts[1].process.send_signal(signal.SIGTERM)
+        assert hosts[1].end() == 143, hosts[1].output
+        wait_for_all(hosts, "is one of 2 at", 2)
+        hosts[2].process.kill()
+        hosts[0].wait_for("rank 3 died: going on with rank 0")
+        end_run(tmp_path, hosts[:1])
+    check_once(tmp_path, hosts[:1], world=1)
 
 
 @pytest.mark.slow
@@ -177,9 +207,7 @@ def test_a_host_ends_a_run_that_is_not_to_survive(
         wait_for_all(hosts, "trains at", 3)
         hosts[1].process.kill()
         assert hosts[0].end() == 137
-    said = (
-        rf"rank 1 failed: the launcher of host 1 \(.* the death of a rank ends {says}"
-    )
+    said = rf"rank 1 failed: the launcher of host 1 \(.*the death of a rank ends {says}"
     assert re.search(said, hosts[0].output), hosts[0].output
 
 

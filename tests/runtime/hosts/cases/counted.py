@@ -90,6 +90,8 @@ with (folder / f"log{own}.txt").open("w") as log:
                 log.flush()
             if number == 1 and epochs == 8:  # host 0 has said so to all since
                 say("trains")
+                if more == [str(own), "sleeps"]:
+                    time.sleep(60.0)  # longer than a host that leaves has
             if elche.world_size() != world:
                 world = elche.world_size()
                 say(f"is one of {world}")

@@ -191,8 +191,8 @@ class _Follower:
             result = await receiving
         finally:
             listening.cancel()
-        sees_end = result is None and not self._is_cut_off
-        await self._end_ranks(GRACE_S if sees_end else 0.0)
+        ends_by_itself = result is None and not self._is_cut_off
+        await self._end_ranks(GRACE_S if ends_by_itself else 0.0)
         await self._output.finish()
         if result is None:
             result = self._lost()

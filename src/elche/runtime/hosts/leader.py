@@ -66,7 +66,7 @@ class Leader:
         self.listener: socket.socket | None = None
         self._leaving: dict[HostLink, signal.Signals] = {}
         self._server: CoordinatorServer | None = None
-        self._all: RankProcesses | None = None
+        self._run_processes: RankProcesses | None = None
 
     @property
     def address(self) -> str:
@@ -90,7 +90,7 @@ class Leader:
             for node_rank, link in self._links.items()
             for rank in self._ranks[node_rank]
         }
-        self._server, self._all = server, processes
+        self._server, self._run_processes = server, processes
 
     async def gather(self) -> None:
         """Waits for all hosts.
@@ -212,16 +212,18 @@ class Leader:
             raise ProtocolError(f"{link.host} speaks of signal {message.number}")
         number, where = signal.Signals(message.number), f" on {link.host}"
         self._fail(CommunicationError(f"interrupted: {number.name}{where}"))
-        if self._all is None:
+        if self._run_processes is None:
             return
         if self._may_leave(link):
             self._let_leave(link, number)
         else:
-            self._all.interrupt(number, where)
+            self._run_processes.interrupt(number, where)
 
     def _may_leave(self, link: HostLink) -> bool:
         """Whether the run goes on without a host."""
-        is_ending = self._all is None or self._all.signal is not None
+        is_ending = (
+            self._run_processes is None or self._run_processes.signal is not None
+        )
         return not (is_ending or self._is_needed(link))
 
     def _is_needed(self, link: HostLink) -> bool:
@@ -241,7 +243,9 @@ class Leader:
         self._end_if_left(link)
 
     def _end_late(self, link: HostLink) -> None:
-        for process in self._running(link).values():
+        """Ends who has not left, unless all end now, perhaps with a checkpoint."""
+        late = self._running(link).values() if self._may_leave(link) else ()
+        for process in late:
             send_signal(process, signal.SIGKILL)
 
     def _end_if_left(self, link: HostLink) -> None:

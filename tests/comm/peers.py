@@ -7,7 +7,7 @@ message is held back while its sender is in `late`, as a slow link holds it.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,9 @@ class Peer:
     def wait(self, work: Any, what: str) -> None:
         if not work.is_done:
             raise CommunicationError(f"{what} failed on rank {self.rank}: nobody came")
+
+    def look_out(self, ready: Callable[[], bool], what: str) -> None:
+        """Nobody ends a wait here."""
 
     def explained(self, error: CommunicationError) -> Exception:
         return error

@@ -42,8 +42,10 @@ from tests.harness.settings import nested
 BATCHES, FOUNDERS = 24, 2
 
 
-def plan_of(policy: str = "cadence", **options: object) -> Cluster:
-    device = Device(seconds_per_sample=0.01, count=FOUNDERS, prefetch=0, name="CPU")
+def plan_of(
+    policy: str = "cadence", founders: int = FOUNDERS, **options: object
+) -> Cluster:
+    device = Device(seconds_per_sample=0.01, count=founders, prefetch=0, name="CPU")
     cut = {} if policy == "sync" else {"local_batch_size": 8}
     given_options = nested({**cut, **options})
     sizes = ((8, BATCHES),)
@@ -164,11 +166,12 @@ class Meeting:
 
     def __init__(self, plan: Cluster) -> None:
         self.plan = plan
-        self.core = Coordinator(FOUNDERS, survives=True)
-        self.members = {rank: Member(rank) for rank in range(FOUNDERS)}
+        founders = plan.devices[0].count
+        self.core = Coordinator(founders, survives=True)
+        self.members = {rank: Member(rank) for rank in range(founders)}
         self.now_s = 0.0
         self.told: dict[int, list[Instruction]] = defaultdict(list)
-        for rank in range(FOUNDERS):
+        for rank in range(founders):
             self.say(join_of(plan, rank, plan.devices[0]))
 
     def say(self, *events: Event) -> None:

@@ -29,6 +29,13 @@ from tests.harness.rank_process import Outcome
 pytestmark = pytest.mark.distributed
 
 GLOO = {"transport": {"kind": "gloo"}}
+HOSTS = [{"ELCHE_HOST": name} for name in "aabb"]
+"""Sums are formed inside the hosts first."""
+WAYS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "gloo": {"options": GLOO},
+    "hosts": {"env": HOSTS},
+}
 SAMPLES = 640
 PAUSE_S = 2.0
 """Well below the silence of which a rank is dead."""
@@ -118,17 +125,17 @@ def test_a_death_is_outlived(policy: str, place: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_deaths_at_every_place(
-    policy: str, options: dict[str, Any], rank: int, tmp_path: Path
+    policy: str, way: str, rank: int, tmp_path: Path
 ) -> None:
     for place in [*PLACES, *BETWEEN]:
         at = 1 if place in BETWEEN else 3
         at += place == "keys" or place.endswith("opened")  # of the second epoch
         (folder := tmp_path / place).mkdir()
-        print(policy, options, rank, place)
-        outlive(folder, (Death(rank, place, at),), policy, options=options)
+        print(policy, way, rank, place)
+        outlive(folder, (Death(rank, place, at),), policy, **WAYS[way])
 
 
 @pytest.mark.parametrize(
@@ -179,20 +186,18 @@ def test_deaths_while_the_next_group_forms(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_deaths_at_random_moments(
-    policy: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    draws = random.Random(f"{policy} {options}")
+def test_deaths_at_random_moments(policy: str, way: str, tmp_path: Path) -> None:
+    draws = random.Random(f"{policy} {way}")
     for number in range(15):
         (folder := tmp_path / str(number)).mkdir()
         deaths = tuple(
             Death(rank, "time", draws.uniform(0.0, 0.6))
             for rank in draws.sample((1, 2, 3), draws.choice((1, 1, 2)))
         )
-        print(policy, options, deaths)
-        outlive(folder, deaths, policy, options=options, samples=2400)
+        print(policy, way, deaths)
+        outlive(folder, deaths, policy, samples=2400, **WAYS[way])
 
 
 @pytest.mark.slow

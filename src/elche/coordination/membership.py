@@ -11,6 +11,8 @@ from elche.coordination.protocol.events import (
     Disconnected,
     Event,
     Failed,
+    HostLeaves,
+    HostLost,
     Interrupted,
     Join,
     JoinReady,
@@ -20,6 +22,8 @@ from elche.coordination.protocol.events import (
 from elche.coordination.protocol.instructions import Instruction, Welcome
 from elche.coordination.roster import Roster, refusal
 from elche.errors import ProtocolError
+
+_OF_NO_RANK = HostLeaves, HostLost, Interrupted, Tick
 
 
 class Membership:
@@ -34,6 +38,7 @@ class Membership:
         ranks: that are in the run now, also those that have left it in order.
         left: those of them that have, with what each said.
         min_ranks: while fewer are there an epoch that was cut is not gone on with.
+        leaving: those that are to leave where all pause, and why.
         roster: the generations of their group.
     """
 
@@ -46,6 +51,7 @@ class Membership:
         self.ranks = set(range(world_size))
         self.left: dict[int, Left] = {}
         self.min_ranks = 1
+        self.leaving: dict[int, str] = {}
         self.roster = Roster()
         self._first_generation = 0
         self._joins: dict[int, Join] = {}
@@ -83,7 +89,7 @@ class Membership:
 
     def hears(self, event: Event) -> bool:
         """Whether what this rank says counts; one that waited to join may go."""
-        if isinstance(event, (Interrupted, Tick)) or event.rank in self.ranks:
+        if isinstance(event, _OF_NO_RANK) or event.rank in self.ranks:
             return True
         if isinstance(event, (Disconnected, Failed, Left)):
             was_waiting = self.roster.withdraw(event.rank)
@@ -138,16 +144,24 @@ class Membership:
         """The run is over; returns what ranks have said that wait for the next one."""
         self._joins.clear()
         self.left.clear()
+        self.leaving.clear()
         self.ranks = set(range(self._world_size))
         early, self._early = self._early, []
         return early
 
-    def lose(self, rank: int) -> list[Instruction]:
+    def lose(self, rank: int, *, in_order: bool = False) -> list[Instruction]:
         """A rank is gone: the others form a new group without it."""
         self.ranks.discard(rank)
+        self.leaving.pop(rank, None)
         self.roster.fresh.discard(rank)
         self.roster.change(self.ranks)
-        return [*self.roster.regroup(self.ranks, left=(rank,))]
+        gone = (rank,)
+        return [*self.roster.regroup(self.ranks, left=gone, in_order=in_order)]
+
+    @property
+    def may_let_go(self) -> bool:
+        """Whether ranks are to leave where the epoch under way is cut."""
+        return bool(self.leaving) and not (self.left or self.roster.pending)
 
     def greet(self, join: Join) -> list[Instruction]:
         """A rank asks to join where an epoch is cut: it waits, if it fits."""
@@ -168,11 +182,6 @@ class Membership:
         """Whether ranks wait to be taken in, or are waited for, in a cut epoch."""
         is_wanted = bool(self.roster.ready) or self.is_short
         return is_wanted and not (self.left or self.roster.pending)
-
-    @property
-    def has_grown(self) -> bool:
-        """Whether ranks have joined since the run began."""
-        return any(rank >= self._world_size for rank in self.ranks)
 
     def admit_ready(self) -> tuple[list[Join], list[Instruction]]:
         """Takes in those that wait and are ready; returns them, and what is said."""

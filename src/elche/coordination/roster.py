@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
+from dataclasses import replace
 
 from elche.coordination.agreement import what_differs
 from elche.coordination.protocol.events import Join, Regrouped
@@ -46,12 +47,17 @@ class Roster:
         *,
         left: tuple[int, ...] = (),
         joined: tuple[int, ...] = (),
+        in_order: bool = False,
     ) -> list[Regroup]:
         """Tells these ranks to form the group of this generation."""
-        return [
-            Regroup(rank=rank, generation=self.generation, left=left, joined=joined)
-            for rank in sorted(ranks)
-        ]
+        word = Regroup(
+            rank=0,
+            generation=self.generation,
+            left=left,
+            joined=joined,
+            in_order=in_order,
+        )
+        return [replace(word, rank=rank) for rank in sorted(ranks)]
 
     def choose(self, first: Join, members: Set[int]) -> tuple[list[Join], list[Abort]]:
         """Who of those that wait fits the run, and what the others are told."""

@@ -35,6 +35,8 @@ from elche.coordination.protocol.events import (
     EpochOpened,
     Event,
     Failed,
+    HostLeaves,
+    HostLost,
     Interrupted,
     Join,
     JoinReady,
@@ -73,6 +75,7 @@ class Coordinator:
             policy can; otherwise the run ends.
         survives: go on without a rank that is gone, once epochs have begun, where the
             settings can, and take in new ones where an epoch is cut.
+        several_hosts: ranks are on several, and never sum by NCCL.
 
     Attributes:
         lost: ranks that are gone, and the run went on.
@@ -87,10 +90,12 @@ class Coordinator:
         *,
         elastic: bool = False,
         survives: bool = False,
+        several_hosts: bool = False,
         slice_instructions: int = SLICE_INSTRUCTIONS,
     ) -> None:
         self._slice_instructions = slice_instructions
         self._is_elastic = elastic
+        self._several_hosts = several_hosts
         self._mortal_by = "" if survives else "a run without a launcher of elche's"
         self._set_mortal_by = self._own_sampler = self._closed_by = ""
         self.lost: set[int] = set()
@@ -115,6 +120,8 @@ class Coordinator:
             Silent: self._silent,
             Tick: self._tick,
             Interrupted: self._interrupted,
+            HostLost: self._host_lost,
+            HostLeaves: self._host_leaves,
             Regrouped: self._regrouped,
         }
 
@@ -223,6 +230,7 @@ class Coordinator:
             yield from self._epochs.heard(event)
         yield from handler(event, now_s)
         yield from self._make_room()
+        yield from self._let_go(now_s)
         if not self._is_elastic:
             yield from self._take_in(now_s)
         elif self._membership.roster.newcomers:
@@ -301,9 +309,8 @@ class Coordinator:
         yield None
         settings = settings_of(joins[0])
         self._timeout_s = settings.config.timeout_s
-        self._set_mortal_by = (
-            settings.config.mortal_by or settings.mortal_by or over_nccl(joins)
-        )
+        nccl = "" if self._several_hosts else over_nccl(joins)
+        self._set_mortal_by = settings.config.mortal_by or settings.mortal_by or nccl
         self._own_sampler = settings.own_sampler
         self._membership.min_ranks = settings.config.min_ranks
         if self._membership.is_short:
@@ -323,9 +330,9 @@ class Coordinator:
         """Every rank has left: the same processes may begin another run."""
         told: list[Instruction] = [*self._membership.roster.turn_away()]
         if self._membership.is_awaited:
-            if self.lost or self._membership.has_grown:
+            if self._membership.has_changed:
                 return self._abort(
-                    "ranks have died in the run before, or joined it, and another "
+                    "ranks have died in the run before, left or joined it, and another "
                     "elche.setup of the same processes needs those that it began with"
                 )
             self._epochs = None
@@ -390,7 +397,7 @@ class Coordinator:
         return []
 
     def _disconnected(self, event: Disconnected, now_s: float) -> list[Instruction]:
-        membership, epochs = self._membership, self._epochs
+        membership = self._membership
         if event.rank in membership.left or self.is_finished:
             return []
         if event.rank not in membership.ranks:
@@ -398,14 +405,20 @@ class Coordinator:
         why = self._why_mortal(event.rank)
         if not why:
             return self._lose(event.rank, now_s)
-        is_between = epochs is None or not epochs.is_under_way
-        if self._may_outlive and membership.left and is_between:
+        if self._is_through:
             return self._leave(Left(rank=event.rank), now_s)  # all is committed
         return self._abort(
             f"rank {event.rank} is gone: its connection ended while the run was "
             f"{self._doing()}; look at that rank's own output ({why}; {RESTART})",
             event.rank,
         )
+
+    @property
+    def _is_through(self) -> bool:
+        """Whether ranks have left in order, and all that was trained is committed."""
+        epochs = self._epochs
+        is_between = epochs is None or not epochs.is_under_way
+        return self._may_outlive and bool(self._membership.left) and is_between
 
     @property
     def _may_outlive(self) -> bool:
@@ -420,13 +433,55 @@ class Coordinator:
         self._story.decided(why, now_s, event.rank)
         return self._lose(event.rank, now_s)
 
+    def _host_lost(self, event: HostLost, now_s: float) -> Iterable[Instruction]:
+        """All ranks of a host are dead, at once."""
+        membership = self._membership
+        ranks = sorted({*event.ranks} & membership.ranks - membership.left.keys())
+        if ranks and not self.outlives(*ranks):
+            if self._is_through:
+                left = [Left(rank=rank) for rank in ranks]
+                return [told for each in left for told in self._leave(each, now_s)]
+            why = self._why_mortal(ranks[0])
+            error = f"{event.why} ({why})" if why else event.why
+            return self._failed(Failed(rank=ranks[0], error=error, traceback=""), now_s)
+        return [told for rank in ranks for told in self._lose(rank, now_s)]
+
+    def _host_leaves(self, event: HostLeaves, now_s: float) -> list[Instruction]:
+        """Ranks of a host are to leave: the epoch is cut for it, see `_let_go`."""
+        leaving = self._membership.leaving
+        ranks = {*event.ranks} & self._membership.ranks
+        if not self.outlives(*ranks, *leaving):
+            return self._interrupted(Interrupted(by=event.by), now_s)
+        leaving |= dict.fromkeys(ranks, event.by)
+        return []
+
+    def _let_go(self, now_s: float) -> Steps:
+        """Cuts the epoch for ranks that are to leave; they go where all wait."""
+        epochs, membership = self._epochs, self._membership
+        if epochs is None or not membership.may_let_go:
+            return
+        if epochs.is_under_way:
+            yield from epochs.cut(now_s)
+        elif epochs.all_wait:
+            leaving = sorted(membership.leaving.items())
+            if not self.outlives(*membership.leaving):
+                yield from self._interrupted(Interrupted(by=leaving[0][1]), now_s)
+                return
+            for rank, by in leaving:
+                self._story.decided(f"leaves: {by}", now_s, rank)
+                why = f"the launcher was sent {by}, and the others go on"
+                yield Abort(rank=rank, reason=why, failed_rank=rank, exit_code=0)
+            for rank, _ in leaving:
+                yield from self._remove(rank, in_order=True)
+
     def has_member(self, rank: int) -> bool:
         """Whether a rank is in the run, or has left it in order."""
         return rank in self._membership.ranks
 
-    def outlives(self, rank: int) -> bool:
-        """Whether the run would go on without a rank that dies now."""
-        return not self._why_mortal(rank)
+    def outlives(self, *ranks: int) -> bool:
+        """Whether the run would go on without ranks that die now."""
+        others = self._membership.ranks - {*ranks}
+        return bool(others) and not any(map(self._why_mortal, ranks))
 
     def end_with_any_rank(self, why: str) -> None:
         """A death ends every run of these processes from now on, because of this."""
@@ -452,12 +507,15 @@ class Coordinator:
         return ""
 
     def _lose(self, rank: int, now_s: float) -> list[Instruction]:
-        """A rank is gone: the others form a new group without it."""
+        """A rank is dead: the others form a new group without it."""
         self.lost.add(rank)
-        self._barriers.remove(rank)
         self._story.decided("gone; the others go on", now_s, rank)
+        return self._remove(rank)
+
+    def _remove(self, rank: int, *, in_order: bool = False) -> list[Instruction]:
+        self._barriers.remove(rank)
         told = self._running().lose(rank)
-        return [*told, *self._membership.lose(rank)]
+        return [*told, *self._membership.lose(rank, in_order=in_order)]
 
     def _make_room(self) -> list[Instruction]:
         epochs, membership = self._epochs, self._membership

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,11 +15,18 @@ from benchmarks.links.namespaces import Link, slow_link
 from elche.errors import ConfigError
 from tests.harness.printing import Printing
 from tests.runtime.hosts.launchers import Cluster, launched
+from tests.runtime.hosts.test_host_deaths import (
+    check_once,
+    counting,
+    end_run,
+    wait_for_all,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults, pytest.mark.slow]
 
 SCRIPT = Path(__file__).parent / "cases" / "endless.py"
 STEP = r"step \d+ at (\S+)"
+POLICIES = ["sync", "cadence", "async"]
 
 
 @pytest.fixture
@@ -30,14 +38,22 @@ def link() -> Iterator[Link]:
         pytest.skip(f"needs network namespaces: {error}")
 
 
-def two_hosts(link: Link, folder: Path, policy: str, timeout_s: float) -> Cluster:
+def behind(link: Link, cluster: Cluster) -> Cluster:
+    """The same, each host in its namespace."""
+    environments = cluster.environments or [{}, {}]
+    return replace(
+        cluster,
+        rendezvous=f"{link.ranks[0][1]}:29500",
+        prefixes=[link.command(0), link.command(1)],
+        environments=[{**each, "ELCHE_HOST": ""} for each in environments],
+    )
+
+
+def endless(folder: Path, policy: str, timeout_s: float, *, survive: bool) -> Cluster:
     return Cluster(
         folder,
         ranks=(("--speeds", "1"), ("--speeds", "1")),
-        script=(str(SCRIPT), policy, str(timeout_s)),
-        rendezvous=f"{link.ranks[0][1]}:29500",
-        prefixes=[link.command(0), link.command(1)],
-        environments=[{"ELCHE_HOST": ""}, {"ELCHE_HOST": ""}],
+        script=(str(SCRIPT), policy, str(timeout_s), str(survive)),
     )
 
 
@@ -51,9 +67,10 @@ def steps_of(host: Printing, count: int) -> list[float]:
     return [float(at) for at in host.wait_for(STEP, count)]
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link, policy: str) -> None:
-    with launched(two_hosts(link, tmp_path, policy, 60.0)) as hosts:
+    two = behind(link, endless(tmp_path, policy, 60.0, survive=True))
+    with launched(two) as hosts:
         steps_of(hosts[0], 3)
         cut_s = time.monotonic()
         turn(link, "down")
@@ -69,8 +86,32 @@ def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link, policy: str) -> None:
         assert all(host.process.poll() is None for host in hosts)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_host_that_is_cut_off_is_outlived(
+    tmp_path: Path, link: Link, policy: str
+) -> None:
+    four = counting(tmp_path, policy, speeds=("1,1", "1,1"))
+    with launched(behind(link, four)) as hosts:
+        wait_for_all(hosts, "trains at", 4)
+        cut_s = time.monotonic()
+        turn(link, "down")
+        found = hosts[0].wait_for(r"is one of 2 at (\S+)", 2)
+        assert 8.0 < max(map(float, found)) - cut_s < 13.0
+        assert hosts[1].end() == 1
+        end_run(tmp_path, hosts[:1])
+    said = r"host 0 at 10.77.0.1:29500 has been silent for 12 s, and the others go on"
+    assert said in hosts[1].output
+    assert "died: going on with ranks 0, 1" in hosts[0].output
+    assert "by shared memory" in hosts[0].output
+    assert "hang" not in hosts[0].output
+    check_once(tmp_path, hosts[:1], world=2)
+
+
 def test_a_long_cut_is_told_and_ends_by_name(tmp_path: Path, link: Link) -> None:
-    with launched(two_hosts(link, tmp_path, "sync", 20.0)) as hosts:
+    """Where the run does not go on without a host."""
+    with launched(
+        behind(link, endless(tmp_path, "sync", 20.0, survive=False))
+    ) as hosts:
         steps_of(hosts[0], 3)
         turn(link, "down")
         hosts[0].wait_for(r"rank 1 on host 1 \(.*\) has been silent for 10 s, and tra")

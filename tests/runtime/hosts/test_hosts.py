@@ -330,22 +330,3 @@ def test_no_secret_is_among_a_processs_words() -> None:
     words = start.command(1, "10.0.0.1:5")
     assert words[:-1] == ("ssh", "-o", "BatchMode=yes", "b")
     assert words[-1].endswith("--key-file - --nproc 2 script.py 'a b'")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_preempted_host_ends_a_trainer_with_a_checkpoint(
-    tmp_path: Path, policy: str
-) -> None:
-    script = Path(__file__).parents[2] / "trainer" / "cases" / "trainer_script.py"
-    words = (str(script), policy, str(tmp_path / "checkpoints"))
-    with launched(Cluster(tmp_path, ranks=TWO, script=words)) as hosts:
-        for host in hosts:
-            host.wait_for("20 batches")
-        hosts[1].process.send_signal(signal.SIGTERM)
-        assert [host.end() for host in hosts] == [143, 143], hosts[0].output
-        found = [host.wait_for(r"ended by (.*)\n") for host in hosts]
-        assert found[0] == found[1]
-        assert found[0][0].startswith("SIGTERM: ")
-        assert not any("Traceback" in host.output for host in hosts)
-    assert len(list(tmp_path.glob("checkpoints/*/manifest.json"))) == 1

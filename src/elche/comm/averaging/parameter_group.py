@@ -116,10 +116,11 @@ class ParameterGroup(ParameterMemory):
     def prepare(self, rule: OuterStep) -> None:
         """The step is known, after :meth:`begin`: what can be is worked out meanwhile.
 
-        That is on the thread that drives the exchange, if there is one.
+        That is on the thread that drives the exchange, if there is one; and not where
+        ranks may die (with a codec none may), as it takes the drift's place.
         """
         exchange = self.exchange
-        if not isinstance(exchange, BackgroundExchange):
+        if not isinstance(exchange, BackgroundExchange) or self._codec == "fp32":
             return
         self._prepared = PreparedStep(
             self._layout.segments,

@@ -6,7 +6,7 @@ order on every rank, as collectives must: a rank may answer a message whenever i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, final
@@ -37,6 +37,13 @@ class Peers(Protocol):
 
         Raises:
             CommunicationError: it failed.
+        """
+
+    def look_out(self, ready: Callable[[], bool], what: str) -> None:
+        """Waits until something is there, as far as somebody may end that wait.
+
+        Raises:
+            CommunicationError: a rank is dead; other errors say why the run ended.
         """
 
     def explained(self, error: CommunicationError) -> Exception:
@@ -92,6 +99,11 @@ class GroupPeers:
                 f"{what} failed on rank {self.ranks[self.rank]}: {error}"
             ) from error
         self._pending.discard(work)
+
+    def look_out(self, ready: Callable[[], bool], what: str) -> None:
+        """Waits outside of gloo, whose own wait ends with the connection alone."""
+        if self._group.is_watched:
+            self._group.wait_until(ready, what)
 
     def explained(self, error: CommunicationError) -> Exception:
         """The same, and why, as the group finds out."""

@@ -216,6 +216,7 @@ class CodedExchange(ResidualExchange):
     def wait(self, what: str) -> None:
         try:
             while self._phase is _Phase.BEGUN:
+                self._peers.look_out(self._route.is_ready, what)
                 self._step(what)
         except ElcheError as error:
             self._break(error)

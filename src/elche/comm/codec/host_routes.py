@@ -13,7 +13,7 @@ what it brings from another membership, which it sends with its next contributio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -87,6 +87,10 @@ class LeaderPeers:
     def wait(self, work: Any, what: str) -> None:
         """Waits for either."""
         self._peers.wait(work, what)
+
+    def look_out(self, ready: Callable[[], bool], what: str) -> None:
+        """Waits as all ranks' peers do."""
+        self._peers.look_out(ready, what)
 
     def explained(self, error: CommunicationError) -> Exception:
         """The same, and why, as all ranks' peers find out."""

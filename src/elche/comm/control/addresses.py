@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Final
 
@@ -142,20 +142,32 @@ def outlive_cuts(connection: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def outliving_cuts(host: str) -> Iterator[None]:
+def outliving_cuts(host: str) -> Iterator[set[int]]:
     """Does so for connections that are made meanwhile from an own address, as gloo's.
+
+    Yields their numbers, which are there in the end; see `break_off`.
 
     gloo gives out neither its sockets nor their options, and a link that was cut for a
     minute was taken up 48 s late. What others have opened before stays as it is.
     """
     before = {number for number, _ in _sockets()}
-    yield
+    made = set[int]()
+    yield made
     own = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     for number, connection in _sockets():
         if number not in before and connection.family in _FAMILIES:
             with contextlib.suppress(OSError):  # closed since
                 if connection.getsockname()[0] == own:
+                    made.add(number)
                     outlive_cuts(connection)
+
+
+def break_off(numbers: Set[int]) -> None:
+    """Ends connections, of whose other side nothing may ever come: its link is cut."""
+    for number, connection in _sockets():
+        if number in numbers:
+            with contextlib.suppress(OSError):  # closed since
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:

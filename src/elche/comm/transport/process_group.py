@@ -10,14 +10,19 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch import distributed as dist
 
-from elche.comm.control.addresses import host_name, is_loopback, outliving_cuts
+from elche.comm.control.addresses import (
+    break_off,
+    host_name,
+    is_loopback,
+    outliving_cuts,
+)
 from elche.comm.transport.exchange import CHECK_EVERY_S, wait_until
 from elche.errors import CommunicationError, DeadlineError
 from elche.torch_internals.groups import gloo_options
@@ -135,6 +140,7 @@ class Group:
         self._hosts: tuple[str, ...] | None = None
         self._at_close: list[Callable[[], None]] = []
         self._works: list[Any] = []
+        self._connections: Set[int] = frozenset()
         self._kept: deque[torch.Tensor] = deque(maxlen=KEPT_TENSORS)
 
     @property
@@ -146,6 +152,11 @@ class Group:
             return "NCCL"
         is_one_host = len(set(self._hosts or ())) < 2  # as far as they have been named
         return "shared memory" if self.shares_host and is_one_host else "gloo"
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a wait outside of gloo ends when a rank has died."""
+        return self.check is not _nothing
 
     @staticmethod
     def alone(timeout_s: float) -> Group:
@@ -181,9 +192,11 @@ class Group:
         """
         options = gloo_options(timedelta(seconds=timeout_s), listen)
         store = _ControlStore(channel, f"generation/{generation}/", timeout_s)
-        alone = contextlib.nullcontext()
+        alone = contextlib.nullcontext(set[int]())
         try:
-            with alone if is_loopback(listen) else outliving_cuts(listen):
+            with (
+                alone if is_loopback(listen) else outliving_cuts(listen) as connections
+            ):
                 made = dist.ProcessGroupGloo(store, rank, world_size, options)
         except CommunicationError:  # of the control channel: says more than gloo
             raise
@@ -191,7 +204,9 @@ class Group:
             raise CommunicationError(
                 f"rank {rank}: the process group did not form: {error}"
             ) from error
-        return Group(made, rank, world_size, timeout_s)
+        group = Group(made, rank, world_size, timeout_s)
+        group._connections = connections
+        return group
 
     @property
     def point_to_point(self) -> Any:
@@ -330,7 +345,7 @@ class Group:
         if devices is not None:
             devices.close()
         if self._process_group is not None and self.world_size > 1:
-            _left.append((self._process_group, self._works))
+            _left.append((self._process_group, self._works, self))
         self._process_group, self._works = None, []
 
     def close(self) -> None:
@@ -347,7 +362,8 @@ class Group:
             self._process_group = None
 
 
-_left: list[tuple[Any, list[Any]]] = []
+_left: list[tuple[Any, list[Any], Group]] = []
+"""With each group itself: memory that others send to is kept as long as that is."""
 
 
 def end_left_groups(timeout_s: float) -> bool:
@@ -362,13 +378,19 @@ def end_left_groups(timeout_s: float) -> bool:
     deadline_s = time.monotonic() + timeout_s
     while True:
         for left in list(_left):
-            made, works = left
+            made, works, _ = left
             if all(work.is_completed() for work in works):
                 _left.remove(left)
                 made.shutdown()
         if not _left or time.monotonic() >= deadline_s:
             return not _left
         time.sleep(LOOK_S)
+
+
+def break_left_groups() -> None:
+    """Breaks off what hangs in groups that were left, as where a link is cut."""
+    for _, _, group in _left:
+        break_off(group._connections)
 
 
 def late_error(text: str, missing: Sequence[int]) -> CommunicationError:

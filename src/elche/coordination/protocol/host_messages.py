@@ -65,7 +65,13 @@ class HostRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBeat:
-    """The first host's launcher lives, and the link to it."""
+    """The first host's launcher lives, and the link to it.
+
+    ``is_needed``: the run would end without this host; else it goes on when the host
+    has been silent for too long.
+    """
+
+    is_needed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +84,7 @@ class SignalRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
-    """The run is over: exit code, and the reason if it was ended."""
+    """The run is over, or this host has left it: exit code, and the reason if any."""
 
     code: int
     reason: str

@@ -206,14 +206,15 @@ class Reduce:
 class Regroup:
     """The membership has changed: form the group of ``generation``, and say so.
 
-    ``left`` are gone, ``joined`` are new since the generation before; to who is new
-    itself they are all members.
+    ``left`` are gone (``in_order``: not dead), ``joined`` are new since the generation
+    before; to who is new itself they are all members.
     """
 
     rank: int
     generation: int
     left: tuple[int, ...]
     joined: tuple[int, ...]
+    in_order: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

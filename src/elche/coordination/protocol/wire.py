@@ -9,6 +9,8 @@ from typing import Any
 from elche.coordination.protocol.events import (
     Disconnected,
     Event,
+    HostLeaves,
+    HostLost,
     Interrupted,
     Silent,
     Tick,
@@ -21,7 +23,7 @@ from elche.errors import ProtocolError
 FROM_WORKERS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in typing.get_args(Event)
-    if kind not in (Disconnected, Interrupted, Silent, Tick)
+    if kind not in (Disconnected, HostLeaves, HostLost, Interrupted, Silent, Tick)
 }
 FROM_COORDINATOR: dict[str, type[Any]] = {
     kind.__name__: kind for kind in typing.get_args(Instruction)

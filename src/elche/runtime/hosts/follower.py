@@ -19,6 +19,7 @@ from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
 from elche.coordination.liveness import BEAT_S, SILENT_S
 from elche.coordination.protocol.host_messages import (
     FromHost,
+    HostBeat,
     HostInterrupted,
     HostRefused,
     HostWelcome,
@@ -39,7 +40,6 @@ from elche.runtime.process.rank_processes import (
     OWN_END_S,
     SIGNALS,
     RankProcess,
-    has_terminal,
     send_signal,
 )
 
@@ -48,6 +48,9 @@ logger = logging.getLogger(__name__)
 RETRY_S: Final = 0.2
 LAST_WORD_S: Final = 10.0
 """For the first host's launcher to say how the run has ended, when all ranks have."""
+CUT_OFF_S: Final = SILENT_S + 2 * BEAT_S
+"""Silence of the first host after which the others go on without this one: that has
+seen the same from its side, and sooner."""
 _CHUNK_BYTES: Final = 1 << 16
 
 
@@ -152,6 +155,10 @@ class _LeaderLink:
         """Ends the connection."""
         self._writer.close()
 
+    def abort(self) -> None:
+        """Ends it, with what is not sent."""
+        self._writer.transport.abort()
+
 
 @final
 class _Follower:
@@ -170,7 +177,8 @@ class _Follower:
         self._output = RankOutput(config.on_line, config.display, lambda: True)
         self._signal: signal.Signals | None = None
         self._heard_s = time.monotonic()
-        self._is_silent = False
+        self._is_silent = self._is_cut_off = False
+        self._is_needed = True
 
     async def run(self) -> FollowResult:
         """From this host's coming to the run's end."""
@@ -179,12 +187,13 @@ class _Follower:
             loop.add_signal_handler(number, self._interrupt, number)
         self._link.send(self._hosts.joins(self._config.world_size))
         receiving = asyncio.ensure_future(self._receive())
-        listening = asyncio.ensure_future(self._say_silence())
+        listening = asyncio.ensure_future(self._watch_silence())
         try:
             result = await receiving
         finally:
             listening.cancel()
-        await self._end_ranks(GRACE_S if result is None else 0.0)
+        ends_by_itself = result is None and not self._is_cut_off
+        await self._end_ranks(GRACE_S if ends_by_itself else 0.0)
         await self._output.finish()
         if result is None:
             result = self._lost()
@@ -206,9 +215,14 @@ class _Follower:
                 f"host 0 at {self._hosts.meeting} did not take this host: it has "
                 "ended, has another --key-file, or its run has begun without this host"
             )
+        where = f"host 0 at {self._hosts.meeting}"
+        if self._is_cut_off:
+            reason = (
+                f"{where} has been silent for {CUT_OFF_S:g} s, and the others go on"
+            )
+            return FollowResult(1, f"{reason}: it is stopped, or the link to it is cut")
         codes = (p.returncode or 0 for p in self._processes.values())
         code = next((128 - c if c < 0 else c for c in codes if c), 1)
-        where = f"host 0 at {self._hosts.meeting}"
         return FollowResult(
             code, f"lost {where}: its launcher has ended, or the link to it is cut"
         )
@@ -233,9 +247,9 @@ class _Follower:
                 continue
             except ProtocolError:
                 return None
-            self._heard()
             if not messages:
                 return None
+            self._heard()
             for message in messages:
                 if isinstance(message, RunEnded):
                     return FollowResult(message.code, message.reason)
@@ -250,9 +264,9 @@ class _Follower:
             await self._start(message)
         elif isinstance(message, SignalRank) and message.rank in self._processes:
             number = signal.Signals(message.number)
-            is_sent = number == self._signal == signal.SIGINT and has_terminal()
-            if not is_sent:  # by the terminal, to this host's ranks
-                send_signal(self._processes[message.rank], number)
+            send_signal(self._processes[message.rank], number)
+        elif isinstance(message, HostBeat):
+            self._is_needed = message.is_needed
 
     async def _start(self, welcome: HostWelcome) -> None:
         config, hosts = self._config, self._hosts
@@ -278,7 +292,7 @@ class _Follower:
         self._link.send(RankEnded(rank=rank, code=code))
 
     def _interrupt(self, number: signal.Signals) -> None:
-        """This launcher was sent a signal: the first host's tells all ranks.
+        """This launcher was sent a signal: this host leaves, or all ranks are told.
 
         The second one kills this host's, as does the first where nothing comes of it.
         """
@@ -313,10 +327,15 @@ class _Follower:
             logger.warning("host 0 is heard again, after %.0f s", silent_s)
         self._heard_s = now_s
 
-    async def _say_silence(self) -> None:
+    async def _watch_silence(self) -> None:
+        """Says that the first host is silent; ends this one where the others go on."""
         while True:
             await asyncio.sleep(BEAT_S)
             silent_s = time.monotonic() - self._heard_s
+            if not self._is_needed and silent_s >= CUT_OFF_S:
+                self._is_cut_off = True
+                self._link.abort()
+                return
             if self._processes and silent_s >= SILENT_S and not self._is_silent:
                 self._is_silent = True
                 logger.warning(

@@ -77,11 +77,6 @@ class HostsConfig:
         return self.nnodes == OPEN
 
     @property
-    def is_late(self) -> bool:
-        """Whether this launcher joins a run under way."""
-        return self.is_open and self.node_rank > 0
-
-    @property
     def meeting(self) -> str:
         """Where the hosts meet, in words."""
         return format_address(*self.rendezvous)

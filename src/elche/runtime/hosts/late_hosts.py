@@ -24,6 +24,7 @@ from typing import Final, final
 from elche.comm.control.addresses import format_address
 from elche.coordination.hosts import host_refusal
 from elche.coordination.liveness import BEAT_S
+from elche.coordination.protocol.events import HostLeaves
 from elche.coordination.protocol.host_messages import (
     HostBeat,
     HostInterrupted,
@@ -37,7 +38,11 @@ from elche.errors import ProtocolError
 from elche.runtime.hosts.host_link import ANSWER_S, KILLED, HostLink, RemoteProcess
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.process.coordinator import CoordinatorServer
-from elche.runtime.process.rank_processes import RankProcesses, send_signal
+from elche.runtime.process.rank_processes import (
+    GRACE_S,
+    RankProcesses,
+    send_signal,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +182,7 @@ class LateHosts:
         host.processes[message.rank].end(message.code)
 
     def interrupted(self, link: HostLink, message: HostInterrupted) -> None:
-        """A launcher was sent a signal: its ranks end, and the others go on."""
+        """A launcher was sent a signal: its ranks leave, and the others go on."""
         if message.number not in (signal.SIGINT, signal.SIGTERM):
             raise ProtocolError(f"{link.host} speaks of signal {message.number}")
         host = self._hosts.get(link)
@@ -186,8 +191,18 @@ class LateHosts:
         host.signal = message.number
         name = signal.Signals(message.number).name
         self._say(f"{link.host} was sent {name} and leaves")
-        for process in host.processes.values():
-            send_signal(process, signal.SIGKILL)
+        core = self._server.core
+        members = [
+            rank
+            for rank, process in host.processes.items()
+            if process.returncode is None and core.has_member(rank)
+        ]
+        leaving = members if core.outlives(*members) else []
+        if leaving:
+            by = f"{name} on {link.host}"
+            self._server.take(HostLeaves(ranks=tuple(leaving), by=by))
+            asyncio.get_running_loop().call_later(GRACE_S, _kill, host.processes)
+        _kill({r: p for r, p in host.processes.items() if r not in leaving})
         self._let_go_if_gone(link)
 
     def lost(self, link: HostLink) -> None:
@@ -252,4 +267,9 @@ class LateHosts:
         while True:
             await asyncio.sleep(BEAT_S)
             for link in self._hosts:
-                link.send(HostBeat())
+                link.send(HostBeat(is_needed=False))
+
+
+def _kill(processes: Mapping[int, RemoteProcess]) -> None:
+    for process in processes.values():
+        send_signal(process, signal.SIGKILL)

@@ -10,13 +10,13 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, final
+from collections.abc import Mapping
+from typing import final
 
 from elche.comm.control.addresses import format_address
 from elche.coordination.hosts import host_refusal, ranks_by_host
 from elche.coordination.liveness import BEAT_S
-from elche.coordination.protocol.events import Failed
+from elche.coordination.protocol.events import HostLeaves, HostLost
 from elche.coordination.protocol.host_messages import (
     HostBeat,
     HostInterrupted,
@@ -33,7 +33,12 @@ from elche.runtime.hosts.remote_start import DEFAULT_SSH, RemoteLaunchers
 from elche.runtime.process.coordinator import (
     CoordinatorServer,
 )
-from elche.runtime.process.rank_processes import RankProcess, RankProcesses
+from elche.runtime.process.rank_processes import (
+    GRACE_S,
+    RankProcess,
+    RankProcesses,
+    send_signal,
+)
 
 
 @final
@@ -59,8 +64,9 @@ class Leader:
         self._is_over = False
         self._remote: RemoteLaunchers | None = None
         self.listener: socket.socket | None = None
-        self._on_interrupt: Callable[[signal.Signals, str], None] = _ignore
-        self._on_lost: Callable[[int, str], None] = _ignore
+        self._leaving: dict[HostLink, signal.Signals] = {}
+        self._server: CoordinatorServer | None = None
+        self._run_processes: RankProcesses | None = None
 
     @property
     def address(self) -> str:
@@ -84,10 +90,7 @@ class Leader:
             for node_rank, link in self._links.items()
             for rank in self._ranks[node_rank]
         }
-        self._on_interrupt = processes.interrupt
-        self._on_lost = lambda rank, why: server.take(
-            Failed(rank=rank, error=why, traceback="")
-        )
+        self._server, self._run_processes = server, processes
 
     async def gather(self) -> None:
         """Waits for all hosts.
@@ -201,15 +204,56 @@ class Leader:
         if process is None:
             raise ProtocolError(f"{link.host} speaks for rank {message.rank}")
         process.end(message.code)
+        self._end_if_left(link)
 
     def interrupted(self, link: HostLink, message: HostInterrupted) -> None:
         """Another host's launcher was sent a signal."""
         if message.number not in (signal.SIGINT, signal.SIGTERM):
             raise ProtocolError(f"{link.host} speaks of signal {message.number}")
-        name = signal.Signals(message.number).name
-        where = f" on {link.host}"
-        self._fail(CommunicationError(f"interrupted: {name}{where}"))
-        self._on_interrupt(signal.Signals(message.number), where)
+        number, where = signal.Signals(message.number), f" on {link.host}"
+        self._fail(CommunicationError(f"interrupted: {number.name}{where}"))
+        if self._run_processes is None:
+            return
+        if self._may_leave(link):
+            self._let_leave(link, number)
+        else:
+            self._run_processes.interrupt(number, where)
+
+    def _may_leave(self, link: HostLink) -> bool:
+        """Whether the run goes on without a host."""
+        is_ending = (
+            self._run_processes is None or self._run_processes.signal is not None
+        )
+        return not (is_ending or self._is_needed(link))
+
+    def _is_needed(self, link: HostLink) -> bool:
+        """Whether the run would end without a host."""
+        if self._server is None or self._server.core.aborted is not None:
+            return True
+        return not self._server.core.outlives(*self._running(link))
+
+    def _let_leave(self, link: HostLink, number: signal.Signals) -> None:
+        """Has the ranks of a host leave the run; who stays is killed, and outlived."""
+        assert self._server is not None
+        _say(f"{link.host} leaves the run: its launcher was sent {number.name}")
+        self._leaving[link] = number
+        by = f"{number.name} on {link.host}"
+        self._server.take(HostLeaves(ranks=tuple(self._running(link)), by=by))
+        asyncio.get_running_loop().call_later(GRACE_S, self._end_late, link)
+        self._end_if_left(link)
+
+    def _end_late(self, link: HostLink) -> None:
+        """Ends who has not left, unless all end now, perhaps with a checkpoint."""
+        late = self._running(link).values() if self._may_leave(link) else ()
+        for process in late:
+            send_signal(process, signal.SIGKILL)
+
+    def _end_if_left(self, link: HostLink) -> None:
+        """A host that leaves is through when its ranks have ended."""
+        number = self._leaving.get(link)
+        if number is not None and not self._running(link) and self._may_leave(link):
+            reason = f"this host was sent {number.name} and has left the run"
+            link.send(RunEnded(code=128 + number, reason=reason))
 
     def lost(self, link: HostLink) -> None:
         """A launcher's connection has ended."""
@@ -218,14 +262,12 @@ class Leader:
             return
         if self._is_gathering:  # it may come again
             self._links.pop(host.node_rank, None)
-        running = {r: p for r, p in self._of(link).items() if p.returncode is None}
-        if running:
-            reason = (
-                f"the launcher of {host} has ended or was killed, or its link is cut"
-            )
-            self._on_lost(min(running), reason)
+        running = self._running(link)
         for process in running.values():
             process.end(KILLED)
+        if running and self._server is not None:
+            why = f"the launcher of {host} has ended or was killed, or its link is cut"
+            self._server.take(HostLost(ranks=tuple(running), why=why))
 
     async def end(self, code: int, reason: str) -> None:
         """The run is over; waits a moment until the other launchers know."""
@@ -249,6 +291,9 @@ class Leader:
         ranks = self._ranks.get(link.host.node_rank, range(0))
         return {r: self._processes[r] for r in ranks if r in self._processes}
 
+    def _running(self, link: HostLink) -> dict[int, RemoteProcess]:
+        return {r: p for r, p in self._of(link).items() if p.returncode is None}
+
     async def _refuse(self, reason: str) -> None:
         self._is_over = True
         for link in self._links.values():
@@ -263,12 +308,8 @@ class Leader:
         while True:
             await asyncio.sleep(BEAT_S)
             for link in self._links.values():
-                link.send(HostBeat())
+                link.send(HostBeat(is_needed=self._is_needed(link)))
 
 
 def _say(line: str) -> None:
     print(f"elche run: {line}", file=sys.stderr, flush=True)
-
-
-def _ignore(*about: Any) -> None:
-    """Until the run has begun."""

@@ -65,6 +65,7 @@ class CoordinatorServer:
         world_size: ranks of the run.
         key: the run's shared secret.
         survives: somebody fences ranks that are lost, so the run can go on without.
+        several_hosts: ranks are on several.
 
     Attributes:
         sees_ends: :meth:`rank_ended` is called for each process.
@@ -76,8 +77,17 @@ class CoordinatorServer:
         places: of ranks that are on other hosts, in words.
     """
 
-    def __init__(self, world_size: int, key: bytes, *, survives: bool = False) -> None:
-        self.core = Coordinator(world_size, survives=survives)
+    def __init__(
+        self,
+        world_size: int,
+        key: bytes,
+        *,
+        survives: bool = False,
+        several_hosts: bool = False,
+    ) -> None:
+        self.core = Coordinator(
+            world_size, survives=survives, several_hosts=several_hosts
+        )
         self._liveness = Liveness(TICK_S)
         self._fenced: set[int] = set()
         self._patience_s = STALLED_S

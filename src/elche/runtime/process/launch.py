@@ -33,7 +33,7 @@ from elche.runtime.process.coordinator import (
 from elche.runtime.process.launcher_watch import PIPE
 from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
-from elche.runtime.process.torch_store import TorchStore
+from elche.runtime.process.torch_store import DEFAULT_GROUP, TorchStore
 from elche.runtime.report.trace_parts import TRACE, join_parts
 
 LOOPBACK = "127.0.0.1"
@@ -42,10 +42,6 @@ JOINS = "ELCHE_JOINS"
 REJOIN = "ELCHE_REJOIN"
 """Tells ranks that others may join them."""
 OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", JOINS, REJOIN
-DEFAULT_GROUP = (
-    "a script that meets in torch.distributed's own process group, whose others would "
-    "wait for it"
-)
 
 
 class Network(Protocol):
@@ -211,7 +207,9 @@ async def _launch(
     own_address = LOOPBACK if hosts is None else hosts.own_address()
     world_size = config.world_size if leader is None else leader.world_size
     is_one_host = network is None and leader is None
-    server = CoordinatorServer(world_size, key, survives=is_one_host)
+    server = CoordinatorServer(
+        world_size, key, survives=network is None, several_hosts=hosts is not None
+    )
     display = config.display
     if display is not None:
         server.on_message = display.see
@@ -383,8 +381,8 @@ async def start_rank(
         stdout=output.stdout,
         stderr=output.stderr,
         limit=LINE_BYTES,
-        # Ctrl-C on a host that has joined is its launcher's alone: the run goes on.
-        start_new_session=config.hosts is not None and config.hosts.is_late,
+        # A Ctrl-C there has the host leave: its ranks are told when.
+        start_new_session=config.hosts is not None and config.hosts.node_rank > 0,
     )
     output.add(rank, process)
     return process

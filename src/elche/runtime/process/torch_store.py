@@ -16,6 +16,10 @@ from typing import Any, final
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+DEFAULT_GROUP = (
+    "a script that meets in torch.distributed's own process group, whose others would "
+    "wait for it"
+)
 
 
 @final

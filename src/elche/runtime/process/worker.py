@@ -21,6 +21,7 @@ from elche.comm.transport.device_group import open_device_group
 from elche.comm.transport.exchange import can_share, may_share
 from elche.comm.transport.process_group import (
     Group,
+    break_left_groups,
     end_left_groups,
     late_error,
 )
@@ -83,6 +84,7 @@ class Worker:
         is_new: this rank is to join a run under way, and holds nothing of it yet.
         timeline: what this rank did.
         members: ranks of the run that live, in order.
+        dead: those of it that have died, and not left in order.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Worker:
         self.on_regroup: Callable[[], None] | None = None
         self.timeline = Timeline(self.rank)
         self.members: list[int] = [*range(placement.world_size)]
+        self.dead: set[int] = set()
         self.is_new = placement.joins
         if self.is_new:
             self.members.append(self.rank)  # of the others it hears when it joins
@@ -174,6 +177,8 @@ class Worker:
         """
         for each in (*regroups, *self._channel.take(Regroup)):
             self._is_due, self._generation = True, each.generation
+            if not each.in_order:
+                self.dead.update(each.left)
             stay = () if self.rank in each.joined else self.members
             self.members = sorted({*stay, *each.joined} - set(each.left))
 
@@ -365,6 +370,7 @@ class Worker:
             self._side_groups.clear()
             self._group = self._others = self.on_regroup = None
             self._channel.close()
+            break_left_groups()
             if not end_left_groups(LEFT_GROUPS_S):
                 logger.warning("rank %d: collectives of dead ranks hang", self.rank)
 

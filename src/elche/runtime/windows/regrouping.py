@@ -151,11 +151,13 @@ class Regrouping:
             return
         if new:
             self._emit(f"elche: {_named(new)} joined: going on with {_named(now)}")
-        if gone:
+        if dead := [rank for rank in gone if rank in self._worker.dead]:
             self._emit(
-                f"elche: {_named(gone)} died: going on with {_named(now)}; what was "
+                f"elche: {_named(dead)} died: going on with {_named(now)}; what was "
                 "not committed is trained on again"
             )
+        if left := [rank for rank in gone if rank not in dead]:
+            self._emit(f"elche: {_named(left)} left: going on with {_named(now)}")
         if len(now) < self._min_ranks:
             self._emit(f"elche: pausing until {self._min_ranks} ranks are there")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,9 @@ class CountingPeers:
 
     def wait(self, work: Any, what: str) -> None:
         self._peers.wait(work, what)
+
+    def look_out(self, ready: Callable[[], bool], what: str) -> None:
+        self._peers.look_out(ready, what)
 
 
 def both_ways(codec: str, numel: int) -> Crossed:

@@ -69,12 +69,13 @@ def _mortal_by(training: Training) -> str:
         return "a stream"
     if training.delayed is not None:
         return f"policy={DELAYED_SYNC!r}"
-    if training.config.policy != "sync":
+    policy = training.config.policy
+    if policy not in ("sync", "auto"):
         return ""
     if training.weights is not None:
-        return "weight_of= under policy='sync'"
+        return f"weight_of= under policy={policy!r}"
     layers = sync_batchnorm_layers(training.model)
-    return "SyncBatchNorm under policy='sync'" if layers else ""
+    return f"SyncBatchNorm under policy={policy!r}" if layers else ""
 
 
 def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

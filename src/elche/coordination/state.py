@@ -430,8 +430,8 @@ class Coordinator:
         if not self._may_outlive:
             what = self._mortal_by or self._set_mortal_by
             return f"the death of a rank ends {what}"
-        is_bound = not self._is_elastic and epochs is not None
-        if is_bound and (why := epochs.mortal_by(rank)):
+        why = "" if self._is_elastic or epochs is None else epochs.mortal_by(rank)
+        if why:
             return why
         if self._own_sampler and rank == min(membership.ranks, default=rank):
             return (

@@ -67,9 +67,10 @@ class StepRegrouping:
         table: list[list[int]] = rows.tolist()
         found = settle([StepPlace(*row) for row in table])
         self.lost.take(set(self._members) - set(worker.members), found)
-        self._synchroniser.go_on_in(
-            group, found.source, part_of(), lacks=place.passes < found.passes
-        )
+        if not regrouping.is_building:
+            self._synchroniser.go_on_in(
+                group, found.source, part_of(), lacks=place.passes < found.passes
+            )
         self.lost.confirm()
         regrouping.say()
 

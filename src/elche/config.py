@@ -249,8 +249,6 @@ class RunConfig:
             return f"loss_reduction='sum' under policy={self.policy!r}"
         if self.sums_gradients:
             return "update='gradients'"
-        if self.averages_state and not has_steps:
-            return "optimizer_state='average'"
         if self.codec != "fp32":
             return f"codec={self.codec!r}"
         if self.debug != DebugConfig():

@@ -247,8 +247,6 @@ class RunConfig:
             return f"policy={DELAYED_SYNC!r}"
         if has_steps and self.loss_reduction == "sum":
             return f"loss_reduction='sum' under policy={self.policy!r}"
-        if self.sums_gradients:
-            return "update='gradients'"
         if self.codec != "fp32":
             return f"codec={self.codec!r}"
         if self.debug != DebugConfig():

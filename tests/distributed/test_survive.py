@@ -115,6 +115,54 @@ def test_a_death_is_outlived(policy: str, place: str, tmp_path: Path) -> None:
     outlive(tmp_path, (Death(2, place),), policy)
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "gradients": {"update": "gradients"},
+    "averaged state": {"optimizer_state": "average"},
+}
+"""Windows in which optimizers hold the same on all ranks."""
+PLACES_OF = {
+    "gradients": ["before begun", "before finishing", "after finishing"],
+    "averaged state": ["before sending", "after sending", "after summing"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_death_is_outlived_where_optimizers_are_alike(
+    form: str, tmp_path: Path
+) -> None:
+    more = {"momentum": 0.5, "windows": FORMS[form]}
+    outlive(tmp_path, (Death(2, PLACES_OF[form][-1]),), "cadence", **more)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("form", FORMS)
+def test_deaths_at_every_place_where_optimizers_are_alike(
+    form: str, options: dict[str, Any], rank: int, tmp_path: Path
+) -> None:
+    more = {"momentum": 0.5, "windows": FORMS[form], "options": options}
+    common = ["batch", "before closed", "after closed", "before reduced"]
+    for place in [*common, *PLACES_OF[form], "after reduced"]:
+        (folder := tmp_path / place).mkdir()
+        print(form, options, rank, place)
+        outlive(folder, (Death(rank, place),), "cadence", **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_who_lacks_the_sum_is_handed_it_where_optimizers_are_alike(
+    form: str, tmp_path: Path
+) -> None:
+    more = {"momentum": 0.5, "windows": FORMS[form], "options": GLOO}
+    dead = (Death(2, "after reduced", REDUCTION, (0, 3)),)
+    survivors = outlive(
+        tmp_path, dead, "cadence", samples=1600, late=(1, WAITS), **more
+    )
+    assert [each.handed for each in survivors] == [0, 1, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rank", [0, 2])

@@ -24,6 +24,7 @@ import elche
 from elche.checkpoint import writer
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.parameter_group import ParameterGroup
+from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.transport.process_group import Group
 from elche.coordination.liveness import QUIET_S
 from elche.coordination.protocol.events import (
@@ -117,23 +118,25 @@ def count(
     meeting: str = "barrier",
     slow: tuple[int, Callable[[float], float], float] = (-1, float, 0.0),
     quiet_s: float = QUIET_S,
+    momentum: float = 0.0,
+    windows: dict[str, Any] | None = None,
 ) -> Counted:
     """Trains, dies where planned, and says what it has at the end."""
     rank = int(os.environ["RANK"])
     heartbeat.QUIET_S = quiet_s
     torch.manual_seed(5)
-    model = Counter(samples)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    counter = Counter(samples)
+    own = torch.optim.SGD(counter.parameters(), lr=1.0, momentum=momentum)
     copies = [Counter(samples)] if meeting == "copies" else []
     loader: Any = DataLoader(Indices(samples), batch_size=16, shuffle=True)
     model, optimizer, loader = elche.setup(
-        model,
-        optimizer,
+        counter,
+        own,
         loader,
         windows=elche.WindowConfig(
             local_batch_size=4,
             max_anchor=4 if late[1] else 200,  # a late sum is no epoch's last one
-            outer=elche.OuterConfig(optimizer="average"),
+            **(windows or {"outer": elche.OuterConfig(optimizer="average")}),
         ),
         copies=copies,
         **options,
@@ -163,8 +166,11 @@ def count(
             meet()
     if late_sum is not None:
         late_sum.check()
+    held = {name: value.clone() for name, value in model.state_dict().items()}
+    if windows is not None:  # ranks hold it in common
+        held["momentum"] = own.state[counter.w]["momentum_buffer"]
     counted = Counted(
-        {name: value.clone() for name, value in model.state_dict().items()},
+        held,
         elche.progress_samples(),
         elche.rank(),
         elche.world_size(),
@@ -219,6 +225,12 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
         after(ParameterGroup, "begin", visit)
     elif death.place == "after summing":
         after(Averager, "_wait", visit)
+    elif death.place == "before begun":
+        before(GradientWindow, "begin", visit)
+    elif death.place == "before finishing":
+        before(GradientWindow, "finish", visit)
+    elif death.place == "after finishing":
+        after(GradientWindow, "finish", visit)
     elif death.place == "evaluating":
         meet.at_step = visit
     elif death.place == "meeting":

@@ -185,7 +185,11 @@ def test_several_deaths(options: dict[str, Any], tmp_path: Path) -> None:
         [
             (Death(2, "inside building", 1), Death(1, "regrouped", 1)),
             (Death(3, "forward", 2), Death(0, "before building", 1)),
-            (Death(1, "forward", 3), Death(2, "after building", 1), Death(0, "batch", 30)),
+            (
+                Death(1, "forward", 3),
+                Death(2, "after building", 1),
+                Death(0, "batch", 30),
+            ),
         ]
     ):
         (folder := tmp_path / str(number)).mkdir()

@@ -564,7 +564,11 @@ class RunEpochs:
         Raises:
             CommunicationError: the rank that trained alone has died.
         """
-        group, model, source = self._worker.group, self._training.model, begin.state_from
+        group, model, source = (
+            self._worker.group,
+            self._training.model,
+            begin.state_from,
+        )
         if is_changed:
             named = shared_tensors(model, group)
             make_equal(group, named, "sharing a changed model")

@@ -1,7 +1,7 @@
 """A run under ``auto`` in which ranks die, and what the others count of it.
 
-A step moves the weight of each sample by one over those of its global batch; in windows
-a counter in the model counts it. So the model holds each visit, whatever ran.
+A step moves the weight of each of its samples by one, whatever their gradients; in
+windows a counter in the model counts them. So the model holds each visit.
 """
 
 from __future__ import annotations
@@ -54,6 +54,17 @@ class Counted:
     policies: list[str]
 
 
+class Ones(torch.optim.SGD):
+    """Steps by one where there is a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad.sign())
+
+
 class Visited(nn.Module):
     """A weight for each sample, a counter of windows', and a BatchNorm beside."""
 
@@ -77,7 +88,7 @@ def train(folder: str, deaths: tuple[Death, ...], options: dict[str, Any]) -> Co
     rank = int(os.environ["RANK"])
     torch.manual_seed(5)
     model = Visited()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = Ones(model.parameters(), lr=1.0)
     loader: Any = DataLoader(Indices(SAMPLES), batch_size=BATCH, shuffle=True)
     model, optimizer, loader = elche.setup(
         model,

@@ -115,6 +115,16 @@ def test_a_death_is_outlived(policy: str, place: str, tmp_path: Path) -> None:
     outlive(tmp_path, (Death(2, place),), policy)
 
 
+@pytest.mark.parametrize(
+    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+)
+def test_what_is_built_anew_after_a_death_is_of_those_who_live(
+    policy: str, tmp_path: Path
+) -> None:
+    """Once in the group with the dead rank, which fails."""
+    outlive(tmp_path, (Death(2, "batch"),), policy, freezes=True)
+
+
 FORMS: dict[str, dict[str, Any]] = {
     "gradients": {"update": "gradients"},
     "averaged state": {"optimizer_state": "average"},

@@ -120,6 +120,7 @@ def count(
     quiet_s: float = QUIET_S,
     momentum: float = 0.0,
     windows: dict[str, Any] | None = None,
+    freezes: bool = False,
 ) -> Counted:
     """Trains, dies where planned, and says what it has at the end."""
     rank = int(os.environ["RANK"])
@@ -164,6 +165,7 @@ def count(
                     late_sum.stay()
             hits.get("between", int)()
             meet()
+            counter.norm.requires_grad_(not freezes)
     if late_sum is not None:
         late_sum.check()
     held = {name: value.clone() for name, value in model.state_dict().items()}

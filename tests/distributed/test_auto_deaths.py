@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,17 +162,21 @@ def test_deaths_on_the_way_back_to_steps(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("death", "says"),
+    [
+        (("batch", 12), "trains alone, and no other has its optimizer's state"),
+        (("before building", 2), "which trained alone, has died before the others had"),
+    ],
+)
 def test_the_death_of_the_rank_that_trains_alone_ends_the_run_by_name(
-    wanted: type[Wanted], tmp_path: Path
+    death: tuple[str, int], says: str, wanted: type[Wanted], tmp_path: Path
 ) -> None:
     """What its optimizer holds has nobody else."""
-    wanted.choices = (ALONE,)
-    given = str(tmp_path), (Death(2, "batch", 12),), {}
-    outcomes, lost = run_fenced(3, train, *given)
-    assert not lost
-    for rank in (0, 1):
-        said = str(outcomes[rank].error)
-        assert "rank 2 trains alone, and no other has its optimizer's state" in said
+    wanted.choices = (ALONE,) if death[0] == "batch" else (ALONE, STEPS)
+    outcomes, _ = run_fenced(3, train, str(tmp_path), (Death(2, *death),), {})
+    assert says in str(outcomes[0].error)
+    assert outcomes[1].error is not None
 
 
 @pytest.mark.slow
@@ -191,4 +196,27 @@ def test_several_deaths(options: dict[str, Any], tmp_path: Path) -> None:
     ):
         (folder := tmp_path / str(number)).mkdir()
         print(options, deaths)
+        outlive(folder, *deaths, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+def test_deaths_at_random_moments(
+    options: dict[str, Any], wanted: type[Wanted], tmp_path: Path
+) -> None:
+    draws = random.Random(repr(options))
+    for number in range(16):
+        (folder := tmp_path / str(number)).mkdir()
+        wanted.steps = draws.randrange(1, 12)
+        victims = draws.sample(range(4), draws.choice((1, 2, 3)))
+        deaths = [
+            Death(
+                rank,
+                place := draws.choice(("forward", "batch", "after closed")),
+                draws.randrange(1, 4) if " " in place else draws.randrange(2, 60),
+            )
+            for rank in victims
+        ]
+        print(options, wanted.steps, deaths)
         outlive(folder, *deaths, **options)

@@ -314,6 +314,22 @@ def test_a_checkpoint_waits_for_no_part_of_a_dead_rank(tmp_path: Path) -> None:
     assert newest.manifest.world_size == 3
 
 
+@pytest.mark.slow
+def test_a_second_death_while_a_step_is_handed_over_ends_the_run_by_name(
+    tmp_path: Path,
+) -> None:
+    """Who takes it may have half of it by then."""
+    more = {"momentum": 0.5, "windows": FORMS["gradients"], "options": GLOO}
+    deaths = Death(2, "after reduced", REDUCTION, (0, 3)), Death(0, "handing over", 1)
+    outcomes, _ = run_with(
+        tmp_path, deaths, "cadence", samples=1600, late=(1, WAITS), **more
+    )
+    for rank in (1, 3):
+        assert "a second rank died while ranks took a common" in str(
+            outcomes[rank].error
+        )
+
+
 OUTSIDE = "RankLostError: rank %d: rank 2 died where the others cannot take it up again"
 TOO_EARLY = "RemoteRankError: rank 2 is gone: .*before the first epoch has begun"
 

@@ -36,7 +36,7 @@ from elche.coordination.protocol.events import (
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process import heartbeat
 from elche.runtime.process.worker import Worker
-from elche.runtime.windows import model_copies
+from elche.runtime.windows import gradient_sync, model_copies
 from elche.runtime.windows.regrouping import Regrouping
 from tests.distributed.cases.late_sums import LateSum, await_sums, mark_third_sum
 from tests.distributed.cases.meetings import Meeting
@@ -233,6 +233,8 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
         before(GradientWindow, "finish", visit)
     elif death.place == "after finishing":
         after(GradientWindow, "finish", visit)
+    elif death.place == "handing over":
+        before(gradient_sync, "take_step", visit)
     elif death.place == "evaluating":
         meet.at_step = visit
     elif death.place == "meeting":

@@ -48,7 +48,6 @@ def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.param("cadence", 0, marks=pytest.mark.slow),
         pytest.param("sync", 0, marks=pytest.mark.slow),
         pytest.param("async", 1, marks=pytest.mark.slow),
-        pytest.param("auto", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_rank_is_outlived(policy: str, rank: int) -> None:

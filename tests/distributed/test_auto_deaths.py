@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -121,16 +122,16 @@ def test_a_death_is_outlived(place: str, at: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
 def test_deaths_on_the_way_to_windows(
-    options: dict[str, Any], rank: int, tmp_path: Path
+    options: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
-    for place in BUILDING:
-        (folder := tmp_path / place).mkdir()
-        print(options, rank, place)
-        found = outlive(folder, Death(rank, place, 1), **options)
-        assert found == [["sync", "async"]] * 3
+    for rank, place in itertools.product((0, 1), BUILDING):
+        (folder := tmp_path / f"{rank} {place}").mkdir()
+        print(options, ranks, rank, place)
+        found = outlive(folder, Death(rank, place, 1), ranks=ranks, **options)
+        assert found == [["sync", "async"]] * (ranks - 1)
 
 
 @pytest.mark.slow

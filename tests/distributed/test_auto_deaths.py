@@ -80,13 +80,13 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wanted]]:
 
 
 def outlive(
-    tmp_path: Path, *deaths: Death, ranks: int = 4, **options: Any
+    tmp_path: Path, *deaths: Death, ranks: int = 4, late: int = -1, **options: Any
 ) -> list[list[str]]:
     """A run in which ranks die; the policies of the others, whose account is checked.
 
     By what loops were handed, by what the model holds, and by elche.
     """
-    outcomes, lost = run_fenced(ranks, train, str(tmp_path), deaths, options)
+    outcomes, lost = run_fenced(ranks, train, str(tmp_path), deaths, options, late)
     victims = [death.rank for death in deaths]
     errors = {each.rank: each.error for each in outcomes if each.error}
     others = [error for rank, error in errors.items() if rank not in victims]
@@ -117,6 +117,13 @@ def outlive(
 def test_a_death_is_outlived(place: str, at: int, tmp_path: Path) -> None:
     """While steps are measured, on the way to windows, and in them."""
     found = outlive(tmp_path, Death(2, place, at))
+    assert found == [["sync", "async"]] * 3
+
+
+@pytest.mark.slow
+def test_nobody_trains_where_another_has_not_built(tmp_path: Path) -> None:
+    """Ranks 0 and 3 have all that windows need, rank 1 lacks a sum of it."""
+    found = outlive(tmp_path, Death(2, "after building", 1), late=1, **GLOO)
     assert found == [["sync", "async"]] * 3
 
 

@@ -171,6 +171,8 @@ def test_who_lacks_the_sum_is_handed_it_where_optimizers_are_alike(
         tmp_path, dead, "cadence", samples=1600, late=(1, WAITS), **more
     )
     assert [each.handed for each in survivors] == [0, 1, 0]
+    for commit in zip(*(each.commits for each in survivors), strict=True):
+        assert identical([{"momentum": momentum} for momentum in commit])
 
 
 @pytest.mark.slow

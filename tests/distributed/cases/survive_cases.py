@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 import elche
 from elche.checkpoint import writer
 from elche.comm.averaging.averaging import Averager
+from elche.comm.averaging.optimizer_state import OptimizerStateAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.transport.process_group import Group
@@ -37,6 +38,7 @@ from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process import heartbeat
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows import gradient_sync, model_copies
+from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.regrouping import Regrouping
 from tests.distributed.cases.late_sums import LateSum, await_sums, mark_third_sum
 from tests.distributed.cases.meetings import Meeting
@@ -76,6 +78,8 @@ class Counted:
     world_size: int = 0
     handed: int = 0
     found: list[Any] = field(default_factory=list)
+    commits: list[torch.Tensor] = field(default_factory=list)
+    """Momentum after each common step or mean, where ranks have one in common."""
 
 
 class Indices(Dataset[int]):
@@ -142,6 +146,9 @@ def count(
         copies=copies,
         **options,
     )
+    commits: list[torch.Tensor] = []
+    if windows is not None:
+        note_commits(own, commits)
     late_sum = LateSum(folder, rank, late[1]) if rank == late[0] else None
     mark_third_sum(folder, rank)
     meet = Meeting(meeting, folder, rank)
@@ -178,9 +185,23 @@ def count(
         elche.world_size(),
         0 if late_sum is None else late_sum.handed,
         meet.found,
+        commits,
     )
     elche.shutdown()
     return counted
+
+
+def note_commits(optimizer: torch.optim.Optimizer, commits: list[torch.Tensor]) -> None:
+    """Keeps what its momentum is whenever all ranks hold the same."""
+    first = optimizer.param_groups[0]["params"][0]
+
+    def note() -> None:
+        commits.append(optimizer.state[first]["momentum_buffer"].clone())
+
+    after(OptimizerStateAverager, "apply", note)
+    after(OptimizerStateAverager, "take_over", note)
+    after(GradientSync, "finish", note)
+    after(GradientWindow, "skip", note)
 
 
 def die() -> None:

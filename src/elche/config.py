@@ -246,14 +246,11 @@ class RunConfig:
     @property
     def mortal_by(self) -> str:
         """What of the settings ends the run when a rank dies; "" if none does."""
-        if self.policy not in ("sync", "cadence", "async"):
-            return f"policy={self.policy!r}"
-        if self.policy == "sync" and self.loss_reduction == "sum":
-            return "loss_reduction='sum' under policy='sync'"
-        if self.sums_gradients:
-            return "update='gradients'"
-        if self.averages_state and self.policy != "sync":
-            return "optimizer_state='average'"
+        has_steps = self.policy not in ("cadence", "async")
+        if self.policy == DELAYED_SYNC:
+            return f"policy={DELAYED_SYNC!r}"
+        if has_steps and self.loss_reduction == "sum":
+            return f"loss_reduction='sum' under policy={self.policy!r}"
         if self.codec != "fp32":
             return f"codec={self.codec!r}"
         if self.debug != DebugConfig():

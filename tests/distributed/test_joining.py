@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import elche
 from elche.checkpoint.store import CheckpointStore
 from tests.distributed.cases.joining_cases import Joined, Plan, grow
 from tests.distributed.cases.tasks import identical
@@ -81,6 +83,23 @@ def test_a_rank_joins_in_place_of_one_that_died(
 ) -> None:
     plan = Plan(folder=str(tmp_path), policy=policy, founders=3, death=death)
     check_joined(check_all(run(plan), plan, {death}), plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "windows",
+    [
+        {"optimizer_state": "average"},
+        {"update": "gradients", "outer": elche.OuterConfig()},
+    ],
+    ids=["averaged state", "gradients"],
+)
+def test_a_rank_joins_where_optimizers_are_alike(
+    windows: dict[str, Any], tmp_path: Path
+) -> None:
+    more = {"founders": 3, "death": 1, "windows": windows}
+    plan = Plan(folder=str(tmp_path), policy="cadence", **more)
+    check_joined(check_all(run(plan), plan, {1}), plan)
 
 
 @pytest.mark.slow

@@ -122,6 +122,66 @@ def test_a_death_is_outlived(policy: str, place: str, tmp_path: Path) -> None:
     outlive(tmp_path, (Death(2, place),), policy)
 
 
+@pytest.mark.parametrize(
+    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+)
+def test_what_is_built_anew_after_a_death_is_of_those_who_live(
+    policy: str, tmp_path: Path
+) -> None:
+    """Once in the group with the dead rank, which fails."""
+    outlive(tmp_path, (Death(2, "batch"),), policy, freezes=True)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "gradients": {"update": "gradients"},
+    "averaged state": {"optimizer_state": "average"},
+}
+"""Windows in which optimizers hold the same on all ranks."""
+PLACES_OF = {
+    "gradients": ["before begun", "before finishing", "after finishing"],
+    "averaged state": ["before sending", "after sending", "after summing"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_death_is_outlived_where_optimizers_are_alike(
+    form: str, tmp_path: Path
+) -> None:
+    more = {"momentum": 0.5, "windows": FORMS[form]}
+    outlive(tmp_path, (Death(2, PLACES_OF[form][-1]),), "cadence", **more)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("form", FORMS)
+def test_deaths_at_every_place_where_optimizers_are_alike(
+    form: str, options: dict[str, Any], rank: int, tmp_path: Path
+) -> None:
+    more = {"momentum": 0.5, "windows": FORMS[form], "options": options}
+    common = ["batch", "before closed", "after closed", "before reduced"]
+    for place in [*common, *PLACES_OF[form], "after reduced"]:
+        (folder := tmp_path / place).mkdir()
+        print(form, options, rank, place)
+        outlive(folder, (Death(rank, place),), "cadence", **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_who_lacks_the_sum_is_handed_it_where_optimizers_are_alike(
+    form: str, tmp_path: Path
+) -> None:
+    more = {"momentum": 0.5, "windows": FORMS[form], "options": GLOO}
+    dead = (Death(2, "after reduced", REDUCTION, (0, 3)),)
+    survivors = outlive(
+        tmp_path, dead, "cadence", samples=1600, late=(1, WAITS), **more
+    )
+    assert [each.handed for each in survivors] == [0, 1, 0]
+    for commit in zip(*(each.commits for each in survivors), strict=True):
+        assert identical([{"momentum": momentum} for momentum in commit])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rank", [0, 2])
@@ -259,6 +319,22 @@ def test_a_checkpoint_waits_for_no_part_of_a_dead_rank(tmp_path: Path) -> None:
     newest = CheckpointStore(tmp_path / "checkpoints").newest()
     assert newest is not None
     assert newest.manifest.world_size == 3
+
+
+@pytest.mark.slow
+def test_a_second_death_while_a_step_is_handed_over_ends_the_run_by_name(
+    tmp_path: Path,
+) -> None:
+    """Who takes it may have half of it by then."""
+    more = {"momentum": 0.5, "windows": FORMS["gradients"], "options": GLOO}
+    deaths = Death(2, "after reduced", REDUCTION, (0, 3)), Death(0, "handing over", 1)
+    outcomes, _ = run_with(
+        tmp_path, deaths, "cadence", samples=1600, late=(1, WAITS), **more
+    )
+    for rank in (1, 3):
+        assert "a second rank died while ranks took a common" in str(
+            outcomes[rank].error
+        )
 
 
 OUTSIDE = "RankLostError: rank %d: rank 2 died where the others cannot take it up again"

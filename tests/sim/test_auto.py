@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from benchmarks.comparison import compare, table
 from elche.cli.sim_command import load_cluster
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.auto.auto_calibration import MOST_STEPS
 from elche.coordination.auto.auto_policy import OBSERVED_WINDOWS
 from elche.coordination.auto.auto_windows import ALONE_ANCHOR
@@ -116,6 +117,9 @@ def test_a_change_of_the_membership_ends_nothing(
     aborted = set(history.aborts) - late
     if not aborted:
         assert history.finished == set(history.ranks) - dead - late
+        batches = frozenset(range(BatchSizes(cluster.run.sizes).num_batches))
+        for epoch in range(cluster.run.epochs if history.finished else 0):
+            assert history.committed[0, epoch] == batches
         return
     reason = history.aborts[min(aborted)].reason
     early = ("to join; look at", "before elche.setup; look at")
@@ -411,6 +415,16 @@ def test_progress_goes_on_where_the_epoch_before_ended() -> None:
     assert windows == sorted(set(windows))
     first_windows = [min(w for e, w in windows if e == epoch) for epoch in range(3)]
     assert first_windows == sorted(set(first_windows))
+
+
+@pytest.mark.parametrize("at_s", [0.05, 0.1, 0.2, 0.4, 0.8])
+def test_who_lives_chooses_as_without_the_dead(at_s: float) -> None:
+    """Wherever it died: while steps were measured, or on the way to windows."""
+    cluster = cluster_of(1.0, 0.5, 0.5, sync_batches=4.0, epochs=4)
+    sim = simulate(replace(cluster, faults=(Fault(at_s=at_s, kill_rank=1),)))
+    assert sim.history.finished == {0, 2}
+    assert policies(report_of(sim)) == ["sync", "async"]
+    assert "async on 2 ranks" in sim.history.choices[-1][1].reason
 
 
 def test_a_death_under_windows_is_survived() -> None:

@@ -207,7 +207,8 @@ class Chooser:
             self._rival, self._seen, self._age = "", 0, 0
         self._current = chosen
 
-        reason = self._reason(chosen, options, fleet)
+        left_out = _left_out(cluster, fleet, chosen)
+        reason = self._reason(chosen, options, fleet, left_out)
         if rival is not None and not due:
             reason += f"; {rival.policy} {rival.goodput:.2f} is clearly better, seen "
             reason += f"{self._seen} of {PATIENCE} times"
@@ -217,7 +218,7 @@ class Chooser:
         return Choice(
             policy=chosen.policy,
             anchor=chosen.prediction.first_anchor,
-            left_out=tuple(sorted(set(fleet.ranks).difference(chosen.ranks))),
+            left_out=left_out,
             prediction=chosen.prediction,
             alternatives=tuple(
                 o.prediction for o in options if o.policy != chosen.policy
@@ -315,7 +316,13 @@ class Chooser:
         self._current = None
         self._rival, self._seen = "", 0
 
-    def _reason(self, chosen: _Option, options: Sequence[_Option], fleet: Fleet) -> str:
+    def _reason(
+        self,
+        chosen: _Option,
+        options: Sequence[_Option],
+        fleet: Fleet,
+        left_out: Sequence[int],
+    ) -> str:
         said = f"{chosen.policy} on {_so_many(chosen.ranks)}: {_figures(chosen)}"
         if len(chosen.ranks) == 1 < len(fleet.ranks):
             said = f"training on one device alone: {_figures(chosen)}"
@@ -327,7 +334,7 @@ class Chooser:
         if not any(self._clearly(other, chosen) for other in others):
             better = [o.policy for o in others if o.goodput > chosen.goodput]
             said += ", not clearly better" if better else ""
-        if left_out := sorted(set(fleet.ranks).difference(chosen.ranks)):
+        if left_out:
             everybody = len(fleet.ranks)
             most = max(fleet.predict(p, everybody).goodput for p in self._policies)
             named = ", ".join(map(str, left_out[:NAMED_RANKS]))
@@ -373,6 +380,14 @@ def _follow(estimates: list[CostEstimate], measured: Sequence[float]) -> list[fl
         else:
             estimates[place] = CostEstimate()
     return [estimate.value for estimate in estimates]
+
+
+def _left_out(
+    cluster: MeasuredCluster, fleet: Fleet, chosen: _Option
+) -> tuple[int, ...]:
+    """Numbers of the ranks that an option leaves out, ascending."""
+    places = set(fleet.ranks).difference(chosen.ranks)
+    return tuple(sorted(cluster.ranks[place] for place in places))
 
 
 def _so_many(ranks: Sequence[int]) -> str:

@@ -76,9 +76,10 @@ class MeasuredCluster:
             share runs its loop on as many that do not count.
         sync_batch_size: samples of a global batch, which a step of ``sync`` and one
             device alone train on; None if local steps have as many.
-            run_batches: global ones, in the whole run.
-            doubt: relative error that gains predicted from these times may have.
-            optimizer: its kind, see :func:`elche.cadence.convergence.optimizer_kind`.
+        run_batches: global ones, in the whole run.
+        ranks: their numbers in the run, in the order of the times; empty for 0, 1, ...
+        doubt: relative error that gains predicted from these times may have.
+        optimizer: its kind, see :func:`elche.cadence.convergence.optimizer_kind`.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of its range.
@@ -96,6 +97,7 @@ class MeasuredCluster:
     min_share_samples: int = 1
     sync_batch_size: int | None = None
     run_batches: float = REFERENCE_BATCHES
+    ranks: Sequence[int] = ()
     doubt: float = 0.0
     optimizer: str = "adam"
 
@@ -110,6 +112,11 @@ class MeasuredCluster:
                 f"fixed_s must be empty or name one time for each of {ranks} ranks, "
                 f"got {len(self.fixed_s)}"
             )
+        if len(self.ranks) not in (0, ranks):
+            raise ConfigError(
+                f"ranks must be empty or number each of {ranks}, got {self.ranks}"
+            )
+        object.__setattr__(self, "ranks", tuple(self.ranks) or tuple(range(ranks)))
         fixed_s = tuple(self.fixed_s) or (0.0,) * ranks
         for name, values in (
             ("seconds_per_sample", tuple(self.seconds_per_sample)),

@@ -148,9 +148,10 @@ def over_nccl(joins: Sequence[Join]) -> str:
     """The policy and transport in words, where steps are reduced by NCCL; else ""."""
     config = settings_of(joins[0]).config
     on_cpu = any(join.device.startswith("CPU") for join in joins)
-    if config.policy != "sync" or config.transport.kind != "auto" or on_cpu:
+    has_steps = config.policy in ("sync", "auto")
+    if not has_steps or config.transport.kind != "auto" or on_cpu:
         return ""
-    return "policy='sync' over NCCL"
+    return f"policy={config.policy!r} over NCCL"
 
 
 def disagreement(joins: Sequence[Join]) -> str:

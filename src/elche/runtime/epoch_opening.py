@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Final, final
+
+import torch
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import EpochOpened, JoinReady, Regrouped
@@ -16,6 +19,8 @@ from elche.runtime.process.worker import Worker
 from elche.runtime.windows.regrouping import Regrouping
 from elche.runtime.windows.step_regrouping import StepRegrouping
 from elche.runtime.windows.synchroniser import Synchroniser
+
+BUILT: Final = "building what a policy needs"
 
 
 @final
@@ -48,6 +53,8 @@ class EpochOpening:
         self._steps = steps
         self._opened: EpochOpened | None = None
         self._sizes: BatchSizes | None = None
+        self._builds = ""
+        self._is_shared = False
         self.epoch = -1
 
     def go_to(self, epoch: int) -> None:
@@ -62,6 +69,7 @@ class EpochOpening:
             sizes: of the part's batches; None: of a new epoch, drawn on the first rank.
         """
         self._opened, self._sizes = opened, sizes
+        self._is_shared = False
         self._send()
         begin = self._worker.expect(BeginEpoch, "all ranks to open the epoch")
         self._steps.begin_part()
@@ -77,6 +85,38 @@ class EpochOpening:
             self._opened = opened = replace(opened, sizes=sizes.runs)
         self._worker.send(opened)
 
+    def build(
+        self, policy: str, build: Callable[[], None], *, wants_keys: bool = False
+    ) -> None:
+        """Builds what a policy needs with all ranks, anew where one has died meanwhile.
+
+        All meet once more when they have: so nobody has trained where another has not
+        built, and whoever trains may lose ranks as ever.
+
+        Args:
+            policy: that is to be in force.
+            build: builds it, with all ranks of the group that there is.
+            wants_keys: this rank waits for the positions of an epoch that has begun.
+        """
+        worker, regrouping = self._worker, self._regrouping
+        self._builds, regrouping.is_building = policy, True
+        has_met = False
+        while not has_met:
+            if worker.is_due:
+                self.regroup(wants_keys=wants_keys)
+                self._is_shared = wants_keys
+                has_met = not regrouping.is_building
+                continue
+            try:
+                if regrouping.is_building:
+                    build()
+                    regrouping.is_building = False
+                worker.group.all_reduce(torch.zeros(1, device="cpu"), BUILT)
+                has_met = True
+            except RankLostError:
+                worker.hear_of()
+        self._builds = ""
+
     def share(self, sizes: BatchSizes) -> Any:
         """The epoch's positions, on every rank.
 
@@ -86,7 +126,8 @@ class EpochOpening:
         """
         order = self._order
         try:
-            order.share(self._worker.group)
+            if not self._is_shared:
+                order.share(self._worker.group)
         except RankLostError:
             if self._worker.on_regroup is None:
                 raise
@@ -116,18 +157,22 @@ class EpochOpening:
         """Forms the next group outside of windows; who waits for an epoch says so."""
         worker, has_formed = self._worker, False
         reducer = self._synchroniser.reducer
+        in_steps = reducer is not None
+        if self._builds:
+            in_steps = self._builds == "sync"
         while not has_formed:
             worker.hear_of()
             with contextlib.suppress(RankLostError):
-                if reducer is None:
-                    self._regrouping.form(wants_keys=wants_keys)
-                else:
-                    place = StepPlace(reducer.closed_passes, first=0, begun=-1)
+                if in_steps:
+                    passes = 0 if reducer is None else reducer.closed_passes
+                    place = StepPlace(passes, first=0, begun=-1)
                     self._steps.form(place, wants_keys=wants_keys)
+                else:
+                    self._regrouping.form(wants_keys=wants_keys)
                 has_formed = True
         if self._opened is not None:
             self._send()
-        if reducer is not None and wants_keys:  # others may be in its steps
+        if in_steps and (wants_keys or self._builds):  # others may be in its steps
             self._steps.say_regrouped(self.epoch)
             return
         worker.send(

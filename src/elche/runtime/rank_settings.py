@@ -73,12 +73,13 @@ def _mortal_by(training: Training) -> str:
         return f"policy={DELAYED_SYNC!r}"
     if dist.is_available() and dist.is_initialized():  # on hosts without a TorchStore
         return DEFAULT_GROUP
-    if training.config.policy != "sync":
+    policy = training.config.policy
+    if policy not in ("sync", "auto"):
         return ""
     if training.weights is not None:
-        return "weight_of= under policy='sync'"
+        return f"weight_of= under policy={policy!r}"
     layers = sync_batchnorm_layers(training.model)
-    return "SyncBatchNorm under policy='sync'" if layers else ""
+    return f"SyncBatchNorm under policy={policy!r}" if layers else ""
 
 
 def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -89,6 +89,22 @@ def broadcast_from(
         _take_state(group, optimizer, source)
 
 
+def take_step(
+    group: Group,
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    source: int,
+) -> None:
+    """Copies what one rank's step has made of parameters and state to all.
+
+    Raises:
+        CommunicationError: a rank did not arrive in time.
+    """
+    for parameter in parameters:
+        _take(group, parameter.detach(), source, parameter.dtype)
+    _take_state(group, optimizer, source)
+
+
 def take_gradients(
     group: Group, parameters: Sequence[nn.Parameter], source: int
 ) -> None:

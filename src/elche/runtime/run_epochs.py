@@ -530,7 +530,7 @@ class RunEpochs:
         sizes = None if course is None else course.part_sizes
         begin = self._opening.open(opened, sizes)
         self._is_new = self._is_cut = self._is_resumed = self._is_asked = False
-        self._prepare(begin, is_changed=changed)
+        self._prepare(begin, is_changed=changed, wants_keys=course is None)
         if course is None:
             sizes = BatchSizes(begin.sizes)
             shared = self._opening.share(sizes)
@@ -557,22 +557,44 @@ class RunEpochs:
         else:
             self._opening.regroup()
 
-    def _prepare(self, begin: BeginEpoch, *, is_changed: bool) -> None:
+    def _prepare(
+        self, begin: BeginEpoch, *, is_changed: bool, wants_keys: bool
+    ) -> None:
         """Builds what this epoch's policy needs, and takes over who trained alone."""
-        group, model = self._worker.group, self._training.model
+        is_other = begin.policy != self._synchroniser.policy
+        if not (is_changed or is_other):
+            return
+        if is_other:
+            self._graphs.moved(begin.policy)
+        build = partial(self._build, begin, is_changed=is_changed)
+        self._opening.build(begin.policy, build, wants_keys=wants_keys)
+        self.members.reset()
+        self._numbers = NonFiniteRecord(self._lag_steps)  # it counts what is trained
+
+    def _build(self, begin: BeginEpoch, *, is_changed: bool) -> None:
+        """With all ranks of the group that there is, perhaps again in another one.
+
+        Raises:
+            CommunicationError: the rank that trained alone has died.
+        """
+        group, model, source = (
+            self._worker.group,
+            self._training.model,
+            begin.state_from,
+        )
         if is_changed:
             named = shared_tensors(model, group)
             make_equal(group, named, "sharing a changed model")
-        if is_changed or begin.policy != self._synchroniser.policy:
-            if begin.policy != self._synchroniser.policy:
-                self._graphs.moved(begin.policy)
-            self._synchroniser.build(begin.policy)
-            self.members.reset()
-            self._numbers = NonFiniteRecord(
-                self._lag_steps
-            )  # it counts what is trained
-        if begin.state_from is not None:
-            broadcast_from(group, model, self._optimizers.all(), begin.state_from)
+        self._synchroniser.build(begin.policy)
+        if source is None:
+            return
+        if source not in group.ranks:
+            raise CommunicationError(
+                f"rank {source}, which trained alone, has died before the others had "
+                "its optimizer's state: start the run anew from its last checkpoint"
+            )
+        place = list(group.ranks).index(source)
+        broadcast_from(group, model, self._optimizers.all(), place)
 
     def _epoch_run(
         self, positions: EpochPositions, window: int
@@ -611,7 +633,8 @@ class RunEpochs:
         positions = positions.cut_by(BatchCut(*before.switch.cut))
         self._worker.name_samples = partial(with_samples, positions=positions)
         self._graphs.moved(before.switch.policy)
-        self._synchroniser.build(before.switch.policy)
+        policy = before.switch.policy
+        self._opening.build(policy, partial(self._synchroniser.build, policy))
         epoch = self._window_epoch(positions, before.switch.window)
         left = whole.samples_in(step, whole.num_batches)  # a tail is a step, too
         sizes = self._course.sizes

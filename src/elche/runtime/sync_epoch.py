@@ -308,7 +308,8 @@ class SyncEpoch:
         """
         while not self._is_over(number):
             got = self._leased.take()
-            if self._worker.is_due and self.end is None:
+            is_over = self.end is not None or self.switch is not None
+            if self._worker.is_due and not is_over:
                 self.regroup()
                 if self._dead.is_over(number):
                     break
@@ -349,6 +350,9 @@ class SyncEpoch:
 
     def handle(self, instruction: Instruction) -> None:
         """Takes a grant, or the end of the epoch."""
+        if isinstance(instruction, Regroup):
+            self._worker.hear_of(instruction)
+            return
         if self.switch is not None:
             self.later.append(instruction)
             return
@@ -366,9 +370,6 @@ class SyncEpoch:
             return
         if isinstance(instruction, Adopt):
             self._adopt(instruction)
-            return
-        if isinstance(instruction, Regroup):
-            self._worker.hear_of(instruction)
             return
         if isinstance(instruction, LeaveOut):
             self._leave_out(instruction)

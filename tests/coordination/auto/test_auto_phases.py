@@ -26,12 +26,37 @@ from elche.coordination.protocol.instructions import (
     Instruction,
     SwitchPolicy,
 )
+from elche.coordination.sync import sync_policy
 from elche.sim.cluster import Cluster as SimulatedCluster
 from tests.sim.checks import simulate
 from tests.sim.test_auto import changed_link, cluster_of
 
 BATCH = 8
 STEPS = 40
+
+
+class Turns:
+    """In place of a chooser: all in steps, or the first one alone, as they come."""
+
+    alone: tuple[bool, ...] = ()
+
+    def __init__(self, **_: object) -> None:
+        self._left = list(self.alone)
+
+    def fix_update(self, update: str) -> None:
+        assert update == "gradients"
+
+    def observe(self, cluster: MeasuredCluster) -> Choice:
+        is_alone = self._left.pop(0)
+        return Choice(
+            policy="sync",
+            anchor=1,
+            left_out=tuple(cluster.ranks[1:]) if is_alone else (),
+            prediction=predict("sync", cluster, [0] if is_alone else None),
+            alternatives=(),
+            changed=True,
+            reason="as the test wants",
+        )
 
 
 class Windows:
@@ -169,3 +194,83 @@ def test_phases_follow_each_other_as_drawn(
     simulate(make())
     changes = [phase for phase, _ in itertools.groupby(seen)]
     assert changes == expected.split()
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> AutoPolicy:
+    """Of three ranks; windows are better by far once anything is measured."""
+    monkeypatch.setattr(auto_policy, "Chooser", Windows)
+    members = [Member(rank, "CPU", 3) for rank in range(3)]
+    return AutoPolicy(members, Settings(config=RunConfig(policy="auto"), epochs=2))
+
+
+def lose(policy: AutoPolicy, rank: int, step: int, others: list[int]) -> None:
+    """A rank dies as in a launcher's run: its part is missing from a step on."""
+    policy.remove(rank)
+    for other in others:
+        policy.arrived(other, ((rank, step),))
+    outcome = policy.regrouped(dict.fromkeys(others, step - 1), 1.0)
+    assert not outcome.epoch_over
+    for other in others:
+        taken = WindowReduced(
+            rank=other,
+            epoch=0,
+            window=step - 1,
+            sync_s=0.0,
+            wait_s=0.0,
+            divergence=0.0,
+            adopted_at=0,
+        )
+        outcome = policy.handle(taken, 1.0)
+    assert outcome.epoch_over
+    assert policy.is_cut
+    assert policy.positions_left == ((step * BATCH, STEPS * BATCH),)
+    assert policy.steps_left == STEPS - step
+
+
+def test_steps_are_measured_on_where_a_rank_has_died(three: AutoPolicy) -> None:
+    """What was measured of the others counts; the choice is of them alone."""
+    (first,) = begin(three, 0, sync_s=0.0001)
+    for rank in range(3):
+        three.handle(done(first, rank, 0.0), 1.0)
+    lose(three, 1, 1, [0, 2])
+    assert three._phase is _Phase.CALIBRATING
+    waiting = begin(three, 0, sync_s=0.0001)
+    while three._phase is _Phase.CALIBRATING:
+        step = waiting.pop(0)
+        assert step.shares[1] == 0
+        for rank in (0, 2):
+            waiting += granted(three.handle(done(step, rank), 1.0).instructions)
+    assert three._chosen.now.prediction.world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("last", "phase"), [(True, _Phase.ALONE), (False, _Phase.TRIAL)]
+)
+def test_a_death_before_one_rank_trains_alone(
+    last: bool, phase: _Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others choose anew: it does all the same, or steps are tried again."""
+    monkeypatch.setattr(Turns, "alone", (False, True, last))
+    monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 4)
+    monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
+    monkeypatch.setattr(auto_policy, "Chooser", Turns)
+    members = [Member(rank, "CPU", 3) for rank in range(4)]
+    policy = AutoPolicy(members, Settings(config=RunConfig(policy="auto"), epochs=2))
+    waiting, step = begin(policy, 0, sync_s=0.0001), 0
+    while policy._phase is not _Phase.LEAVING:
+        step = waiting[0].stop
+        for rank in range(4):
+            told = policy.handle(done(waiting[0], rank, 0.0), 1.0).instructions
+            waiting += granted(told)
+        waiting.pop(0)
+    assert waiting, "nothing is granted ahead"
+    lose(policy, 1, step, [0, 2, 3])
+    begun = begin(policy, 0, sync_s=0.0001)
+    assert policy._phase is phase
+    assert bool(begun) == (phase is _Phase.TRIAL)
+    if phase is _Phase.ALONE:
+        assert policy._switch.idle == {2, 3}
+        assert policy.mortal_by(3) == ""
+        why = "rank 0 trains alone, and no other has its optimizer's state"
+        assert policy.mortal_by(0) == why

@@ -70,6 +70,7 @@ class Plan:
         saves: a checkpoint is made in each epoch.
         other: what is another in the joiners' scripts: "lr", "model" or "loop".
         options: of the run.
+        windows: settings of them beside the usual ones.
     """
 
     folder: str
@@ -83,6 +84,7 @@ class Plan:
     samples: int = 640
     epochs: int = 3
     options: dict[str, Any] = field(default_factory=dict)
+    windows: dict[str, Any] = field(default_factory=dict)
 
 
 def grow(plan: Plan) -> Joined:
@@ -118,7 +120,8 @@ def _grow(plan: Plan) -> Joined:
         copies=[copy],
         timeout_s=30.0,
         windows=elche.WindowConfig(
-            local_batch_size=4, outer=elche.OuterConfig(optimizer="slowmo")
+            local_batch_size=4,
+            **({"outer": elche.OuterConfig(optimizer="slowmo")} | plan.windows),
         ),
         **plan.options,
     )

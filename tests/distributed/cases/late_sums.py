@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
+from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.transport.exchange import GlooExchange
 from elche.coordination.protocol.instructions import Regroup
+from elche.runtime.windows.gradient_sync import GradientSync
 from elche.session import current_run
 
 REDUCTION = 3
@@ -29,16 +32,33 @@ HOLDS = "holds"
 
 def mark_third_sum(folder: str, rank: int) -> None:
     """From when this rank holds the sum of its third reduction others see it."""
-    wait, sums = Averager._wait, 0
+    sums = 0
 
-    def waited(averager: Averager) -> None:
+    def waited(wait: Callable[..., Any], owner: Any) -> Any:
         nonlocal sums
-        wait(averager)
+        result = wait(owner)
         sums += 1
         if sums == REDUCTION:
             _sum_of(folder, rank).touch()
+        return result
 
-    Averager._wait = waited  # type: ignore[method-assign]
+    replace(Averager, "_wait", waited)
+    replace(GradientWindow, "finish", waited)
+
+
+def replace(owner: type, name: str, call: Callable[..., Any]) -> None:
+    """In place of a method: what it was comes first."""
+    setattr(owner, name, partialmethod(_called, getattr(owner, name), call))
+
+
+def _called(
+    owner: Any,
+    original: Callable[..., Any],
+    call: Callable[..., Any],
+    *args: Any,
+    **named: Any,
+) -> Any:
+    return call(original, owner, *args, **named)
 
 
 def _sum_of(folder: str, rank: int) -> Path:
@@ -76,33 +96,34 @@ class LateSum:
         self._folder, self._rank, self._how = folder, rank, how
         self._begun, self._has_stayed = 0, False
         self._has_sum = GlooExchange.has_sum
-        begin, wait, hand = ParameterGroup.begin, Averager._wait, Averager.hand_over
-
-        def begun(group: ParameterGroup) -> None:
-            begin(group)
-            self._begun += 1
-            if self._lacks:
-                GlooExchange.has_sum = property(lambda _: False)  # type: ignore
-
-        def waited(averager: Averager) -> None:
-            if self._lacks:
-                group = averager._group
-                group.wait_until(lambda: False, "a rank's death")
-            wait(averager)
-
-        def handed(averager: Averager, *args: object, **named: object) -> None:
-            hand(averager, *args, **named)  # type: ignore[arg-type]
-            self.handed += bool(named["lacks"])
-            GlooExchange.has_sum = self._has_sum  # type: ignore[method-assign]
+        for owner in (ParameterGroup, GradientWindow):
+            replace(owner, "begin", self._begins)
+        replace(Averager, "_wait", self._waits)
+        replace(GradientWindow, "finish", self._waits)
+        for owner in (Averager, GradientSync):
+            replace(owner, "hand_over", self._is_handed)
 
         def polled(averager: OverlappedAverager) -> bool:
             return not self._is_in_batch and poll(averager)
 
         poll = OverlappedAverager.poll
         OverlappedAverager.poll = polled  # type: ignore[method-assign]
-        ParameterGroup.begin = begun  # type: ignore[method-assign]
-        Averager._wait = waited  # type: ignore[method-assign]
-        Averager.hand_over = handed  # type: ignore[method-assign]
+
+    def _begins(self, begin: Callable[..., Any], *args: Any, **named: Any) -> None:
+        begin(*args, **named)
+        self._begun += 1
+        if self._lacks:
+            GlooExchange.has_sum = property(lambda _: False)  # type: ignore
+
+    def _waits(self, wait: Callable[..., Any], owner: Any, *args: Any) -> Any:
+        if self._lacks:
+            owner._group.wait_until(lambda: False, "a rank's death")
+        return wait(owner, *args)
+
+    def _is_handed(self, hand: Callable[..., Any], *args: Any, **named: Any) -> None:
+        hand(*args, **named)
+        self.handed += bool(named["lacks"])
+        GlooExchange.has_sum = self._has_sum  # type: ignore[method-assign]
 
     @property
     def _lacks(self) -> bool:

@@ -23,7 +23,9 @@ from torch.utils.data import DataLoader, Dataset
 import elche
 from elche.checkpoint import writer
 from elche.comm.averaging.averaging import Averager
+from elche.comm.averaging.optimizer_state import OptimizerStateAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
+from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.transport.process_group import Group
 from elche.coordination.liveness import QUIET_S
 from elche.coordination.protocol.events import (
@@ -35,7 +37,8 @@ from elche.coordination.protocol.events import (
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process import heartbeat
 from elche.runtime.process.worker import Worker
-from elche.runtime.windows import model_copies
+from elche.runtime.windows import gradient_sync, model_copies
+from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.regrouping import Regrouping
 from tests.distributed.cases.late_sums import LateSum, await_sums, mark_third_sum
 from tests.distributed.cases.meetings import Meeting
@@ -75,6 +78,8 @@ class Counted:
     world_size: int = 0
     handed: int = 0
     found: list[Any] = field(default_factory=list)
+    commits: list[torch.Tensor] = field(default_factory=list)
+    """Momentum after each common step or mean, where ranks have one in common."""
 
 
 class Indices(Dataset[int]):
@@ -117,27 +122,33 @@ def count(
     meeting: str = "barrier",
     slow: tuple[int, Callable[[float], float], float] = (-1, float, 0.0),
     quiet_s: float = QUIET_S,
+    momentum: float = 0.0,
+    windows: dict[str, Any] | None = None,
+    freezes: bool = False,
 ) -> Counted:
     """Trains, dies where planned, and says what it has at the end."""
     rank = int(os.environ["RANK"])
     heartbeat.QUIET_S = quiet_s
     torch.manual_seed(5)
-    model = Counter(samples)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    counter = Counter(samples)
+    own = torch.optim.SGD(counter.parameters(), lr=1.0, momentum=momentum)
     copies = [Counter(samples)] if meeting == "copies" else []
     loader: Any = DataLoader(Indices(samples), batch_size=16, shuffle=True)
     model, optimizer, loader = elche.setup(
-        model,
-        optimizer,
+        counter,
+        own,
         loader,
         windows=elche.WindowConfig(
             local_batch_size=4,
             max_anchor=4 if late[1] else 200,  # a late sum is no epoch's last one
-            outer=elche.OuterConfig(optimizer="average"),
+            **(windows or {"outer": elche.OuterConfig(optimizer="average")}),
         ),
         copies=copies,
         **options,
     )
+    commits: list[torch.Tensor] = []
+    if windows is not None:
+        note_commits(own, commits)
     late_sum = LateSum(folder, rank, late[1]) if rank == late[0] else None
     mark_third_sum(folder, rank)
     meet = Meeting(meeting, folder, rank)
@@ -161,18 +172,36 @@ def count(
                     late_sum.stay()
             hits.get("between", int)()
             meet()
+            counter.norm.requires_grad_(not freezes)
     if late_sum is not None:
         late_sum.check()
+    held = {name: value.clone() for name, value in model.state_dict().items()}
+    if windows is not None:  # ranks hold it in common
+        held["momentum"] = own.state[counter.w]["momentum_buffer"]
     counted = Counted(
-        {name: value.clone() for name, value in model.state_dict().items()},
+        held,
         elche.progress_samples(),
         elche.rank(),
         elche.world_size(),
         0 if late_sum is None else late_sum.handed,
         meet.found,
+        commits,
     )
     elche.shutdown()
     return counted
+
+
+def note_commits(optimizer: torch.optim.Optimizer, commits: list[torch.Tensor]) -> None:
+    """Keeps what its momentum is whenever all ranks hold the same."""
+    first = optimizer.param_groups[0]["params"][0]
+
+    def note() -> None:
+        commits.append(optimizer.state[first]["momentum_buffer"].clone())
+
+    after(OptimizerStateAverager, "apply", note)
+    after(OptimizerStateAverager, "take_over", note)
+    after(GradientSync, "finish", note)
+    after(GradientWindow, "skip", note)
 
 
 def die() -> None:
@@ -219,6 +248,14 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
         after(ParameterGroup, "begin", visit)
     elif death.place == "after summing":
         after(Averager, "_wait", visit)
+    elif death.place == "before begun":
+        before(GradientWindow, "begin", visit)
+    elif death.place == "before finishing":
+        before(GradientWindow, "finish", visit)
+    elif death.place == "after finishing":
+        after(GradientWindow, "finish", visit)
+    elif death.place == "handing over":
+        before(gradient_sync, "take_step", visit)
     elif death.place == "evaluating":
         meet.at_step = visit
     elif death.place == "meeting":

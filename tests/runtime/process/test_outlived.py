@@ -66,7 +66,6 @@ def test_a_killed_rank_is_outlived(policy: str, rank: int) -> None:
     ("words", "code", "says"),
     [
         ("0 kill cadence own", 137, "from the script's own Evens, which no other rank"),
-        ("1 kill auto", 137, "the death of a rank ends policy='auto'"),
         ("1 kill async mortal", 137, "the death of a rank ends survive=False"),
         ("1 raise cadence", 1, "ValueError: a fault in user code"),
         ("1 quit async", 7, "rank 1 failed: its process ended with code 7"),

@@ -119,9 +119,13 @@ class Averager:
 
     @property
     def is_summed(self) -> bool:
-        """Whether all sums of a reduction are here, and none is taken."""
+        """Whether the sums of parameters and buffers are here, and none is taken."""
         is_here = all(group.is_summed for group in self._groups)
         return is_here and self._buffers.is_summed
+
+    def has_sum(self, plan: Reduce) -> bool:
+        """Whether all sums of a reduction that was begun are here."""
+        return self.is_summed and (self._state.is_summed or not plan.include_state)
 
     @torch.no_grad()
     def hand_over(
@@ -144,11 +148,14 @@ class Averager:
             each.receive(group, source, rule, lacks=lacks) for each in self._groups
         ]
         self._buffers.hand_over(group, source, plan, lacks=lacks)
+        averages = plan.include_state
+        state = self._state.receive(group, source, lacks=lacks) if averages else []
         if lacks:  # all is here: it is taken as a whole
             for parameters, (base, momentum) in zip(
                 self._groups, received, strict=True
             ):
                 parameters.take_over(base, momentum, keeps=keeps)
+            self._state.take_over(state)
             self._end()
 
     def reconnect(self, group: Group) -> None:
@@ -302,9 +309,9 @@ class ParameterAverager(Averager):
         self._buffers.take()
         for group in self._groups:
             group.send(plan.weight)
-        if plan.include_state:
-            self._state.begin(plan.weight)
         self._buffers.begin(plan)
+        if plan.include_state:  # the first time it may fail where a rank has died
+            self._state.begin(plan.weight)
         return self.complete(plan)
 
     @torch.no_grad()

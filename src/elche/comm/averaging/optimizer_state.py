@@ -19,6 +19,8 @@ from elche.comm.transport.process_group import Group
 
 Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
 """Those that step the model now: a loop may step with more than it began with."""
+Means = list[tuple[FlatLayout, torch.Tensor]]
+"""Averaged state of each dtype, flat."""
 COUNTERS = ("step", "mu_product", "eta", "mu")
 """State that follows from a rank's own number of steps."""
 
@@ -83,6 +85,9 @@ class OptimizerStateAverager:
         self._group = group
         self._groups: dict[torch.dtype, _StateGroup] = {}
         self._sent: list[_StateGroup] = []
+        self._applied: list[_StateGroup] = []
+        self._received: Means = []
+        self._is_begun = False
 
     @property
     def host_bytes(self) -> int:
@@ -93,6 +98,8 @@ class OptimizerStateAverager:
         """Sends through another group from now on."""
         self._group = group
         self._groups.clear()
+        self._sent, self._applied, self._received = [], [], []
+        self._is_begun = False
 
     def layout(self) -> str:
         """Names what can be averaged; "" if there is nothing yet.
@@ -106,14 +113,19 @@ class OptimizerStateAverager:
 
     def begin(self, weight: float) -> None:
         """Begins the mean, with all ranks; a rank of weight 0 sends zeros."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for _, _, state in self._entries():
-            by_dtype.setdefault(wire_dtype(state.dtype), []).append(state)
+        self._is_begun = False
         self._sent = [
-            self._group_of(dtype, tensors) for dtype, tensors in by_dtype.items()
+            self._group_of(dtype, tensors)
+            for dtype, tensors in self._by_dtype().items()
         ]
         for group in self._sent:
             group.send(weight)
+        self._is_begun = True
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether all sums of a mean that was begun are here, and none is taken."""
+        return self._is_begun and all(group.exchange.has_sum for group in self._sent)
 
     def wait(self) -> None:
         """Waits for all ranks.
@@ -128,7 +140,53 @@ class OptimizerStateAverager:
         """After :meth:`wait`: the state becomes the mean."""
         for group in self._sent:
             group.replace()
-        self._sent = []
+        self._applied, self._sent, self._received = self._sent, [], []
+        self._is_begun = False
+
+    def receive(self, group: Group, source: int, *, lacks: bool) -> Means:
+        """With all ranks of a new group: one rank's last mean; nothing changes yet.
+
+        Args:
+            group: the new group.
+            source: place in it of a rank that has applied it.
+            lacks: this rank has not.
+        """
+        means = self._lacking() if lacks else self._held()
+        for _, mean in means:
+            group.broadcast(mean, "handing over averaged optimizer state", source)
+        return means
+
+    def take_over(self, received: Means) -> None:
+        """The state becomes the mean that was received."""
+        self._applied, self._sent, self._received = [], [], received
+        self._is_begun = False
+        for layout, mean in received:
+            image = layout.over(mean)
+            for index in range(len(layout.segments)):
+                layout.write(index, image)
+            layout.flush(image)
+
+    def _held(self) -> Means:
+        """The last mean, from where it was summed or as it was received."""
+        means = list(self._received)
+        for each in self._applied:
+            mean = _flat(each.layout)
+            each.exchange.sum_into(0, each.layout.numel, mean)
+            means.append((each.layout, mean))
+        return means
+
+    def _lacking(self) -> Means:
+        """Room for one."""
+        held = self._by_dtype().items()
+        layouts = [FlatLayout(tensors, dtype) for dtype, tensors in held]
+        return [(layout, _flat(layout)) for layout in layouts]
+
+    def _by_dtype(self) -> dict[torch.dtype, list[torch.Tensor]]:
+        """What can be averaged, by the dtype in which it travels."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for _, _, state in self._entries():
+            by_dtype.setdefault(wire_dtype(state.dtype), []).append(state)
+        return by_dtype
 
     def _group_of(
         self, dtype: torch.dtype, tensors: Sequence[torch.Tensor]
@@ -152,6 +210,10 @@ class OptimizerStateAverager:
             for place, state in enumerate(held):
                 for key in _keys(state, parameter):
                     yield index, f"{key}/{place}" if place else key, state[key]
+
+
+def _flat(layout: FlatLayout) -> torch.Tensor:
+    return torch.zeros(layout.numel, dtype=layout.dtype, device="cpu")
 
 
 def _keys(state: dict[str, Any], parameter: nn.Parameter) -> list[str]:

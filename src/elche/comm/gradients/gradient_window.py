@@ -236,6 +236,16 @@ class GradientWindow:
         self._is_reduced = True
         return totals[0]
 
+    @property
+    def is_summed(self) -> bool:
+        """Whether :meth:`finish` would return at once, and not raise."""
+        return all(each.exchange.has_sum for each in self._sums)
+
+    def skip(self) -> None:
+        """The step that this window ends with was taken from another rank."""
+        self._is_reduced = True
+        self.clear()
+
     def clear(self) -> None:
         """Sets every ``p.grad`` to None, so that the loop's own step moves nothing."""
         for each in self._sums:

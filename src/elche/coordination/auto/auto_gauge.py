@@ -66,7 +66,8 @@ class Gauge:
         self._few = max(1, min_share_samples)
         self._optimizer = optimizer
         self.cut = local_cut(config.windows, world_size, self._few)
-        self._ranks = [RankCosts() for _ in range(world_size)]
+        self._ranks = {rank: RankCosts() for rank in range(world_size)}
+        self._is_redone = False
         self._exposed_s: list[float] = []
         self._syncs_s: list[float] = []
         self._hidden = 0.0
@@ -84,6 +85,16 @@ class Gauge:
         """An epoch begins, in a run expected to have so many batches."""
         self._run_batches = run_batches
         self._grants.clear()
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone; what is known of the others stays.
+
+        Of a reduction that it breaks off nothing is measured.
+        """
+        self._ranks.pop(rank, None)
+        self._grants.clear()
+        self._windows.clear()
+        self._is_redone = True
 
     def reported(self, event: StepsDone, left_out: int = 0) -> list[StepsDone]:
         """A rank has run a grant; the last one of them gets the reports of all.
@@ -153,6 +164,9 @@ class Gauge:
         if len(reports) < len(self._ranks):
             return False
         del self._windows[event.window]
+        was_redone, self._is_redone = self._is_redone, False
+        if was_redone:
+            return False
         taken_s = []
         for rank, report in reports.items():
             lag_batches = max(0.0, report.adopted_at - 0.5)
@@ -189,6 +203,7 @@ class Gauge:
         """
         other = Gauge(self._config, len(reports), self._few, self._optimizer)
         other.begin_epoch(self._run_batches)
+        other.cut, other._ranks = self.cut, {rank: RankCosts() for rank in self._ranks}
         other.is_cold = True
         other.took_steps([replace(report, warm=True) for report in reports])
         other.learn(probe_s)
@@ -201,12 +216,12 @@ class Gauge:
         """
         if not steps % 2:
             return ()
-        ranks = range(len(self._ranks))
-        return tuple(sorted(ranks, key=lambda rank: -self.batch_s(rank, samples))[:-1])
+        slowest = sorted(self._ranks, key=lambda rank: -self.batch_s(rank, samples))
+        return tuple(slowest[:-1])
 
     def step_s(self, samples: int, spared: Collection[int]) -> float:
         """About what a step takes in which these ranks get the least part."""
-        ranks = range(len(self._ranks))
+        ranks = self._ranks
         rates = [1.0 / self.batch_s(r, samples) for r in ranks if r not in spared]
         return max(1.0 / sum(rates), *(self.batch_s(r, self._few) for r in ranks))
 
@@ -216,11 +231,11 @@ class Gauge:
         Args:
             probe_s: what one reduction takes.
         """
-        for costs in self._ranks:
+        for costs in self._ranks.values():
             costs.learn()
             costs.spent_s = costs.expected_s = 0.0
         self._assume_fixed()
-        deviations = [d for costs in self._ranks for d in costs.deviations()]
+        deviations = [d for costs in self._ranks.values() for d in costs.deviations()]
         if deviations:
             self._jitter = MAD_TO_SIGMA * median(deviations)
         self.sync_s = probe_s
@@ -236,8 +251,8 @@ class Gauge:
         Where nobody has, much of each step: else one device, which runs more samples,
         would look slow beside all of them.
         """
-        fixed_samples = common_fixed_samples(self._ranks)
-        for costs in self._ranks:
+        fixed_samples = common_fixed_samples([*self._ranks.values()])
+        for costs in self._ranks.values():
             if fixed_samples is not None:
                 costs.assume(fixed_samples)
             elif costs.steps:
@@ -248,14 +263,14 @@ class Gauge:
         """Costs per sample and step stay as they are; speeds are followed."""
         self._is_learned = True
         self.measurements = 0
-        for costs in self._ranks:
+        for costs in self._ranks.values():
             costs.steps.clear()
 
     def follow(self) -> None:
         """Takes in what was measured since the last time."""
         self.measurements = 0
         self.is_cold = False
-        for costs in self._ranks:
+        for costs in self._ranks.values():
             costs.follow()
         if self._syncs_s:
             self.sync_s = median(self._syncs_s)
@@ -269,7 +284,7 @@ class Gauge:
     @property
     def has_sizes(self) -> bool:
         """Whether steps of sizes that differ tell what is fixed of them."""
-        return any(costs.has_spread for costs in self._ranks)
+        return any(costs.has_spread for costs in self._ranks.values())
 
     @property
     def doubt(self) -> float:
@@ -288,8 +303,9 @@ class Gauge:
         Args:
             batch_size: samples of a global batch; windows would train on parts of it.
         """
-        ranks = self._ranks
+        ranks = self._ranks.values()
         return MeasuredCluster(
+            ranks=tuple(self._ranks),
             seconds_per_sample=[
                 max(LEAST_S, costs.factor * costs.sample_s) for costs in ranks
             ],

@@ -65,11 +65,14 @@ class _Phase(Enum):
     an epoch begins, other windows are chosen     WINDOWS                 WINDOWS
     an epoch begins, a trial is due or ``sync``
     is chosen, all optimizers are alike           ALONE                   TRIAL
-    a rank is gone or joins                       any                     FIXED
+    a rank is gone, and windows are not the
+    choice any more                               LEAVING                 TRIAL
+    a rank joins, or one rank is left             any                     FIXED
     ============================================  ======================  ===========
 
     In TRIAL, WINDOWS and ALONE another choice is carried out when the phase ends, TRIAL
-    with its last grant. A run of one rank is FIXED from its start.
+    with its last grant. A run of one rank is FIXED from its start. When a rank is gone,
+    the others choose anew, by what is known of them.
     """
 
     CALIBRATING = "steps are measured for a first choice"
@@ -105,6 +108,7 @@ class AutoPolicy(Policy):
         self._state_from: int | None = None  # in the epoch that begins
         self._length = RunLength(settings.epochs)
         self._batch_size = 0
+        self._is_unsaid = False  # what was chosen when a rank was gone
         self._now_s = 0.0
 
     def _new_chooser(self) -> Chooser:
@@ -140,6 +144,24 @@ class AutoPolicy(Policy):
     def is_elastic(self) -> bool:
         """Whether the policy in force can go on without a rank."""
         return self._current.is_elastic
+
+    def mortal_by(self, rank: int) -> str:
+        """Why the others cannot go on without a rank that dies now; "" if they can."""
+        windows = self._switch.windows
+        is_alone = windows is not None and windows.choice.is_alone
+        if is_alone and rank not in self._switch.idle:
+            return f"rank {rank} trains alone, and no other has its optimizer's state"
+        return self._current.mortal_by(rank)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the policy in force has ended the epoch with some of it left."""
+        return self._current.is_cut
+
+    @property
+    def steps_left(self) -> int:
+        """In how many global batches that is to be cut; 0: as the epoch was."""
+        return self._current.steps_left
 
     def make_room(self, wanted: bool) -> list[Instruction]:
         """Ranks wait to be taken in; passed to the policy in force."""
@@ -197,8 +219,11 @@ class AutoPolicy(Policy):
                 self._length, begun_epochs=epoch + 1, epoch_batches=sizes.num_batches
             )
         self._batch_size = max(sizes.runs, key=lambda run: run[1])[0]
-        self._gauge.begin_epoch(float(self._length.epochs * sizes.num_batches))
-        return self._switch.begin_epoch(epoch, sizes, now_s)
+        self._gauge.begin_epoch(float(self._length.batches))
+        outcome = self._switch.begin_epoch(epoch, sizes, now_s)
+        if self._is_unsaid:
+            self._announce(outcome, is_now=True)
+        return outcome
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event of the epoch under way; chooses when enough is measured."""
@@ -213,15 +238,32 @@ class AutoPolicy(Policy):
             self._switch.end_epoch(outcome, event)
         elif self._phase in (_Phase.WINDOWS, _Phase.ALONE):
             self._measure_windows(event, outcome)
-        elif self._phase is _Phase.LEAVING and self._switch.may_take_over:
-            self._begin_windows()
-            self._switch.take_over(outcome, now_s)
+        else:
+            self._leave_steps(outcome, now_s)
         return outcome
 
+    def _leave_steps(self, outcome: Outcome, now_s: float) -> None:
+        """Windows take over where they are due and all granted steps are done."""
+        if self._phase is _Phase.LEAVING and self._switch.may_take_over:
+            self._begin_windows()
+            self._switch.take_over(outcome, now_s)
+
     def remove(self, rank: int) -> None:
-        """A rank is gone: what was measured is of another membership."""
-        self._fix()
+        """A rank is gone: the others choose anew, by what is known of them."""
+        self._gauge.remove(rank)
         self._switch.remove(rank)
+        has_lost_all = self._phase is _Phase.ALONE and not self._switch.idle
+        if len(self._switch.ranks) < 2 or has_lost_all:
+            self._fix()
+        elif self._phase not in (_Phase.CALIBRATING, _Phase.FIXED):
+            self._is_unsaid |= self._chosen.observe(self._batch_size)
+            if self._phase is _Phase.LEAVING and not self._chosen.wants_windows:
+                self._switch.sync.grant_again()
+                self._try_steps()
+
+    def arrived(self, rank: int, lost: Runs) -> None:
+        """A member is in the group that forms; passed to the policy in force."""
+        self._current.arrived(rank, lost)
 
     def add(self, member: Member) -> None:
         """A rank joins: what was measured is of another membership."""
@@ -231,14 +273,20 @@ class AutoPolicy(Policy):
     def _fix(self) -> None:
         """What runs now stays to the end; steps are shared among all again."""
         self._phase = _Phase.FIXED
+        self._is_unsaid = False
         if self._switch.windows is None:
             self._calibration.break_off()
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; the policy in force goes on."""
+        self._now_s = now_s
         outcome = self._current.regrouped(reduced, now_s)
+        if self._is_unsaid:
+            self._announce(outcome)
         if outcome.epoch_over:
             self._switch.end_epoch(outcome, None)
+        else:
+            self._leave_steps(outcome, now_s)
         return outcome
 
     @property
@@ -330,14 +378,15 @@ class AutoPolicy(Policy):
             without_s = choice.prediction.window_s
             notice.instructions += sync.leave_out(choice.left_out, with_s, without_s)
 
-    def _announce(self, notice: Outcome) -> None:
+    def _announce(self, notice: Outcome, *, is_now: bool = False) -> None:
         """Reports the choice; windows pay less in short runs."""
+        self._is_unsaid = False
         choice = self._chosen.now
         reason = f"{choice.reason}; {self._length}"
         if self._chosen.wants_windows and not choice.is_alone:
             samples = self._gauge.cut.largest_of(self._batch_size)
             reason += f"; steps of {samples} samples"
-        if self._switch.windows is not None:
+        if self._switch.windows is not None and not is_now:
             reason += "; from the next epoch on"
         notice.notes.append(reason)
         notice.instructions.append(
@@ -367,5 +416,9 @@ class AutoPolicy(Policy):
         """The epoch begins under ``sync``; a few grants tell whether it stays."""
         self._state_from = self._switch.end_windows()
         self.name = self._current.name
+        self._try_steps()
+
+    def _try_steps(self) -> None:
+        """A few steps of all ranks tell what they cost now."""
         self._grants_left = TRIAL_GRANTS
         self._phase = _Phase.TRIAL

@@ -98,15 +98,27 @@ class PolicySwitch:
         """Of the run, in order."""
         return list(self._members)
 
+    @property
+    def idle(self) -> frozenset[int]:
+        """Ranks that windows give no work."""
+        return frozenset() if self.windows is None else self.windows.policy.idle
+
     def remove(self, rank: int) -> None:
-        """A rank is gone."""
+        """A rank is gone, also from steps that may follow windows."""
         del self._members[rank]
-        self.current.remove(rank)
+        self.sync.remove(rank)
+        if self.windows is not None:
+            policy, choice = self.windows.policy, self.windows.choice
+            policy.remove(rank)
+            choice = replace(choice, left_out=tuple(sorted(policy.idle)))
+            self.windows = RunningWindows(policy, choice)
 
     def add(self, member: Member) -> None:
         """A rank joins."""
         self._members[member.rank] = member
-        self.current.add(member)
+        self.sync.add(member)
+        if self.windows is not None:
+            self.windows.policy.add(member)
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Begins an epoch under what runs."""

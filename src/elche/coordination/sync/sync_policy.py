@@ -207,8 +207,7 @@ class SyncPolicy(Policy):
         """As many steps as were not run, where ranks have died; else 0."""
         return max(1, self._ledger.pooled) if self._lost else 0
 
-    @property
-    def mortal_by(self) -> str:
+    def mortal_by(self, rank: int) -> str:
         """See `LeftOutRanks`."""
         return self._left_out.mortal_by
 

@@ -101,6 +101,11 @@ class WindowPolicy(Policy):
         return self._state.book.window
 
     @property
+    def idle(self) -> frozenset[int]:
+        """Ranks that are given no work."""
+        return self._state.idle
+
+    @property
     def is_quiet(self) -> bool:
         """Whether the membership can grow now."""
         state = self._state

@@ -167,7 +167,9 @@ class WindowState:
         """
         self.is_paused = True
         del self.members[rank]
-        self._give_work_to_all()
+        self.idle -= {rank}
+        if self.idle.issuperset(self.members):
+            self._give_work_to_all()
         self.reductions.remove(rank)
         self.ledger.remove(rank)
         for window, parts in enumerate((self.book.parts, self.book.ahead)):
@@ -198,7 +200,7 @@ class WindowState:
         return self.reductions.resume(self.book.window - 1, self.members)
 
     def _give_work_to_all(self) -> None:
-        """Who was not worth any work may be all that is left."""
+        """Who was not worth any work is all that is left, or may be."""
         idle, self.idle = self.idle, frozenset()
         for rank in sorted(idle.intersection(self.members)):
             self.leasing.add(rank, self.members[rank].horizon_batches)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -15,12 +16,29 @@ from elche.comm.gradients.gradient_hooks import GradientHooks
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.gradients.graph_capture import refuse_capture
 from elche.comm.model_buffers.window_buffers import WindowBuffers
+from elche.comm.transport.exchange import succeeded
+from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
-from elche.errors import ConfigError
+from elche.errors import CommunicationError, ConfigError, RankLostError
+from elche.runtime.resume_sync import take_step
 from elche.runtime.watch.loop_guard import LoopGuard
 from elche.runtime.windows.window_sync import WindowSync
 from elche.torch_internals.held import foreach_mul_
 from elche.torch_internals.passes import graph_task_id
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Samples and rates times samples, summed over the ranks."""
+
+    message: torch.Tensor
+    work: Any
+
+    def means(self) -> list[float]:
+        """The mean of each rate; none where nothing was trained."""
+        total, *sums = self.message.tolist()
+        return [each / total for each in sums] if total > 0 else []
 
 
 @final
@@ -62,6 +80,7 @@ class GradientSync(WindowSync):
         self._max_grad_norm = max_grad_norm
         self._weight = 0.0
         self._was_finite = True
+        self._rates: _Rates | None = None
         self._pass: int | None = None
         self._touched: list[torch.Tensor] = []
         self._index = {id(p): at for at, p in enumerate(self._parameters)}
@@ -161,16 +180,30 @@ class GradientSync(WindowSync):
 
     @override
     def reduce(self, plan: Reduce) -> SyncResult:
+        """Sends all that is summed before any of it is taken: all of it or nothing."""
         weight = self._window.samples if self._was_finite else 0.0
-        total = self._window.reduce(counts=self._was_finite)
-        self._buffers.average(plan)
+        self._window.begin(counts=self._was_finite)
+        self._buffers.take()
+        self._buffers.begin(plan)
+        self._rates = self._send_rates(weight)
+        return self.finish(plan, is_drained=True)
+
+    @override
+    def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
+        assert self._rates is not None
+        group, own = self._window.group, self._own_rates()
+        self._buffers.wait()
+        group.wait(self._rates.work, "sharing learning rates")
+        total = self._window.finish()
+        self._buffers.apply()
         if self._is_sum:
             self._multiply(total)
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
-        own = self._share_rates(weight)
+        self._set_rates(self._rates.means() or own)
         self._optimizer.step()
         self._set_rates(own)
+        self._rates = None
         self._window.clear()  # also of what this optimizer does not hold
         return SyncResult(divergence=0.0, parameter_norm=None)
 
@@ -181,23 +214,57 @@ class GradientSync(WindowSync):
         if gradients:
             foreach_mul_(gradients, total)
 
-    def _share_rates(self, weight: float) -> list[float]:
-        """Sets every rate to its mean over the window's batches; returns this rank's.
+    @override
+    def has_sum(self, plan: Reduce) -> bool:
+        if self._rates is None or not succeeded(self._rates.work):
+            return False
+        return self._window.is_summed and self._buffers.is_summed
+
+    @override
+    def hand_over(
+        self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
+    ) -> None:
+        """Nothing has moved since the common step: who lacks it takes what it made.
+
+        Raises:
+            CommunicationError: another rank has died meanwhile.
+        """
+        own = self._own_rates()
+        try:
+            take_step(group, self._parameters, self._optimizer, source)
+            self._buffers.hand_over(group, source, plan, lacks=lacks)
+        except RankLostError as error:
+            raise CommunicationError(
+                "a second rank died while ranks took a common step from another one: "
+                "start the run anew from its last checkpoint (--max-restarts)"
+            ) from error
+        self._set_rates(own)
+        if lacks:
+            self._window.skip()
+            self._buffers.apply()
+
+    @override
+    def reconnect(self, group: Group) -> None:
+        self._rates = None
+        self._window.connect(group)
+        self._buffers.connect(group)
+        self._buffers.join_own()
+
+    def _own_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def _send_rates(self, weight: float) -> _Rates:
+        """Sends every rate, to be its mean over the window's batches.
 
         A schedule in the loop has brought each rank as far as its own batches, and a
         common step needs a common rate.
         """
-        own = [float(group["lr"]) for group in self._optimizer.param_groups]
         message = torch.tensor(
-            [weight, *(rate * weight for rate in own)],
+            [weight, *(rate * weight for rate in self._own_rates())],
             dtype=torch.float64,
             device="cpu",
         )
-        self._window.group.all_reduce(message, "sharing learning rates")
-        total, *sums = message.tolist()
-        if total > 0:
-            self._set_rates([each / total for each in sums])
-        return own
+        return _Rates(message, self._window.group.all_reduce_async(message))
 
     def _set_rates(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):

@@ -98,7 +98,7 @@ class AveragedSync(WindowSync):
 
     @override
     def has_sum(self, plan: Reduce) -> bool:
-        return self._averager.is_summed
+        return self._averager.has_sum(plan)
 
     @override
     def hand_over(
@@ -237,7 +237,7 @@ class OverlappedSync(AveragedSync):
     def has_sum(self, plan: Reduce) -> bool:
         if self._averager.is_sent:
             self._averager.begin(plan)
-        return self._averager.is_begun and self._averager.is_summed
+        return self._averager.is_begun and self._averager.has_sum(plan)
 
     @override
     def common(self) -> dict[int, torch.Tensor]:

@@ -51,6 +51,10 @@ class Regrouping:
         hand_over: sends the first rank's state to those that are new, with all ranks.
         emit: takes a line for the user.
         min_ranks: fewer pause until others have joined.
+
+    Attributes:
+        is_building: a rank has not built what the policy in force needs, so that none
+            has begun to train under it, and all build anew in the group that forms.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Regrouping:
         self._hand_over = hand_over
         self._emit = emit
         self._min_ranks = min_ranks
+        self.is_building = False
         self._said = list(worker.members)
 
     def form(
@@ -88,10 +93,21 @@ class Regrouping:
         Raises:
             RankLostError: another rank has died; to be called again.
         """
+        group = self.meet(wants_keys=wants_keys)
+        if not self.is_building:
+            self._settle(group, last, on_result)
+        self.say()
+
+    def _settle(
+        self,
+        group: Group,
+        last: OpenReduction | None,
+        on_result: Callable[[], None] | None,
+    ) -> None:
+        """Who lacks a result takes it from who holds it; goes on in the group."""
         worker, sync = self._worker, self._synchroniser.windows
         if sync is None:
             raise ProtocolError(f"rank {worker.rank}: no windows, and a new group")
-        group = self.meet(wants_keys=wants_keys)
         lacks = last is not None and last.lacks
         rows = torch.zeros(group.world_size, 2, dtype=torch.int64, device="cpu")
         rows[group.rank] = torch.tensor(
@@ -107,7 +123,6 @@ class Regrouping:
             if lacks and on_result is not None:
                 on_result()
         sync.reconnect(group)
-        self.say()
 
     def meet(self, *, wants_keys: bool) -> Group:
         """The members' group, formed; who lacks what all have gets it there.
@@ -121,14 +136,19 @@ class Regrouping:
         worker, order = self._worker, self._order
         worker.regroup()
         group = worker.group
-        rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
+        rows = torch.zeros(group.world_size, 5, dtype=torch.int64, device="cpu")
         has_keys = order.keys is not None
         lacks_keys = wants_keys and not has_keys
-        mine = lacks_keys, has_keys, worker.is_new, group.shares_host
+        mine = (
+            *(lacks_keys, has_keys, worker.is_new),
+            *(self.is_building, group.shares_host),
+        )
         rows[group.rank] = torch.tensor(mine, device="cpu")
         group.all_reduce(rows, WHAT)
-        lack_keys, have_keys, are_new, share = rows.T.tolist()
+        lack_keys, have_keys, are_new, are_building, share = rows.T.tolist()
+        self.is_building = any(are_building)
         group.shares_host = all(share)
+        self._synchroniser.move_to(group)
         if any(lack_keys):
             order.settle(group, have_keys.index(1) if any(have_keys) else None)
         if group.rank == 0:

@@ -83,9 +83,10 @@ class StepRegrouping:
         else:
             found = settle([StepPlace(*row) for row in zip(*columns, strict=True)])
             self.lost.take(set(self._members) - set(worker.members), found)
-            self._synchroniser.go_on_in(
-                group, found.source, part_of(), lacks=place.passes < found.passes
-            )
+            if not regrouping.is_building:
+                self._synchroniser.go_on_in(
+                    group, found.source, part_of(), lacks=place.passes < found.passes
+                )
             self.lost.confirm()
         regrouping.say()
 

@@ -153,13 +153,16 @@ class Synchroniser:
         if group is not None:
             self._build_reducer(group, None)
 
+    def move_to(self, group: Group) -> None:
+        """Builds in this group from now on."""
+        self._group = group
+
     def go_on_in(
         self, group: Group, source: int | None, part: StepPart | None, *, lacks: bool
     ) -> None:
         """Ranks have died under ``sync``; see `GradientReducer.go_on_in`."""
         assert self.reducer is not None
         self.reducer.go_on_in(group, source, part, lacks=lacks)
-        self._group = group
 
     def _build_reducer(self, group: Group, norms: NormScope | None) -> None:
         reducer = GradientReducer(

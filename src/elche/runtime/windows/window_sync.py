@@ -96,15 +96,15 @@ class WindowSync(ABC):
         """
         return False
 
+    @abstractmethod
     def hand_over(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
         """See `Averager.hand_over`."""
-        raise ProtocolError(f"window {plan.window} cannot be taken from another rank")
 
+    @abstractmethod
     def reconnect(self, group: Group) -> None:
         """Reduces in a new group from now on, with all its ranks."""
-        raise ProtocolError("gradient windows keep their group")
 
     def close(self, *, begins: bool) -> bool:
         """The window ends; True if its update is finite, and has a weight.

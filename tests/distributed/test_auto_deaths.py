@@ -1,0 +1,230 @@
+"""Ranks that die under ``auto``: in steps, in windows, and on the way between them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elche.cadence.chooser import Choice
+from elche.cadence.goodput import MeasuredCluster, predict
+from elche.coordination.auto import auto_calibration, auto_policy
+from elche.coordination.sync import sync_policy
+from tests.distributed.cases.auto_deaths import (
+    BUILDING,
+    EPOCHS,
+    SAMPLES,
+    Counted,
+    train,
+)
+from tests.distributed.cases.survive_cases import Death
+from tests.distributed.cases.tasks import identical
+from tests.harness.fenced import run_fenced
+
+pytestmark = pytest.mark.distributed
+
+GLOO = {"transport": {"kind": "gloo"}}
+WINDOWS, ALONE, STEPS = "async", "alone", "sync"
+
+
+class Wanted:
+    """In place of a chooser: what a test wants, one choice after the other.
+
+    Attributes:
+        choices: the last one stays.
+        steps: that are measured before the first one.
+    """
+
+    choices: tuple[str, ...] = (WINDOWS,)
+    steps = 2
+
+    def __init__(self, **_: Any) -> None:
+        self._left = list(self.choices)
+
+    def fix_update(self, update: str) -> None: ...
+
+    def observe(self, cluster: MeasuredCluster) -> Choice:
+        kind = self._left.pop(0) if len(self._left) > 1 else self._left[0]
+        policy = "sync" if kind == ALONE else kind
+        places = [cluster.world_size - 1] if kind == ALONE else None
+        alone = [] if places is None else [cluster.ranks[places[0]]]
+        return Choice(
+            policy=policy,
+            anchor=2,
+            left_out=tuple(r for r in cluster.ranks if alone and r not in alone),
+            prediction=predict(policy, cluster, places),
+            alternatives=(),
+            changed=True,
+            reason="as the test wants",
+        )
+
+
+@pytest.fixture(autouse=True)
+def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wanted]]:
+    """Choices come as a test wants, after few measurements."""
+
+    def goes_on(calibration: Any, *_: Any) -> bool:
+        return bool(calibration._gauge.measurements < Wanted.steps)
+
+    monkeypatch.setattr(auto_policy, "Chooser", Wanted)
+    monkeypatch.setattr(auto_calibration.Calibration, "_goes_on", goes_on)
+    monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
+    monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 1)
+    yield Wanted
+    Wanted.choices, Wanted.steps = (WINDOWS,), 2
+
+
+def outlive(
+    tmp_path: Path, *deaths: Death, ranks: int = 4, late: int = -1, **options: Any
+) -> list[list[str]]:
+    """A run in which ranks die; the policies of the others, whose account is checked.
+
+    By what loops were handed, by what the model holds, and by elche.
+    """
+    outcomes, lost = run_fenced(ranks, train, str(tmp_path), deaths, options, late)
+    victims = [death.rank for death in deaths]
+    errors = {each.rank: each.error for each in outcomes if each.error}
+    others = [error for rank, error in errors.items() if rank not in victims]
+    assert not others, "\n".join(map(str, others))
+    assert sorted(lost) == sorted(victims), "a fault did not happen"
+    for rank in victims:
+        assert errors[rank].way == "died"
+        assert "-9" in errors[rank].text
+    survivors: list[Counted] = [e.value for e in outcomes if e.rank not in victims]
+    assert identical([each.state for each in survivors])
+    state = survivors[0].state
+    assert (state["count"] - state["w"]).tolist() == [EPOCHS] * SAMPLES
+    assert {each.progress for each in survivors} == {float(SAMPLES * EPOCHS)}
+    handed: Counter[tuple[int, int]] = Counter()
+    for path in tmp_path.glob("log*.txt"):
+        for line in path.read_text().splitlines():
+            epoch, *indices = map(int, line.split())
+            handed.update((epoch, index) for index in indices)
+    assert len(handed) == SAMPLES * EPOCHS
+    assert [each.place for each in survivors] == list(range(len(survivors)))
+    assert {each.world_size for each in survivors} == {len(survivors)}
+    return [each.policies for each in survivors]
+
+
+@pytest.mark.parametrize(
+    ("place", "at"), [("forward", 3), ("inside building", 1), ("after summing", 2)]
+)
+def test_a_death_is_outlived(place: str, at: int, tmp_path: Path) -> None:
+    """While steps are measured, on the way to windows, and in them."""
+    found = outlive(tmp_path, Death(2, place, at))
+    assert found == [["sync", "async"]] * 3
+
+
+@pytest.mark.slow
+def test_nobody_trains_where_another_has_not_built(tmp_path: Path) -> None:
+    """Ranks 0 and 3 have all that windows need, rank 1 lacks a sum of it."""
+    found = outlive(tmp_path, Death(2, "after building", 1), late=1, **GLOO)
+    assert found == [["sync", "async"]] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+def test_deaths_on_the_way_to_windows(
+    options: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
+    for rank, place in itertools.product((0, 1), BUILDING):
+        (folder := tmp_path / f"{rank} {place}").mkdir()
+        print(options, ranks, rank, place)
+        found = outlive(folder, Death(rank, place, 1), ranks=ranks, **options)
+        assert found == [["sync", "async"]] * (ranks - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_work_dies(
+    rank: int, wanted: type[Wanted], tmp_path: Path
+) -> None:
+    """The one that trains alone goes on alone."""
+    wanted.choices = (ALONE,)
+    found = outlive(tmp_path, Death(rank, "after reduced", 2), ranks=3)
+    assert found[-1] == ["sync", "async"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+def test_deaths_on_the_way_back_to_steps(
+    options: dict[str, Any], wanted: type[Wanted], tmp_path: Path
+) -> None:
+    """The others take the optimizer of the one that trained alone, and try steps."""
+    wanted.choices = (ALONE, STEPS)
+    for number, (place, at) in enumerate(
+        [*((place, 2) for place in BUILDING), ("inside building", 3), ("batch", 6)]
+    ):
+        (folder := tmp_path / str(number)).mkdir()
+        print(options, place, at)
+        found = outlive(folder, Death(0, place, at), ranks=3, **options)
+        assert found[-1] == ["sync", "async", "sync"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("death", "says"),
+    [
+        (("batch", 12), "trains alone, and no other has its optimizer's state"),
+        (("before building", 2), "which trained alone, has died before the others had"),
+    ],
+)
+def test_the_death_of_the_rank_that_trains_alone_ends_the_run_by_name(
+    death: tuple[str, int], says: str, wanted: type[Wanted], tmp_path: Path
+) -> None:
+    """What its optimizer holds has nobody else."""
+    wanted.choices = (ALONE,) if death[0] == "batch" else (ALONE, STEPS)
+    outcomes, _ = run_fenced(3, train, str(tmp_path), (Death(2, *death),), {})
+    assert says in str(outcomes[0].error)
+    assert outcomes[1].error is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+def test_several_deaths(options: dict[str, Any], tmp_path: Path) -> None:
+    for number, deaths in enumerate(
+        [
+            (Death(2, "inside building", 1), Death(1, "regrouped", 1)),
+            (Death(3, "forward", 2), Death(0, "before building", 1)),
+            (
+                Death(1, "forward", 3),
+                Death(2, "after building", 1),
+                Death(0, "batch", 30),
+            ),
+        ]
+    ):
+        (folder := tmp_path / str(number)).mkdir()
+        print(options, deaths)
+        outlive(folder, *deaths, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+def test_deaths_at_random_moments(
+    options: dict[str, Any], wanted: type[Wanted], tmp_path: Path
+) -> None:
+    draws = random.Random(repr(options))
+    for number in range(16):
+        (folder := tmp_path / str(number)).mkdir()
+        wanted.steps = draws.randrange(1, 12)
+        victims = draws.sample(range(4), draws.choice((1, 2, 3)))
+        deaths = [
+            Death(
+                rank,
+                place := draws.choice(("forward", "batch", "after closed")),
+                draws.randrange(1, 4) if " " in place else draws.randrange(2, 60),
+            )
+            for rank in victims
+        ]
+        print(options, wanted.steps, deaths)
+        outlive(folder, *deaths, **options)

@@ -244,8 +244,6 @@ class RunConfig:
         """What of the settings ends the run when a rank dies; "" if none does."""
         if self.policy not in ("sync", "cadence", "async"):
             return f"policy={self.policy!r}"
-        if self.policy == "sync" and self.loss_reduction == "sum":
-            return "loss_reduction='sum' under policy='sync'"
         if self.sums_gradients:
             return "update='gradients'"
         if self.averages_state and self.policy != "sync":

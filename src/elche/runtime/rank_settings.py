@@ -71,8 +71,6 @@ def _mortal_by(training: Training) -> str:
         return f"policy={DELAYED_SYNC!r}"
     if training.config.policy != "sync":
         return ""
-    if training.weights is not None:
-        return "weight_of= under policy='sync'"
     layers = sync_batchnorm_layers(training.model)
     return "SyncBatchNorm under policy='sync'" if layers else ""
 

@@ -51,7 +51,7 @@ from elche.runtime.rank_settings import checksum, min_share_samples
 from elche.runtime.report.notifications import RunNotifications, with_samples
 from elche.runtime.resume_sync import broadcast_from, rates
 from elche.runtime.step_members import StepMembers
-from elche.runtime.sync_epoch import SyncEpoch
+from elche.runtime.sync_epoch import TOO_EARLY, SyncEpoch, open_step
 from elche.runtime.training import RunParts, Training, generators_of
 from elche.runtime.watch.batch_state import BatchStateWatch
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers, mean_of
@@ -543,6 +543,10 @@ class RunEpochs:
             self.under_way.regroup()
         else:
             self._opening.regroup()
+            reducer = self._synchroniser.reducer
+            if reducer is not None and self._step_regrouping.has_lost:
+                if open_step(reducer, self._graphs) is not None:
+                    raise CommunicationError(TOO_EARLY)
 
     def _prepare(self, begin: BeginEpoch, *, is_changed: bool) -> None:
         """Builds what this epoch's policy needs, and takes over who trained alone."""

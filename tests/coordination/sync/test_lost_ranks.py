@@ -190,7 +190,7 @@ class Rank:
             if self.is_over(step):
                 break
             self.steps += 1
-            self.place = StepPlace.at(step, self.closed, self.closed, is_inside=True)
+            self.place = StepPlace(self.closed, step, step)
             yield  # in the forward pass
             yield from self.backward(step, part, sizes)
             yield  # in the optimizer

@@ -37,6 +37,11 @@ class StepRegrouping:
         self._members = list(worker.members)
         self.lost = LostRanks()
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether any have died since the part of an epoch began."""
+        return not set(self._members) <= set(self._worker.members)
+
     def begin_part(self) -> None:
         """The epoch, or the next part of it, begins."""
         self._members = list(self._worker.members)
@@ -45,7 +50,7 @@ class StepRegrouping:
     def form(
         self,
         place: StepPlace,
-        part_of: Callable[[], StepPart | None] = lambda: None,
+        alive: Callable[[StepPart], StepPart] = lambda part: part,
         *,
         wants_keys: bool = False,
     ) -> None:
@@ -53,7 +58,7 @@ class StepRegrouping:
 
         Args:
             place: where this rank is.
-            part_of: its part of the step under way, without those that are `lost`.
+            alive: its part of a step without those that have died.
             wants_keys: this rank waits for the positions of an epoch that has begun.
 
         Raises:
@@ -68,7 +73,7 @@ class StepRegrouping:
         found = settle([StepPlace(*row) for row in table])
         self.lost.take(set(self._members) - set(worker.members), found)
         self._synchroniser.go_on_in(
-            group, found.source, part_of(), lacks=place.passes < found.passes
+            group, found.source, alive, lacks=place.passes < found.passes
         )
         self.lost.confirm()
         regrouping.say()

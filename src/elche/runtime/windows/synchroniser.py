@@ -48,6 +48,7 @@ class Synchroniser:
         steps: this rank's own, between two reductions.
         is_weighed: each rank says what its part of a step weighs.
         delayed: takes steps one step late, under ``sync``.
+        keeps_sums: ranks may die, and the others go on.
 
     Attributes:
         policy: the one in force; under ``auto`` at first ``"sync"``.
@@ -66,8 +67,10 @@ class Synchroniser:
         steps: LocalSteps,
         is_weighed: bool = False,
         delayed: DelayedSteps | None = None,
+        keeps_sums: bool = False,
     ) -> None:
         self._steps = steps
+        self._keeps_sums = keeps_sums
         self._delayed = delayed
         self._is_weighed = is_weighed
         self._config = config
@@ -149,11 +152,16 @@ class Synchroniser:
             self._build_reducer(group, None)
 
     def go_on_in(
-        self, group: Group, source: int | None, part: StepPart | None, *, lacks: bool
+        self,
+        group: Group,
+        source: int | None,
+        alive: Callable[[StepPart], StepPart],
+        *,
+        lacks: bool,
     ) -> None:
         """Ranks have died under ``sync``; see `GradientReducer.go_on_in`."""
         assert self.reducer is not None
-        self.reducer.go_on_in(group, source, part, lacks=lacks)
+        self.reducer.go_on_in(group, source, alive, lacks=lacks)
         self._group = group
 
     def _build_reducer(self, group: Group, norms: NormScope | None) -> None:
@@ -165,7 +173,7 @@ class Synchroniser:
             norms,
             [name for name, p in self._model.named_parameters() if p.requires_grad],
             self._gradient_codec(group),
-            keeps_sums=not self._config.mortal_by and self._delayed is None,
+            keeps_sums=self._keeps_sums,
         )
         self.reducer = reducer
         if self._config.loss_reduction == "sum":

@@ -24,7 +24,7 @@ from elche.coordination.protocol.instructions import (
     SwitchPolicy,
 )
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace
-from elche.coordination.sync.step_reports import StepReports
+from elche.coordination.sync.step_reports import EARLY, StepReports
 from elche.errors import (
     CommunicationError,
     ConfigError,
@@ -41,7 +41,6 @@ from elche.runtime.window_epoch import EpochHooks
 
 LEFT_OUT_S = 1.0
 """A rank that is left out looks so often whether its run goes on."""
-EARLY = "the next batch is asked for before the backward pass of the last one"
 TOO_EARLY = (
     f"a rank has died, and {EARLY}, whose part of the epoch is over or reported: start "
     "the run anew from its last checkpoint (--max-restarts)"

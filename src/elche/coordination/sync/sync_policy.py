@@ -44,6 +44,7 @@ from elche.coordination.sync.left_out import LeftOutRanks
 from elche.coordination.sync.nonfinite import NonFiniteReports
 from elche.coordination.sync.step_book import Granted, StepBook, report_of
 from elche.coordination.sync.step_leaving import EarlyEnd
+from elche.coordination.sync.step_reports import EARLY
 from elche.coordination.sync.step_shares import StepShares
 from elche.errors import ProtocolError, TransitionError
 
@@ -88,6 +89,7 @@ class SyncPolicy(Policy):
         self._returned: list[Range] = []
         self._numbers = NonFiniteReports()
         self._ahead_steps = max(self._members.values()) + 2
+        self._lag_steps = 0
         self._is_single = False
         is_known = self._shares.is_fixed or config.speed_hints is not None
         self._guesses = not is_known and len({member.device for member in members}) > 1
@@ -391,6 +393,7 @@ class SyncPolicy(Policy):
         self._numbers.take(event)
         self._numbers.check(event.epoch, self._active, is_last=False)
         self._left_out.see(event)
+        self._lag_steps = int(event.unknown == EARLY)
         self._shares.limit(event.rank, event.max_samples)
 
     def _is_complete(self, grant: Granted) -> bool:
@@ -458,7 +461,7 @@ class SyncPolicy(Policy):
             under_way = self._grants.oldest
             oldest = under_way.steps if under_way is not None else 1
             most = self._ahead_steps + (oldest - 1) + (steps - 1)
-            if ahead >= (1 if is_single else most):
+            if ahead >= (1 if is_single else most) + self._lag_steps:
                 break
             start, stop, shares = self._next_steps(steps)
             if self._record is not None:

@@ -42,9 +42,7 @@ def held_bytes() -> int:
     return 1024 * int(found[1])
 
 
-def models_beyond_plain(
-    policy: str, kind: str, codec: str
-) -> tuple[float, float]:
+def models_beyond_plain(policy: str, kind: str, codec: str) -> tuple[float, float]:
     """Measured and said, in models; the same model was trained plainly before."""
     gc.collect()  # what cases before have left in circles
     model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))

@@ -228,7 +228,7 @@ def test_a_death_in_the_first_backward_pass(
     place: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """While its buckets are ordered, or made in that order."""
-    at = 6 if place == "built" else 1  # of four buckets, once more
+    at = 4 if place == "built" else 1  # the second of two, once more
     assert outlive(tmp_path, Death(2, place, at), options=options) == 0
 
 
@@ -298,7 +298,7 @@ def test_a_death_between_two_passes_of_a_step(
 ) -> None:
     """Its samples are in the passes that have closed, and count."""
     death = Death(2, place, at)
-    assert outlive(tmp_path, death, passes=2, is_apart=is_apart) == 0
+    assert outlive(tmp_path, death, passes=2, epochs=1, is_apart=is_apart) == 0
 
 
 @pytest.mark.parametrize("loss", ["weighted", "sum"])

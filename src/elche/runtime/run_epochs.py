@@ -544,9 +544,9 @@ class RunEpochs:
         else:
             self._opening.regroup()
             reducer = self._synchroniser.reducer
-            if reducer is not None and self._step_regrouping.has_lost:
-                if open_step(reducer, self._graphs) is not None:
-                    raise CommunicationError(TOO_EARLY)
+            has_lost = reducer is not None and self._step_regrouping.has_lost
+            if reducer and has_lost and open_step(reducer, self._graphs):
+                raise CommunicationError(TOO_EARLY)
 
     def _prepare(self, begin: BeginEpoch, *, is_changed: bool) -> None:
         """Builds what this epoch's policy needs, and takes over who trained alone."""

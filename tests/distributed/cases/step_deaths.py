@@ -414,9 +414,7 @@ def reference(
     return state | traces(loop, epochs)
 
 
-def traces(
-    loop: Loop, epochs: list[list[list[list[int]]]]
-) -> dict[str, torch.Tensor]:
+def traces(loop: Loop, epochs: list[list[list[list[int]]]]) -> dict[str, torch.Tensor]:
     """Both buffers: of each step the mean over the ranks that have samples."""
     found = {name: torch.zeros(3).double() for name in ("trace", "late_trace")}
     for number, parts in enumerate(chain.from_iterable(epochs), 1):

@@ -510,7 +510,11 @@ class GradientReducer:
 
     def _look_once(self, part: StepPart) -> None:
         """Also of a pass that is reduced anew, or whose sums are taken over."""
-        if self._look is not None and self._sends and self._looked_at < self._pass.passes:
+        if (
+            self._look is not None
+            and self._sends
+            and self._looked_at < self._pass.passes
+        ):
             self._looked_at = self._pass.passes
             self._look(part.label, self._pass.came)
 

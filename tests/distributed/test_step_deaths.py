@@ -251,7 +251,7 @@ EARLY = {
     "last bucket": 4,
     "closed": 4,
     "step": 4,
-    "load": 40,
+    "load": 20,
 }
 
 

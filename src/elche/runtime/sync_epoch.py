@@ -110,7 +110,7 @@ class SyncEpoch:
         self._reports = StepReports(worker.rank, positions.epoch, hooks.numbers)
         self._dead = LostRanks() if hooks.steps is None else hooks.steps.lost
         self._span = self._dead.parts
-        self._is_inside = self._has_said = False
+        self._is_inside = self._has_said = self._is_early = False
         self._ran: deque[tuple[int, BatchCost, int]] = deque()
         self._said_until = 0
         self._watch_numbers()
@@ -334,8 +334,9 @@ class SyncEpoch:
             is_over |= self._worker.is_due
             if is_over or not waits:  # drawing may have brought it
                 continue
-            self._account_all()  # a grant may wait for it
-            self._report()
+            if not self._is_early:  # the grant may wait for it
+                self._account_all()
+                self._report()
             if self._is_left_out:  # for as long as the others train
                 self._worker.sleep_until_told(LEFT_OUT_S)
                 self._worker.take_all(self.handle)
@@ -533,6 +534,7 @@ class SyncEpoch:
         tells_norm = is_last and self._worker.place == 0
         self._numbers.report(final=is_last)
         self._said_until = number + 1
+        self._is_early |= self._hooks.graphs.is_live
         self._reports.close(
             backward_passes=passes,
             max_samples=self._worker.max_samples,

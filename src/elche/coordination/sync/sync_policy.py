@@ -393,7 +393,7 @@ class SyncPolicy(Policy):
         self._numbers.take(event)
         self._numbers.check(event.epoch, self._active, is_last=False)
         self._left_out.see(event)
-        self._lag_steps = int(event.unknown == EARLY)
+        self._lag_steps = int(self._lag_steps or event.unknown == EARLY)
         self._shares.limit(event.rank, event.max_samples)
 
     def _is_complete(self, grant: Granted) -> bool:

@@ -15,6 +15,7 @@ from tests.distributed.cases.step_deaths import (
     BATCH,
     Loop,
     Trained,
+    counted_steps,
     leave_after,
     logs_of,
     reference,
@@ -73,7 +74,10 @@ def outlive(
     assert {each.world_size for each in survivors} == {len(survivors)}
     assert {each.progress for each in survivors} == {float(loop.samples * loop.epochs)}
     logs = {rank: logs_of(tmp_path, rank, loop.epochs) for rank in range(ranks)}
-    epochs = steps_of(logs, victims)
+    if loop.slow < 0:
+        epochs = steps_of(logs, victims)
+    else:
+        epochs = counted_steps(tmp_path, ranks, victims, loop.epochs)
     for steps in epochs:
         parts = chain.from_iterable(steps)
         counts = Counter(index for part in parts for index in part)
@@ -206,6 +210,27 @@ def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
     assert trained.norm == pytest.approx(norm, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("victim", "place", "at"),
+    [
+        (3, "apart", 2),
+        (2, "without, closing", 4),
+        pytest.param(2, "without", 4, marks=pytest.mark.slow),
+        pytest.param(0, "without", 9, marks=pytest.mark.slow),
+    ],
+)
+def test_a_death_while_a_rank_is_left_out(
+    victim: int, place: str, at: int, tmp_path: Path
+) -> None:
+    """It lacks the model until what was begun is run; then all take part."""
+    options = {"leave_out": True, "epochs": 3}
+    more = {"samples": 480, "epochs": 3, "slow": 3, "step_s": 0.03}
+    death = Death(victim, place, at)
+    assert outlive(tmp_path, death, ranks=4, options=options, **more) == 0
+    steps = [len([*chain.from_iterable(logs_of(tmp_path, r, 3))]) for r in (1, 3)]
+    assert steps[1] < steps[0], "it was not left out"
+
+
 @pytest.mark.slow
 def test_a_death_where_others_come_back_to_steps_ends_the_run_by_name(
     tmp_path: Path,
@@ -251,7 +276,7 @@ EARLY = {
     "last bucket": 4,
     "closed": 4,
     "step": 4,
-    "load": 20,
+    "load": 10,
 }
 
 

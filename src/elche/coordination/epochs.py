@@ -70,10 +70,9 @@ class Epochs:
         """Whether the policy goes on without a rank."""
         return self._policy.is_elastic
 
-    @property
-    def mortal_by(self) -> str:
-        """Why the policy would not go on without a rank now; "" if it does."""
-        return self._policy.mortal_by
+    def mortal_by(self, rank: int) -> str:
+        """Why the policy would not go on without this rank now; "" if it does."""
+        return self._policy.mortal_by(rank)
 
     @property
     def may_admit(self) -> bool:

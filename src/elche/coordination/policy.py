@@ -215,9 +215,8 @@ class Policy(ABC):
     def positions_left(self) -> Runs:
         """Positions of an epoch that was cut, or left, that nobody has trained on."""
 
-    @property
-    def mortal_by(self) -> str:
-        """Why a death would end the run now; "" if it would not."""
+    def mortal_by(self, rank: int) -> str:
+        """Why this rank's death would end the run now; "" if it would not."""
         return ""
 
     @property

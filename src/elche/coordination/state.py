@@ -430,8 +430,12 @@ class Coordinator:
         if not self._may_outlive:
             what = self._mortal_by or self._set_mortal_by
             return f"the death of a rank ends {what}"
-        if not self._is_elastic and epochs is not None and epochs.mortal_by:
-            return epochs.mortal_by
+        if (
+            not self._is_elastic
+            and epochs is not None
+            and (why := epochs.mortal_by(rank))
+        ):
+            return why
         if self._own_sampler and rank == min(membership.ranks, default=rank):
             return (
                 f"rank {rank} drew the samples' order from the script's own "

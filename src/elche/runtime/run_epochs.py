@@ -562,6 +562,10 @@ class RunEpochs:
             self._numbers = NonFiniteRecord(
                 self._lag_steps
             )  # it counts what is trained
+        elif self._step_regrouping.is_apart:
+            self._synchroniser.share_again()
+            self.members.reset()
+        self._step_regrouping.is_apart = False
         if begin.state_from is not None:
             broadcast_from(group, model, self._optimizers.all(), begin.state_from)
 

@@ -25,7 +25,9 @@ from elche.comm.gradients.buckets import Bucket
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.buffers import BufferAverager
 from elche.runtime.data.sample_order import SampleOrder
+from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import checksum
+from elche.runtime.step_members import StepMembers
 from elche.runtime.windows.step_regrouping import StepRegrouping
 from tests.distributed.cases.survive_cases import Death, after, before, die
 
@@ -105,7 +107,7 @@ class Indices(Dataset[int]):
 
 
 class Net(nn.Module):
-    """Some layers, and buffers that each rank writes and none reads.
+    """Some layers, the count of their steps, and buffers that none reads.
 
     Args:
         late: the forward pass from which on the second one is written.
@@ -116,6 +118,8 @@ class Net(nn.Module):
         self._forwards, self._late = 0, late
         self.late_trace: torch.Tensor
         self.register_buffer("late_trace", torch.zeros(3))
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
         self.trace: torch.Tensor
         self.register_buffer("trace", torch.zeros(3))
@@ -196,8 +200,12 @@ def train(loop: Loop) -> Trained:
         "cpu", enabled=loop.scaler, init_scale=64.0, growth_interval=3
     )
     with Path(loop.folder, f"log{rank}.txt").open("w") as log:
+
+        def say(epoch: int, index: list[int]) -> None:
+            print(epoch, int(model.count), *index, file=log, flush=True)
+
         for epoch in range(loop.epochs):
-            for number, batch in enumerate(batches_of(loader, epoch, log)):
+            for number, batch in enumerate(batches_of(loader, partial(say, epoch))):
                 at["forward"]()
                 time.sleep(loop.step_s * (loop.slow in (-1, rank)))
                 for passed in range(loop.passes):
@@ -236,7 +244,7 @@ class Handed:
     fetch: Callable[[], None]
 
 
-def batches_of(loader: Any, epoch: int, log: Any) -> Iterator[Handed]:
+def batches_of(loader: Any, say: Callable[[list[int]], None]) -> Iterator[Handed]:
     """Of an epoch, which the loop may ask for ahead; logged as they are given."""
     batches, fetched = iter(loader), deque[torch.Tensor | None]()
 
@@ -244,9 +252,7 @@ def batches_of(loader: Any, epoch: int, log: Any) -> Iterator[Handed]:
         index = next(batches, None)
         fetched.append(index)
         if index is not None:
-            counts = index.tolist() if elche.batch_weight() else []
-            log.write(f"{epoch} {' '.join(map(str, counts))}\n")
-            log.flush()
+            say(index.tolist() if elche.batch_weight() else [])
 
     while True:
         if not fetched:
@@ -275,6 +281,7 @@ def take_step(
         scaler.update()
     for optimizer in optimizers:
         optimizer.zero_grad()
+    model.get_buffer("count").add_(1)
 
 
 def plan_death(
@@ -312,6 +319,14 @@ def plan_death(
         before(Bucket, "open", visit)
     elif place == "buffers":
         before(BufferAverager, "_reduce", visit)
+    elif place == "apart":
+        before(Worker, "sleep_until_told", visit)
+    elif place == "without":
+        after(StepMembers, "leave_out", lambda: at.update(step=visit))
+    elif place == "without, closing":
+        closing: list[Callable[[], None]] = []
+        after(StepMembers, "leave_out", lambda: closing.append(visit))
+        before(GradientReducer, "close_pass", lambda: [each() for each in closing[:1]])
     elif place == "positions":
         before(SampleOrder, "share", visit)
     elif place == "forming":
@@ -355,7 +370,7 @@ def logs_of(folder: Path, rank: int, epochs: int) -> list[list[list[int]]]:
     """Per epoch the batches that a loop was given, without those that weigh nothing."""
     logs: list[list[list[int]]] = [[] for _ in range(epochs)]
     for line in Path(folder, f"log{rank}.txt").read_text().splitlines():
-        epoch, *indices = map(int, line.split())
+        epoch, _, *indices = map(int, line.split())
         logs[epoch].append(indices)
     return logs
 
@@ -389,6 +404,30 @@ def steps_of(
                     assert given >= {*batch}
         epochs.append(steps)
     return epochs
+
+
+def counted_steps(
+    folder: Path, ranks: int, victims: Sequence[int], epochs: int
+) -> list[list[list[list[int]]]]:
+    """As `steps_of`, where ranks that are left out lack steps.
+
+    Args:
+        folder: of the logs, in which each batch has the number of its step.
+        ranks: that began.
+        victims: ranks that died, the first one first.
+        epochs: of the run.
+    """
+    found: list[dict[int, list[list[int]]]] = [{} for _ in range(epochs)]
+    order = [*(rank for rank in range(ranks) if rank not in victims), *victims[::-1]]
+    for rank in order:
+        for line in Path(folder, f"log{rank}.txt").read_text().splitlines():
+            epoch, count, *batch = map(int, line.split())
+            steps = found[epoch]
+            parts = steps.setdefault(count, [])
+            given = {i for parts in steps.values() for part in parts for i in part}
+            if batch and not (rank in victims and given & {*batch}):
+                parts.append(batch)
+    return [[steps[count] for count in sorted(steps)] for steps in found]
 
 
 def reference(

@@ -82,6 +82,7 @@ class SyncPolicy(Policy):
         self._grants = StepBook()
         self._granted_until = self._committed_until = 0
         self._joining: set[int] = set()
+        self._behind: set[int] = set()
         self._adopting: set[int] = set()
         self._left = EarlyEnd(config.policy)
         self._lost: dict[int, int] = {}
@@ -132,6 +133,7 @@ class SyncPolicy(Policy):
         self._granted_until = self._committed_until = 0
         self._is_paused = self._is_cut = False
         self._joining.clear()
+        self._behind.clear()
         self._adopting.clear()
         self._lost.clear()
         self._ready.clear()
@@ -184,9 +186,10 @@ class SyncPolicy(Policy):
 
     def _is_carrying(self, outcome: Outcome) -> bool:
         """Whether ranks left out have yet to take over the model of this epoch."""
-        if self._left_out.ranks and not self._is_carried:
-            last = self._granted_until - 1
-            outcome.instructions += self._hand_over(min(self._active), last)
+        apart = self._behind | set(self.left_out)
+        if apart and not self._is_carried:
+            last, holder = self._granted_until - 1, min(self._members.keys() - apart)
+            outcome.instructions += self._hand_over(holder, last)
         return bool(self._adopting)
 
     @property
@@ -209,9 +212,11 @@ class SyncPolicy(Policy):
         """As many steps as were not run, where ranks have died; else 0."""
         return max(1, self._ledger.pooled) if self._lost else 0
 
-    @property
-    def mortal_by(self) -> str:
-        """See `LeftOutRanks`."""
+    def mortal_by(self, rank: int) -> str:
+        """Why the others cannot go on without this rank; "" if they can."""
+        apart = self._behind | set(self.left_out)
+        if apart and not self._members.keys() - apart - {rank}:
+            return f"ranks {sorted(apart)} are left out of steps, and lack the model"
         return self._left_out.mortal_by
 
     @property
@@ -274,6 +279,7 @@ class SyncPolicy(Policy):
         self._is_paused = True
         del self._members[rank]
         self._joining.discard(rank)
+        self._behind.discard(rank)
         self._ready.discard(rank)
         self._adopting.discard(rank)
         self._grants.remove(rank)
@@ -306,7 +312,8 @@ class SyncPolicy(Policy):
         self._numbers.clear()
         if self._lost:
             self._settle(max(reduced.values()) + 1)
-            self._is_cut, self._adopting = True, self._members.keys() - self._ready
+            self._is_cut = True
+            self._adopting = self._members.keys() - self._ready - self._behind
             self._ready.clear()
             return self._go_on(now_s)
         held = {r: step for r, step in reduced.items() if r not in self._joining}
@@ -349,6 +356,7 @@ class SyncPolicy(Policy):
             self._ready.add(event.rank)  # others have yet to say that they are there
         self._adopting.discard(event.rank)
         self._joining.discard(event.rank)
+        self._behind.discard(event.rank)
         if not self._lost:
             self._left_out.carried(event.sync_s)
 
@@ -358,6 +366,7 @@ class SyncPolicy(Policy):
         behind = set(self._left_out.reset(sorted(self._members)))
         behind &= self._adopting if self._is_carried else self._members.keys()
         self._joining |= behind
+        self._behind |= behind
 
     def check(self) -> None:
         """Asserts that every step is in one place, and who owes what."""

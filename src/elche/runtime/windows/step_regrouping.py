@@ -14,6 +14,9 @@ from elche.runtime.process.worker import Worker
 from elche.runtime.windows.regrouping import WHAT, Regrouping
 from elche.runtime.windows.synchroniser import Synchroniser
 
+APART = StepPlace(-1, 0, -1)
+"""Of a rank that is left out of steps."""
+
 
 @final
 class StepRegrouping:
@@ -26,6 +29,7 @@ class StepRegrouping:
 
     Attributes:
         lost: who has died in the part of an epoch under way.
+        is_apart: ranks that are left out of steps were among those who live.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class StepRegrouping:
         self._regrouping = regrouping
         self._members = list(worker.members)
         self.lost = LostRanks()
+        self.is_apart = False
 
     @property
     def has_lost(self) -> bool:
@@ -67,13 +72,23 @@ class StepRegrouping:
         worker, regrouping = self._worker, self._regrouping
         group = regrouping.meet(wants_keys=wants_keys)
         rows = torch.zeros(group.world_size, 3, dtype=torch.int64, device="cpu")
+        if self._synchroniser.is_left_out:
+            place = APART
         rows[group.rank] = torch.tensor(place, device="cpu")
         group.all_reduce(rows, WHAT)
-        table: list[list[int]] = rows.tolist()
-        found = settle([StepPlace(*row) for row in table])
+        table = [StepPlace(*row) for row in rows.tolist()]
+        found = settle([each for each in table if each != APART])
         self.lost.take(set(self._members) - set(worker.members), found)
+        left_out = [
+            worker.members[at] for at, each in enumerate(table) if each == APART
+        ]
+        self.is_apart |= bool(left_out)
         self._synchroniser.go_on_in(
-            group, found.source, alive, lacks=place.passes < found.passes
+            group,
+            worker.group_without(left_out, 0),
+            found.source,
+            alive,
+            lacks=place.passes < found.passes,
         )
         self.lost.confirm()
         regrouping.say()

@@ -54,6 +54,7 @@ class Synchroniser:
         policy: the one in force; under ``auto`` at first ``"sync"``.
         reducer: of gradients, under ``sync``.
         windows: of windows, under the other policies.
+        is_left_out: this rank reduces nothing.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Synchroniser:
         self.policy = "sync" if config.policy == "auto" else config.policy
         self.reducer: GradientReducer | None = None
         self.windows: WindowSync | None = None
+        self.is_left_out = False
         self._is_nan_from_start = math.isnan(self._norm())
 
     @property
@@ -121,6 +123,7 @@ class Synchroniser:
             self.windows.retire()
         self.policy = policy or self.policy
         self.reducer = self.windows = None
+        self.is_left_out = False
         self._signature = self._current_signature()
         self._watch = ParameterWatch(self._model)
         if self.policy == "sync":
@@ -148,21 +151,36 @@ class Synchroniser:
         """
         assert self.reducer is not None
         self.reducer.detach()
+        self.is_left_out = group is None
         if group is not None:
             self._build_reducer(group, None)
 
     def go_on_in(
         self,
         group: Group,
+        sharing: Group | None,
         source: int | None,
         alive: Callable[[StepPart], StepPart],
         *,
         lacks: bool,
     ) -> None:
-        """Ranks have died under ``sync``; see `GradientReducer.go_on_in`."""
+        """Ranks have died under ``sync``; see `GradientReducer.go_on_in`.
+
+        Args:
+            group: of those who live.
+            sharing: of those who reduce gradients; None: this rank is left out.
+            source: see there, as the others.
+            alive: see there.
+            lacks: see there.
+        """
         assert self.reducer is not None
-        self.reducer.go_on_in(group, source, alive, lacks=lacks)
         self._group = group
+        if sharing is not None:
+            self.reducer.go_on_in(sharing, source, alive, lacks=lacks)
+
+    def share_again(self) -> None:
+        """All ranks reduce gradients together, with those that were left out."""
+        self.share_with(self._group)
 
     def _build_reducer(self, group: Group, norms: NormScope | None) -> None:
         reducer = GradientReducer(

@@ -13,7 +13,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Generator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -44,7 +44,7 @@ from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.state import Coordinator
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.coordination.sync.nonfinite import NonFiniteRecord
-from elche.coordination.sync.step_reports import StepReports
+from elche.coordination.sync.step_reports import EARLY, StepReports
 from tests.harness.reached import reach
 
 BUCKETS = 2
@@ -63,12 +63,23 @@ def summed(parts: dict[int, Positions]) -> Positions:
     return tuple(sorted(chain.from_iterable(parts.values())))
 
 
+class TooEarlyError(Exception):
+    """No run outlives a death here."""
+
+
 class World:
     """Ranks, their core, and what they have sent each other."""
 
     def __init__(
-        self, sizes: BatchSizes, ranks: int, *, keeps: bool, kills_source: bool = False
+        self,
+        sizes: BatchSizes,
+        ranks: int,
+        *,
+        keeps: bool,
+        kills_source: bool = False,
+        early: bool = False,
     ) -> None:
+        self.early, self.refused = early, False
         self.sizes, self.keeps, self.kills_source = sizes, keeps, kills_source
         self.deaths: dict[int, int] = {}
         self.core = Coordinator(ranks, survives=True)
@@ -96,7 +107,7 @@ class World:
         """To the end; each of some ranks dies after so many moves of its own."""
         self.deaths = deaths
         for _ in range(MOST_MOVES):
-            if not self.scripts or self.core.aborted:
+            if not self.scripts or self.core.aborted or self.refused:
                 return
             rank = draws.choice(sorted(self.scripts))
             if self.moves[rank] == deaths.get(rank):
@@ -107,7 +118,17 @@ class World:
                 next(self.scripts[rank])
             except StopIteration:
                 del self.scripts[rank]
+            except TooEarlyError:
+                self.refused = True
         raise AssertionError(f"hangs: {self.core.doing}; {self.core.story()[-9:]}")
+
+
+class Open(NamedTuple):
+    """A step whose backward pass has not come; its positions, its part of the epoch."""
+
+    step: int
+    own: Positions
+    span: int
 
 
 class Rank:
@@ -121,10 +142,24 @@ class Rank:
         self.model: list[Positions] = []
         self.closed = self.steps = 0
         self.last_sums: dict[int, Positions] = {}
-        self.place = StepPlace(0, 0, -1)
+        self.step = self.passed = -1
+        self.is_inside = False
+        self.open: Open | None = None
+        self.span = 0
         self.at_begin: list[int] = []
         self.grants: dict[int, GrantSteps] = {}
         self.end: EndEpoch | None = None
+
+    @property
+    def place(self) -> StepPlace:
+        waits = self.open is not None and self.open.span == self.span
+        return StepPlace.at(
+            self.closed,
+            self.step,
+            is_inside=self.is_inside,
+            waits=self.open.step if self.open is not None and waits else None,
+            passed=self.passed,
+        )
 
     @property
     def inbox(self) -> deque[Instruction]:
@@ -150,13 +185,15 @@ class Rank:
         part, steps = PartRanges(((0, world.sizes.num_samples),)), 0
         while part.num_positions:
             sizes = part.steps_in(world.sizes, steps) if steps else world.sizes
-            yield from self.open(sizes, is_part=bool(steps))
+            yield from self.begin(sizes, is_part=bool(steps))
             yield from self.train(part, sizes)
             assert self.end is not None
             part, steps = part.origins_of(self.end.left), self.end.steps
+        self.span += 1  # the epoch is over, and what is open of it
+        yield from self.backward()
         world.tell(Left(rank=self.rank))
 
-    def open(self, sizes: BatchSizes, *, is_part: bool) -> Script:
+    def begin(self, sizes: BatchSizes, *, is_part: bool) -> Script:
         """Opens the epoch, or its next part, with all."""
         opened = EpochOpened(
             rank=self.rank,
@@ -165,7 +202,8 @@ class Rank:
             checksum=repr(self.model),
             continues=is_part,
         )
-        self.place = StepPlace(self.closed, 0, -1)
+        self.step, self.passed, self.is_inside = -1, -1, False
+        self.span += 1
         self.world.tell(opened)
         while True:
             yield
@@ -181,21 +219,31 @@ class Rank:
         self.lost.begin_part()
         self.grants, self.end, self.has_said = {}, None, False
         self.reports = StepReports(self.rank, 0, NonFiniteRecord())
+        self.ran: deque[int] = deque()
+        self.said_until, self.is_known = 0, False
 
     def train(self, part: PartRanges, sizes: BatchSizes) -> Script:
         """Steps to the end of the part."""
         for step in range(sizes.num_batches):
             while step not in self.grants and not self.is_over(step):
+                if not self.is_known:
+                    self.account(sizes.num_batches)
                 yield from self.look()
             if self.is_over(step):
                 break
             self.steps += 1
-            self.place = StepPlace(self.closed, step, step)
+            self.step, self.is_inside = step, True
+            if self.world.early:
+                yield from self.backward()  # of the step before
+            self.open = Open(step, self.part_of(step, part, sizes), self.span)
             yield  # in the forward pass
-            yield from self.backward(step, part, sizes)
+            if not self.world.early:
+                yield from self.backward()
             yield  # in the optimizer
-            self.place = StepPlace(self.closed, step + 1, step)
-            self.account(step)
+            self.is_inside = False
+            self.ran.append(step)
+            self.account(self.place.first)
+        self.account(sizes.num_batches)
         while self.end is None:
             yield from self.look()
             if self.lost.is_settled and not self.has_said:
@@ -208,12 +256,18 @@ class Rank:
     def is_over(self, step: int) -> bool:
         return self.end is not None or self.lost.is_over(step)
 
-    def account(self, step: int) -> None:
-        share = self.grants[step].shares[self.rank]
-        cost = BatchCost(samples=share, busy_s=0.01 * share, data_wait_s=0.0)
-        if not self.lost.is_settled and self.reports.step_done(step, cost):
-            self.reports.close(backward_passes=self.closed)
-        self.report()
+    def account(self, until: int) -> None:
+        """Reports steps of which nothing is missing."""
+        while self.ran and self.ran[0] < until:
+            step = self.ran.popleft()
+            share = self.grants[step].shares[self.rank]
+            cost = BatchCost(samples=share, busy_s=0.01 * share, data_wait_s=0.0)
+            if not self.lost.is_settled and self.reports.step_done(step, cost):
+                self.said_until, is_early = step + 1, self.open is not None
+                self.is_known |= is_early
+                unknown = EARLY if is_early else ""
+                self.reports.close(backward_passes=self.closed, unknown=unknown)
+            self.report()
 
     def report(self) -> None:
         if (said := self.reports.take()) is not None:
@@ -235,9 +289,11 @@ class Rank:
             self.hear(one)
             yield from self.regroup()
 
-    def backward(self, step: int, part: PartRanges, sizes: BatchSizes) -> Script:
+    def backward(self) -> Script:
         """Sends and sums buckets; anew if a rank dies meanwhile."""
-        number, own = self.closed, self.part_of(step, part, sizes)
+        if self.open is None:
+            return
+        number, own = self.closed, self.open.own
         while self.closed == number:
             key = "sum", self.generation, number
             sums = {}
@@ -267,7 +323,9 @@ class Rank:
         self.last_sums = sums
         self.model.append(sums[0])
         self.closed += 1
-        self.place = StepPlace(self.closed, self.place.begun + 1, self.place.begun)
+        assert self.open is not None
+        self.passed = self.open.step if self.open.span == self.span else -1
+        self.open = None
 
     def meet(self, key: Any, mine: Any) -> Generator[None, None, dict[int, Any]]:
         """Something of all members.
@@ -295,9 +353,12 @@ class Rank:
 
     def regroup(self, opened: EpochOpened | None = None) -> Script:
         """As `StepRegrouping.form`, until nobody dies in it."""
+        if self.open is not None and self.open.span != self.span:
+            raise TooEarlyError
         if opened is None:
             self.report()
             self.reports.void()
+            self.ran.clear()
         while True:
             self.hear()
             try:
@@ -305,6 +366,8 @@ class Rank:
                 break
             except LostError:
                 continue
+        if any(first < self.said_until for first in self.lost.first.values()):
+            raise TooEarlyError
         if opened is not None:
             self.world.tell(opened)
         last = self.lost.last
@@ -365,9 +428,15 @@ def check(world: World) -> None:
 
 
 def run(
-    sizes: BatchSizes, ranks: int, deaths: dict[int, int], seed: int, *, keeps: bool
+    sizes: BatchSizes,
+    ranks: int,
+    deaths: dict[int, int],
+    seed: int,
+    *,
+    keeps: bool,
+    early: bool = False,
 ) -> World:
-    world = World(sizes, ranks, keeps=keeps)
+    world = World(sizes, ranks, keeps=keeps, early=early)
     world.run(random.Random(seed), deaths)
     return world
 
@@ -384,6 +453,22 @@ def test_a_death_at_every_move(keeps: bool) -> None:
             check(world)
             died += bool(world.core.lost)
     assert died > 100
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["shared", "gloo"])
+def test_a_death_at_every_move_of_early_loops(keeps: bool) -> None:
+    """A step is handed out before the backward pass of the one before."""
+    sizes, ends = BatchSizes.of([6] * 9), Counter[str]()
+    for seed in range(6):
+        moves = run(sizes, 3, {}, seed, keeps=keeps, early=True).moves[2]
+        for move in range(moves):
+            world = run(sizes, 3, {2: move}, seed, keeps=keeps, early=True)
+            if world.refused or "before the first" in (world.core.aborted or ""):
+                ends["refused"] += 1
+                continue
+            check(world)
+            ends["outlived"] += bool(world.core.lost)
+    assert ends["outlived"] > ends["refused"]
 
 
 @pytest.mark.reaches("its source has died")

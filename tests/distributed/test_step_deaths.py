@@ -87,7 +87,8 @@ def outlive(
     for name, value in reference(loop, epochs, apart).items():
         if "trace" not in name or loop.passes == 1:
             found = survivors[0].state[name]
-            torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-12)
+            close = 1e-12 if loop.samples < 500 else 1e-9  # rounding grows by steps
+            torch.testing.assert_close(found, value, rtol=close, atol=close)
     whole = -(-loop.samples // BATCH)
     return sum(len(steps) - whole for steps in epochs)
 
@@ -216,7 +217,7 @@ def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
         (3, "apart", 2),
         (2, "without, closing", 4),
         pytest.param(2, "without", 4, marks=pytest.mark.slow),
-        pytest.param(0, "without", 9, marks=pytest.mark.slow),
+        pytest.param(0, "without", 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_death_while_a_rank_is_left_out(
@@ -224,7 +225,7 @@ def test_a_death_while_a_rank_is_left_out(
 ) -> None:
     """It lacks the model until what was begun is run; then all take part."""
     options = {"leave_out": True, "epochs": 3}
-    more = {"samples": 480, "epochs": 3, "slow": 3, "step_s": 0.03}
+    more = {"samples": 960, "epochs": 3, "slow": 3, "step_s": 0.05}
     death = Death(victim, place, at)
     assert outlive(tmp_path, death, ranks=4, options=options, **more) == 0
     steps = [len([*chain.from_iterable(logs_of(tmp_path, r, 3))]) for r in (1, 3)]

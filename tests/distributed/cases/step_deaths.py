@@ -24,8 +24,8 @@ from elche.comm.gradients.bucket_pass import BucketPass
 from elche.comm.gradients.buckets import Bucket
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.buffers import BufferAverager
+from elche.coordination.protocol.instructions import LeaveOut
 from elche.runtime.data.sample_order import SampleOrder
-from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import checksum
 from elche.runtime.step_members import StepMembers
 from elche.runtime.windows.step_regrouping import StepRegrouping
@@ -320,13 +320,11 @@ def plan_death(
     elif place == "buffers":
         before(BufferAverager, "_reduce", visit)
     elif place == "apart":
-        before(Worker, "sleep_until_told", visit)
+        die_left_out(death)
     elif place == "without":
-        after(StepMembers, "leave_out", lambda: at.update(step=visit))
+        at["step"] = left_out_for(int(when), act)
     elif place == "without, closing":
-        closing: list[Callable[[], None]] = []
-        after(StepMembers, "leave_out", lambda: closing.append(visit))
-        before(GradientReducer, "close_pass", lambda: [each() for each in closing[:1]])
+        before(GradientReducer, "close_pass", left_out_for(int(when), act))
     elif place == "positions":
         before(SampleOrder, "share", visit)
     elif place == "forming":
@@ -335,6 +333,41 @@ def plan_death(
         after(StepRegrouping, "form", visit)
     else:
         raise ValueError(death.place)
+
+
+def die_left_out(death: Death) -> None:
+    """Dies when it has been left out for so many seconds."""
+    original = StepMembers.leave_out
+    timers: list[threading.Timer] = []
+
+    def leave_out(members: StepMembers, told: LeaveOut) -> GradientReducer:
+        for timer in timers:
+            timer.cancel()
+        if death.rank in told.left_out and told.epoch:  # the first one may be short
+            timers.append(threading.Timer(death.at, die))
+            timers[-1].start()
+        return original(members, told)
+
+    StepMembers.leave_out = leave_out  # type: ignore[method-assign]
+
+
+def left_out_for(steps: int, act: Callable[[], None]) -> Callable[[], None]:
+    """To be called in each step: acts when others were left out for so many."""
+    original, since = StepMembers.leave_out, -(10**6)
+
+    def leave_out(members: StepMembers, told: LeaveOut) -> GradientReducer:
+        nonlocal since
+        since = 0 if told.left_out else -(10**6)
+        return original(members, told)
+
+    def visit() -> None:
+        nonlocal since
+        since += 1
+        if since == steps:
+            act()
+
+    StepMembers.leave_out = leave_out  # type: ignore[method-assign]
+    return visit
 
 
 def lack_sums(at: int) -> None:

@@ -246,11 +246,8 @@ class RunConfig:
     @property
     def mortal_by(self) -> str:
         """What of the settings ends the run when a rank dies; "" if none does."""
-        has_steps = self.policy not in ("cadence", "async")
         if self.policy == DELAYED_SYNC:
             return f"policy={DELAYED_SYNC!r}"
-        if has_steps and self.loss_reduction == "sum":
-            return f"loss_reduction='sum' under policy={self.policy!r}"
         if self.codec != "fp32":
             return f"codec={self.codec!r}"
         if self.debug != DebugConfig():

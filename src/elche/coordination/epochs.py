@@ -71,7 +71,7 @@ class Epochs:
         return self._policy.is_elastic
 
     def mortal_by(self, rank: int) -> str:
-        """Why the policy would not go on without a rank now; "" if it does."""
+        """Why the policy would not go on without this rank now; "" if it does."""
         return self._policy.mortal_by(rank)
 
     @property

@@ -54,6 +54,7 @@ class Membership:
         self.leaving: dict[int, str] = {}
         self.roster = Roster()
         self._first_generation = 0
+        self._outlives = False
         self._joins: dict[int, Join] = {}
         self._early: list[Join] = []
 
@@ -134,8 +135,13 @@ class Membership:
         """What the ranks that the run begins with said of themselves, in order."""
         return [self._joins[rank] for rank in range(self._world_size)]
 
-    def begin(self) -> list[Welcome]:
-        """All are there and agree: the first generation begins."""
+    def begin(self, *, outlives: bool) -> list[Welcome]:
+        """All are there and agree: the first generation begins.
+
+        Args:
+            outlives: the run goes on without ranks that die.
+        """
+        self._outlives = outlives
         self.roster.generation += 1
         self._first_generation = self.roster.generation
         return self._welcome(sorted(self.ranks))
@@ -225,6 +231,7 @@ class Membership:
             generation=self.roster.generation,
             devices=tuple(join.device for join in joins),
             memory_bytes=tuple(join.memory_bytes for join in joins),
+            outlived=self._outlives,
         )
 
 

@@ -216,7 +216,7 @@ class Policy(ABC):
         """Positions of an epoch that was cut, or left, that nobody has trained on."""
 
     def mortal_by(self, rank: int) -> str:
-        """Why the death of a rank would end the run now; "" if it would not."""
+        """Why this rank's death would end the run now; "" if it would not."""
         return ""
 
     @property

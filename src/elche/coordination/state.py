@@ -324,7 +324,7 @@ class Coordinator:
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         yield None
-        yield from self._membership.begin()
+        yield from self._membership.begin(outlives=self._may_outlive)
 
     def _go_on_after_end(self, now_s: float) -> list[Instruction]:
         """Every rank has left: the same processes may begin another run."""

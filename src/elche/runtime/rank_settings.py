@@ -76,8 +76,6 @@ def _mortal_by(training: Training) -> str:
     policy = training.config.policy
     if policy not in ("sync", "auto"):
         return ""
-    if training.weights is not None:
-        return f"weight_of= under policy={policy!r}"
     layers = sync_batchnorm_layers(training.model)
     return f"SyncBatchNorm under policy={policy!r}" if layers else ""
 

@@ -92,6 +92,7 @@ class Run:
             steps=LocalSteps(training.model, optimizers),
             is_weighed=training.weights is not None,
             delayed=training.delayed,
+            keeps_sums=welcome.outlived,
         )
         self._epochs = RunEpochs(
             worker,

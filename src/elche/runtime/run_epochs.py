@@ -51,7 +51,7 @@ from elche.runtime.rank_settings import checksum, min_share_samples
 from elche.runtime.report.notifications import RunNotifications, with_samples
 from elche.runtime.resume_sync import broadcast_from, rates
 from elche.runtime.step_members import StepMembers
-from elche.runtime.sync_epoch import SyncEpoch
+from elche.runtime.sync_epoch import TOO_EARLY, SyncEpoch, open_step
 from elche.runtime.training import RunParts, Training, generators_of
 from elche.runtime.watch.batch_state import BatchStateWatch
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers, mean_of
@@ -556,13 +556,21 @@ class RunEpochs:
             self.under_way.regroup()
         else:
             self._opening.regroup()
+            reducer = self._synchroniser.reducer
+            has_lost = reducer is not None and self._step_regrouping.has_lost
+            if reducer and has_lost and open_step(reducer, self._graphs):
+                raise CommunicationError(TOO_EARLY)
 
     def _prepare(
         self, begin: BeginEpoch, *, is_changed: bool, wants_keys: bool
     ) -> None:
         """Builds what this epoch's policy needs, and takes over who trained alone."""
         is_other = begin.policy != self._synchroniser.policy
+        is_apart, self._step_regrouping.is_apart = self._step_regrouping.is_apart, False
         if not (is_changed or is_other):
+            if is_apart:
+                self._synchroniser.share_again()
+                self.members.reset()
             return
         if is_other:
             self._graphs.moved(begin.policy)

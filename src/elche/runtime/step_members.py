@@ -86,6 +86,11 @@ class StepMembers:
         assert self._synchroniser.reducer is not None
         return self._synchroniser.reducer
 
+    @property
+    def _apart(self) -> list[int]:
+        """Ranks that are left out, and live."""
+        return [rank for rank in self._left_out if rank in self._worker.members]
+
     def meet(self, call: str) -> None:
         """The loop has called inside an epoch what every rank must come to.
 
@@ -93,10 +98,10 @@ class StepMembers:
             ConfigError: some ranks are left out, and do not.
         """
         self._batch_state.meets(call)
-        if self._left_out:
+        if self._apart:
             raise ConfigError(
                 f"{call} inside the loop waits for every rank, and ranks "
-                f"{[*self._left_out]} are left out of steps; call it between epochs, "
+                f"{self._apart} are left out of steps; call it between epochs, "
                 "or keep all ranks with leave_out=False"
             )
 
@@ -107,9 +112,9 @@ class StepMembers:
             ConfigError: a GradScaler has come where ranks are left out, whose loss it
                 would scale otherwise.
         """
-        if self._left_out and self._batch_state.has_scaler:
+        if self._apart and self._batch_state.has_scaler:
             raise ConfigError(
-                f"a GradScaler has begun to step while ranks {[*self._left_out]} are "
+                f"a GradScaler has begun to step while ranks {self._apart} are "
                 "left out, whose own is behind; use it from the first step on, or keep "
                 "all ranks with leave_out=False"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Generator, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from elche.coordination.protocol.instructions import (
     SwitchPolicy,
 )
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace
-from elche.coordination.sync.step_reports import StepReports
+from elche.coordination.sync.step_reports import EARLY, StepReports
 from elche.errors import (
     CommunicationError,
     ConfigError,
@@ -40,10 +41,9 @@ from elche.runtime.window_epoch import EpochHooks
 
 LEFT_OUT_S = 1.0
 """A rank that is left out looks so often whether its run goes on."""
-EARLY = "the next batch is asked for before the backward pass of the last one"
-SEVERAL = (
-    "a rank has died between two backward passes of one step, so that its samples are "
-    "in one of them and not in the other: start the run anew from its last checkpoint"
+TOO_EARLY = (
+    f"a rank has died, and {EARLY}, whose part of the epoch is over or reported: start "
+    "the run anew from its last checkpoint (--max-restarts)"
 )
 
 
@@ -52,13 +52,15 @@ class Step(NamedTuple):
 
     A rank without samples gets some to run its loop body on (the same control flow, the
     same optimizer step), but weighs nothing. ``part`` is what of the step is its own:
-    epoch and step, its first sample and one past the last, or ().
+    epoch and step, its first sample and one past the last, or (). ``span`` is the part
+    of an epoch that it is a step of, among all of the run.
     """
 
     step: int
     samples: int
     shares: tuple[int, ...]
     part: tuple[int, ...] = ()
+    span: int = 0
 
     def weighed(self, weight: float | None) -> StepPart:
         """How its gradients weigh.
@@ -69,6 +71,10 @@ class Step(NamedTuple):
         scale = self.samples / max(1, sum(self.shares))
         active = sum(share > 0 for share in self.shares)
         return StepPart(scale, active, weight, label=self)
+
+    def is_same(self, other: Step | None) -> bool:
+        """Whether it is the same global batch."""
+        return other is not None and (self.span, self.step) == (other.span, other.step)
 
 
 class SyncEpoch:
@@ -103,8 +109,10 @@ class SyncEpoch:
         self._hooks = hooks
         self._reports = StepReports(worker.rank, positions.epoch, hooks.numbers)
         self._dead = LostRanks() if hooks.steps is None else hooks.steps.lost
-        self._passes_before = reducer.closed_passes
-        self._is_inside = self._is_early = self._has_said = False
+        self._span = self._dead.parts
+        self._is_inside = self._has_said = self._is_early = False
+        self._ran: deque[tuple[int, BatchCost, int]] = deque()
+        self._said_until = 0
         self._watch_numbers()
         self._granted_until = 0
         self._granted: dict[int, Step] = {}  # not done
@@ -180,7 +188,8 @@ class SyncEpoch:
             return
         if self._reducer.is_delayed:
             return  # a Trainer's loop, which only an error leaves: it is reported
-        has_passed = self._reducer.closed_passes > self._passes_before
+        self._account_all()
+        has_passed = in_hand is not None and self._place.first > in_hand.step
         if in_hand and has_passed and self._dead.is_over(in_hand.step + 1):
             self._end_step(in_hand)  # the others run no more: the rest is left
             self._report()
@@ -264,8 +273,7 @@ class SyncEpoch:
             self._ready_s = time.monotonic()
             self._transfer_s = self._leased.transfer_s
             self._hooks.check()
-            self._step, self._passes_before = number, self._reducer.closed_passes
-            self._is_inside = True
+            self._step, self._is_inside = number, True
             self._granted.pop(number - 1, None)
             if self._gone:
                 self._reducer.run_beneath(self._report_beneath)
@@ -275,16 +283,20 @@ class SyncEpoch:
             yield step, data
             self._end_step(step)
         self._hooks.drain()
+        self._account_all()
         self._report()
         self._await_end()
 
     def _end_step(self, step: Step) -> None:
         """The loop comes back from a step."""
         self._is_inside = False
-        self._is_early |= self._hooks.graphs.is_live
         self._reducer.end_step()
         self._worker.pace_device()
-        self._account(step.step, self._cost(step))
+        cost, passes = self._cost(step), self._reducer.backward_passes
+        self.samples_done += self._positions.samples_of(step.step)
+        self._ran.append((step.step, cost, passes))
+        while self._ran and self._ran[0][0] < self._place.first:
+            self._account(*self._ran.popleft())
 
     def _cost(self, step: Step) -> BatchCost:
         """What the step took until now; the next one begins."""
@@ -323,11 +335,15 @@ class SyncEpoch:
             is_over |= self._worker.is_due
             if is_over or not waits:  # drawing may have brought it
                 continue
+            if not self._is_early:  # the grant may wait for it
+                self._account_all()
+                self._report()
             if self._is_left_out:  # for as long as the others train
                 self._worker.sleep_until_told(LEFT_OUT_S)
                 self._worker.take_all(self.handle)
             else:
                 self._worker.receive(self.handle, f"the grant of step {number}")
+        self._account_all()
         self._report()
         if self._dead.is_over(number):
             self._await_end()
@@ -383,7 +399,8 @@ class SyncEpoch:
         for number in range(instruction.start, instruction.stop):
             own = (self._positions.epoch, number, start, start + samples)
             part = own if samples else ()
-            step = self._granted[number] = Step(number, samples, shares, part)
+            step = Step(number, samples, shares, part, self._span)
+            self._granted[number] = step
             if samples:
                 batch = self._positions.index_batch(number, start, start + samples)
             else:
@@ -429,38 +446,46 @@ class SyncEpoch:
         """Ranks have died: forms the group of the others, and settles what was open."""
         steps, has_formed = self._hooks.steps, False
         assert steps is not None
-        if self._is_early or (not self._is_inside and self._hooks.graphs.is_live):
-            raise CommunicationError(
-                f"a rank has died, and {EARLY}: no run outlives it"
-            )
+        waits = open_step(self._reducer, self._hooks.graphs)
+        if waits is not None and waits.span != self._span:
+            raise CommunicationError(TOO_EARLY)
         self._report()
         self._reports.void()
+        self._ran.clear()
         while not has_formed:
             self._worker.hear_of()
             with contextlib.suppress(RankLostError):  # the word of it is in line
-                steps.form(self._place, self._part_in_hand)
+                steps.form(self._place, self._alive)
                 has_formed = True
         self._has_said = False
-        if self._is_inside and self._dead.is_counted(self._step):
-            self._reducer.refuse_pass(SEVERAL)
+        if any(first < self._said_until for first in self._dead.first.values()):
+            raise CommunicationError(TOO_EARLY)
         steps.say_regrouped(self._positions.epoch)
 
     @property
     def _place(self) -> StepPlace:
         """Where this rank is."""
-        passes, before = self._reducer.closed_passes, self._passes_before
-        return StepPlace.at(self._step, passes, before, is_inside=self._is_inside)
+        waits = open_step(self._reducer, self._hooks.graphs)
+        passed: Step | None = self._reducer.passed
+        return StepPlace.at(
+            self._reducer.closed_passes,
+            self._step,
+            is_inside=self._is_inside,
+            waits=waits.step if waits and waits.span == self._span else None,
+            passed=passed.step if passed and passed.span == self._span else -1,
+        )
 
     def _part_of(self, step: Step) -> StepPart:
         """A step without ranks that have died before it."""
-        if self._dead.first:
-            live = self._dead.live(step.step, step.shares)
-            step = Step(step.step, step.samples, live, step.part)
-        return step.weighed(self._leased.weight)
+        part = step.weighed(self._leased.weight)
+        return self._alive(part) if self._dead.is_settled else part
 
-    def _part_in_hand(self) -> StepPart | None:
-        """Of the step that the loop is in, if it is in one."""
-        return self._part_of(self._granted[self._step]) if self._is_inside else None
+    def _alive(self, part: StepPart) -> StepPart:
+        """A part of a step, without ranks that have died since."""
+        step: Step = part.label
+        members = self._worker.members
+        live = [n if r in members else 0 for r, n in enumerate(step.shares)]
+        return step._replace(shares=tuple(live)).weighed(part.weight)
 
     def _weigh_late(self, part: StepPart, other: StepPart | None) -> None:
         """A backward pass comes to the graph of a batch before the one in hand.
@@ -469,7 +494,7 @@ class SyncEpoch:
             ConfigError: it came to another batch's before.
         """
         if other is None:
-            self._reducer.weigh_pass(part)
+            self._reducer.weigh_pass(self._alive(part))
             return
         first, second = sorted(each.label.step for each in (part, other))
         raise ConfigError(
@@ -495,24 +520,39 @@ class SyncEpoch:
         if self._gone:
             self._announce()
 
-    def _account(self, number: int, cost: BatchCost) -> None:
+    def _account_all(self) -> None:
+        """Also of steps whose backward pass has not come yet."""
+        while self._ran:
+            self._account(*self._ran.popleft())
+
+    def _account(self, number: int, cost: BatchCost, passes: int) -> None:
         """A step is done; what is to be said of its grant waits for the next one."""
         if self._reports.is_due:
             self._report()  # there was no backward pass
-        self.samples_done += self._positions.samples_of(number)
         if self._dead.is_settled or not self._reports.step_done(number, cost):
             return
         is_last = number + 1 == self._positions.num_batches
         tells_norm = is_last and self._worker.place == 0
         self._numbers.report(final=is_last)
+        self._said_until = number + 1
+        self._is_early |= self._hooks.graphs.is_live
         self._reports.close(
-            backward_passes=self._reducer.backward_passes,
+            backward_passes=passes,
             max_samples=self._worker.max_samples,
             parameter_norm=self._hooks.parameter_norm() if tells_norm else 0.0,
             scalars=self._hooks.scalars(is_last),
             unknown=EARLY if self._hooks.graphs.is_live else self._hooks.unknown(),
         )
         self._reducer.run_beneath(self._report_beneath)
+
+
+def open_step(reducer: GradientReducer, graphs: LiveGraph) -> Step | None:
+    """The step whose backward pass is under way, or has not come since its forward."""
+    part = reducer.part_under_way or graphs.live_batch
+    if not isinstance(part, StepPart) or part.label.is_same(reducer.passed):
+        return None
+    step: Step = part.label
+    return step
 
 
 def _look(

@@ -105,12 +105,15 @@ def test_who_is_as_fast_again_comes_back() -> None:
     assert lines == ["rank 1 takes part again: 2.00 times as fast"]
 
 
-def test_nobody_may_die_until_all_have_run_a_step_together_again() -> None:
-    """Some may not have heard yet that a rank takes part again."""
+def test_nobody_may_die_until_all_have_run_a_step_in_the_same_group() -> None:
+    """Some may not have heard yet that a rank is left out, or takes part again."""
     core = Core()
     assert core.left_out.mortal_by == ""
     core.epoch(0)
-    assert core.left_out.mortal_by == "ranks [1] are left out of steps"
+    assert core.left_out.mortal_by == "ranks [1] are about to be left out of steps"
+    core.left_out.completed()
+    assert core.left_out.ranks == (1,)
+    assert core.left_out.mortal_by == ""
     core.left_out.begin_epoch(1, BatchSizes(((32, 100),)), core.now_s)
     why = "ranks [1] were left out, and take part again"
     assert core.left_out.mortal_by == why

@@ -13,7 +13,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Generator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -46,7 +46,7 @@ from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.state import Coordinator
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.coordination.sync.nonfinite import NonFiniteRecord
-from elche.coordination.sync.step_reports import StepReports
+from elche.coordination.sync.step_reports import EARLY, StepReports
 from tests.harness.reached import reach
 
 BUCKETS = 2
@@ -65,6 +65,10 @@ def summed(parts: dict[int, Positions]) -> Positions:
     return tuple(sorted(chain.from_iterable(parts.values())))
 
 
+class TooEarlyError(Exception):
+    """No run outlives a death here."""
+
+
 class World:
     """Ranks, their core, and what they have sent each other."""
 
@@ -76,7 +80,9 @@ class World:
         keeps: bool,
         kills_source: bool = False,
         joins: tuple[int, ...] = (),
+        early: bool = False,
     ) -> None:
+        self.early, self.refused = early, False
         self.sizes, self.keeps, self.kills_source = sizes, keeps, kills_source
         self.founders, self.joins = ranks, joins
         self.deaths: dict[int, int] = {}
@@ -112,7 +118,7 @@ class World:
         """To the end; each of some ranks dies after so many moves of its own."""
         self.deaths = deaths
         for number in range(MOST_MOVES):
-            if not self.scripts or self.core.aborted:
+            if not self.scripts or self.core.aborted or self.refused:
                 return
             for _ in range(self.joins.count(number)):
                 self.come()
@@ -125,7 +131,17 @@ class World:
                 next(self.scripts[rank])
             except StopIteration:
                 del self.scripts[rank]
+            except TooEarlyError:
+                self.refused = True
         raise AssertionError(f"hangs: {self.core.doing}; {self.core.story()[-9:]}")
+
+
+class Open(NamedTuple):
+    """A step whose backward pass has not come; its positions, its part of the epoch."""
+
+    step: int
+    own: Positions
+    span: int
 
 
 class Rank:
@@ -139,13 +155,27 @@ class Rank:
         self.model: list[Positions] = []
         self.closed = self.steps = 0
         self.last_sums: dict[int, Positions] = {}
-        self.place = StepPlace(0, 0, -1)
+        self.step = self.passed = -1
+        self.is_inside = False
+        self.open: Open | None = None
+        self.span = 0
         self.at_begin: list[int] = []
         self.grants: dict[int, GrantSteps] = {}
         self.end: EndEpoch | None = None
         self.part, self.part_steps = PartRanges(((0, world.sizes.num_samples),)), 0
         self.is_new = self.is_apart = self.is_part = rank >= ranks
         self.opened: EpochOpened | None = None
+
+    @property
+    def place(self) -> StepPlace:
+        waits = self.open is not None and self.open.span == self.span
+        return StepPlace.at(
+            self.closed,
+            self.step,
+            is_inside=self.is_inside,
+            waits=self.open.step if self.open is not None and waits else None,
+            passed=self.passed,
+        )
 
     @property
     def inbox(self) -> deque[Instruction]:
@@ -196,10 +226,12 @@ class Rank:
             part, sizes = self.part, self.part.sizes_in(world.sizes)
             if self.part_steps:
                 sizes = part.steps_in(world.sizes, self.part_steps)
-            yield from self.open(sizes)
+            yield from self.begin(sizes)
             yield from self.train(part, sizes)
             assert self.end is not None
             self.follow(self.end, sizes)
+        self.span += 1  # the epoch is over, and what is open of it
+        yield from self.backward()
         world.tell(Left(rank=self.rank))
 
     def follow(self, end: EndEpoch, sizes: BatchSizes) -> None:
@@ -213,7 +245,7 @@ class Rank:
             self.part_steps = sizes.num_batches - done
         self.part = self.part.origins_of(end.left)
 
-    def open(self, sizes: BatchSizes) -> Script:
+    def begin(self, sizes: BatchSizes) -> Script:
         """Opens the epoch, or its next part, with all."""
         opened = EpochOpened(
             rank=self.rank,
@@ -222,7 +254,8 @@ class Rank:
             checksum=repr(self.model),
             continues=self.is_part,
         )
-        self.place = StepPlace(self.closed, 0, -1)
+        self.step, self.passed, self.is_inside = -1, -1, False
+        self.span += 1
         self.opened = opened
         self.world.tell(opened)
         while True:
@@ -240,21 +273,31 @@ class Rank:
         self.lost.begin_part()
         self.grants, self.end, self.has_said = {}, None, False
         self.reports = StepReports(self.rank, 0, NonFiniteRecord())
+        self.ran: deque[int] = deque()
+        self.said_until, self.is_known = 0, False
 
     def train(self, part: PartRanges, sizes: BatchSizes) -> Script:
         """Steps to the end of the part."""
         for step in range(sizes.num_batches):
             while step not in self.grants and not self.is_over(step):
+                if not self.is_known:
+                    self.account(sizes.num_batches)
                 yield from self.look()
             if self.is_over(step):
                 break
             self.steps += 1
-            self.place = StepPlace.at(step, self.closed, self.closed, is_inside=True)
+            self.step, self.is_inside = step, True
+            if self.world.early:
+                yield from self.backward()  # of the step before
+            self.open = Open(step, self.part_of(step, part, sizes), self.span)
             yield  # in the forward pass
-            yield from self.backward(step, part, sizes)
+            if not self.world.early:
+                yield from self.backward()
             yield  # in the optimizer
-            self.place = StepPlace(self.closed, step + 1, step)
-            self.account(step)
+            self.is_inside = False
+            self.ran.append(step)
+            self.account(self.place.first)
+        self.account(sizes.num_batches)
         while self.end is None:
             yield from self.look()
             if self.lost.is_settled and not self.has_said:
@@ -267,12 +310,18 @@ class Rank:
     def is_over(self, step: int) -> bool:
         return self.end is not None or self.lost.is_over(step)
 
-    def account(self, step: int) -> None:
-        share = self.grants[step].shares[self.rank]
-        cost = BatchCost(samples=share, busy_s=0.01 * share, data_wait_s=0.0)
-        if not self.lost.is_settled and self.reports.step_done(step, cost):
-            self.reports.close(backward_passes=self.closed)
-        self.report()
+    def account(self, until: int) -> None:
+        """Reports steps of which nothing is missing."""
+        while self.ran and self.ran[0] < until:
+            step = self.ran.popleft()
+            share = self.grants[step].shares[self.rank]
+            cost = BatchCost(samples=share, busy_s=0.01 * share, data_wait_s=0.0)
+            if not self.lost.is_settled and self.reports.step_done(step, cost):
+                self.said_until, is_early = step + 1, self.open is not None
+                self.is_known |= is_early
+                unknown = EARLY if is_early else ""
+                self.reports.close(backward_passes=self.closed, unknown=unknown)
+            self.report()
 
     def report(self) -> None:
         if (said := self.reports.take()) is not None:
@@ -294,9 +343,11 @@ class Rank:
             self.hear(one)
             yield from self.regroup()
 
-    def backward(self, step: int, part: PartRanges, sizes: BatchSizes) -> Script:
+    def backward(self) -> Script:
         """Sends and sums buckets; anew if a rank dies meanwhile."""
-        number, own = self.closed, self.part_of(step, part, sizes)
+        if self.open is None:
+            return
+        number, own = self.closed, self.open.own
         while self.closed == number:
             key = "sum", self.generation, number
             sums = {}
@@ -326,7 +377,9 @@ class Rank:
         self.last_sums = sums
         self.model.append(sums[0])
         self.closed += 1
-        self.place = StepPlace(self.closed, self.place.begun + 1, self.place.begun)
+        assert self.open is not None
+        self.passed = self.open.step if self.open.span == self.span else -1
+        self.open = None
 
     def meet(self, key: Any, mine: Any) -> Generator[None, None, dict[int, Any]]:
         """Something of all members.
@@ -355,9 +408,12 @@ class Rank:
 
     def regroup(self, *, is_between: bool = False) -> Script:
         """As `StepRegrouping.form`, until nobody dies in it."""
+        if self.open is not None and self.open.span != self.span:
+            raise TooEarlyError
         if not is_between:
             self.report()
             self.reports.void()
+            self.ran.clear()
         while True:
             self.hear()
             try:
@@ -365,6 +421,9 @@ class Rank:
                 break
             except LostError:
                 continue
+        firsts = () if is_between else self.lost.first.values()
+        if any(first < self.said_until for first in firsts):
+            raise TooEarlyError
         if self.opened is not None:
             self.world.tell(self.opened)
         last = None if is_between else self.lost.last
@@ -399,7 +458,7 @@ class Rank:
             reach("built with a newcomer", 1)
             yield from self.meet((*key, "built"), None)
             self.closed, self.is_apart = 0, False
-            self.place = StepPlace(0, 0, -1)
+            self.step = self.passed = -1
             return
         found = settle([said[rank][0] for rank in self.members])
         is_source = found.source is not None and self.members[found.source] == self.rank
@@ -456,8 +515,9 @@ def run(
     *,
     keeps: bool,
     joins: tuple[int, ...] = (),
+    early: bool = False,
 ) -> World:
-    world = World(sizes, ranks, keeps=keeps, joins=joins)
+    world = World(sizes, ranks, keeps=keeps, joins=joins, early=early)
     world.run(random.Random(seed), deaths)
     return world
 
@@ -474,6 +534,22 @@ def test_a_death_at_every_move(keeps: bool) -> None:
             check(world)
             died += bool(world.core.lost)
     assert died > 100
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["shared", "gloo"])
+def test_a_death_at_every_move_of_early_loops(keeps: bool) -> None:
+    """A step is handed out before the backward pass of the one before."""
+    sizes, ends = BatchSizes.of([6] * 9), Counter[str]()
+    for seed in range(6):
+        moves = run(sizes, 3, {}, seed, keeps=keeps, early=True).moves[2]
+        for move in range(moves):
+            world = run(sizes, 3, {2: move}, seed, keeps=keeps, early=True)
+            if world.refused or "before the first" in (world.core.aborted or ""):
+                ends["refused"] += 1
+                continue
+            check(world)
+            ends["outlived"] += bool(world.core.lost)
+    assert ends["outlived"] > ends["refused"]
 
 
 @pytest.mark.reaches("its source has died")

@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -20,17 +21,21 @@ from torch.utils.data import DataLoader, Dataset
 import elche
 from elche.checkpoint.keeper import CheckpointKeeper
 from elche.comm.gradients.bucket_contract import Closed
+from elche.comm.gradients.bucket_pass import BucketPass
 from elche.comm.gradients.buckets import Bucket
 from elche.comm.gradients.reducer import GradientReducer
+from elche.comm.model_buffers.buffers import BufferAverager
 from elche.coordination.protocol.instructions import (
     EndEpoch,
     GrantSteps,
     Instruction,
+    LeaveOut,
     Regroup,
 )
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import checksum
+from elche.runtime.step_members import StepMembers
 from elche.runtime.windows.step_regrouping import StepRegrouping
 from tests.distributed.cases.survive_cases import Death, after, before, die
 
@@ -53,6 +58,11 @@ class Loop:
         late_at: from 1 on.
         accumulate: batches to an optimizer step.
         passes: backward passes of a batch.
+        early: the next batch is asked for before the backward pass of the last one.
+        loss: over a batch, "mean", "sum" or "weighted".
+        optimizers: that share the parameters.
+        scaler: losses are scaled, by more and more.
+        late_buffer: the forward pass from which on a second buffer is written, from 1.
         workers: of the loader.
         clip: the norm to which gradients are clipped in place.
         step_s: seconds of a step beside.
@@ -70,6 +80,11 @@ class Loop:
     late_at: int = 3
     accumulate: int = 1
     passes: int = 1
+    early: bool = False
+    loss: str = "mean"
+    optimizers: int = 1
+    scaler: bool = False
+    late_buffer: int = 1000
     workers: int = 0
     clip: float = 0.0
     step_s: float = 0.0
@@ -104,40 +119,83 @@ class Indices(Dataset[int]):
 
 
 class Net(nn.Module):
-    """Some layers, and a buffer that each rank writes and none reads."""
+    """Some layers, the count of their steps, and buffers that none reads.
 
-    def __init__(self) -> None:
+    Args:
+        late: the forward pass from which on the second one is written.
+    """
+
+    def __init__(self, late: int) -> None:
         super().__init__()
+        self._forwards, self._late = 0, late
+        self.late_trace: torch.Tensor
+        self.register_buffer("late_trace", torch.zeros(3))
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
         self.trace: torch.Tensor
         self.register_buffer("trace", torch.zeros(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.trace += x.detach().mean(0)
+        self._forwards += 1
+        if self._forwards >= self._late:
+            self.late_trace += x.detach().mean(0)
         made: torch.Tensor = self.layers(x)
         return made
 
 
-def make() -> tuple[Net, torch.optim.Optimizer]:
-    """The model that all begin with, and its optimizer."""
+def make(loop: Loop) -> tuple[Net, list[torch.optim.Optimizer]]:
+    """The model that all begin with, and its optimizers."""
     torch.manual_seed(5)
-    model = Net().double()
-    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model = Net(loop.late_buffer).double()
+    parameters = [*model.parameters()]
+    parts = [parameters[at :: loop.optimizers] for at in range(loop.optimizers)]
+    return model, [torch.optim.SGD(part, lr=0.05, momentum=0.9) for part in parts]
 
 
-def loss_of(model: nn.Module, index: torch.Tensor) -> torch.Tensor:
-    """The mean over samples of a loss that each one moves in its own way."""
+def inputs_of(index: torch.Tensor) -> torch.Tensor:
+    """What the model is given."""
     at = index.double().unsqueeze(1)
-    x = torch.cat([torch.sin(at), torch.cos(1.7 * at), at / 96], 1)
+    return torch.cat([torch.sin(at), torch.cos(1.7 * at), at / 96], 1)
+
+
+def weight_of(index: torch.Tensor) -> torch.Tensor:
+    """Of each sample."""
+    return index % 3 + 1.0
+
+
+def loss_of(model: nn.Module, index: torch.Tensor, kind: str = "mean") -> torch.Tensor:
+    """Of samples, each of which moves it in its own way."""
+    at = index.double().unsqueeze(1)
     y = torch.cat([torch.sin(0.3 * at), at.remainder(5) / 5], 1)
-    return (model(x) - y).square().sum(1).mean()
+    losses = (model(inputs_of(index)) - y).square().sum(1)
+    if kind == "sum":
+        return losses.sum() / BATCH
+    weights = weight_of(index) if kind == "weighted" else torch.ones(len(index))
+    return (weights * losses).sum() / weights.sum()
+
+
+def options_of(loop: Loop) -> dict[str, Any]:
+    """Of `elche.setup`."""
+    options: dict[str, Any] = {
+        "leave_out": False,
+        "transport": {"bucket_cap_mb": CAP_MB},
+    }
+    if loop.loss == "sum":
+        options["loss_reduction"] = "sum"
+    if loop.loss == "weighted":
+        options["weight_of"] = lambda index: weight_of(index).sum()
+    return {**options, **dict(loop.options)}
 
 
 def train(loop: Loop) -> Trained:
     """Trains, dies where planned, and says what it has at the end."""
     rank = int(os.environ["RANK"])
-    model, optimizer = make()
-    at = {name: lambda: None for name in ("load", "forward", "step", "between")}
+    model: Any
+    model, optimizers = make(loop)
+    names = "load", "forward", "fetched", "passed", "step", "between"
+    at: dict[str, Callable[[], None]] = {name: lambda: None for name in names}
     for death in loop.deaths:
         if death.rank == rank:
             plan_death(death, at, model)
@@ -145,36 +203,37 @@ def train(loop: Loop) -> Trained:
     loader: Any = DataLoader(
         data, batch_size=BATCH, shuffle=True, num_workers=loop.workers
     )
-    model, optimizer, loader = elche.setup(
-        model,
-        optimizer,
-        loader,
-        policy="sync",
-        **{
-            "leave_out": False,
-            "transport": {"bucket_cap_mb": CAP_MB},
-            **dict(loop.options),
-        },
+    model, optimizers, loader = elche.setup(
+        model, optimizers, loader, policy="sync", **options_of(loop)
     )
     if rank == loop.late:
         lack_sums(loop.late_at)
     if rank == loop.together:
         read_together()
+    scaler = torch.amp.GradScaler(
+        "cpu", enabled=loop.scaler, init_scale=64.0, growth_interval=3
+    )
     with Path(loop.folder, f"log{rank}.txt").open("w") as log:
+
+        def say(epoch: int, index: list[int]) -> None:
+            print(epoch, int(model.count), *index, file=log, flush=True)
+
         for epoch in range(loop.epochs):
-            for number, index in enumerate(loader):
-                counts = index.tolist() if elche.batch_weight() else []
-                log.write(f"{epoch} {' '.join(map(str, counts))}\n")
-                log.flush()
+            for number, batch in enumerate(batches_of(loader, partial(say, epoch))):
                 at["forward"]()
                 time.sleep(loop.step_s * (loop.slow in (-1, rank)))
-                for _ in range(loop.passes):
-                    loss_of(model, index).backward()
+                for passed in range(loop.passes):
+                    loss = loss_of(model, batch.now, loop.loss)
+                    if loop.early and not passed:
+                        batch.fetch()
+                        at["fetched"]()
+                    scaler.scale(loss).backward()
+                    at["passed"]()
                 at["step"]()
                 if (epoch, number) == (0, loop.saves_at):
                     elche.save(Path(loop.folder, "checkpoints"))
                 if (number + 1) % loop.accumulate == 0:
-                    take_step(model, optimizer, loop.clip)
+                    take_step(model, optimizers, loop.clip, scaler)
             at["between"]()
             elche.barrier()
     trained = Trained(
@@ -188,12 +247,57 @@ def train(loop: Loop) -> Trained:
     return trained
 
 
-def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float) -> None:
+@dataclass(frozen=True)
+class Handed:
+    """A batch that a loop was given.
+
+    Attributes:
+        now: its samples.
+        fetch: asks for the next one, before that is due.
+    """
+
+    now: torch.Tensor
+    fetch: Callable[[], None]
+
+
+def batches_of(loader: Any, say: Callable[[list[int]], None]) -> Iterator[Handed]:
+    """Of an epoch, which the loop may ask for ahead; logged as they are given."""
+    batches, fetched = iter(loader), deque[torch.Tensor | None]()
+
+    def fetch() -> None:
+        index = next(batches, None)
+        fetched.append(index)
+        if index is not None:
+            say(index.tolist() if elche.batch_weight() else [])
+
+    while True:
+        if not fetched:
+            fetch()
+        now = fetched.popleft()
+        if now is None:
+            return
+        yield Handed(now, fetch)
+
+
+def take_step(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    clip: float,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
     """With gradients clipped in place, where a norm is given."""
     if clip:
         nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+    if scaler is not None:
+        scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    model.get_buffer("count").add_(1)
 
 
 def plan_death(
@@ -225,6 +329,20 @@ def plan_death(
         before(GradientReducer, "close_pass", visit)
     elif place == "closed":
         after(GradientReducer, "close_pass", visit)
+    elif place in ("_end_first", "_reorder"):
+        before(BucketPass, place, visit)
+    elif place == "ordered":
+        after(BucketPass, "_end_first", visit)
+    elif place == "built":
+        before(Bucket, "open", visit)
+    elif place == "buffers":
+        before(BufferAverager, "_reduce", visit)
+    elif place == "apart":
+        die_left_out(death)
+    elif place == "without":
+        at["step"] = left_out_for(int(when), act)
+    elif place == "without, closing":
+        before(GradientReducer, "close_pass", left_out_for(int(when), act))
     elif place == "positions":
         before(SampleOrder, "share", visit)
     elif place == "pausing":
@@ -261,6 +379,41 @@ def read_together() -> None:
     Worker.receive = receive  # type: ignore[method-assign]
 
 
+def die_left_out(death: Death) -> None:
+    """Dies when it has been left out for so many seconds."""
+    original = StepMembers.leave_out
+    timers: list[threading.Timer] = []
+
+    def leave_out(members: StepMembers, told: LeaveOut) -> GradientReducer:
+        for timer in timers:
+            timer.cancel()
+        if death.rank in told.left_out and told.epoch:  # the first one may be short
+            timers.append(threading.Timer(death.at, die))
+            timers[-1].start()
+        return original(members, told)
+
+    StepMembers.leave_out = leave_out  # type: ignore[method-assign]
+
+
+def left_out_for(steps: int, act: Callable[[], None]) -> Callable[[], None]:
+    """To be called in each step: acts when others were left out for so many."""
+    original, since = StepMembers.leave_out, -(10**6)
+
+    def leave_out(members: StepMembers, told: LeaveOut) -> GradientReducer:
+        nonlocal since
+        since = 0 if told.left_out else -(10**6)
+        return original(members, told)
+
+    def visit() -> None:
+        nonlocal since
+        since += 1
+        if since == steps:
+            act()
+
+    StepMembers.leave_out = leave_out  # type: ignore[method-assign]
+    return visit
+
+
 def lack_sums(at: int) -> None:
     """This rank does not get what the others have, in one pass.
 
@@ -294,15 +447,15 @@ def logs_of(folder: Path, rank: int, epochs: int) -> list[list[list[int]]]:
     """Per epoch the batches that a loop was given, without those that weigh nothing."""
     logs: list[list[list[int]]] = [[] for _ in range(epochs)]
     for line in Path(folder, f"log{rank}.txt").read_text().splitlines():
-        epoch, *indices = map(int, line.split())
+        epoch, _, *indices = map(int, line.split())
         logs[epoch].append(indices)
     return logs
 
 
 def steps_of(
     logs: dict[int, list[list[list[int]]]], victims: Sequence[int]
-) -> list[list[list[int]]]:
-    """Per epoch the samples of each step.
+) -> list[list[list[list[int]]]]:
+    """Per epoch the batches of each step, those of ranks that live first.
 
     A dead rank's batch counts in its step, unless its samples were given out again.
 
@@ -315,12 +468,14 @@ def steps_of(
     for epoch in range(len(logs[survivors[0]])):
         own = [logs[rank][epoch] for rank in survivors]
         assert len({len(batches) for batches in own}) == 1
-        steps = [[*chain.from_iterable(parts)] for parts in zip(*own, strict=True)]
-        given = {index for step in steps for index in step}
+        steps = [[*filter(None, parts)] for parts in zip(*own, strict=True)]
+        given = {index for parts in steps for part in parts for index in part}
         for rank in reversed(victims):
             for number, batch in enumerate(logs[rank][epoch]):
+                if not batch:
+                    continue
                 if not given & {*batch}:
-                    steps[number] += batch
+                    steps[number].append(batch)
                     given |= {*batch}
                 else:
                     assert given >= {*batch}
@@ -328,16 +483,65 @@ def steps_of(
     return epochs
 
 
-def reference(loop: Loop, epochs: list[list[list[int]]]) -> dict[str, torch.Tensor]:
-    """The same steps in one process."""
-    model, optimizer = make()
+def counted_steps(
+    folder: Path, ranks: int, victims: Sequence[int], epochs: int
+) -> list[list[list[list[int]]]]:
+    """As `steps_of`, where ranks that are left out lack steps.
+
+    Args:
+        folder: of the logs, in which each batch has the number of its step.
+        ranks: that began.
+        victims: ranks that died, the first one first.
+        epochs: of the run.
+    """
+    found: list[dict[int, list[list[int]]]] = [{} for _ in range(epochs)]
+    order = [*(rank for rank in range(ranks) if rank not in victims), *victims[::-1]]
+    for rank in order:
+        for line in Path(folder, f"log{rank}.txt").read_text().splitlines():
+            epoch, count, *batch = map(int, line.split())
+            steps = found[epoch]
+            parts = steps.setdefault(count, [])
+            given = {i for parts in steps.values() for part in parts for i in part}
+            if batch and not (rank in victims and given & {*batch}):
+                parts.append(batch)
+    return [[steps[count] for count in sorted(steps)] for steps in found]
+
+
+def reference(
+    loop: Loop, epochs: list[list[list[list[int]]]], apart: Sequence[int] = ()
+) -> dict[str, torch.Tensor]:
+    """The same steps in one process.
+
+    Args:
+        loop: what ranks did.
+        epochs: of each step the batches.
+        apart: samples that are only in the first backward pass of their step.
+    """
+    model, optimizers = make(loop)
     for steps in epochs:
-        for number, step in enumerate(steps):
-            if step:
-                loss_of(model, torch.tensor(step)).backward()
+        for number, parts in enumerate(steps):
+            step = [*chain.from_iterable(parts)]
+            for _ in range(loop.passes if step else 0):
+                loss_of(model, torch.tensor(step), loop.loss).backward()
+                step = [index for index in step if index not in apart]
             if (number + 1) % loop.accumulate == 0:
-                take_step(model, optimizer, loop.clip)
-    return model.state_dict()
+                take_step(model, optimizers, loop.clip)
+    state: dict[str, torch.Tensor] = model.state_dict()
+    return state | traces(loop, epochs)
+
+
+def traces(loop: Loop, epochs: list[list[list[list[int]]]]) -> dict[str, torch.Tensor]:
+    """Both buffers: of each step the mean over the ranks that have samples."""
+    found = {name: torch.zeros(3).double() for name in ("trace", "late_trace")}
+    for number, parts in enumerate(chain.from_iterable(epochs), 1):
+        inputs = [inputs_of(torch.tensor(part)).mean(0) for part in parts]
+        if not inputs:
+            continue
+        mean = torch.stack(inputs).mean(0)
+        found["trace"] += mean
+        if number >= loop.late_buffer:
+            found["late_trace"] += mean
+    return found
 
 
 def leave_after(loop: Loop) -> list[tuple[int, int, str]]:
@@ -347,10 +551,11 @@ def leave_after(loop: Loop) -> list[tuple[int, int, str]]:
         Of each epoch its samples, those that elche counts until then, and the model.
     """
     rank, found = int(os.environ["RANK"]), []
-    model, optimizer = make()
-    model, optimizer, loader = elche.setup(
+    model: Any
+    model, optimizers = make(loop)
+    model, optimizers, loader = elche.setup(
         model,
-        optimizer,
+        optimizers,
         DataLoader(Indices(loop.samples, lambda: None), BATCH, shuffle=True),
         policy="sync",
         timeout_s=60.0,
@@ -361,7 +566,7 @@ def leave_after(loop: Loop) -> list[tuple[int, int, str]]:
             if (Death(rank, "forward", number) in loop.deaths) and not epoch:
                 die()
             loss_of(model, index).backward()
-            take_step(model, optimizer, 0.0)
+            take_step(model, optimizers, 0.0)
             if elche.world_size() < world_size:
                 world_size = elche.world_size()
                 break

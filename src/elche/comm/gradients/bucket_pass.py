@@ -97,6 +97,7 @@ class BucketPass:
         self._awaits_end = False
         self._under_way: tuple[int, Closed] | None = None
         self._first: list[torch.Tensor | None] | None = None
+        self._next_order: list[int] | None = None
         self.buckets: list[Bucket] = []
         self.order: list[int] = []
         self.passes = self.closed = 0
@@ -370,8 +371,6 @@ class BucketPass:
                 f"an earlier reduction failed ({self._broken}); form a new group with "
                 "the ranks that are left"
             )
-        owner = self._owner()
-        assert owner is not None
         self._side = 1 - self._side
         self._next = self._summed = 0
         self._counts.begin()
@@ -380,10 +379,7 @@ class BucketPass:
         self.passes += 1
         self._is_taken = False
         try:
-            self._scale = owner.open_pass(self._side)
-            started_s = time.perf_counter()
-            self._reclaim()
-            self.wait_s += time.perf_counter() - started_s
+            self._enter()
         except CommunicationError as error:
             self._fail(error)
             raise
@@ -391,17 +387,25 @@ class BucketPass:
             bucket.pending = self._expected_in(bucket)
             bucket.zeros.clear()
 
-    def _reclaim(self) -> None:
-        """Waits until all ranks have taken the last sums, or goes on without some."""
-        try:
-            for bucket in self.buckets if self._under_way is None else ():
-                bucket.reclaim()
-        except RankLostError:
-            if self.on_lost is None:
-                raise
-        else:
-            return
-        self.on_lost()
+    def _enter(self) -> None:
+        """Opens the pass at its owner, when all ranks have taken the last sums.
+
+        Again in the next group, where ranks die meanwhile.
+        """
+        owner = self._owner()
+        assert owner is not None
+        while not self._is_taken:
+            try:
+                self._scale = owner.open_pass(self._side)
+                started_s = time.perf_counter()
+                for bucket in self.buckets if self._under_way is None else ():
+                    bucket.reclaim()
+                self.wait_s += time.perf_counter() - started_s
+                return
+            except RankLostError:
+                if self.on_lost is None:
+                    raise
+            self.on_lost()
 
     def _expected_in(self, bucket: Bucket) -> set[int]:
         """Places in a bucket that get a gradient in this pass."""
@@ -455,18 +459,14 @@ class BucketPass:
                 self._counts.end()
                 return
             self.closed += 1
-            order: list[int] | None = None
-            if self._observed is not None and closed.source is not None:
-                order = self._end_first(closed.source)
             keeps = all(bucket.is_finite for bucket in self.buckets)
             for bucket in self.buckets:
                 bucket.settle(keeps=keeps)
             if closed.hand_out:
                 self._handed_out.hand_out(self.buckets, closed)
-            if order is not None:
-                self._observed = None
-                self._build(order)
-                give_back_freed()
+            if self._next_order is not None:
+                self._reorder(self._next_order)
+                self._next_order = None
             if self._options.delayed:
                 self._first, self.has_sums = self._take_gradients(), False
         except CommunicationError as error:
@@ -488,15 +488,23 @@ class BucketPass:
                 self._launch(lambda bucket: True)
                 for bucket in self.buckets[self._summed :]:
                     bucket.finish(self._side)
+                if self._observed is not None:
+                    self._end_first()
                 return owner.close_pass(self._side)
             except RankLostError:
                 if self.on_lost is None:
                     raise
             self.on_lost()
+            self._enter()
         return None
 
     def go_on_in(
-        self, group: Members, source: int | None, scale: float, *, lacks: bool
+        self,
+        group: Members,
+        source: int | None,
+        *,
+        lacks: bool,
+        factor: float = 1.0,
     ) -> None:
         """Ranks have died: the others are the group from now on; with all of them.
 
@@ -506,8 +514,8 @@ class BucketPass:
         Args:
             group: of those who live.
             source: place of one that has the last pass's sums; None: all have them.
-            scale: of this rank's gradients in the pass under way.
             lacks: this rank has not got those sums.
+            factor: what they are multiplied by.
         """
         if source is not None:
             for bucket in self.buckets:
@@ -515,12 +523,27 @@ class BucketPass:
         if lacks:
             for bucket in self.buckets:
                 bucket.finish(self._side)
-            self._handed_out.hand_out(self.buckets, Closed())
+            self._handed_out.hand_out(self.buckets, Closed(factor=factor))
             self._is_taken = True
             self.closed += 1
-        self._group, self._scale = group, scale
+            if self._observed is not None:
+                self._counts.learn()
+        self._group = group
         self._next = self._summed = 0
-        self._build(self.order)
+        kept = [bucket.kept for bucket in self.buckets]
+        if self._is_ordered_alike():
+            self._build(self.order)
+            for bucket, sums in zip(self.buckets, kept, strict=True):
+                bucket.kept = bucket.kept if sums is None else sums
+        else:  # some ranks have not come to it
+            self._observed = self._observed or {}
+            self._build(range(len(self._parameters))[::-1])
+
+    def _is_ordered_alike(self) -> bool:
+        """Whether all ranks follow an observed order, or none does."""
+        ordered = torch.tensor([int(self.is_ordered)], device="cpu")
+        self._group.all_reduce(ordered, "comparing the order of gradients")
+        return int(ordered) in (0, self._group.world_size)
 
     def _close_late(self) -> None:
         """Sends this pass's gradients, and hands out the sums of the one before."""
@@ -570,26 +593,46 @@ class BucketPass:
         self._is_open = False
         self._broken = str(error).splitlines()[0]
 
-    def _end_first(self, source: int) -> list[int]:
-        """Agrees on the order in which gradients appeared on one rank.
+    def _end_first(self) -> None:
+        """Agrees on the order in which gradients appeared, on the first rank with any.
 
         Buckets that went before all their gradients had come, on any rank, go again:
         everybody has taken the first sum when this has been agreed on.
         """
         assert self._observed is not None
-        count = len(self._parameters)
-        rows = torch.zeros(2, count, dtype=torch.int64, device="cpu")
-        if self._group.rank == source:
-            seen = list(self._observed)
+        self._next_order = None
+        count, group = len(self._parameters), self._group
+        rows = torch.zeros(group.world_size + 1, count, dtype=torch.int64, device="cpu")
+        if self._observed:
+            seen = [*self._observed]
             unseen = [at for at in range(count) if at not in self._observed]
-            rows[0] = torch.tensor(seen + unseen, device="cpu")
+            rows[group.rank] = torch.tensor(seen + unseen, device="cpu") + 1
         for index in self._counts.late:
-            rows[1, index] = 1
-        self._group.all_reduce(rows, "agreeing on the order of gradients")
-        order, late = rows.tolist()
+            rows[-1, index] = 1
+        group.all_reduce(rows, "agreeing on the order of gradients")
+        *orders, late = rows.tolist()
         self._send_again(index for index, ranks in enumerate(late) if ranks)
-        self._counts.learn()
-        return [int(index) for index in order]
+        for order in filter(any, orders):
+            self._counts.learn()
+            self._next_order = [index - 1 for index in order]
+            break
+
+    def _reorder(self, order: Sequence[int]) -> None:
+        """Makes buckets anew, when all ranks have closed the first pass.
+
+        Its sums lie in the old ones, where a rank that lacks them takes them over. If
+        a rank dies here, the order is observed anew.
+        """
+        try:
+            closed = torch.zeros(1, device="cpu")
+            self._group.all_reduce(closed, "ending the first backward pass")
+            self._observed = None
+            self._build(order)
+        except RankLostError:
+            if self.on_lost is None:
+                raise
+            self.on_lost()
+        give_back_freed()
 
     def _send_again(self, late: Iterable[int]) -> None:
         lacking = {id(self._place[id(self._parameters[index])][0]) for index in late}

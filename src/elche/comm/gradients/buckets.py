@@ -96,7 +96,7 @@ class Bucket:
     _side: int = 0
     _staged: bool = False
     _keeps_strides: bool = True
-    _kept: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -117,7 +117,7 @@ class Bucket:
             kept: copies that are kept into the next pass where sums replace what is
                 sent: this rank's own gradients, or the sums of the pass before.
         """
-        kept += self._kept is not None
+        kept += self.kept is not None
         if self._coded is not None:  # one contribution serves both sides
             copies = 4 if self._staged else 3
             return copies * self.size_bytes + self._coded.extra_bytes
@@ -192,7 +192,7 @@ class Bucket:
             self._lender = SumMemory(numel, dtype, device)
             self._sums_apart = exchange.keeps_contribution and not staged
         if keeps_sums and group.world_size > 1 and not exchange.keeps_contribution:
-            self._kept = torch.zeros(numel, dtype=dtype, device=device)
+            self.kept = torch.zeros(numel, dtype=dtype, device=device)
         self.exchange, self._group = exchange, group
         self._staged, self._keeps_strides = staged, keeps_strides
         if self._lender is not None and not self._sums_apart:
@@ -300,8 +300,8 @@ class Bucket:
             elif self._coded is not None:
                 self._total = found[: self._total.numel()]
                 self.summed = self._views(self._total)
-            if self._kept is not None:
-                self._kept.copy_(self._total)
+            if self.kept is not None:
+                self.kept.copy_(self._total)
         else:
             assert self._lender is not None
             self.exchange.wait(WHAT)
@@ -344,12 +344,12 @@ class Bucket:
         """
         if self.keeps_contribution:
             return
-        assert self._kept is not None
-        kept = self._kept.to("cpu", copy=lacks)  # gloo may still write into the last
+        assert self.kept is not None
+        kept = self.kept.to("cpu", copy=lacks)  # gloo may still write into the last
         group.broadcast(kept, WHAT, source)
         if lacks:
-            self._kept.copy_(kept)
-            self._total, self._is_summed = kept.to(self._kept.device), True
+            self.kept.copy_(kept)
+            self._total, self._is_summed = kept.to(self.kept.device), True
             self.summed = self._views(self._total)
 
     @property

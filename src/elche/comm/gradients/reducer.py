@@ -123,8 +123,9 @@ class GradientReducer:
         self._beneath: Callable[[], None] | None = None
         self._look: Look | None = None
         self._late: StepPart | None = None
-        self._has_looked = False
-        self._refused = ""
+        self._looked_at = 0
+        self._passed: Any = None
+        self._active_ranks = 1.0
         self._is_delayed = False
 
     def weigh_by_user(self) -> None:
@@ -260,7 +261,7 @@ class GradientReducer:
         self._refuse_broken_backward()
         self._pass.keep_last()
         self._passes_before = self._pass.passes
-        self._in_hand, self._refused = part, ""
+        self._in_hand = part
         self._weigh(part)
         self._pass.wait_s = 0.0
 
@@ -289,15 +290,21 @@ class GradientReducer:
         if not self._pass.is_open:
             self._weigh(self._in_hand)
 
-    def _weigh(self, part: StepPart | None) -> None:
-        """Sets all that depends on the step; None: none is under way."""
+    def _weigh(self, part: StepPart | None, ranks: float = 0.0) -> None:
+        """Sets all that depends on the step; None: none is under way.
+
+        Args:
+            part: of the step.
+            ranks: that have samples, where losses are sums and gradients multiplied by
+                that have come already; 0: as the part says.
+        """
         self._part = part
         if part is None:
             self._weigh_nothing()
             return
         self._scale = part.scale
         if self._sums is not None:
-            ranks = float(max(1, part.active_ranks))
+            ranks = self._active_ranks = ranks or float(max(1, part.active_ranks))
             self._sums.value = 0.0 if part.weight == 0.0 else ranks
             self._scale = float(part.scale > 0) / ranks
         loss_weight = self._scale
@@ -381,20 +388,35 @@ class GradientReducer:
         """
         self._pass.on_lost = on_lost
 
+    @property
+    def part_under_way(self) -> StepPart | None:
+        """Of the step whose backward pass has begun, and has no sums yet."""
+        return self._part if self._pass.passes > self._pass.closed else None
+
+    @property
+    def passed(self) -> Any:
+        """The label of the step that the last sums are of; None: there are none."""
+        return self._passed
+
     def go_on_in(
-        self, group: Group, source: int | None, part: StepPart | None, *, lacks: bool
+        self,
+        group: Group,
+        source: int | None,
+        alive: Callable[[StepPart], StepPart],
+        *,
+        lacks: bool,
     ) -> None:
         """Ranks have died: the others are the group from now on; with all of them.
 
         Args:
             group: of those who live.
             source: place of one that has the last pass's sums; None: all have them.
-            part: this rank's part of the step under way, without those that have died;
-                None: there is none.
+            alive: a part of a step without those that have died.
             lacks: this rank has not got those sums.
 
         Raises:
-            CommunicationError: the model meets others in its forward pass.
+            CommunicationError: the model meets others in its forward pass, or what is
+                accumulated cannot be reduced anew.
         """
         if self._norms is not None:
             raise CommunicationError(
@@ -403,24 +425,44 @@ class GradientReducer:
             )
         if self._buffers is not None:
             self._buffers.go_on_in(group, source, lacks=lacks)
-        if lacks and self._part is not None:
-            self._look_once(self._part)
-        if part is not None:
-            self._in_hand = part
-            self._weigh(part)
-        self._sends = self._scale != 0.0
-        self._pass.go_on_in(group, source, self._scale, lacks=lacks)
+        factor = 1.0
+        if self._weights is not None:
+            factor = self._weights.go_on_in(group, source)
+        if lacks and (part := self._part) is not None:
+            self._look_once(part)
+            self._passed = part.label
+        self._pass.go_on_in(group, source, lacks=lacks, factor=factor)
         self._group = group
+        self._weigh_alive(alive)
 
-    def refuse_pass(self, why: str) -> None:
-        """There may be no other pass in the step under way.
+    def _weigh_alive(self, alive: Callable[[StepPart], StepPart]) -> None:
+        """The step in hand, and that of the pass under way, go on without some ranks.
 
         Raises:
-            CommunicationError: there is one already.
+            CommunicationError: see `_refuse_accumulated`.
         """
-        if self._pass.passes > self._pass.closed:
-            raise CommunicationError(why)
-        self._refused = why
+        late = None if self._part is self._in_hand else self.part_under_way
+        if self._in_hand is not None:
+            self._in_hand = alive(self._in_hand)
+        part = self._in_hand if late is None else alive(late)
+        ranks = 0.0
+        if self._sums is not None and self.part_under_way is not None:
+            self._refuse_accumulated()
+            ranks = self._active_ranks
+        self._weigh(part, ranks)
+
+    def _refuse_accumulated(self) -> None:
+        """Refuses to reduce anew what was added to a sum of ranks, and to that alone.
+
+        Raises:
+            CommunicationError: a gradient is accumulated into the last sum.
+        """
+        if any(map(self._pass.is_given, self._parameters)):
+            raise CommunicationError(
+                "a rank died inside a backward pass that accumulates gradients, where "
+                "losses are sums, or all its samples were that rank's: start the run "
+                "anew from its last checkpoint (--max-restarts)"
+            )
 
     def hold(self, holds: bool) -> None:
         """Keeps gradients for a later backward pass of the step, which sends them all.
@@ -458,9 +500,6 @@ class GradientReducer:
         work, self._beneath = self._beneath, None
         if work is not None:
             work()
-        if self._refused:
-            raise CommunicationError(self._refused)
-        self._has_looked = False
         if self._weights is None:
             self._sends = self._scale != 0.0
             return self._scale
@@ -471,8 +510,12 @@ class GradientReducer:
 
     def _look_once(self, part: StepPart) -> None:
         """Also of a pass that is reduced anew, or whose sums are taken over."""
-        if self._look is not None and self._sends and not self._has_looked:
-            self._has_looked = True
+        if (
+            self._look is not None
+            and self._sends
+            and self._looked_at < self._pass.passes
+        ):
+            self._looked_at = self._pass.passes
             self._look(part.label, self._pass.came)
 
     def close_pass(self, side: int) -> Closed:
@@ -480,6 +523,8 @@ class GradientReducer:
         part = self._part
         assert part is not None
         self._look_once(part)
+        if part.active_ranks == 0:
+            self._refuse_accumulated()
         factor = 1.0
         if self._weights is not None:
             factor = self._weights.close_pass()
@@ -492,6 +537,7 @@ class GradientReducer:
         elif self._buffers is not None:
             mine = self._keeps_buffers or self._scale != 0.0
             self._buffers.average(part.active_ranks, mine=mine)
-        if part is not self._in_hand:
+        self._passed = part.label
+        if part is not self._in_hand or self._sums is not None:
             self._weigh(self._in_hand)
         return Closed(factor=factor)

@@ -52,14 +52,18 @@ class StepWeights:
         self._waits = any(p.dtype is torch.float16 for p in parameters)
         self._exchange: Exchange | None = None
         self._weight = self._reference = 0.0
+        self._factor = 1.0
         self._total: float | None = None
         self.wait_s = 0.0
 
     def attach(self) -> None:
         """Opens the message, with all ranks, and hooks every parameter."""
+        self._open()
+        self._own_factor.attach()
+
+    def _open(self) -> None:
         numel, cpu = self._group.world_size, torch.device("cpu")
         self._exchange = open_exchange(self._group, numel, torch.float64, cpu, sides=2)
-        self._own_factor.attach()
 
     def detach(self) -> None:
         """Removes every hook."""
@@ -94,10 +98,29 @@ class StepWeights:
     def close_pass(self) -> float:
         """What the sum is multiplied by to be the mean."""
         total = self._agreed()
-        if total == 0.0:
-            return 1.0
-        factor, self._reference = self._reference / total, reference_of(total)
-        return factor
+        self._factor = 1.0
+        if total != 0.0:
+            self._factor, self._reference = self._reference / total, reference_of(total)
+        return self._factor
+
+    def go_on_in(self, group: Group, source: int | None) -> float:
+        """Ranks have died: the others are the group from now on; with all of them.
+
+        They wait for the next total, since it may be one that only some have had.
+
+        Args:
+            group: of those who live.
+            source: place of one that has the last sums; None: all have them.
+
+        Returns:
+            What these are multiplied by, as that one has it.
+        """
+        factor = torch.tensor([self._factor], dtype=torch.float64, device="cpu")
+        if source is not None:
+            group.broadcast(factor, WHAT, source)
+        self._group, self._reference = group, 0.0
+        self._open()
+        return float(factor)
 
     def _agreed(self) -> float:
         """The ranks' weights together."""

@@ -140,6 +140,7 @@ class BufferAverager:
             if new:
                 self._travelling.update(new)
                 self._reduce(buffers, new, written, divisor)
+            self._write(buffers, self._last)  # all of them or none: it may be redone
         except CommunicationError:
             self._travelling = agreed  # other ranks may not have come so far
             raise
@@ -242,7 +243,6 @@ class BufferAverager:
         self._travelling -= self._known.own
         means = dict(zip(indices, parts, strict=True))
         self._last |= {i: mean for i, mean in means.items() if i not in self._known.own}
-        self._write(buffers, self._last.keys() & means.keys())
         return set(message[:count].nonzero().view(-1).tolist())
 
 

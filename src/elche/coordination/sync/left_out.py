@@ -118,7 +118,7 @@ class LeftOutRanks:
             self._phase = _Phase.MEASURING
         self._unknown: dict[int, str] = {}
         self.ranks: tuple[int, ...] = ()
-        self._returning: tuple[int, ...] = ()
+        self._changing: tuple[int, ...] = ()
         self._chosen: _Exclusion | None = None
         self._epoch, self._samples, self._steps_left = -1, 0, 0
         self._gauge = StepGauge(self._ahead_steps)
@@ -163,18 +163,18 @@ class LeftOutRanks:
     def mortal_by(self) -> str:
         """Why the others cannot go on without a rank that dies now; "" if they can.
 
-        Ranks left out lack the model; when they come back, each rank forms its group
-        when it hears of it, and some may not have yet.
+        When ranks are left out, or come back, each rank forms its group when it hears
+        of it, and some may not have yet.
         """
-        if self.ranks:
-            return f"ranks {[*self.ranks]} are left out of steps"
-        if self._returning:
-            return f"ranks {[*self._returning]} were left out, and take part again"
+        if self._changing and self.ranks:
+            return f"ranks {[*self.ranks]} are about to be left out of steps"
+        if self._changing:
+            return f"ranks {[*self._changing]} were left out, and take part again"
         return ""
 
     def completed(self) -> None:
         """All who take part have run steps: they are in one group."""
-        self._returning = ()
+        self._changing = ()
 
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float
@@ -255,7 +255,7 @@ class LeftOutRanks:
 
     def reset(self, members: Sequence[int]) -> tuple[int, ...]:
         """The members are others now and all take part; returns who was left out."""
-        were, self.ranks, self._returning = self.ranks, (), ()
+        were, self.ranks, self._changing = self.ranks, (), ()
         self._members = list(members)
         self._chosen, self._is_suspected = None, False
         if self._phase is not _Phase.OFF:
@@ -387,7 +387,7 @@ class LeftOutRanks:
 
     def _set(self, ranks: tuple[int, ...], reason: str = "") -> list[LeaveOut]:
         """All but these take part from now on; all are told."""
-        self._returning = () if ranks else self.ranks or self._returning
+        self._changing = ranks or self.ranks or self._changing
         self.ranks = ranks
         self._shares.leave_out(ranks)
         return [

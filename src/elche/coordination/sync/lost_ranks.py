@@ -31,17 +31,23 @@ class StepPlace(NamedTuple):
     begun: int
 
     @staticmethod
-    def at(step: int, passes: int, passes_before: int, *, is_inside: bool) -> StepPlace:
+    def at(
+        passes: int, step: int, *, is_inside: bool, waits: int | None, passed: int
+    ) -> StepPlace:
         """Of a loop that was given a step last.
 
         Args:
-            step: which; -1 before the first.
             passes: whose sums it has.
-            passes_before: of them, those before the step.
+            step: which; -1 before the first.
             is_inside: the loop has not asked for the next one.
+            waits: an earlier one, or this, whose backward pass is under way or to come;
+                None: there is none, as far as is known.
+            passed: the one that the last pass was of.
         """
-        is_open = is_inside and passes == passes_before
-        return StepPlace(passes, step if is_open else step + 1, step)
+        if waits is not None:
+            return StepPlace(passes, waits, step)
+        is_over = passed == step or not is_inside
+        return StepPlace(passes, step + is_over, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +84,20 @@ class LostRanks:
     """Ranks that have died in the part of an epoch under way, as one rank knows.
 
     Attributes:
+        parts: of epochs so far.
         first: the first step without each one's part.
         last: all ranks run steps to this one; None if none has died.
     """
 
     def __init__(self) -> None:
+        self.parts = 0
         self.first: dict[int, int] = {}
         self.last: int | None = None
         self._sure: set[int] = set()
 
     def begin_part(self) -> None:
         """The epoch, or the next part of it, begins."""
+        self.parts += 1
         self.first.clear()
         self._sure.clear()
         self.last = None
@@ -111,17 +120,6 @@ class LostRanks:
     def is_over(self, step: int) -> bool:
         """Whether a step is not run any more in this part."""
         return self.last is not None and step > self.last
-
-    def is_counted(self, step: int) -> bool:
-        """Whether the part of a rank that died later is in a step."""
-        return any(first > step for first in self.first.values())
-
-    def live(self, step: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-        """The shares of a step, 0 for ranks whose part is missing."""
-        return tuple(
-            0 if self.first.get(rank, step + 1) <= step else share
-            for rank, share in enumerate(shares)
-        )
 
     def to_wire(self) -> tuple[tuple[int, int], ...]:
         """(rank, its first missing step) of each."""

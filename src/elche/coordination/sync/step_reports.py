@@ -18,6 +18,9 @@ from elche.coordination.protocol.instructions import GrantSteps
 from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 
+EARLY = "the next batch is asked for before the backward pass of the last one"
+"""Steps are then reported one step later."""
+
 
 @final
 class StepReports:

@@ -44,6 +44,7 @@ from elche.coordination.sync.left_out import LeftOutRanks
 from elche.coordination.sync.nonfinite import NonFiniteReports
 from elche.coordination.sync.step_book import Granted, StepBook, report_of
 from elche.coordination.sync.step_leaving import EarlyEnd
+from elche.coordination.sync.step_reports import EARLY
 from elche.coordination.sync.step_shares import StepShares
 from elche.errors import ProtocolError, TransitionError
 
@@ -81,6 +82,7 @@ class SyncPolicy(Policy):
         self._grants = StepBook()
         self._granted_until = self._committed_until = 0
         self._joining: set[int] = set()
+        self._behind: set[int] = set()
         self._adopting: set[int] = set()
         self._left = EarlyEnd(config.policy)
         self._lost: dict[int, int] = {}
@@ -88,6 +90,7 @@ class SyncPolicy(Policy):
         self._returned: list[Range] = []
         self._numbers = NonFiniteReports()
         self._ahead_steps = max(self._members.values()) + 2
+        self._lag_steps = 0
         self._is_single = False
         is_known = self._shares.is_fixed or config.speed_hints is not None
         self._guesses = not is_known and len({member.device for member in members}) > 1
@@ -130,6 +133,7 @@ class SyncPolicy(Policy):
         self._granted_until = self._committed_until = 0
         self._is_paused = self._is_cut = False
         self._joining.clear()
+        self._behind.clear()
         self._adopting.clear()
         self._lost.clear()
         self._ready.clear()
@@ -182,9 +186,10 @@ class SyncPolicy(Policy):
 
     def _is_carrying(self, outcome: Outcome) -> bool:
         """Whether ranks left out have yet to take over the model of this epoch."""
-        if self._left_out.ranks and not self._is_carried:
-            last = self._granted_until - 1
-            outcome.instructions += self._hand_over(min(self._active), last)
+        apart = self._behind | set(self.left_out)
+        if apart and not self._is_carried:
+            last, holder = self._granted_until - 1, min(self._members.keys() - apart)
+            outcome.instructions += self._hand_over(holder, last)
         return bool(self._adopting)
 
     @property
@@ -208,7 +213,10 @@ class SyncPolicy(Policy):
         return max(1, self._ledger.pooled) if self._lost else 0
 
     def mortal_by(self, rank: int) -> str:
-        """See `LeftOutRanks`."""
+        """Why the others cannot go on without this rank; "" if they can."""
+        apart = self._behind | set(self.left_out)
+        if apart and not self._members.keys() - apart - {rank}:
+            return f"ranks {sorted(apart)} are left out of steps, and lack the model"
         return self._left_out.mortal_by
 
     @property
@@ -271,6 +279,7 @@ class SyncPolicy(Policy):
         self._is_paused = True
         del self._members[rank]
         self._joining.discard(rank)
+        self._behind.discard(rank)
         self._ready.discard(rank)
         self._adopting.discard(rank)
         self._grants.remove(rank)
@@ -303,7 +312,8 @@ class SyncPolicy(Policy):
         self._numbers.clear()
         if self._lost:
             self._settle(max(reduced.values()) + 1)
-            self._is_cut, self._adopting = True, self._members.keys() - self._ready
+            self._is_cut = True
+            self._adopting = self._members.keys() - self._ready - self._behind
             self._ready.clear()
             return self._go_on(now_s)
         held = {r: step for r, step in reduced.items() if r not in self._joining}
@@ -346,6 +356,7 @@ class SyncPolicy(Policy):
             self._ready.add(event.rank)  # others have yet to say that they are there
         self._adopting.discard(event.rank)
         self._joining.discard(event.rank)
+        self._behind.discard(event.rank)
         if not self._lost:
             self._left_out.carried(event.sync_s)
 
@@ -355,6 +366,7 @@ class SyncPolicy(Policy):
         behind = set(self._left_out.reset(sorted(self._members)))
         behind &= self._adopting if self._is_carried else self._members.keys()
         self._joining |= behind
+        self._behind |= behind
 
     def check(self) -> None:
         """Asserts that every step is in one place, and who owes what."""
@@ -390,6 +402,7 @@ class SyncPolicy(Policy):
         self._numbers.take(event)
         self._numbers.check(event.epoch, self._active, is_last=False)
         self._left_out.see(event)
+        self._lag_steps = int(self._lag_steps or event.unknown == EARLY)
         self._shares.limit(event.rank, event.max_samples)
 
     def _is_complete(self, grant: Granted) -> bool:
@@ -457,7 +470,7 @@ class SyncPolicy(Policy):
             under_way = self._grants.oldest
             oldest = under_way.steps if under_way is not None else 1
             most = self._ahead_steps + (oldest - 1) + (steps - 1)
-            if ahead >= (1 if is_single else most):
+            if ahead >= (1 if is_single else most) + self._lag_steps:
                 break
             start, stop, shares = self._next_steps(steps)
             if self._record is not None:

@@ -461,7 +461,7 @@ class Worker:
 def _lost_error(own: int, left: Sequence[int]) -> RankLostError:
     return RankLostError(
         f"rank {own}: {_named(left)} died where the others cannot take it up again (to "
-        "save, to gather, to evaluate together, in a first backward pass); "
+        "save, to gather, to evaluate together); "
         "start the run anew from its last checkpoint (--max-restarts)"
     )
 

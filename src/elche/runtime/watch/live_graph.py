@@ -58,6 +58,11 @@ class LiveGraph:
         """Whether no backward pass has come to the batch of the last forward pass."""
         return self._last is not None and not self._last.had_backward
 
+    @property
+    def live_batch(self) -> Any:
+        """The one of the last forward pass, if no backward pass has come to it."""
+        return self._last.batch if self._last is not None and self.is_live else None
+
     def begin_epoch(self, on_late: OnLate | None) -> None:
         """Batches will come; ``on_late`` is told of late backward passes."""
         self.end_epoch()

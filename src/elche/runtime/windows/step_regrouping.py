@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 import torch
@@ -14,6 +14,9 @@ from elche.runtime.process.worker import Worker
 from elche.runtime.step_members import StepMembers
 from elche.runtime.windows.regrouping import WHAT, Regrouping
 from elche.runtime.windows.synchroniser import Synchroniser
+
+APART = StepPlace(-1, 0, -1)
+"""Of a rank that is left out of steps."""
 
 
 @final
@@ -28,6 +31,7 @@ class StepRegrouping:
 
     Attributes:
         lost: who has died in the part of an epoch under way.
+        is_apart: ranks that are left out of steps were among those who live.
     """
 
     def __init__(
@@ -44,6 +48,12 @@ class StepRegrouping:
         self._is_new = worker.is_new  # or others are, until all reduce with them
         self._members = list(worker.members)
         self.lost = LostRanks()
+        self.is_apart = False
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether any have died since the part of an epoch began."""
+        return not set(self._members) <= set(self._worker.members)
 
     def begin_part(self) -> None:
         """The epoch, or the next part of it, begins."""
@@ -53,7 +63,7 @@ class StepRegrouping:
     def form(
         self,
         place: StepPlace,
-        part_of: Callable[[], StepPart | None] = lambda: None,
+        alive: Callable[[StepPart], StepPart] = lambda part: part,
         *,
         wants_keys: bool = False,
     ) -> None:
@@ -64,7 +74,7 @@ class StepRegrouping:
 
         Args:
             place: where this rank is.
-            part_of: its part of the step under way, without those that are `lost`.
+            alive: its part of a step without those that have died.
             wants_keys: this rank waits for the positions of an epoch that has begun.
 
         Raises:
@@ -73,22 +83,42 @@ class StepRegrouping:
         worker, regrouping = self._worker, self._regrouping
         group = regrouping.meet(wants_keys=wants_keys)
         rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
+        if self._synchroniser.is_left_out:
+            place = APART
         rows[group.rank] = torch.tensor((*place, self._is_new), device="cpu")
         group.all_reduce(rows, WHAT)
         *columns, are_new = rows.T.tolist()
         self._is_new = any(are_new)
         if self._is_new:
             self._step_members.begin_anew(group)
-            self._is_new = False
+            self._is_new = self.is_apart = False
         else:
-            found = settle([StepPlace(*row) for row in zip(*columns, strict=True)])
-            self.lost.take(set(self._members) - set(worker.members), found)
-            if not regrouping.is_building:
-                self._synchroniser.go_on_in(
-                    group, found.source, part_of(), lacks=place.passes < found.passes
-                )
-            self.lost.confirm()
+            self._settle(zip(*columns, strict=True), place, alive)
         regrouping.say()
+
+    def _settle(
+        self,
+        rows: Iterable[Sequence[int]],
+        place: StepPlace,
+        alive: Callable[[StepPart], StepPart],
+    ) -> None:
+        """Settles the pass under way by where all ranks of the new group are."""
+        worker = self._worker
+        table = [StepPlace(*row) for row in rows]
+        found = settle([each for each in table if each != APART])
+        self.lost.take(set(self._members) - set(worker.members), found)
+        left_out = [
+            worker.members[at] for at, each in enumerate(table) if each == APART
+        ]
+        self.is_apart |= bool(left_out)
+        if not self._regrouping.is_building:
+            self._synchroniser.go_on_in(
+                worker.group_without(left_out, 0),
+                found.source,
+                alive,
+                lacks=place.passes < found.passes,
+            )
+        self.lost.confirm()
 
     def say_regrouped(self, epoch: int) -> None:
         """Reports the group and what was settled in it."""

@@ -48,11 +48,13 @@ class Synchroniser:
         steps: this rank's own, between two reductions.
         is_weighed: each rank says what its part of a step weighs.
         delayed: takes steps one step late, under ``sync``.
+        keeps_sums: ranks may die, and the others go on.
 
     Attributes:
         policy: the one in force; under ``auto`` at first ``"sync"``.
         reducer: of gradients, under ``sync``.
         windows: of windows, under the other policies.
+        is_left_out: this rank reduces nothing.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class Synchroniser:
         steps: LocalSteps,
         is_weighed: bool = False,
         delayed: DelayedSteps | None = None,
+        keeps_sums: bool = False,
     ) -> None:
         self._steps = steps
+        self._keeps_sums = keeps_sums
         self._delayed = delayed
         self._is_weighed = is_weighed
         self._config = config
@@ -81,6 +85,7 @@ class Synchroniser:
         self.policy = "sync" if config.policy == "auto" else config.policy
         self.reducer: GradientReducer | None = None
         self.windows: WindowSync | None = None
+        self.is_left_out = False
         self._is_nan_from_start = math.isnan(self._norm())
 
     @property
@@ -118,6 +123,7 @@ class Synchroniser:
             self.windows.retire()
         self.policy = policy or self.policy
         self.reducer = self.windows = None
+        self.is_left_out = False
         self._signature = self._current_signature()
         self._watch = ParameterWatch(self._model)
         if self.policy == "sync":
@@ -150,6 +156,7 @@ class Synchroniser:
         """
         assert self.reducer is not None
         self.reducer.detach()
+        self.is_left_out = group is None
         if group is not None:
             self._build_reducer(group, None)
 
@@ -158,11 +165,28 @@ class Synchroniser:
         self._group = group
 
     def go_on_in(
-        self, group: Group, source: int | None, part: StepPart | None, *, lacks: bool
+        self,
+        sharing: Group | None,
+        source: int | None,
+        alive: Callable[[StepPart], StepPart],
+        *,
+        lacks: bool,
     ) -> None:
-        """Ranks have died under ``sync``; see `GradientReducer.go_on_in`."""
+        """Ranks have died under ``sync``; see `GradientReducer.go_on_in`.
+
+        Args:
+            sharing: of those who reduce gradients; None: this rank is left out.
+            source: see there, as the others.
+            alive: see there.
+            lacks: see there.
+        """
         assert self.reducer is not None
-        self.reducer.go_on_in(group, source, part, lacks=lacks)
+        if sharing is not None:
+            self.reducer.go_on_in(sharing, source, alive, lacks=lacks)
+
+    def share_again(self) -> None:
+        """All ranks reduce gradients together, with those that were left out."""
+        self.share_with(self._group)
 
     def _build_reducer(self, group: Group, norms: NormScope | None) -> None:
         reducer = GradientReducer(
@@ -173,7 +197,7 @@ class Synchroniser:
             norms,
             [name for name, p in self._model.named_parameters() if p.requires_grad],
             self._gradient_codec(group),
-            keeps_sums=not self._config.mortal_by and self._delayed is None,
+            keeps_sums=self._keeps_sums,
         )
         self.reducer = reducer
         if self._config.loss_reduction == "sum":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import HostLeaves, HostLost, JoinReady
 from elche.coordination.protocol.instructions import Abort, Regroup
+from elche.coordination.state import Coordinator
+from elche.sim.rank import join_of
 from tests.coordination.test_joining import BATCHES, Meeting, plan_of
 
 HOST = (1, 2)
@@ -96,3 +100,20 @@ def test_a_host_goes_at_any_moment(acts: list[int | str]) -> None:
                 lose_host(meeting)
     meeting.finish()
     assert meeting.core.aborted is None
+
+
+@pytest.mark.parametrize(
+    ("several_hosts", "says"),
+    [(True, "before the first epoch has begun"), (False, "policy='sync' over NCCL")],
+)
+def test_gpus_of_several_hosts_never_sum_by_nccl(
+    several_hosts: bool, says: str
+) -> None:
+    plan = plan_of("sync", founders=3)
+    core = Coordinator(3, survives=True, several_hosts=several_hosts)
+    for rank in range(3):
+        join = join_of(plan, rank, plan.devices[0])
+        core.handle(replace(join, device="NVIDIA A100"), 0.0)
+    core.handle(LOST, 1.0)
+    assert core.aborted is not None
+    assert says in core.aborted

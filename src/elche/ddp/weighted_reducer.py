@@ -20,12 +20,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from elche.comm.gradients.accumulated import Accumulated
 from elche.comm.gradients.bucket_contract import Closed, PassOptions
 from elche.comm.gradients.bucket_pass import BucketPass
 from elche.comm.gradients.buckets import BucketInfo
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
+from elche.ddp.accumulated import Accumulated
 from elche.ddp.buffer_spreader import BufferSpreader
 from elche.ddp.group import control_device
 from elche.ddp.turns import Turn

@@ -34,6 +34,7 @@ from elche.comm.gradients.gradient_counts import GradientCounts
 from elche.comm.gradients.gradient_hooks import GradientHooks
 from elche.comm.gradients.gradient_views import HandedOut
 from elche.comm.gradients.graph_capture import refuse_capture
+from elche.comm.gradients.late_sums import LateSums
 from elche.comm.gradients.sum_memory import give_back_freed
 from elche.comm.transport.shared_memory import Members
 from elche.errors import CommunicationError, ConfigError, RankLostError
@@ -95,8 +96,7 @@ class BucketPass:
         self._is_open = False
         self._is_taken = False
         self._awaits_end = False
-        self._under_way: tuple[int, Closed] | None = None
-        self._first: list[torch.Tensor | None] | None = None
+        self._late = LateSums(self._parameters)
         self._next_order: list[int] | None = None
         self.buckets: list[Bucket] = []
         self.order: list[int] = []
@@ -223,20 +223,16 @@ class BucketPass:
         is_first = self._observed is not None or self._counts.only_counts
         return self._options.delayed and not is_first
 
-    @property
-    def _owes_sums(self) -> bool:
-        return self._under_way is not None or self._first is not None
-
     def drain(self) -> bool:
         """Hands out the sums that are under way; whether there were any.
 
         Raises:
             CommunicationError: it failed, or a rank did not arrive in time.
         """
-        if not self._owes_sums:
+        if not self._late.are_owed:
             return False
         try:
-            self._hand_out_late()
+            self.wait_s += self._late.hand_out(self.buckets, self._handed_out)
         except CommunicationError as error:
             self._fail(error)
             raise
@@ -398,7 +394,7 @@ class BucketPass:
             try:
                 self._scale = owner.open_pass(self._side)
                 started_s = time.perf_counter()
-                for bucket in self.buckets if self._under_way is None else ():
+                for bucket in () if self._late.are_under_way else self.buckets:
                     bucket.reclaim()
                 self.wait_s += time.perf_counter() - started_s
                 return
@@ -468,7 +464,8 @@ class BucketPass:
                 self._reorder(self._next_order)
                 self._next_order = None
             if self._options.delayed:
-                self._first, self.has_sums = self._take_gradients(), False
+                self._late.keep_first()
+                self.has_sums = False
         except CommunicationError as error:
             self._fail(error)
             raise
@@ -550,44 +547,15 @@ class BucketPass:
         owner = self._owner()
         assert owner is not None
         closed = owner.close_pass(self._side)
-        self.has_sums = self._owes_sums
-        own = self._take_gradients()
-        if self.has_sums:
-            self._hand_out_late()
-        sums = self._take_gradients()
-        for parameter, gradient in zip(self._parameters, own, strict=True):
-            parameter.grad = gradient
-        self._launch(lambda bucket: True)
-        self._under_way = self._side, closed
-        for parameter, gradient in zip(self._parameters, sums, strict=True):
-            parameter.grad = gradient
+        self.has_sums = self._late.are_owed
+        self.wait_s += self._late.follow(
+            self._side,
+            closed,
+            self.buckets,
+            self._handed_out,
+            lambda: self._launch(lambda bucket: True),
+        )
         self._counts.end()
-
-    def _take_gradients(self) -> list[torch.Tensor | None]:
-        """Every ``p.grad``, which is None from then on."""
-        taken = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        return taken
-
-    def _hand_out_late(self) -> None:
-        """Waits for the sums under way, which become ``p.grad``."""
-        first, self._first = self._first, None
-        if first is not None:
-            for parameter, gradient in zip(self._parameters, first, strict=True):
-                parameter.grad = gradient
-            return
-        assert self._under_way is not None
-        side, closed = self._under_way
-        self._under_way = None
-        started_s = time.perf_counter()
-        for bucket in self.buckets:
-            bucket.finish(side)
-        self.wait_s += time.perf_counter() - started_s
-        keeps = all(bucket.is_finite for bucket in self.buckets)
-        for bucket in self.buckets:
-            bucket.settle(keeps=keeps)
-        self._handed_out.hand_out(self.buckets, closed)
 
     def _fail(self, error: CommunicationError) -> None:
         self._is_open = False

@@ -1,0 +1,103 @@
+"""Sums that are handed out at the end of the next pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from elche.comm.gradients.bucket_contract import Closed
+from elche.comm.gradients.buckets import Bucket
+from elche.comm.gradients.gradient_views import HandedOut
+
+
+@final
+class LateSums:
+    """What passes that have closed still owe.
+
+    Those of the first pass are there at its end, since buckets are made anew then; they
+    are kept until the next one's.
+
+    Args:
+        parameters: whose gradients are summed.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._under_way: tuple[int, Closed] | None = None
+        self._first: list[torch.Tensor | None] | None = None
+
+    @property
+    def are_owed(self) -> bool:
+        """Whether there are any."""
+        return self.are_under_way or self._first is not None
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether buckets carry them."""
+        return self._under_way is not None
+
+    def keep_first(self) -> None:
+        """What was handed out comes with the next pass."""
+        self._first = self._take()
+
+    def follow(
+        self,
+        side: int,
+        closed: Closed,
+        buckets: Sequence[Bucket],
+        handed_out: HandedOut,
+        send: Callable[[], None],
+    ) -> float:
+        """Hands out those of the last pass, and sends the gradients of this one.
+
+        Args:
+            side: of the exchanges.
+            closed: what was agreed on in this pass.
+            buckets: that carry both.
+            handed_out: gives the last sums to the parameters.
+            send: sends every bucket.
+
+        Returns:
+            Seconds of waiting.
+        """
+        own = self._take()
+        wait_s = self.hand_out(buckets, handed_out)
+        sums = self._take()
+        self._put(own)
+        send()
+        self._under_way = side, closed
+        self._put(sums)
+        return wait_s
+
+    def hand_out(self, buckets: Sequence[Bucket], handed_out: HandedOut) -> float:
+        """Waits for those that are owed, which become `p.grad`; for so many seconds."""
+        first, self._first = self._first, None
+        if first is not None:
+            self._put(first)
+        if first is not None or self._under_way is None:
+            return 0.0
+        side, closed = self._under_way
+        self._under_way = None
+        started_s = time.perf_counter()
+        for bucket in buckets:
+            bucket.finish(side)
+        wait_s = time.perf_counter() - started_s
+        keeps = all(bucket.is_finite for bucket in buckets)
+        for bucket in buckets:
+            bucket.settle(keeps=keeps)
+        handed_out.hand_out(buckets, closed)
+        return wait_s
+
+    def _take(self) -> list[torch.Tensor | None]:
+        """Every `p.grad`, which is None from then on."""
+        taken = [parameter.grad for parameter in self._parameters]
+        self._put([None] * len(taken))
+        return taken
+
+    def _put(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient

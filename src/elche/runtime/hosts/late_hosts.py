@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, final
@@ -24,7 +24,7 @@ from typing import Final, final
 from elche.comm.control.addresses import format_address
 from elche.coordination.hosts import host_refusal
 from elche.coordination.liveness import BEAT_S
-from elche.coordination.protocol.events import HostLeaves
+from elche.coordination.protocol.events import HostLeaves, HostLost
 from elche.coordination.protocol.host_messages import (
     HostBeat,
     HostInterrupted,
@@ -38,11 +38,7 @@ from elche.errors import ProtocolError
 from elche.runtime.hosts.host_link import ANSWER_S, KILLED, HostLink, RemoteProcess
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.process.coordinator import CoordinatorServer
-from elche.runtime.process.rank_processes import (
-    GRACE_S,
-    RankProcesses,
-    send_signal,
-)
+from elche.runtime.process.rank_processes import GRACE_S, RankProcesses, send_signal
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +178,7 @@ class LateHosts:
         host.processes[message.rank].end(message.code)
 
     def interrupted(self, link: HostLink, message: HostInterrupted) -> None:
-        """A launcher was sent a signal: its ranks leave, and the others go on."""
+        """A launcher was sent a signal: its ranks end, and the others go on."""
         if message.number not in (signal.SIGINT, signal.SIGTERM):
             raise ProtocolError(f"{link.host} speaks of signal {message.number}")
         host = self._hosts.get(link)
@@ -191,34 +187,35 @@ class LateHosts:
         host.signal = message.number
         name = signal.Signals(message.number).name
         self._say(f"{link.host} was sent {name} and leaves")
-        core = self._server.core
-        members = [
-            rank
-            for rank, process in host.processes.items()
-            if process.returncode is None and core.has_member(rank)
-        ]
-        leaving = members if core.outlives(*members) else []
-        if leaving:
-            by = f"{name} on {link.host}"
-            self._server.take(HostLeaves(ranks=tuple(leaving), by=by))
-            asyncio.get_running_loop().call_later(GRACE_S, _kill, host.processes)
-        _kill({r: p for r, p in host.processes.items() if r not in leaving})
+        members = [r for r in self._running(link) if self._server.core.has_member(r)]
+        self._kill(link, set(members))  # who has not joined yet loses nothing
+        if members:
+            leave = HostLeaves(ranks=tuple(members), by=f"{name} on {link.host}")
+            self._server.take(leave)
+        asyncio.get_running_loop().call_later(GRACE_S, self._kill, link)
         self._let_go_if_gone(link)
+
+    def _running(self, link: HostLink) -> list[int]:
+        host = self._hosts.get(link, _LateHost())
+        return [r for r, p in host.processes.items() if p.returncode is None]
+
+    def _kill(self, link: HostLink, spared: Set[int] = frozenset()) -> None:
+        for rank in set(self._running(link)) - spared:
+            send_signal(self._hosts[link].processes[rank], signal.SIGKILL)
 
     def lost(self, link: HostLink) -> None:
         """A launcher's connection has ended, and so have its ranks."""
+        running = self._running(link)
         host = self._hosts.pop(link, None)
         if host is None or self._phase is _Phase.OVER:
             return
-        running = [r for r, p in host.processes.items() if p.returncode is None]
-        if running:
-            logger.warning(
-                "the launcher of %s has ended or was killed, or its link is cut: its "
-                "ranks %s are gone",
-                *(link.host, running),
-            )
         for process in host.processes.values():
             process.end(KILLED)
+        if running:
+            gone = "has ended or was killed, or its link is cut"
+            why = f"the launcher of {link.host} {gone}"
+            logger.warning("%s: its ranks %s are gone", why, running)
+            self._server.take(HostLost(ranks=tuple(running), why=why))
 
     def outlived(self, rank: int) -> None:
         """A rank has ended, and the run goes on without it."""
@@ -267,9 +264,5 @@ class LateHosts:
         while True:
             await asyncio.sleep(BEAT_S)
             for link in self._hosts:
-                link.send(HostBeat(is_needed=False))
-
-
-def _kill(processes: Mapping[int, RemoteProcess]) -> None:
-    for process in processes.values():
-        send_signal(process, signal.SIGKILL)
+                is_needed = not self._server.core.outlives(*self._running(link))
+                link.send(HostBeat(is_needed=is_needed))

@@ -208,7 +208,7 @@ async def _launch(
     world_size = config.world_size if leader is None else leader.world_size
     is_one_host = network is None and leader is None
     server = CoordinatorServer(
-        world_size, key, survives=network is None, several_hosts=hosts is not None
+        world_size, key, survives=network is None, several_hosts=leader is not None
     )
     display = config.display
     if display is not None:

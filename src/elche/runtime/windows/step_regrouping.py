@@ -80,7 +80,7 @@ class StepRegrouping:
         Raises:
             RankLostError: another rank has died; to be called again.
         """
-        worker, regrouping = self._worker, self._regrouping
+        regrouping = self._regrouping
         group = regrouping.meet(wants_keys=wants_keys)
         rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
         if self._synchroniser.is_left_out:

@@ -156,13 +156,18 @@ def window_of(*, is_sum: bool) -> None:
     parameters = list(model.parameters())
     window = GradientWindow(parameters, Bus(1).group(0))
     window.build()
-    buffers: Any = SimpleNamespace(average=lambda plan: None)
+    none: Any = SimpleNamespace(
+        take=lambda: None,
+        begin=lambda plan: None,
+        wait=lambda: None,
+        apply=lambda: None,
+    )
     optimizer = torch.optim.SGD(parameters, lr=0.0)
     seen: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(
         lambda *_: seen.extend(p.grad for p in parameters if p.grad is not None)
     )
-    sync = GradientSync(parameters, optimizer, window, buffers, is_sum=is_sum)
+    sync = GradientSync(parameters, optimizer, window, none, is_sum=is_sum)
     sync.attach()
     total = torch.zeros(())
     for number in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,6 +71,11 @@ class Step(NamedTuple):
         scale = self.samples / max(1, sum(self.shares))
         active = sum(share > 0 for share in self.shares)
         return StepPart(scale, active, weight, label=self)
+
+    def among(self, ranks: Sequence[int]) -> Step:
+        """The same without the shares of all others."""
+        shares = tuple(n if r in ranks else 0 for r, n in enumerate(self.shares))
+        return Step(self.step, self.samples, shares, self.part, self.span)
 
     def is_same(self, other: Step | None) -> bool:
         """Whether it is the same global batch."""
@@ -483,9 +488,7 @@ class SyncEpoch:
     def _alive(self, part: StepPart) -> StepPart:
         """A part of a step, without ranks that have died since."""
         step: Step = part.label
-        members = self._worker.members
-        live = [n if r in members else 0 for r, n in enumerate(step.shares)]
-        return step._replace(shares=tuple(live)).weighed(part.weight)
+        return step.among(self._worker.members).weighed(part.weight)
 
     def _weigh_late(self, part: StepPart, other: StepPart | None) -> None:
         """A backward pass comes to the graph of a batch before the one in hand.

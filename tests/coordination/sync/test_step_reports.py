@@ -102,6 +102,7 @@ class Shell:
     backward_passes = 0
     weight: float | None = None
     parameters = ()
+    part_under_way = passed = None
 
     def __init__(self) -> None:
         self.timeline = Timeline(0)

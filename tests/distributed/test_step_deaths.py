@@ -147,6 +147,15 @@ def test_sums_are_handed_over_by_gloo(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_death_while_sums_are_handed_over(at: int, tmp_path: Path) -> None:
+    """Who has them still has them when another group has been formed."""
+    deaths = Death(2, "step", 4), Death(3, "taken over", at)
+    more = {"ranks": 4, "late": 1, "late_at": 4, "options": GLOO}
+    assert outlive(tmp_path, *deaths, **more) == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
 def test_two_deaths(options: dict[str, Any], tmp_path: Path) -> None:
     for number, (place, at) in enumerate(

@@ -335,6 +335,8 @@ def plan_death(
         after(BucketPass, "_end_first", visit)
     elif place == "built":
         before(Bucket, "open", visit)
+    elif place == "taken over":
+        before(Bucket, "take_over", visit)
     elif place == "buffers":
         before(BufferAverager, "_reduce", visit)
     elif place == "apart":

@@ -27,12 +27,10 @@ from elche.coordination.protocol.host_messages import (
     RunEnded,
 )
 from elche.errors import CommunicationError, ConfigError, ElcheError, ProtocolError
+from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.hosts.host_link import ANSWER_S, KILLED, HostLink, RemoteProcess
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.remote_start import DEFAULT_SSH, RemoteLaunchers
-from elche.runtime.process.coordinator import (
-    CoordinatorServer,
-)
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 
 
@@ -77,7 +75,7 @@ class Leader:
         """Ranks of all hosts."""
         return sum(map(len, self._ranks.values()))
 
-    def attach(self, server: CoordinatorServer, processes: RankProcesses) -> None:
+    def attach(self, server: KeptCoordinator, processes: RankProcesses) -> None:
         """Has the run's coordinator and its processes hear of the other hosts."""
         server.places = {
             rank: f" on {link.host}"

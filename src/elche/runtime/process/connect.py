@@ -63,7 +63,11 @@ def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlC
         placement = replace(placement, coordinator=address, key=key)
     assert placement.coordinator is not None
     channel = ControlChannel.connect(
-        placement.coordinator, placement.key, placement.rank, timeout_s
+        placement.coordinator,
+        placement.key,
+        placement.rank,
+        timeout_s,
+        resumes=placement.resumes,
     )
     return placement, channel
 

@@ -36,6 +36,7 @@ class Placement:
         fixed_ms: an emulated device's time per pass beside its samples'.
         memory_samples: samples of a batch that an emulated device holds; None: any.
         joins: this rank is to join a run under way, and is numbered after its ranks.
+        resumes: the coordinator is started anew when it dies.
     """
 
     rank: int = 0
@@ -49,6 +50,7 @@ class Placement:
     fixed_ms: float = 0.0
     memory_samples: int | None = None
     joins: bool = False
+    resumes: bool = False
 
     @property
     def device_name(self) -> str:
@@ -124,6 +126,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
             fixed_ms=float(environment.get("ELCHE_FIXED_MS", "0")),
             memory_samples=_int(environment, "ELCHE_MEMORY_SAMPLES", 0) or None,
             joins=joins,
+            resumes=environment.get("ELCHE_COORDINATOR_KEPT") == "1",
         )
     except ValueError as error:
         raise ConfigError(

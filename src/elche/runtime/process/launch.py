@@ -1,4 +1,4 @@
-"""Launcher of a run's ranks on this machine, with the coordinator in this process.
+"""Launcher of a run's ranks on this machine, and of its coordinator.
 
 When a rank fails, or the launcher is sent a signal, all ranks are notified through the
 coordinator and end by themselves; what is still there after a while is terminated.
@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from elche.errors import ConfigError
+from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.leader import Leader
 from elche.runtime.process.coordinator import (
     KEY_BYTES,
-    CoordinatorServer,
     rank_environments,
+    write_story,
 )
 from elche.runtime.process.launcher_watch import PIPE
 from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
@@ -34,7 +35,9 @@ from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.process.torch_store import TorchStore
 from elche.runtime.report.trace_parts import TRACE, join_parts
 
-OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", "ELCHE_JOINS", "ELCHE_REJOIN"
+RESUMES = "ELCHE_COORDINATOR_KEPT"
+"""Tells ranks that the coordinator is started anew when it dies."""
+OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", "ELCHE_JOINS", "ELCHE_REJOIN", RESUMES
 REJOIN = "ELCHE_REJOIN"
 """Tells ranks that others may join them."""
 DEFAULT_GROUP = (
@@ -205,27 +208,27 @@ async def _launch(
     key = secrets.token_bytes(KEY_BYTES) if leader is None else leader.key
     world_size = config.world_size if leader is None else leader.world_size
     is_one_host = network is None and leader is None
-    server = CoordinatorServer(world_size, key, survives=is_one_host)
+    listener = None if leader is None else leader.listener
+    if network is not None:
+        listener = network.listener()
+    server = KeptCoordinator(world_size, key, survives=is_one_host, listener=listener)
     server.on_first_batch = config.on_first_batch
     display = config.display
     if display is not None:
         server.on_message = display.see
-    listener = None if leader is None else leader.listener
-    if network is not None:
-        listener = network.listener()
-    address = await server.start(listener=listener)
-    environments = rank_environments(world_size, address, key, range(config.world_size))
+    ranks_here = range(config.world_size)
+    environments = rank_environments(world_size, server.address, key, ranks_here)
     # A store is reached from loopback alone; where a network is given nobody needs it.
     store = TorchStore() if is_one_host else None
     if store is not None:
-        store.on_use = partial(server.core.end_with_any_rank, DEFAULT_GROUP)
+        store.on_use = partial(server.end_with_any_rank, DEFAULT_GROUP)
     processes = RankProcesses(server)
     on_ready(processes)
     if leader is not None:
         leader.attach(server, processes)
 
     def have_met() -> bool:
-        return server.has_admitted or (store is not None and store.is_used)
+        return server.status.has_admitted or (store is not None and store.is_used)
 
     output = RankOutput(config.on_line, display, have_met)
     parts = Path(tempfile.mkdtemp(prefix="elche-")) if config.trace_path else None
@@ -234,15 +237,18 @@ async def _launch(
         **(store.environment() if store else {}),
         **({} if leader is None else {"ELCHE_LISTEN": leader.address}),
         PIPE: str(watched),
+        RESUMES: "1",
         **({TRACE: str(parts)} if parts else {}),
         **({REJOIN: "1"} if config.rejoin else {}),
     }
+    of_all = {**config.environment, RESUMES: "1"}
     ranks = _Ranks(config, processes, server, output, [e | own for e in environments])
     processes.on_outlived = ranks.replace
     try:
+        server.start()
         for place in range(config.world_size):
             await ranks.start(place)
-        for process in () if leader is None else leader.start(config.environment):
+        for process in () if leader is None else leader.start(of_all):
             processes.add(process)
         await processes.wait()
         await output.finish()
@@ -252,9 +258,9 @@ async def _launch(
         output.close()
         os.close(watched)
         os.close(held)
-        await server.stop()
+        story = await server.stop(wants_story=config.story_path is not None)
         if config.story_path is not None:
-            server.write_story(config.story_path)
+            write_story(config.story_path, story)
         if config.trace_path is not None and parts is not None:
             codes = processes.exit_codes()
             _write_trace(config.trace_path, parts, server, codes)
@@ -262,7 +268,7 @@ async def _launch(
             await store.close()
     result = LaunchResult(
         processes.exit_codes(),
-        processes.interruption or server.core.aborted or "",
+        processes.interruption or server.aborted or "",
         processes.terminated,
         processes.failed_first(),
         processes.signal or 0,
@@ -290,7 +296,7 @@ class _Ranks:
         self,
         config: LaunchConfig,
         processes: RankProcesses,
-        server: CoordinatorServer,
+        server: KeptCoordinator,
         output: RankOutput,
         environments: Sequence[Mapping[str, str]],
     ) -> None:
@@ -313,7 +319,7 @@ class _Ranks:
     async def replace(self, rank: int) -> None:
         """Starts one in place of a rank that has died, if the run goes on with more."""
         config, server = self._config, self._server
-        has_ended = server.core.is_finished or server.core.aborted is not None
+        has_ended = server.status.is_finished or server.aborted is not None
         if len(self._places) < config.world_size + config.rejoin and not has_ended:
             number = str(server.add_rank())
             await self.start(self._places[rank], RANK=number, ELCHE_JOINS="1")
@@ -354,16 +360,16 @@ async def start_rank(
 
 
 def _write_trace(
-    path: Path, parts: Path, server: CoordinatorServer, codes: Sequence[int]
+    path: Path, parts: Path, server: KeptCoordinator, codes: Sequence[int]
 ) -> None:
-    devices = server.core.devices
+    devices = dict(server.status.devices)
     names = {
         rank: f"rank {rank}: {devices[rank]}" if rank in devices else f"rank {rank}"
         for rank in range(len(codes))
     }
     facts: dict[str, Any] = {"exit codes": list(codes)}
     if any(codes):
-        facts["ended by"] = server.core.aborted
+        facts["ended by"] = server.aborted
     join_parts(parts, path, names, facts)
     shutil.rmtree(parts, ignore_errors=True)
 

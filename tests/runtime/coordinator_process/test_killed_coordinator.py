@@ -1,0 +1,106 @@
+"""`elche run` where the coordinator is killed: training goes on, and counts once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import ChaosConfig, RunAccount, one_run
+from benchmarks.chaos_killer import BOTH, COORDINATOR, coordinator_pid
+
+pytestmark = pytest.mark.distributed
+
+SCRIPTS = Path(__file__).parents[1] / "process" / "cases"
+WAIT_S = 120.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def disturbed(policy: str, seconds: float, mtbf_s: float, **more: str) -> RunAccount:
+    """A run of three ranks by three accounts, while the coordinator is killed."""
+    config = ChaosConfig(ranks=3, mtbf_s=mtbf_s, policy=policy, **more)  # type: ignore[arg-type]
+    run = one_run(config, random.Random(2), seconds, mtbf_s)
+    assert run.coordinators, "no coordinator was killed"
+    assert not run.faults(), run
+    return run
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "sync",
+        "async",
+        pytest.param("cadence", marks=pytest.mark.slow),
+    ],
+)
+def test_a_coordinator_killed_under_load_costs_nothing(policy: str) -> None:
+    """Each position is once in the model, which all ranks hold alike."""
+    run = disturbed(policy, 4.0, 1.5, victims=COORDINATOR)
+    assert not run.kills
+    assert run.counted[0] == run.epochs
+    assert len(run.checksums) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_coordinators_and_ranks_killed_at_any_moment(policy: str) -> None:
+    run = disturbed(policy, 20.0, 1.5, victims=BOTH)
+    assert run.kills, "no rank was killed"
+
+
+def test_one_that_dies_before_any_rank_has_come_or_when_they_leave() -> None:
+    """The last words of ranks are taken by somebody, so the run ends well."""
+    command = [sys.executable, "-m", "elche", "run", "--nproc", "2"]
+    process = subprocess.Popen(
+        [*command, str(SCRIPTS / "outlived.py"), "9", "nobody", "cadence"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    killed = []
+
+    def kill() -> None:
+        until(lambda: coordinator_pid(process.pid) not in (None, *killed))
+        pid = coordinator_pid(process.pid)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
+
+    kill()
+    output, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, errors
+    assert output.count("of 2: 800 samples") == 2, output + errors
+    assert errors.count("another one goes on with the run") == len(killed), errors
+
+
+def test_it_does_not_outlive_its_launcher() -> None:
+    command = [sys.executable, "-m", "elche", "run", "--nproc", "1"]
+    process = subprocess.Popen(
+        [*command, "-c", "import time; time.sleep(1000)"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    until(lambda: coordinator_pid(process.pid) is not None)
+    pid = coordinator_pid(process.pid)
+    process.kill()
+    process.wait()
+    until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or _is_zombie(pid))
+
+
+def _is_zombie(pid: int | None) -> bool:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "Z"

@@ -42,13 +42,13 @@ def disturbed(policy: str, seconds: float, mtbf_s: float, **more: str) -> RunAcc
     "policy",
     [
         "sync",
-        "async",
+        pytest.param("async", marks=pytest.mark.slow),
         pytest.param("cadence", marks=pytest.mark.slow),
     ],
 )
 def test_a_coordinator_killed_under_load_costs_nothing(policy: str) -> None:
     """Each position is once in the model, which all ranks hold alike."""
-    run = disturbed(policy, 4.0, 1.5, victims=COORDINATOR)
+    run = disturbed(policy, 5.0, 0.8, victims=COORDINATOR)
     assert not run.kills
     assert run.counted[0] == run.epochs
     assert len(run.checksums) == 3
@@ -88,12 +88,10 @@ def test_one_that_dies_before_any_rank_has_come_or_when_they_leave() -> None:
     assert errors.count("another one goes on with the run") == len(killed), errors
 
 
-def test_it_does_not_outlive_its_launcher() -> None:
-    command = [sys.executable, "-m", "elche", "run", "--nproc", "1"]
-    process = subprocess.Popen(
-        [*command, "-c", "import time; time.sleep(1000)"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def test_it_does_not_outlive_its_launcher(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text("import time; time.sleep(1000)")
+    command = [sys.executable, "-m", "elche", "run", "--nproc", "1", str(script)]
+    process = subprocess.Popen(command)
     until(lambda: coordinator_pid(process.pid) is not None)
     pid = coordinator_pid(process.pid)
     process.kill()

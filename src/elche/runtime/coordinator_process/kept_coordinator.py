@@ -13,8 +13,6 @@ import os
 import pickle
 import socket
 import sys
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
@@ -45,8 +43,7 @@ logger = logging.getLogger(__name__)
 
 MODULE: Final = "elche.runtime.coordinator_process.serving"
 MOST_DEATHS: Final = 5
-WITHIN_S: Final = 5.0
-"""So many deaths within so long are no accident: what it was handed kills it."""
+"""So many that took nothing from a rank died of what they were handed."""
 ANSWER_S: Final = 10.0
 STOP_S: Final = 5.0
 
@@ -103,7 +100,7 @@ class KeptCoordinator:
         self._given = self._taken = 0
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._writer: asyncio.StreamWriter | None = None
-        self._deaths_s: deque[float] = deque(maxlen=MOST_DEATHS)
+        self._barren = 0  # coordinators in a row that took nothing from a rank
         self._story: tuple[str, ...] = ()
         self._is_stopping = False
         self._gave_up = ""
@@ -198,14 +195,10 @@ class KeptCoordinator:
                 return
             if self._is_stopping:
                 return
-            now_s = time.monotonic()
-            self._deaths_s.append(now_s)
+            self._barren += 1
             how = f"ended with code {code}" if code >= 0 else f"was killed ({-code})"
-            if (
-                len(self._deaths_s) == MOST_DEATHS
-                and now_s - self._deaths_s[0] < WITHIN_S
-            ):
-                self._give_up(f"the coordinator {how}, {MOST_DEATHS} times in a moment")
+            if self._barren == MOST_DEATHS:
+                self._give_up(f"the coordinator {how}, {MOST_DEATHS} times in a row")
                 return
             logger.warning("the coordinator %s: another one goes on with the run", how)
 
@@ -263,6 +256,7 @@ class KeptCoordinator:
         if isinstance(message, Journal):
             self._journal.append(message.entries)
             self._taken = message.commands
+            self._barren = 0 if message.is_of_ranks else self._barren
             self._commands.acknowledge(message.commands)
             self._wake()
         elif isinstance(message, Copy):

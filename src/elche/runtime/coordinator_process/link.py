@@ -93,13 +93,17 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """From it, before any rank is told: entries, pickled, and inputs of the launcher.
+    """From it, before any rank is told: what it took.
 
-    ``commands`` of these were taken since the run began.
+    Attributes:
+        entries: of the journal, pickled.
+        commands: inputs of the launcher that were taken since the run began.
+        is_of_ranks: any of the entries came from a rank.
     """
 
     entries: bytes
     commands: int
+    is_of_ranks: bool
 
 
 @dataclass(frozen=True, slots=True)

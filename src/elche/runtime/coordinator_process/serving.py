@@ -129,7 +129,8 @@ class CoordinatorChild:
         if not all(isinstance(entry.what, _FREQUENT) for entry in entries):
             self._say_status()
         data = pickle.dumps(entries, pickle.HIGHEST_PROTOCOL)
-        self._link.send(Journal(data, record.commands))
+        is_of_ranks = any(entry.source not in (None, LAUNCHER) for entry in entries)
+        self._link.send(Journal(data, record.commands, is_of_ranks))
         self._entries += len(entries)
         if self._entries >= COPY_ENTRIES and not record.core.has_more:
             self._entries = 0

@@ -42,7 +42,7 @@ from elche.runtime.coordinator_process.link import (
 logger = logging.getLogger(__name__)
 
 MODULE: Final = "elche.runtime.coordinator_process.serving"
-MOST_DEATHS: Final = 5
+MOST_DEATHS: Final = 10
 """So many that took nothing from a rank died of what they were handed."""
 ANSWER_S: Final = 10.0
 STOP_S: Final = 5.0

@@ -14,46 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias, final
+from typing import Final, final
 
-from elche.coordination.protocol.events import Event
+from elche.coordination.protocol.inputs import (
+    AllMortal,
+    Input,
+    RankAdded,
+    StoreSet,
+    StreamBegun,
+)
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import Outbox
 from elche.coordination.state import Coordinator
 
 LAUNCHER: Final = -1
 """The launcher as an entry's source."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamBegun:
-    """A rank has come, with a stream of messages of that name."""
-
-    rank: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSet:
-    """A rank has published a rendezvous value."""
-
-    key: str
-    value: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RankAdded:
-    """Another rank may come, and join the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class AllMortal:
-    """A death ends every run of these processes from now on, because of this."""
-
-    why: str
-
-
-Input: TypeAlias = Event | StreamBegun | StoreSet | RankAdded | AllMortal
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,19 +86,3 @@ def test_one_that_dies_before_any_rank_has_come_or_when_they_leave() -> None:
     assert process.returncode == 0, errors
     assert output.count("of 2: 800 samples") == 2, output + errors
     assert errors.count("another one goes on with the run") == len(killed), errors
-
-
-def test_it_does_not_outlive_its_launcher(tmp_path: Path) -> None:
-    (script := tmp_path / "script.py").write_text("import time; time.sleep(1000)")
-    command = [sys.executable, "-m", "elche", "run", "--nproc", "1", str(script)]
-    process = subprocess.Popen(command)
-    until(lambda: coordinator_pid(process.pid) is not None)
-    pid = coordinator_pid(process.pid)
-    process.kill()
-    process.wait()
-    until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or _is_zombie(pid))
-
-
-def _is_zombie(pid: int | None) -> bool:
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0] == "Z"

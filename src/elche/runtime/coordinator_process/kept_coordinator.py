@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 from elche.comm.control.addresses import listen
-from elche.coordination.journal import AllMortal, Input, RankAdded
 from elche.coordination.protocol.events import Disconnected, Event, Failed
+from elche.coordination.protocol.inputs import AllMortal, Input, RankAdded
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.outbox import Outbox
 from elche.runtime.coordinator_process.link import (

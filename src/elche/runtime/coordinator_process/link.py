@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
-from elche.coordination.journal import Input
 from elche.coordination.protocol.events import Event
+from elche.coordination.protocol.inputs import Input
 from elche.coordination.protocol.instructions import Instruction
 
 LENGTH: Final = struct.Struct(">I")

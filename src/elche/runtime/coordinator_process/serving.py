@@ -42,7 +42,7 @@ from elche.runtime.coordinator_process.link import (
 )
 from elche.runtime.process.coordinator import CoordinatorServer
 
-COPY_ENTRIES: Final = 4096
+COPY_ENTRIES: Final = 1024
 """After so many entries a copy of the record takes their place in the launcher."""
 _FREQUENT = BatchesDone, StepsDone, Tick, WindowClosed, WindowReduced
 """Events that change nothing about which a launcher asks."""

@@ -24,9 +24,8 @@ from elche.comm.control.addresses import (
     parse_address,
 )
 from elche.comm.control.control_channel import ControlChannel
-from elche.comm.control.key_file import is_private
+from elche.comm.control.key_file import KEY_BYTES, is_private
 from elche.errors import CommunicationError, ConfigError
-from elche.runtime.process.coordinator import KEY_BYTES
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.launchers import read_launcher
 

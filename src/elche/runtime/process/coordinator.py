@@ -24,16 +24,15 @@ from typing import Any, TypeAlias
 
 from elche.comm.control.addresses import format_address, listen, outlive_cuts
 from elche.comm.control.control_channel import heeds_key
-from elche.comm.control.frames import MAGIC, NONCE_BYTES, FrameCodec
-from elche.coordination.journal import (
-    AllMortal,
-    Entry,
-    Input,
-    RankAdded,
-    RunRecord,
-    StoreSet,
-    StreamBegun,
+from elche.comm.control.frames import (
+    HELLO_BYTES,
+    HELLO_WITHIN_S,
+    MAGIC,
+    NONCE_BYTES,
+    FrameCodec,
 )
+from elche.comm.control.key_file import KEY_BYTES
+from elche.coordination.journal import Entry, RunRecord
 from elche.coordination.liveness import SILENT_S, Liveness
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -46,11 +45,19 @@ from elche.coordination.protocol.events import (
     Tick,
 )
 from elche.coordination.protocol.field_checks import brief
+from elche.coordination.protocol.inputs import (
+    AllMortal,
+    Input,
+    RankAdded,
+    StoreSet,
+    StreamBegun,
+)
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.coordination.protocol.wire import FROM_WORKERS, from_wire, to_wire
 from elche.errors import ProtocolError
-from elche.runtime.report.files import replace_file
+from elche.runtime.process.launchers import rank_environments
+from elche.runtime.report.files import write_story
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +67,6 @@ STALLED_S = 10.0
 takes twice as long."""
 GONE_S = 1.0
 """Within which the launcher sees how a process has ended, once its connection has."""
-KEY_BYTES = 32
-HELLO_WITHIN_S = 10.0
-HELLO_BYTES = 1 << 16
 STACK_CHARS = 2000
 STORY = "ELCHE_STORY"
 """Beside rank 0: the file to which the story of the run is written at its end."""
@@ -517,48 +521,6 @@ def _hello_of(message: dict[str, Any]) -> Hello | None:
     if type(rank) is int and type(stream) is str and type(received) is int:
         return Hello(rank, stream, received)
     return None
-
-
-def write_story(path: Path, story: Sequence[str]) -> None:
-    """Writes the log of messages and decisions, as far as the core keeps it.
-
-    What cannot be written is logged: the run itself has ended by then.
-    """
-    try:
-        replace_file(path, "".join(f"{line}\n" for line in story))
-    except OSError as error:
-        logger.warning("cannot write the story of the run to %s: %s", path, error)
-
-
-def rank_environments(
-    world_size: int,
-    address: tuple[str, int],
-    key: bytes,
-    ranks: range | None = None,
-    node_rank: int = 0,
-) -> list[dict[str, str]]:
-    """Who each rank is, in torchrun's words, and where the coordinator is.
-
-    Args:
-        world_size: ranks of the run.
-        address: of the coordinator.
-        key: the run's secret.
-        ranks: those of this host; None: all.
-        node_rank: this host's place among the hosts.
-    """
-    ranks = range(world_size) if ranks is None else ranks
-    return [
-        {
-            "ELCHE_COORDINATOR": format_address(*address),
-            "ELCHE_KEY": key.hex(),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(place),
-            "LOCAL_WORLD_SIZE": str(len(ranks)),
-            "GROUP_RANK": str(node_rank),
-        }
-        for place, rank in enumerate(ranks)
-    ]
 
 
 @contextlib.contextmanager

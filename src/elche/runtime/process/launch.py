@@ -20,19 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from elche.comm.control.key_file import KEY_BYTES
 from elche.errors import ConfigError
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.leader import Leader
-from elche.runtime.process.coordinator import (
-    KEY_BYTES,
-    rank_environments,
-    write_story,
-)
 from elche.runtime.process.launcher_watch import PIPE
+from elche.runtime.process.launchers import rank_environments
 from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.process.torch_store import TorchStore
+from elche.runtime.report.files import write_story
 from elche.runtime.report.trace_parts import TRACE, join_parts
 
 RESUMES = "ELCHE_COORDINATOR_KEPT"

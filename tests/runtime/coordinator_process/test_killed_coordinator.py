@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from benchmarks.chaos import ChaosConfig, RunAccount, one_run
 from benchmarks.chaos_killer import BOTH, COORDINATOR, coordinator_pid
+from tests.runtime.hosts.launchers import Cluster, launched
 
 pytestmark = pytest.mark.distributed
 
@@ -86,3 +88,24 @@ def test_one_that_dies_before_any_rank_has_come_or_when_they_leave() -> None:
     assert process.returncode == 0, errors
     assert output.count("of 2: 800 samples") == 2, output + errors
     assert errors.count("another one goes on with the run") == len(killed), errors
+
+
+@pytest.mark.slow
+def test_ranks_of_other_hosts_go_on_too(tmp_path: Path) -> None:
+    hosts = Cluster(
+        tmp_path,
+        ranks=(("--nproc", "1"), ("--nproc", "1")),
+        script=(str(SCRIPTS / "outlived.py"), "9", "nobody", "sync"),
+    )
+    with launched(hosts) as (first, second):
+        first.wait_for(r"elche: 2 devices", 1)  # they have met, and begin to train
+        pid = coordinator_pid(first.process.pid)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert [first.end(), second.end()] == [0, 0], first.output
+        assert "another one goes on with the run" in first.output
+        sums = re.findall(
+            r"of 2: 800 samples, sum (\S+),", first.output + second.output
+        )
+    assert len(sums) == 2
+    assert len(set(sums)) == 1

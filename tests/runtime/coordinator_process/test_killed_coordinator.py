@@ -109,3 +109,20 @@ def test_ranks_of_other_hosts_go_on_too(tmp_path: Path) -> None:
         )
     assert len(sums) == 2
     assert len(set(sums)) == 1
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_too() -> None:
+    script = Path(__file__).parent / "cases" / "killed_pipeline.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "elche", "run", "--nproc", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = re.findall(r"rank \d took (\d+) steps, (\d) kills", done.stdout)
+    assert sorted(kills for _, kills in steps) == ["0", "3"], done.stdout
+    assert len({number for number, _ in steps}) == 1

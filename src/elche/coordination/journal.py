@@ -54,11 +54,13 @@ class RankStream:
     Attributes:
         name: by which the rank knows it again.
         taken: messages of the rank that were taken.
+        acknowledged: so many of them as the rank was told.
         told: instructions to it that it may lack.
     """
 
     name: str
     taken: int = 0
+    acknowledged: int = 0
     told: Outbox[Instruction] = field(default_factory=Outbox)
 
 

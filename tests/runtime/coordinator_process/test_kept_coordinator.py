@@ -18,6 +18,7 @@ import pytest
 from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.protocol.events import BarrierReached, Left
 from elche.coordination.protocol.instructions import BarrierPassed, Regroup, Welcome
+from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.errors import CommunicationError
 from elche.runtime.coordinator_process import kept_coordinator
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
@@ -188,3 +189,17 @@ def test_who_has_a_wrong_key_is_not_taken_and_gives_up() -> None:
             pytest.raises(CommunicationError, match=lost),
         ):
             channel.receive(WAIT_S, "welcome")
+
+
+def test_neither_side_keeps_what_the_other_has_taken() -> None:
+    """However messages are put together: two at once, after a first one."""
+    with launcher() as run, closing(run.channel(0)) as channel:
+        channel.store_set("first", b"")
+        for number in range(300):
+            channel.send(
+                *[BarrierReached(rank=0, name=f"{number}/{i}") for i in (0, 1)]
+            )
+        channel.store_get("first", WAIT_S)
+        channel.store_set("last", b"")
+        channel.store_get("last", WAIT_S)
+        assert len(channel._outbox.rest()) < 2 * ACK_EVERY

@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from elche.comm.control.addresses import format_address, outlive_cuts
-from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
+from elche.comm.control.frames import FrameCodec
+from elche.comm.control.greeting import is_refused, reach
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.field_checks import brief
 from elche.coordination.protocol.instructions import Abort, Instruction
@@ -115,8 +115,8 @@ class ControlChannel:
         Raises:
             CommunicationError: no coordinator answers there, or something else does.
         """
-        again = partial(_reach, address, key, rank, min(timeout_s, RESUME_S))
-        connection, codec = _reach(address, key, rank, timeout_s)
+        again = partial(reach, address, key, rank, min(timeout_s, RESUME_S))
+        connection, codec = reach(address, key, rank, timeout_s)
         channel = ControlChannel(connection, codec, rank, again if resumes else None)
         channel._send(channel._hello())
         return channel
@@ -390,7 +390,7 @@ class ControlChannel:
                     self._put(self._codec.encode(self._hello()))
                     self._await_resumed(deadline_s)
                 except (CommunicationError, OSError) as failure:
-                    is_over = refusals == MOST_REFUSALS or _is_refused(failure)
+                    is_over = refusals == MOST_REFUSALS or is_refused(failure)
                     if is_over or time.monotonic() > deadline_s:
                         raise self._gone(error) from failure
                     time.sleep(AGAIN_S)
@@ -439,42 +439,6 @@ class ControlChannel:
             "ended or was stopped, or it did not take this rank (a wrong ELCHE_KEY, "
             "or a rank that is there already)"
         )
-
-
-def _reach(
-    address: tuple[str, int], key: bytes, rank: int, timeout_s: float
-) -> tuple[socket.socket, FrameCodec]:
-    """Connects to the coordinator, and takes its greeting.
-
-    Raises:
-        CommunicationError: no coordinator answers there, or something else does.
-    """
-    connection: socket.socket | None = None
-    try:
-        connection = socket.create_connection(address, timeout=timeout_s)
-        outlive_cuts(connection)
-        greeting = b""
-        while len(greeting) < GREETING_BYTES:
-            part = connection.recv(GREETING_BYTES - len(greeting))
-            if not part:
-                break
-            greeting += part
-        codec = FrameCodec(key, nonce_of(greeting), is_server=False)
-    except (OSError, ProtocolError) as error:
-        if connection is not None:
-            connection.close()
-        raise CommunicationError(
-            f"rank {rank} cannot reach the coordinator at "
-            f"{format_address(*address)}: {error}; was the script started by "
-            "`elche run` or torchrun, and is that process still alive?"
-        ) from error
-    connection.settimeout(timeout_s)
-    return connection, codec
-
-
-def _is_refused(failure: BaseException) -> bool:
-    """Whether nobody listens any more: the launcher has ended."""
-    return isinstance(failure.__cause__, ConnectionRefusedError)
 
 
 def heeds_key(rank: int) -> str:

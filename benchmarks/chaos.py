@@ -1,9 +1,10 @@
-"""Ranks killed at random for a while: `python -m benchmarks.chaos`.
+"""Ranks, or the coordinator, killed at random: `python -m benchmarks.chaos`.
 
 A run of emulated ranks trains while any of them are killed, on average one every
 ``--mtbf`` seconds. A newcomer takes the place of each dead one, and may be killed
-before it trains. Every position is accounted for three times: by what loops were
-handed, by a counter in the model, and by elche.
+before it trains. With ``--victims coordinator`` ranks live and their coordinator is
+killed; ``both`` kills either. Every position is accounted for three times: by what
+loops were handed, by a counter in the model, and by elche.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos_killer import Killer, KillPlan
+from benchmarks.chaos_killer import RANKS, VICTIMS, Killer, KillPlan
 from benchmarks.chaos_rank import OVER, SAMPLES
 from elche.errors import ConfigError
 from elche.runtime.process.launch import (
@@ -46,6 +47,7 @@ class ChaosConfig:
         mtbf_s: mean time between two kills.
         policy: ``"cadence"``, ``"async"`` or ``"sync"``.
         seed: of kills and data.
+        victims: who is killed: one of `VICTIMS`.
     """
 
     minutes: float = 1.0
@@ -53,6 +55,7 @@ class ChaosConfig:
     mtbf_s: float = 20.0
     policy: str = "async"
     seed: int = 0
+    victims: str = RANKS
 
     def __post_init__(self) -> None:
         for name in ("minutes", "mtbf_s"):
@@ -75,6 +78,8 @@ class RunAccount:
         missing: positions of whole epochs that no loop was handed.
         checksums: of the survivors' models.
         kills: ranks that were killed.
+        coordinators: coordinators that were.
+        longest_s: between two batches of a rank, the most.
         joins: ranks that trained in place of others.
         seconds: from the first batch to the end.
         loss: of the final model.
@@ -88,6 +93,8 @@ class RunAccount:
     missing: int = 0
     checksums: list[str] = field(default_factory=list)
     kills: list[int] = field(default_factory=list)
+    coordinators: int = 0
+    longest_s: float = math.nan
     joins: list[int] = field(default_factory=list)
     seconds: float = 0.0
     loss: float = math.nan
@@ -124,7 +131,12 @@ def one_run(
     """Trains until the time is over."""
     with tempfile.TemporaryDirectory(prefix="elche-chaos-") as name:
         folder, said = Path(name), dict[int, dict[str, Any]]()
-        plan = KillPlan(ranks=config.ranks, seconds=seconds, mtbf_s=mtbf_s)
+        plan = KillPlan(
+            ranks=config.ranks,
+            seconds=seconds,
+            mtbf_s=mtbf_s,
+            victims=config.victims,
+        )
         killer = Killer(plan, draws, folder / OVER)
 
         def on_line(rank: int, line: str) -> None:
@@ -154,6 +166,7 @@ def one_run(
         kills = killer.kills
         account = RunAccount(
             kills=kills,
+            coordinators=killer.coordinators,
             joins=[rank for rank in killer.trained if rank >= config.ranks],
             seconds=killer.seconds,
         )
@@ -167,6 +180,7 @@ def one_run(
         account.counted = tuple(first["counted"])
         account.samples, account.progress = first["samples"], first["progress"]
         account.checksums = [each["checksum"] for each in said.values()]
+        account.longest_s = max(each["longest_s"] for each in said.values())
         account.missing = missing(logs_in(folder), account.epochs)
     return account
 
@@ -247,6 +261,11 @@ def table(found: dict[str, Any]) -> str:
         )
         if run["kills"]:
             lines.append(f"     killed: {', '.join(map(str, run['kills']))}")
+        if run["coordinators"]:
+            lines.append(
+                f"     coordinators killed: {run['coordinators']}; the longest "
+                f"pause of a rank: {run['longest_s']:.2f} s"
+            )
     lines.append("goodput: samples per second over the undisturbed run's")
     return "\n".join(lines)
 
@@ -260,6 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--policy", choices=("cadence", "async", "sync"), default="async"
     )
+    parser.add_argument("--victims", choices=VICTIMS, default=RANKS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
@@ -270,6 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             mtbf_s=asked.mtbf,
             policy=asked.policy,
             seed=asked.seed,
+            victims=asked.victims,
         )
     )
     print(table(found))

@@ -1,7 +1,8 @@
-"""Random kills of the ranks of `benchmarks/chaos.py`, and the end of a run."""
+"""Random kills in a run of `benchmarks/chaos.py`, and its end."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
@@ -11,8 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
+from elche.runtime.coordinator_process.kept_coordinator import MODULE
+
+RANKS: Final = "ranks"
+COORDINATOR: Final = "coordinator"
+BOTH: Final = "both"
+VICTIMS: Final = RANKS, COORDINATOR, BOTH
 PATIENCE_S = 60.0
 """For the last newcomers to train, after the last kill."""
 
@@ -25,11 +32,13 @@ class KillPlan:
         ranks: of the run.
         seconds: of the run, from its first batch.
         mtbf_s: mean time between two kills; infinite: never.
+        victims: who is killed: one of `VICTIMS`.
     """
 
     ranks: int
     seconds: float
     mtbf_s: float
+    victims: str = RANKS
 
 
 @final
@@ -45,13 +54,15 @@ class Killer:
         over: file that tells the ranks that the time is over.
 
     Attributes:
-        kills: who was killed, in order.
+        kills: ranks that were killed, in order.
+        coordinators: how many coordinators were.
         trained: who has trained, in order.
     """
 
     def __init__(self, plan: KillPlan, draws: random.Random, over: Path) -> None:
         self.kills: list[int] = []
         self.trained: list[int] = []
+        self.coordinators = 0
         self._plan, self._draws, self._over = plan, draws, over
         self._began_s = self._end_s = math.inf
         self._changed = threading.Condition()
@@ -118,6 +129,12 @@ class Killer:
         )
 
     def _kill(self) -> None:
+        draws, victims = self._draws, self._plan.victims
+        if victims == COORDINATOR or (victims == BOTH and draws.random() < 0.5):
+            if (pid := coordinator_pid(os.getpid())) is not None:
+                os.kill(pid, signal.SIGKILL)
+                self.coordinators += 1
+            return
         living = self.living
         whom = sorted({*self._pids} - {*self.kills})
         if len(living) < 2:
@@ -126,3 +143,14 @@ class Killer:
             rank = self._draws.choice(whom)
             os.kill(self._pids[rank], signal.SIGKILL)
             self.kills.append(rank)
+
+
+def coordinator_pid(launcher: int) -> int | None:
+    """The process of a launcher's coordinator, None between two of them."""
+    for children in Path(f"/proc/{launcher}/task").glob("*/children"):
+        for pid in children.read_text().split():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if MODULE.encode() in words:
+                    return int(pid)
+    return None

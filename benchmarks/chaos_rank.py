@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +95,13 @@ def train(spec: dict[str, Any]) -> None:
         leave_out=False,  # nobody may die while a rank is left out
     )
     over, epochs = Path(spec["folder"], OVER), 0
+    longest_s = 0.0
     with Path(spec["folder"], f"log{rank}.txt").open("w") as log:
         for epoch in elche.epochs(1_000_000):
+            last_s = math.inf
             for index, x, y in loader:
+                longest_s = max(longest_s, time.monotonic() - last_s)
+                last_s = time.monotonic()
                 counts = index.tolist() if elche.batch_weight() else []
                 log.write(f"{epoch} {' '.join(map(str, counts))}\n")
                 log.flush()
@@ -125,6 +131,7 @@ def train(spec: dict[str, Any]) -> None:
         progress=elche.progress_samples(),
         checksum=checksum(model),
         loss=float(loss),
+        longest_s=longest_s,
     )
     elche.shutdown()
 

@@ -14,6 +14,8 @@ from elche.coordination.protocol.instructions import (
 
 STORY_ENTRIES = 50_000
 """Some minutes of a busy run, in at most some 20 MB."""
+COPIED_ENTRIES = 1_000
+"""A copy for a coordinator that is started anew holds the last of them alone."""
 _LEASED = (BatchesDone, GrantBatches, GrantSteps, StepsDone)
 
 
@@ -28,6 +30,10 @@ class Story:
         self._entries: deque[tuple[int, float, str, Event | Instruction | str]] = deque(
             maxlen=STORY_ENTRIES
         )
+
+    def __getstate__(self) -> dict[str, object]:
+        last = [*self._entries][-COPIED_ENTRIES:]
+        return {"_entries": deque(last, maxlen=STORY_ENTRIES)}
 
     def heard(self, event: Event, now_s: float) -> None:
         """An event came; a tick leaves only what is done because of it."""

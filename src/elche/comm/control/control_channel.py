@@ -2,6 +2,10 @@
 
 Another thread may send, and nothing else.
 
+Where the launcher starts a coordinator anew that has died, the channel *comes again*:
+it keeps what the coordinator may not have taken, and when its connection has ended it
+goes on with the next one where both stand. Who waits sees a pause, and no error.
+
 Sending is one way and costs microseconds; receiving never blocks except in the named
 waits, each of which has a deadline. Every system call lets go of the interpreter, which
 another thread (one that drives a reduction) may take; so there are as few as can be:
@@ -11,19 +15,22 @@ one to see that nothing has come, one more to read what has, one to send.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import select
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-from elche.comm.control.addresses import format_address, outlive_cuts
-from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
+from elche.comm.control.frames import FrameCodec
+from elche.comm.control.greeting import is_refused, reach
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.field_checks import brief
 from elche.coordination.protocol.instructions import Abort, Instruction
+from elche.coordination.protocol.outbox import ACK_EVERY, Outbox
 from elche.coordination.protocol.wire import FROM_COORDINATOR, from_wire, to_wire
 from elche.errors import (
     CommunicationError,
@@ -34,6 +41,15 @@ from elche.errors import (
 
 _CHUNK_BYTES = 1 << 16
 _LONGEST_POLL_S = 86400.0  # the system takes no more than 24 days, in milliseconds
+_UNCOUNTED = frozenset({"Hello", "Beat", "StoreGet", "Ack", "Flush"})
+"""Kinds of messages that are no part of a rank's stream."""
+RESUME_S = 20.0
+"""Within which a coordinator that has died is there again."""
+AGAIN_S = 0.05
+MOST_REFUSALS = 3
+"""Of coordinators that answer and end the connection: they do not take this rank."""
+FLUSH_S = 5.0
+"""For the coordinator to take a rank's last words."""
 _NOTHING: Iterator[Instruction] = iter(())
 Waiting = TypeVar("Waiting")
 
@@ -46,12 +62,23 @@ class ControlChannel:
             deadline of sending.
         codec: the connection's codec.
         rank: this rank.
+        reconnect: to a coordinator that is started anew; None: none is.
     """
 
-    def __init__(self, connection: socket.socket, codec: FrameCodec, rank: int) -> None:
-        self._socket = connection
-        self._codec = codec
+    def __init__(
+        self,
+        connection: socket.socket,
+        codec: FrameCodec,
+        rank: int,
+        reconnect: Callable[[], tuple[socket.socket, FrameCodec]] | None = None,
+    ) -> None:
         self._rank = rank
+        self._reconnect = reconnect
+        self._stream = "" if reconnect is None else secrets.token_hex(8)
+        self._outbox: Outbox[dict[str, Any]] = Outbox()
+        self._received = 0
+        self._asked: set[str] = set()
+        self._has_resumed = False
         self._inbox: deque[Instruction] = deque()
         self._stored: dict[str, bytes] = {}
         self._closed = False
@@ -59,42 +86,46 @@ class ControlChannel:
         self._failure: ElcheError | None = None  # raised once the inbox is empty
         self._cut: CommunicationError | None = None  # of sending; waits raise the first
         self._timeout_s = connection.gettimeout()
+        self._use(connection, codec)
+
+    def _use(self, connection: socket.socket, codec: FrameCodec) -> None:
+        self._socket, self._codec = connection, codec
         connection.setblocking(False)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
     @staticmethod
     def connect(
-        address: tuple[str, int], key: bytes, rank: int, timeout_s: float
+        address: tuple[str, int],
+        key: bytes,
+        rank: int,
+        timeout_s: float,
+        *,
+        resumes: bool = False,
     ) -> ControlChannel:
         """Connects and presents this rank.
+
+        Args:
+            address: of the coordinator.
+            key: the run's secret.
+            rank: this rank.
+            timeout_s: deadline, also of sending.
+            resumes: the coordinator is started anew if it dies.
 
         Raises:
             CommunicationError: no coordinator answers there, or something else does.
         """
-        connection: socket.socket | None = None
-        try:
-            connection = socket.create_connection(address, timeout=timeout_s)
-            outlive_cuts(connection)
-            greeting = b""
-            while len(greeting) < GREETING_BYTES:
-                part = connection.recv(GREETING_BYTES - len(greeting))
-                if not part:
-                    break
-                greeting += part
-            codec = FrameCodec(key, nonce_of(greeting), is_server=False)
-        except (OSError, ProtocolError) as error:
-            if connection is not None:
-                connection.close()
-            raise CommunicationError(
-                f"rank {rank} cannot reach the coordinator at "
-                f"{format_address(*address)}: {error}; was the script started by "
-                "`elche run` or torchrun, and is that process still alive?"
-            ) from error
-        connection.settimeout(timeout_s)
-        channel = ControlChannel(connection, codec, rank)
-        channel._send({"type": "Hello", "rank": rank})
+        again = partial(reach, address, key, rank, min(timeout_s, RESUME_S))
+        connection, codec = reach(address, key, rank, timeout_s)
+        channel = ControlChannel(connection, codec, rank, again if resumes else None)
+        channel._send(channel._hello())
         return channel
+
+    def _hello(self) -> dict[str, Any]:
+        hello: dict[str, Any] = {"type": "Hello", "rank": self._rank}
+        if self._reconnect is not None:
+            hello |= {"stream": self._stream, "received": self._received}
+        return hello
 
     def send(self, *events: Event) -> None:
         """Sends events at once; does not wait for anything.
@@ -229,13 +260,24 @@ class ControlChannel:
         return self._stored.keys() & set(keys)
 
     def close(self) -> None:
-        """Ends the connection. May be called twice."""
+        """Ends the connection, when all is taken. May be called twice."""
         if not self._closed:
+            with contextlib.suppress(CommunicationError, ProtocolError, OSError):
+                self._flush()
             self._closed = True
             # Forked loader workers hold the socket too: closing alone ends nothing.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
+
+    def _flush(self) -> None:
+        """Waits until the coordinator has taken all, if another could ask for it."""
+        if not self._outbox or self._failure is not None:
+            return
+        self._send({"type": "Flush"})
+        deadline_s = time.monotonic() + FLUSH_S
+        while self._outbox and (left_s := deadline_s - time.monotonic()) > 0:
+            self._fill(left_s)
 
     def _taken(self) -> Iterator[Instruction]:
         while self._inbox:
@@ -245,14 +287,26 @@ class ControlChannel:
         with self._sending:
             self._send_whole(messages)
 
+    def _keep(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Of what another coordinator may be asked to take."""
+        for message in messages:
+            if message["type"] not in _UNCOUNTED:
+                self._outbox.add(message)
+            elif message["type"] == "StoreGet":
+                self._asked.add(message["key"])
+
     def _send_whole(self, messages: Sequence[dict[str, Any]]) -> None:
         if self._closed or not messages:
             return
+        if self._reconnect is not None:
+            self._keep(messages)
         if self._cut is None:
             try:
                 self._put(b"".join(map(self._codec.encode, messages)))
                 return
             except OSError as error:
+                if self._reconnect is not None and self._failure is None:
+                    return  # the training thread sees it when it reads, and comes again
                 # After a frame that went out in part no other can be read there.
                 self._cut = self._unsent(messages, error)
                 self._failure = self._failure or self._cut
@@ -308,14 +362,64 @@ class ControlChannel:
                 return
             except OSError as error:
                 data, failure = b"", error
-            if not data:
+            if not data and self._reconnect is None:
                 raise self._gone(failure) from failure
+            if not data:
+                self._come_again(failure)
+                return
             for message in self._codec.feed(data):
                 self._take(message)
             ready = self._poll.poll(0.0) if len(data) == _CHUNK_BYTES else []
 
+    def _come_again(self, error: OSError | None) -> None:
+        """Goes on with a coordinator that was started anew, where both stand.
+
+        Raises:
+            CommunicationError: there is none in time, or it does not take this rank.
+        """
+        assert self._reconnect is not None
+        deadline_s = time.monotonic() + RESUME_S
+        refusals = 0
+        with self._sending:
+            self._has_resumed = False
+            while not self._has_resumed:
+                self._socket.close()
+                try:
+                    self._use(*self._reconnect())
+                    refusals += 1
+                    self._put(self._codec.encode(self._hello()))
+                    self._await_resumed(deadline_s)
+                except (CommunicationError, OSError) as failure:
+                    is_over = refusals == MOST_REFUSALS or is_refused(failure)
+                    if is_over or time.monotonic() > deadline_s:
+                        raise self._gone(error) from failure
+                    time.sleep(AGAIN_S)
+            missing = self._asked - self._stored.keys()
+            asks = [{"type": "StoreGet", "key": key} for key in sorted(missing)]
+            rest = [*self._outbox.rest(), *asks]
+            with contextlib.suppress(OSError):  # it has died again: the next read
+                self._put(b"".join(map(self._codec.encode, rest)))
+
+    def _await_resumed(self, deadline_s: float) -> None:
+        while not self._has_resumed:
+            if not self._poll.poll(max(0.0, deadline_s - time.monotonic()) * 1e3):
+                raise CommunicationError("it does not answer")
+            data = self._socket.recv(_CHUNK_BYTES)
+            if not data:
+                raise CommunicationError("it has ended the connection")
+            for message in self._codec.feed(data):
+                self._take(message)
+
     def _take(self, message: Any) -> None:
-        if isinstance(message, dict) and message.get("type") == "StoreValue":
+        kind = message.get("type") if isinstance(message, dict) else None
+        if kind in ("Ack", "Resumed"):
+            taken = message.get("taken")
+            if type(taken) is not int:
+                raise ProtocolError(f"expected {kind} with a number, got {message}")
+            self._outbox.acknowledge(taken)
+            self._has_resumed = True
+            return
+        if kind == "StoreValue":
             key, value = message.get("key"), message.get("value")
             if not isinstance(key, str) or not isinstance(value, bytes):
                 raise ProtocolError(
@@ -324,6 +428,9 @@ class ControlChannel:
             self._stored[key] = value
             return
         self._inbox.append(from_wire(message, FROM_COORDINATOR))
+        self._received += 1
+        if self._reconnect is not None and self._received % ACK_EVERY == 0:
+            self._send({"type": "Ack", "received": self._received})
 
     def _gone(self, error: OSError | None, lost: str = "") -> CommunicationError:
         why = f": {error}" if error else ""

@@ -13,6 +13,7 @@ from elche.errors import ConfigError
 STDIN: Final = "-"
 LEAST_BYTES: Final = 16
 KEY_BYTES: Final = 32
+"""Of a key that elche makes for a run."""
 HOW: Final = "make one by `(umask 077; openssl rand -hex 32 > key)`"
 
 

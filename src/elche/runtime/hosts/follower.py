@@ -30,9 +30,9 @@ from elche.coordination.protocol.host_messages import (
 from elche.coordination.protocol.wire import FROM_LEADER, from_wire, to_wire
 from elche.errors import CommunicationError, ConfigError, ProtocolError
 from elche.runtime.hosts.hosts_config import HostsConfig
-from elche.runtime.process.coordinator import rank_environments
 from elche.runtime.process.launch import LaunchConfig, rank_environment, start_rank
 from elche.runtime.process.launcher_watch import PIPE
+from elche.runtime.process.launchers import rank_environments
 from elche.runtime.process.rank_output import RankOutput
 from elche.runtime.process.rank_processes import (
     GRACE_S,

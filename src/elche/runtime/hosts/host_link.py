@@ -9,7 +9,13 @@ import signal
 from typing import Any, Final, Protocol, final
 
 from elche.comm.control.addresses import outlive_cuts
-from elche.comm.control.frames import MAGIC, NONCE_BYTES, FrameCodec
+from elche.comm.control.frames import (
+    HELLO_BYTES,
+    HELLO_WITHIN_S,
+    MAGIC,
+    NONCE_BYTES,
+    FrameCodec,
+)
 from elche.coordination.protocol.host_messages import (
     FromLeader,
     HostInterrupted,
@@ -19,7 +25,6 @@ from elche.coordination.protocol.host_messages import (
 )
 from elche.coordination.protocol.wire import FROM_HOSTS, from_wire, to_wire
 from elche.errors import ProtocolError
-from elche.runtime.process.coordinator import HELLO_BYTES, HELLO_WITHIN_S
 
 logger = logging.getLogger(__name__)
 

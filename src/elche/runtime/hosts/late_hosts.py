@@ -35,9 +35,9 @@ from elche.coordination.protocol.host_messages import (
     RunEnded,
 )
 from elche.errors import ProtocolError
+from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.hosts.host_link import ANSWER_S, KILLED, HostLink, RemoteProcess
 from elche.runtime.hosts.hosts_config import HostsConfig
-from elche.runtime.process.coordinator import CoordinatorServer
 from elche.runtime.process.rank_processes import GRACE_S, RankProcesses, send_signal
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class LateHosts:
         self,
         config: HostsConfig,
         own_ranks: int,
-        server: CoordinatorServer,
+        server: KeptCoordinator,
         processes: RankProcesses,
         say: Callable[[str], None],
     ) -> None:
@@ -122,7 +122,7 @@ class LateHosts:
         if self._phase is not _Phase.BEGINNING:
             return
         self._phase = _Phase.OPEN
-        if why := self._server.core.why_closed:
+        if why := self._server.why_closed:
             self._say(f"no host can join this run: {why}")
         for link in list(self._hosts):
             self._take_in(link)
@@ -144,14 +144,13 @@ class LateHosts:
         host, server = link.host, self._server
         assert host is not None
         is_over = self._phase is _Phase.OVER
-        if why := "that is over" if is_over else server.core.why_closed:
+        if why := "that is over" if is_over else server.why_closed:
             del self._hosts[link]
             self._refuse(link, f"{host} cannot join the run under way: {why}")
             return
-        ranks = [server.add_rank() for _ in range(host.ranks)]
+        ranks = [server.add_rank(f" on {host}") for _ in range(host.ranks)]
         self._say(f"{host} is here; its ranks {ranks} will join")
         for rank in ranks:
-            server.places[rank] = f" on {host}"
             process = RemoteProcess(link, rank)
             self._hosts[link].processes[rank] = process
             self._processes.add(rank, process)
@@ -187,7 +186,7 @@ class LateHosts:
         host.signal = message.number
         name = signal.Signals(message.number).name
         self._say(f"{link.host} was sent {name} and leaves")
-        members = [r for r in self._running(link) if self._server.core.has_member(r)]
+        members = [r for r in self._running(link) if self._server.has_member(r)]
         self._kill(link, set(members))  # who has not joined yet loses nothing
         if members:
             leave = HostLeaves(ranks=tuple(members), by=f"{name} on {link.host}")
@@ -264,5 +263,5 @@ class LateHosts:
         while True:
             await asyncio.sleep(BEAT_S)
             for link in self._hosts:
-                is_needed = not self._server.core.outlives(*self._running(link))
+                is_needed = not self._server.outlives(*self._running(link))
                 link.send(HostBeat(is_needed=is_needed))

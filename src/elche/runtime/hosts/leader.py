@@ -27,12 +27,10 @@ from elche.coordination.protocol.host_messages import (
     RunEnded,
 )
 from elche.errors import CommunicationError, ConfigError, ElcheError, ProtocolError
+from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.hosts.host_link import ANSWER_S, KILLED, HostLink, RemoteProcess
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.remote_start import DEFAULT_SSH, RemoteLaunchers
-from elche.runtime.process.coordinator import (
-    CoordinatorServer,
-)
 from elche.runtime.process.rank_processes import (
     GRACE_S,
     RankProcess,
@@ -65,7 +63,7 @@ class Leader:
         self._remote: RemoteLaunchers | None = None
         self.listener: socket.socket | None = None
         self._leaving: dict[HostLink, signal.Signals] = {}
-        self._server: CoordinatorServer | None = None
+        self._server: KeptCoordinator | None = None
         self._run_processes: RankProcesses | None = None
 
     @property
@@ -83,7 +81,7 @@ class Leader:
         """Ranks of all hosts."""
         return sum(map(len, self._ranks.values()))
 
-    def attach(self, server: CoordinatorServer, processes: RankProcesses) -> None:
+    def attach(self, server: KeptCoordinator, processes: RankProcesses) -> None:
         """Has the run's coordinator and its processes hear of the other hosts."""
         server.places = {
             rank: f" on {link.host}"
@@ -228,9 +226,9 @@ class Leader:
 
     def _is_needed(self, link: HostLink) -> bool:
         """Whether the run would end without a host."""
-        if self._server is None or self._server.core.aborted is not None:
+        if self._server is None or self._server.aborted is not None:
             return True
-        return not self._server.core.outlives(*self._running(link))
+        return not self._server.outlives(*self._running(link))
 
     def _let_leave(self, link: HostLink, number: signal.Signals) -> None:
         """Has the ranks of a host leave the run; who stays is killed, and outlived."""

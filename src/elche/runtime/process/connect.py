@@ -24,9 +24,8 @@ from elche.comm.control.addresses import (
     parse_address,
 )
 from elche.comm.control.control_channel import ControlChannel
-from elche.comm.control.key_file import is_private
+from elche.comm.control.key_file import KEY_BYTES, is_private
 from elche.errors import CommunicationError, ConfigError
-from elche.runtime.process.coordinator import KEY_BYTES
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.launchers import read_launcher
 
@@ -63,7 +62,11 @@ def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlC
         placement = replace(placement, coordinator=address, key=key)
     assert placement.coordinator is not None
     channel = ControlChannel.connect(
-        placement.coordinator, placement.key, placement.rank, timeout_s
+        placement.coordinator,
+        placement.key,
+        placement.rank,
+        timeout_s,
+        resumes=placement.resumes,
     )
     return placement, channel
 

@@ -1,8 +1,9 @@
 """The coordinator's shell: one port, authenticated connections, the pure core inside.
 
 It reads frames, hands events to `elche.coordination.state.Coordinator`, and sends what
-that answers. It runs in the launcher's process, or beside rank 0 under torchrun
-(``python -m elche.runtime.process.coordinator``); never in a training process.
+that answers. It runs in a process of its own: the launcher's child
+(`elche.runtime.coordinator_process`), or beside rank 0 under torchrun (``python -m
+elche.runtime.process.coordinator``); never in a training process.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from elche.comm.control.addresses import format_address, listen, outlive_cuts
 from elche.comm.control.control_channel import heeds_key
-from elche.comm.control.frames import MAGIC, NONCE_BYTES, FrameCodec
+from elche.comm.control.frames import (
+    HELLO_BYTES,
+    HELLO_WITHIN_S,
+    MAGIC,
+    NONCE_BYTES,
+    FrameCodec,
+)
+from elche.comm.control.key_file import KEY_BYTES
+from elche.coordination.journal import Entry, RunRecord
 from elche.coordination.liveness import SILENT_S, Liveness
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -36,11 +45,19 @@ from elche.coordination.protocol.events import (
     Tick,
 )
 from elche.coordination.protocol.field_checks import brief
+from elche.coordination.protocol.inputs import (
+    AllMortal,
+    Input,
+    RankAdded,
+    StoreSet,
+    StreamBegun,
+)
 from elche.coordination.protocol.instructions import Abort, Instruction
+from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.coordination.protocol.wire import FROM_WORKERS, from_wire, to_wire
-from elche.coordination.state import Coordinator
 from elche.errors import ProtocolError
-from elche.runtime.report.files import replace_file
+from elche.runtime.process.launchers import rank_environments
+from elche.runtime.report.files import write_story
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +67,12 @@ STALLED_S = 10.0
 takes twice as long."""
 GONE_S = 1.0
 """Within which the launcher sees how a process has ended, once its connection has."""
-KEY_BYTES = 32
-HELLO_WITHIN_S = 10.0
-HELLO_BYTES = 1 << 16
 STACK_CHARS = 2000
 STORY = "ELCHE_STORY"
 """Beside rank 0: the file to which the story of the run is written at its end."""
+
+
+_Taken: TypeAlias = "tuple[int | None, _Connection | None, Input | None]"
 
 
 class CoordinatorServer:
@@ -65,16 +82,19 @@ class CoordinatorServer:
         world_size: ranks of the run.
         key: the run's shared secret.
         survives: somebody fences ranks that are lost, so the run can go on without.
-        several_hosts: ranks are on several.
+        record: of the run so far; None: it begins.
 
     Attributes:
+        core: the decisions.
+        record: what must not be forgotten.
+        on_entries: called with what was taken, before anybody is told because of it.
+        on_change: called when ranks have come or gone, or were told to end.
         sees_ends: :meth:`rank_ended` is called for each process.
         on_lost: called with a rank without which the run goes on, before anybody is
             told: it must not run any more.
         on_end: called once with the kind of `Abort` that ends the run.
         on_first_batch: called once, when a rank first reports batches as done.
         on_message: called with each event and instruction, in their order.
-        places: of ranks that are on other hosts, in words.
     """
 
     def __init__(
@@ -83,33 +103,31 @@ class CoordinatorServer:
         key: bytes,
         *,
         survives: bool = False,
-        several_hosts: bool = False,
+        record: RunRecord | None = None,
     ) -> None:
-        self.core = Coordinator(
-            world_size, survives=survives, several_hosts=several_hosts
-        )
+        self.record = record or RunRecord(world_size, survives=survives)
+        self.core = self.record.core
+        self.on_entries: Callable[[list[Entry]], None] = lambda entries: None
+        self.on_change: Callable[[], None] = lambda: None
         self._liveness = Liveness(TICK_S)
         self._fenced: set[int] = set()
         self._patience_s = STALLED_S
         self.on_lost: Callable[[int], None] = lambda rank: None
         self._world_size = world_size
-        self._num_ranks = world_size
         self._strangers: dict[_Connection, float] = {}
         self._key = key
         self._connections: dict[int, _Connection] = {}
-        self._events: deque[Event] = deque()
-        self._store: dict[str, bytes] = {}
+        self._inputs: deque[_Taken] = deque()
         self._waiting: dict[str, set[_Connection]] = defaultdict(set)
         self._server: asyncio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._end: Abort | None = None
+        self._has_ended = self.record.end is not None
         self.on_end: Callable[[str], None] = lambda kind: None
         self.on_first_batch: Callable[[], None] | None = None
         self.on_message: Callable[[Event | Instruction], None] | None = None
         self.dropped = 0
         self.has_admitted = False
         self.sees_ends = True
-        self.places: dict[int, str] = {}
         self.told_to_end: set[int] = set()  # because of another rank, or of none
 
     async def start(
@@ -141,12 +159,27 @@ class CoordinatorServer:
             connection.close()
         await asyncio.sleep(0)
 
-    def take(self, *events: Event) -> None:
+    def take(self, *events: Input) -> None:
         """Hands events to the core and sends what it answers.
 
         The instructions to one rank are sent in one piece: it wakes up for them once.
         """
-        self._events.extend(events)
+        self.take_from(None, None, events)
+
+    def take_from(
+        self,
+        source: int | None,
+        connection: _Connection | None,
+        inputs: Sequence[Input | None],
+    ) -> None:
+        """The same of inputs from a rank's stream, or the launcher's.
+
+        Args:
+            source: see `Entry`.
+            connection: of the rank.
+            inputs: None asks how many were taken.
+        """
+        self._inputs.extend((source, connection, each) for each in inputs)
         if not self.core.has_more:
             self._go_on()
 
@@ -158,25 +191,60 @@ class CoordinatorServer:
         loop, core = asyncio.get_running_loop(), self.core
         now_s = loop.time()
         told: dict[int, list[Instruction]] = defaultdict(list)
-        self._sort(core.go_on(now_s), told)
-        while self._events and not core.has_more:
-            event = self._events.popleft()
-            if self.on_first_batch and isinstance(event, StepsDone | BatchesDone):
-                self.on_first_batch()
-                self.on_first_batch = None
-            if self.on_message is not None:
-                self.on_message(event)
-            self._sort(core.handle(event, now_s), told)
-            if isinstance(event, Failed) and self.is_outlived(event.rank):
-                said = event.rank, event.error
-                logger.warning("rank %d did not join the run: %s", *said)
-        self._fence()
+        self._sort(self.record.go_on(now_s), told)
+        taken: list[_Taken] = []
+        entries: list[Entry] = []
+        while self._inputs and not core.has_more:
+            source, _, what = one = self._inputs.popleft()
+            taken.append(one)
+            if what is not None:
+                entries.append(entry := Entry(source, what, now_s))
+                self._note(what)
+                self._sort(self.record.apply(entry), told)
+                self._say_refused(what)
+        if entries:
+            self.on_entries(entries)
+        self.fence_lost()
         for rank, instructions in told.items():
             self._deliver(rank, instructions)
+        self._answer(taken)
         if core.has_more:
             loop.call_soon(self._go_on)
 
-    def _fence(self) -> None:
+    def _note(self, what: Input) -> None:
+        """Shows an event to who looks on."""
+        if self.on_first_batch and isinstance(what, StepsDone | BatchesDone):
+            self.on_first_batch()
+            self.on_first_batch = None
+        if self.on_message is None:
+            return
+        if not isinstance(what, StoreSet | StreamBegun | RankAdded | AllMortal):
+            self.on_message(what)
+
+    def _say_refused(self, what: Input) -> None:
+        if isinstance(what, Failed) and self.is_outlived(what.rank):
+            said = what.rank, what.error
+            logger.warning("rank %d did not join the run: %s", *said)
+
+    def _answer(self, taken: Sequence[_Taken]) -> None:
+        """Answers who waits for a published value, and says what was taken of whom."""
+        asked: dict[int, _Connection] = {}
+        for source, connection, what in taken:
+            if isinstance(what, StoreSet):
+                for waiting in self._waiting.pop(what.key, set()):
+                    waiting.send_value(what.key, what.value)
+            stream = None if source is None else self.record.streams.get(source)
+            if source is None or connection is None or stream is None:
+                continue
+            if what is None or stream.taken - stream.acknowledged >= ACK_EVERY:
+                asked[source] = connection
+        for source, connection in asked.items():
+            stream = self.record.streams[source]
+            stream.acknowledged = stream.taken
+            connection.send({"type": "Ack", "taken": stream.taken})
+
+    def fence_lost(self) -> None:
+        """Has the processes of ranks that are lost ended, once."""
         for rank in self.core.lost - self._fenced:
             self._fenced.add(rank)
             self._liveness.forget(rank)
@@ -191,10 +259,15 @@ class CoordinatorServer:
         """Whether the run has gone on without a rank: it died, or never joined."""
         return rank in self.core.lost or not self.core.has_member(rank)
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that may come."""
+        return self.record.num_ranks
+
     def add_rank(self) -> int:
         """The number of another rank, which may join the run."""
-        self._num_ranks += 1
-        return self._num_ranks - 1
+        self.record.num_ranks += 1
+        return self.record.num_ranks - 1
 
     def _sort(
         self, answers: Sequence[Instruction], told: dict[int, list[Instruction]]
@@ -204,9 +277,9 @@ class CoordinatorServer:
             if self.on_message is not None:
                 self.on_message(instruction)
             if isinstance(instruction, Abort) and self.core.aborted is not None:
-                if self._end is None:
+                if not self._has_ended:
                     self.on_end(instruction.kind)
-                self._end = instruction
+                self._has_ended = True
             told[instruction.rank].append(instruction)
 
     def meet(self, connection: _Connection) -> None:
@@ -217,20 +290,40 @@ class CoordinatorServer:
         """A connection has ended."""
         self._strangers.pop(connection, None)
 
-    def admit(self, rank: int, connection: _Connection) -> bool:
-        """A connection says which rank it is.
+    def admit(self, hello: Hello, connection: _Connection) -> bool:
+        """A connection says which rank it is, and where it stands in its stream.
 
         A rank that connects after the end of the run gets the reason at once: it may
         only read and wait, as a rank of a pipeline does until the group is there.
         """
-        if not 0 <= rank < self._num_ranks or rank in self._connections:
+        rank = hello.rank
+        if not 0 <= rank < self.record.num_ranks or rank in self._connections:
             return False
         self._strangers.pop(connection, None)
         self._connections[rank] = connection
         self.has_admitted = True
-        if self._end is not None:
-            self._deliver(rank, [replace(self._end, rank=rank)])
+        if hello.stream:
+            self._resume(hello, connection)
+        elif self.record.end is not None:
+            self._deliver(rank, [replace(self.record.end, rank=rank)])
+        self.on_change()
         return True
+
+    def _resume(self, hello: Hello, connection: _Connection) -> None:
+        """A rank that can come again, from where its stream stands."""
+        stream = self.record.streams.get(hello.rank)
+        if stream is not None and stream.name == hello.stream:
+            stream.told.acknowledge(hello.received)
+            connection.send({"type": "Resumed", "taken": stream.taken})
+            connection.send(*map(to_wire, stream.told.rest()))
+        else:
+            connection.send({"type": "Resumed", "taken": 0})
+            self.take(StreamBegun(hello.rank, hello.stream))
+
+    def acknowledge(self, rank: int, received: int) -> None:
+        """A rank has so many instructions of its stream."""
+        if rank in self.record.streams:
+            self.record.streams[rank].told.acknowledge(received)
 
     def is_connected(self, rank: int) -> bool:
         """Whether instructions reach a rank."""
@@ -238,18 +331,20 @@ class CoordinatorServer:
 
     def heeds_signals(self, rank: int) -> bool:
         """Whether a rank has said that it ends well by itself when it is signalled."""
-        return self.is_connected(rank) and bool(self._store.get(heeds_key(rank)))
+        return self.is_connected(rank) and bool(self.record.store.get(heeds_key(rank)))
 
     def release(self, rank: int) -> None:
         """A rank leaves; it may come back with another connection for another run."""
         self._liveness.forget(rank)
         self._connections.pop(rank, None)
+        self.on_change()
 
     def lost(self, rank: int, connection: _Connection) -> None:
         """A rank's connection has ended."""
         if self._connections.get(rank) is connection:
             del self._connections[rank]
             self._liveness.forget(rank)
+            self.on_change()
             if self.sees_ends and self.core.outlives(rank):
                 # Killed, which is a death, or ended by itself: its exit code tells.
                 loop = asyncio.get_running_loop()
@@ -257,41 +352,10 @@ class CoordinatorServer:
             else:
                 self.take(Disconnected(rank=rank))
 
-    def rank_ended(self, rank: int, code: int) -> None:
-        """The launcher saw a rank's process end, whether or not it ever joined.
-
-        Args:
-            rank: which one.
-            code: its exit code; negative for a signal.
-        """
-        if code > 0:
-            error = f"its process ended with code {code}"
-            self.take(Failed(rank=rank, error=error, traceback=""))
-        else:
-            self.take(Disconnected(rank=rank))
-
-    def write_story(self, path: Path) -> None:
-        """Writes the log of messages and decisions, as far as the core keeps it.
-
-        What cannot be written is logged: the run itself has ended by then.
-        """
-        text = "".join(f"{line}\n" for line in self.core.story())
-        try:
-            replace_file(path, text)
-        except OSError as error:
-            logger.warning("cannot write the story of the run to %s: %s", path, error)
-
-    def store_set(self, key: str, value: bytes) -> None:
-        """Publishes a rendezvous value and answers who waits for it."""
-        self._store[key] = value
-        for connection in self._waiting.pop(key, set()):
-            connection.send({"type": "StoreValue", "key": key, "value": value})
-
     def store_get(self, key: str, connection: _Connection) -> None:
         """Answers with a value now or as soon as it is published."""
-        if key in self._store:
-            value = self._store[key]
-            connection.send({"type": "StoreValue", "key": key, "value": value})
+        if key in self.record.store:
+            connection.send_value(key, self.record.store[key])
         else:
             self._waiting[key].add(connection)
 
@@ -303,6 +367,7 @@ class CoordinatorServer:
         aborts = (i for i in instructions if isinstance(i, Abort))
         if any(abort.failed_rank != rank for abort in aborts):
             self.told_to_end.add(rank)
+            self.on_change()
 
     async def _tick(self) -> None:
         while True:
@@ -320,7 +385,7 @@ class CoordinatorServer:
         """Where the run does not go on without them, it waits for them."""
         for rank in ranks:
             if not self.core.outlives(rank) and self.core.aborted is None:
-                where = self.places.get(rank, "")
+                where = self.record.places.get(rank, "")
                 logger.warning(
                     "rank %d%s has been silent for %g s, and training waits: it is "
                     "stopped, or the link to it is cut",
@@ -336,6 +401,21 @@ class CoordinatorServer:
             self._patience_s *= 2
 
 
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who a connection says it is.
+
+    Attributes:
+        rank: which.
+        stream: name of its stream, of which it has ``received`` instructions; "" where
+            it cannot come again.
+    """
+
+    rank: int
+    stream: str
+    received: int
+
+
 class _Connection(asyncio.Protocol):
     """One worker's connection, as the server sees it."""
 
@@ -345,6 +425,7 @@ class _Connection(asyncio.Protocol):
         self._codec = FrameCodec(key, self._nonce, is_server=True)
         self._transport: asyncio.Transport | None = None
         self._rank: int | None = None
+        self._source: int | None = None  # stays when the rank has left
         self._unknown_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -359,13 +440,16 @@ class _Connection(asyncio.Protocol):
         if self._unknown_bytes > HELLO_BYTES:
             self.drop("expected a Hello, got a flood")
             return
-        events: list[Event] = []
+        inputs: list[Input | None] = []
+        source = self._source
         try:
             try:
                 for message in self._codec.feed(data):
-                    events += self._events(message)
+                    inputs += self._inputs(message)
+                    source = self._source
             finally:
-                self._server.take(*events)
+                if inputs:
+                    self._server.take_from(source, self, inputs)
         except ProtocolError as error:
             self.drop(str(error))
 
@@ -385,25 +469,35 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(map(self._codec.encode, messages)))
 
+    def send_value(self, key: str, value: bytes) -> None:
+        self.send({"type": "StoreValue", "key": key, "value": value})
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
 
-    def _events(self, message: Any) -> list[Event]:
-        """Decodes a message into an event; handles hello and store requests itself."""
+    def _inputs(self, message: Any) -> list[Input | None]:
+        """Decodes a message into an input; handles hello and store requests itself."""
         kind = message.get("type") if isinstance(message, dict) else None
+        if kind == "Flush" and self._source is not None:
+            return [None]
         if self._rank is None:
-            rank = message.get("rank") if kind == "Hello" else None
-            if type(rank) is not int or not self._server.admit(rank, self):
+            hello = _hello_of(message) if kind == "Hello" else None
+            if hello is None or not self._server.admit(hello, self):
                 raise ProtocolError(
                     f"expected a Hello of a new rank, got {brief(message)}"
                 )
-            self._rank = rank
+            self._rank = self._source = hello.rank
         elif kind == "StoreSet":
             key, value = message.get("key"), message.get("value")
             if not isinstance(key, str) or not isinstance(value, bytes):
                 raise ProtocolError("expected StoreSet with a key and bytes")
-            self._server.store_set(key, value)
+            return [StoreSet(key, value)]
+        elif kind == "Ack":
+            received = message.get("received")
+            if type(received) is not int:
+                raise ProtocolError(f"expected Ack with a number, got {brief(message)}")
+            self._server.acknowledge(self._rank, received)
         elif kind == "StoreGet":
             self._server.store_get(str(message.get("key")), self)
         elif kind == "Beat":
@@ -420,35 +514,13 @@ class _Connection(asyncio.Protocol):
         return []
 
 
-def rank_environments(
-    world_size: int,
-    address: tuple[str, int],
-    key: bytes,
-    ranks: range | None = None,
-    node_rank: int = 0,
-) -> list[dict[str, str]]:
-    """Who each rank is, in torchrun's words, and where the coordinator is.
-
-    Args:
-        world_size: ranks of the run.
-        address: of the coordinator.
-        key: the run's secret.
-        ranks: those of this host; None: all.
-        node_rank: this host's place among the hosts.
-    """
-    ranks = range(world_size) if ranks is None else ranks
-    return [
-        {
-            "ELCHE_COORDINATOR": format_address(*address),
-            "ELCHE_KEY": key.hex(),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(place),
-            "LOCAL_WORLD_SIZE": str(len(ranks)),
-            "GROUP_RANK": str(node_rank),
-        }
-        for place, rank in enumerate(ranks)
-    ]
+def _hello_of(message: dict[str, Any]) -> Hello | None:
+    """What a Hello says; None if it is none."""
+    rank, stream = message.get("rank"), message.get("stream", "")
+    received = message.get("received", 0)
+    if type(rank) is int and type(stream) is str and type(received) is int:
+        return Hello(rank, stream, received)
+    return None
 
 
 @contextlib.contextmanager
@@ -502,7 +574,7 @@ async def _serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:
     await parent_gone.wait()
     await server.stop()
     if STORY in os.environ:
-        server.write_story(Path(os.environ[STORY]))
+        write_story(Path(os.environ[STORY]), server.core.story())
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class Placement:
         memory_samples: samples of a batch that an emulated device holds; None: any.
         joins: this rank is to join a run under way, and is numbered after its ranks.
         may_grow: others may join the run.
+        resumes: the coordinator is started anew when it dies.
     """
 
     rank: int = 0
@@ -51,6 +52,7 @@ class Placement:
     memory_samples: int | None = None
     joins: bool = False
     may_grow: bool = False
+    resumes: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -132,6 +134,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
             memory_samples=_int(environment, "ELCHE_MEMORY_SAMPLES", 0) or None,
             joins=joins,
             may_grow=environment.get("ELCHE_REJOIN") == "1",
+            resumes=environment.get("ELCHE_COORDINATOR_KEPT") == "1",
         )
     except ValueError as error:
         raise ConfigError(

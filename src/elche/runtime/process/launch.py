@@ -1,4 +1,4 @@
-"""Launcher of a run's ranks on this machine, with the coordinator in this process.
+"""Launcher of a run's ranks on this machine, and of its coordinator.
 
 When a rank fails, or the launcher is sent a signal, all ranks are notified through the
 coordinator and end by themselves; what is still there after a while is terminated.
@@ -20,28 +20,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from elche.comm.control.addresses import format_address
+from elche.comm.control.addresses import format_address, listen
+from elche.comm.control.key_file import KEY_BYTES
 from elche.errors import ConfigError
+from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.late_hosts import LateHosts
 from elche.runtime.hosts.leader import Leader
-from elche.runtime.process.coordinator import (
-    KEY_BYTES,
-    CoordinatorServer,
-    rank_environments,
-)
 from elche.runtime.process.launcher_watch import PIPE
+from elche.runtime.process.launchers import rank_environments
 from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.process.torch_store import DEFAULT_GROUP, TorchStore
+from elche.runtime.report.files import write_story
 from elche.runtime.report.trace_parts import TRACE, join_parts
 
 LOOPBACK = "127.0.0.1"
+RESUMES = "ELCHE_COORDINATOR_KEPT"
+"""Tells ranks that the coordinator is started anew when it dies."""
 JOINS = "ELCHE_JOINS"
 """Tells a rank that it is to join a run under way."""
 REJOIN = "ELCHE_REJOIN"
 """Tells ranks that others may join them."""
-OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", JOINS, REJOIN
+OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", JOINS, REJOIN, RESUMES
 
 
 class Network(Protocol):
@@ -207,21 +208,25 @@ async def _launch(
     own_address = LOOPBACK if hosts is None else hosts.own_address()
     world_size = config.world_size if leader is None else leader.world_size
     is_one_host = network is None and leader is None
-    server = CoordinatorServer(
-        world_size, key, survives=network is None, several_hosts=leader is not None
+    listener = None if leader is None else leader.listener
+    if network is not None:
+        listener = network.listener()
+    server = KeptCoordinator(
+        world_size,
+        key,
+        survives=network is None,
+        several_hosts=leader is not None,
+        listener=listener or listen(own_address, 0),
     )
     display = config.display
     if display is not None:
         server.on_message = display.see
-    listener = None if leader is None else leader.listener
-    if network is not None:
-        listener = network.listener()
-    address = await server.start(own_address, listener=listener)
-    environments = rank_environments(world_size, address, key, range(config.world_size))
+    ranks_here = range(config.world_size)
+    environments = rank_environments(world_size, server.address, key, ranks_here)
     # A store is reached from loopback alone; where a network is given nobody needs it.
     store = TorchStore() if is_one_host else None
     if store is not None:
-        store.on_use = partial(server.core.end_with_any_rank, DEFAULT_GROUP)
+        store.on_use = partial(server.end_with_any_rank, DEFAULT_GROUP)
     processes, late = RankProcesses(server), None
     if hosts is not None and hosts.is_open:
         say = _say if display is None else display.print_line
@@ -233,7 +238,7 @@ async def _launch(
         leader.attach(server, processes)
 
     def have_met() -> bool:
-        return server.has_admitted or (store is not None and store.is_used)
+        return server.status.has_admitted or (store is not None and store.is_used)
 
     output = RankOutput(config.on_line, display, have_met)
     parts = Path(tempfile.mkdtemp(prefix="elche-")) if config.trace_path else None
@@ -242,9 +247,11 @@ async def _launch(
         **(store.environment() if store else {}),
         **({} if hosts is None else {"ELCHE_LISTEN": own_address}),
         PIPE: str(watched),
+        RESUMES: "1",
         **({TRACE: str(parts)} if parts else {}),
         **({REJOIN: "1"} if config.rejoin or late is not None else {}),
     }
+    of_all = {**config.environment, RESUMES: "1"}
     ranks = _Ranks(config, processes, server, output, [e | own for e in environments])
 
     async def on_outlived(rank: int) -> None:
@@ -256,11 +263,12 @@ async def _launch(
     try:
         if late is not None:
             told = {JOINS: "1", REJOIN: "1"}
-            told["ELCHE_COORDINATOR"] = format_address(*address)
-            await late.listen({**config.environment, **told})
+            told["ELCHE_COORDINATOR"] = format_address(*server.address)
+            await late.listen({**of_all, **told})
         for place in range(config.world_size):
             await ranks.start(place, place)
-        others = () if leader is None else leader.start(config.environment)
+        server.start()  # while the ranks import
+        others = () if leader is None else leader.start(of_all)
         for rank, process in enumerate(others, config.world_size):
             processes.add(rank, process)
         await processes.wait()
@@ -271,9 +279,9 @@ async def _launch(
         output.close()
         os.close(watched)
         os.close(held)
-        await server.stop()
+        story = await server.stop(wants_story=config.story_path is not None)
         if config.story_path is not None:
-            server.write_story(config.story_path)
+            write_story(config.story_path, story)
         if config.trace_path is not None and parts is not None:
             codes = processes.exit_codes()
             _write_trace(config.trace_path, parts, server, codes)
@@ -281,7 +289,7 @@ async def _launch(
             await store.close()
     result = LaunchResult(
         processes.exit_codes(),
-        processes.interruption or server.core.aborted or "",
+        processes.interruption or server.aborted or "",
         processes.terminated,
         processes.failed_first(),
         processes.signal or 0,
@@ -319,7 +327,7 @@ class _Ranks:
         self,
         config: LaunchConfig,
         processes: RankProcesses,
-        server: CoordinatorServer,
+        server: KeptCoordinator,
         output: RankOutput,
         environments: Sequence[Mapping[str, str]],
     ) -> None:
@@ -345,7 +353,7 @@ class _Ranks:
         Not of one that is on another host.
         """
         config, server = self._config, self._server
-        has_ended = server.core.is_finished or server.core.aborted is not None
+        has_ended = server.status.is_finished or server.aborted is not None
         has_more = len(self._places) < config.world_size + config.rejoin
         if rank in self._places and has_more and not has_ended:
             new = server.add_rank()
@@ -389,16 +397,16 @@ async def start_rank(
 
 
 def _write_trace(
-    path: Path, parts: Path, server: CoordinatorServer, codes: Sequence[int]
+    path: Path, parts: Path, server: KeptCoordinator, codes: Sequence[int]
 ) -> None:
-    devices = server.core.devices
+    devices = dict(server.status.devices)
     names = {
         rank: f"rank {rank}: {devices[rank]}" if rank in devices else f"rank {rank}"
         for rank in range(len(codes))
     }
     facts: dict[str, Any] = {"exit codes": list(codes)}
     if any(codes):
-        facts["ended by"] = server.core.aborted
+        facts["ended by"] = server.aborted
     join_parts(parts, path, names, facts)
     shutil.rmtree(parts, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Other launchers' variables, in torchrun's words.
+"""Variables of ranks, and other launchers', in torchrun's words.
 
 torchrun, Kubeflow's training operator and Ray Train set ``RANK``, ``WORLD_SIZE`` and
 ``MASTER_ADDR`` themselves. Slurm's srun and MPI's mpirun have words of their own.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from elche.comm.control.addresses import format_address
 from elche.errors import ConfigError
 
 # As Lightning does: jobs of one host at one time get different ports.
@@ -90,3 +91,34 @@ def _first_node(nodes: str) -> str:
     if found is None:
         raise ValueError(nodes)
     return found[1] + (found[2] or "") + (found[3] or "")
+
+
+def rank_environments(
+    world_size: int,
+    address: tuple[str, int],
+    key: bytes,
+    ranks: range | None = None,
+    node_rank: int = 0,
+) -> list[dict[str, str]]:
+    """Who each rank is, in torchrun's words, and where the coordinator is.
+
+    Args:
+        world_size: ranks of the run.
+        address: of the coordinator.
+        key: the run's secret.
+        ranks: those of this host; None: all.
+        node_rank: this host's place among the hosts.
+    """
+    ranks = range(world_size) if ranks is None else ranks
+    return [
+        {
+            "ELCHE_COORDINATOR": format_address(*address),
+            "ELCHE_KEY": key.hex(),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(place),
+            "LOCAL_WORLD_SIZE": str(len(ranks)),
+            "GROUP_RANK": str(node_rank),
+        }
+        for place, rank in enumerate(ranks)
+    ]

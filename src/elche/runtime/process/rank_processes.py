@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, final
 
 from elche.coordination.protocol.events import Interrupted
-from elche.runtime.process.coordinator import CoordinatorServer
+from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 
 GRACE_S = 10.0
 """For the others after a rank has failed, and for all after Ctrl-C in a terminal."""
@@ -64,7 +64,7 @@ class RankProcesses:
         on_outlived: starts another rank in place of one that died, or does not.
     """
 
-    def __init__(self, server: CoordinatorServer) -> None:
+    def __init__(self, server: KeptCoordinator) -> None:
         self._server = server
         self._processes: dict[int, RankProcess] = {}
         self._watchers: list[asyncio.Task[None]] = []
@@ -174,7 +174,7 @@ class RankProcesses:
             if rank is not None:
                 code = self._processes[rank].returncode or 0
                 self.ended.append(rank)
-                self._server.rank_ended(rank, code)
+                await self._server.rank_ended(rank, code)
                 is_outlived = self._server.is_outlived(rank)
                 if code and not is_outlived:
                     self._note_failure()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -24,3 +28,14 @@ def replace_file(path: Path, text: str) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_story(path: Path, story: Sequence[str]) -> None:
+    """Writes the log of messages and decisions, as far as the core keeps it.
+
+    What cannot be written is logged: the run itself has ended by then.
+    """
+    try:
+        replace_file(path, "".join(f"{line}\n" for line in story))
+    except OSError as error:
+        logger.warning("cannot write the story of the run to %s: %s", path, error)

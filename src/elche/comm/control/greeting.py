@@ -1,0 +1,45 @@
+"""A connection to the coordinator, up to its greeting."""
+
+from __future__ import annotations
+
+import socket
+
+from elche.comm.control.addresses import format_address, outlive_cuts
+from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
+from elche.errors import CommunicationError, ProtocolError
+
+
+def reach(
+    address: tuple[str, int], key: bytes, rank: int, timeout_s: float
+) -> tuple[socket.socket, FrameCodec]:
+    """Connects to the coordinator, and takes its greeting.
+
+    Raises:
+        CommunicationError: no coordinator answers there, or something else does.
+    """
+    connection: socket.socket | None = None
+    try:
+        connection = socket.create_connection(address, timeout=timeout_s)
+        outlive_cuts(connection)
+        greeting = b""
+        while len(greeting) < GREETING_BYTES:
+            part = connection.recv(GREETING_BYTES - len(greeting))
+            if not part:
+                break
+            greeting += part
+        codec = FrameCodec(key, nonce_of(greeting), is_server=False)
+    except (OSError, ProtocolError) as error:
+        if connection is not None:
+            connection.close()
+        raise CommunicationError(
+            f"rank {rank} cannot reach the coordinator at "
+            f"{format_address(*address)}: {error}; was the script started by "
+            "`elche run` or torchrun, and is that process still alive?"
+        ) from error
+    connection.settimeout(timeout_s)
+    return connection, codec
+
+
+def is_refused(failure: BaseException) -> bool:
+    """Whether nobody listens any more: the launcher has ended."""
+    return isinstance(failure.__cause__, ConnectionRefusedError)

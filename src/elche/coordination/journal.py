@@ -1,0 +1,138 @@
+"""The coordinator's state as a function of its journal. Pure.
+
+All that changes the core is an `Entry`: who sent it, what, and when it was taken. A
+`RunRecord` that is handed the entries of another, in their order, stands where that one
+stood, and has told each rank the same in the same order. Ranks and coordinator count
+what they have taken of each other, and keep what the other has not said that it has: so
+a coordinator that is started anew goes on with each rank in the middle of its stream.
+
+The launcher keeps the journal. An entry is written before anybody is told what follows
+from it, so what a dead coordinator has told never contradicts what the next one knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, final
+
+from elche.coordination.protocol.inputs import (
+    AllMortal,
+    Input,
+    RankAdded,
+    StoreSet,
+    StreamBegun,
+)
+from elche.coordination.protocol.instructions import Abort, Instruction
+from elche.coordination.protocol.outbox import Outbox
+from elche.coordination.state import Coordinator
+
+LAUNCHER: Final = -1
+"""The launcher as an entry's source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the coordinator took.
+
+    Attributes:
+        source: the rank in whose stream it came, or `LAUNCHER`; both are counted. None:
+            the coordinator's own shell saw it.
+        what: an event, or another thing that is to be remembered.
+        now_s: when.
+    """
+
+    source: int | None
+    what: Input
+    now_s: float
+
+
+@dataclass(slots=True)
+class RankStream:
+    """One rank's messages in both directions.
+
+    Attributes:
+        name: by which the rank knows it again.
+        taken: messages of the rank that were taken.
+        acknowledged: so many of them as the rank was told.
+        told: instructions to it that it may lack.
+    """
+
+    name: str
+    taken: int = 0
+    acknowledged: int = 0
+    told: Outbox[Instruction] = field(default_factory=Outbox)
+
+
+@final
+class RunRecord:
+    """All that a coordinator must not forget.
+
+    Args:
+        world_size: ranks of the run.
+        survives: as for `Coordinator`.
+        several_hosts: as for `Coordinator`.
+
+    Attributes:
+        core: the decisions.
+        streams: of ranks that can come again, if they have come.
+        store: rendezvous values.
+        num_ranks: ranks that may come.
+        places: of those that are on other hosts, in words.
+        commands: inputs of the launcher that were taken.
+        end: what ended the run early, if anything has.
+    """
+
+    def __init__(
+        self, world_size: int, *, survives: bool, several_hosts: bool = False
+    ) -> None:
+        self.core = Coordinator(
+            world_size, survives=survives, several_hosts=several_hosts
+        )
+        self.streams: dict[int, RankStream] = {}
+        self.store: dict[str, bytes] = {}
+        self.num_ranks = world_size
+        self.places: dict[int, str] = {}
+        self.commands = 0
+        self.end: Abort | None = None
+
+    def apply(self, entry: Entry) -> list[Instruction]:
+        """Takes an entry; returns what is to be told, or the first slice of it."""
+        what, source = entry.what, entry.source
+        if source == LAUNCHER:
+            self.commands += 1
+        elif source is not None and source in self.streams:
+            self.streams[source].taken += 1
+        if isinstance(what, StreamBegun):
+            self.streams[what.rank] = RankStream(what.name)
+            return self._kept([replace(self.end, rank=what.rank)] if self.end else [])
+        if isinstance(what, StoreSet):
+            self.store[what.key] = what.value
+        elif isinstance(what, RankAdded):
+            if what.place:
+                self.places[self.num_ranks] = what.place
+            self.num_ranks += 1
+        elif isinstance(what, AllMortal):
+            self.core.end_with_any_rank(what.why)
+        else:
+            return self._kept(self.core.handle(what, entry.now_s))
+        return []
+
+    def go_on(self, now_s: float) -> list[Instruction]:
+        """The next slice of what the last entry led to."""
+        return self._kept(self.core.go_on(now_s))
+
+    def replay(self, entries: Sequence[Entry]) -> None:
+        """Takes what another record was handed."""
+        for entry in entries:
+            self.apply(entry)
+            while self.core.has_more:
+                self.go_on(entry.now_s)
+
+    def _kept(self, told: list[Instruction]) -> list[Instruction]:
+        for one in told:
+            if isinstance(one, Abort) and self.core.aborted is not None:
+                self.end = one
+            if one.rank in self.streams:
+                self.streams[one.rank].told.add(one)
+        return told

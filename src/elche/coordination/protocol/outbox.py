@@ -1,0 +1,38 @@
+"""Messages kept until the other side has taken them, so a stream can go on. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, Generic, TypeVar, final
+
+ACK_EVERY: Final = 64
+"""Messages after which either side says how many it has taken."""
+
+Kept = TypeVar("Kept")
+
+
+@final
+class Outbox(Generic[Kept]):
+    """Messages in order, kept until the other side has said that it has them."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+        self._kept: deque[Kept] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether the other side may lack any."""
+        return bool(self._kept)
+
+    def add(self, *messages: Kept) -> None:
+        """They are sent, or about to be."""
+        self._kept.extend(messages)
+
+    def acknowledge(self, taken: int) -> None:
+        """The other side has taken so many since the stream began."""
+        while self._kept and self._taken < taken:
+            self._kept.popleft()
+            self._taken += 1
+
+    def rest(self) -> list[Kept]:
+        """What it may lack."""
+        return [*self._kept]

@@ -1,0 +1,321 @@
+"""The run's coordinator as its launcher sees it: a child, started anew when it dies.
+
+The launcher holds the socket that ranks connect to, so that they find the next one at
+the same address, and the journal, from which that one stands where the last one stood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+from elche.comm.control.addresses import listen
+from elche.coordination.protocol.events import Disconnected, Event, Failed
+from elche.coordination.protocol.inputs import AllMortal, Input, RankAdded
+from elche.coordination.protocol.instructions import Instruction
+from elche.coordination.protocol.outbox import Outbox
+from elche.runtime.coordinator_process.link import (
+    LENGTH,
+    Begin,
+    Command,
+    Copy,
+    Ended,
+    Fenced,
+    FirstBatch,
+    Journal,
+    Logged,
+    Lost,
+    Seen,
+    Status,
+    Stop,
+    Stopped,
+    pack,
+)
+
+logger = logging.getLogger(__name__)
+
+MODULE: Final = "elche.runtime.coordinator_process.serving"
+MOST_DEATHS: Final = 10
+"""So many that took nothing from a rank died of what they were handed."""
+ANSWER_S: Final = 10.0
+STOP_S: Final = 5.0
+
+
+@final
+class KeptCoordinator:
+    """Starts the coordinator, keeps its journal, and tells it what the launcher sees.
+
+    Args:
+        world_size: ranks that the run begins with.
+        key: the run's secret.
+        survives: the launcher fences ranks that are lost.
+        several_hosts: ranks are on several.
+        listener: where ranks connect to; None: loopback.
+
+    Attributes:
+        address: of that.
+        status: of the run, as was last heard.
+        told_to_end: ranks that were told to end, because of another or of none.
+        num_ranks: ranks that may come.
+        places: of ranks that are on other hosts, in words; to be set before the start.
+        on_lost: called with a rank without which the run goes on, before anybody is
+            told: it must not run any more.
+        on_end: called with the kind of `Abort` that ends the run.
+        on_first_batch: called once, when a rank first reports batches as done.
+        on_message: called with each event and instruction, in their order; to be set
+            before the start.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        key: bytes,
+        *,
+        survives: bool,
+        several_hosts: bool = False,
+        listener: socket.socket | None = None,
+    ) -> None:
+        self._world_size = world_size
+        self._key = key
+        self._survives = survives
+        self._several_hosts = several_hosts
+        self._listener = listener or listen("127.0.0.1", 0)
+        host, port, *_ = self._listener.getsockname()
+        self.address: tuple[str, int] = (str(host), int(port))
+        self.status = Status(members=frozenset(range(world_size)))
+        self.told_to_end: set[int] = set()
+        self.num_ranks = world_size
+        self.places: Mapping[int, str] = {}
+        self.on_lost: Callable[[int], None] = lambda rank: None
+        self.on_end: Callable[[str], None] = lambda kind: None
+        self.on_first_batch: Callable[[], None] | None = None
+        self.on_message: Callable[[Event | Instruction], None] | None = None
+        self._copy: bytes | None = None
+        self._journal: list[bytes] = []
+        self._commands: Outbox[Input] = Outbox()
+        self._given = self._taken = 0
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._writer: asyncio.StreamWriter | None = None
+        self._barren = 0  # coordinators in a row that took nothing from a rank
+        self._story: tuple[str, ...] = ()
+        self._is_stopping = self._wants_story = False
+        self._gave_up = ""
+        self._running: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._pid = -1
+
+    @property
+    def aborted(self) -> str | None:
+        """Why the run was ended, if it was."""
+        return self.status.aborted or self._gave_up or None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that serves now."""
+        return None if self._writer is None else self._pid
+
+    def start(self) -> None:
+        """Starts the process; ranks may connect from now on."""
+        self._running = asyncio.ensure_future(self._run())
+
+    async def stop(self, *, wants_story: bool = False) -> tuple[str, ...]:
+        """Ends the process, and nobody can connect any more.
+
+        Returns:
+            The log of messages and decisions, as far as it is kept, if it is wanted.
+        """
+        self._is_stopping, self._wants_story = True, wants_story
+        self._end_process()
+        if self._running is not None:
+            _, late = await asyncio.wait([self._running], timeout=STOP_S)
+            if late:
+                self._wants_story = False
+                self._end_process()
+                await self._running
+        self._listener.close()
+        return self._story
+
+    def _end_process(self) -> None:
+        """No rank runs any more: it has nothing to keep but the story."""
+        if self._wants_story:
+            if self._writer is not None:
+                self._writer.write(pack(Stop()))
+        elif self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    def take(self, what: Input) -> None:
+        """Hands the coordinator what this launcher saw."""
+        self._commands.add(what)
+        self._given += 1
+        if self._writer is not None:
+            self._writer.write(pack(Command(what)))
+
+    async def rank_ended(self, rank: int, code: int) -> None:
+        """A rank's process has ended; waits until a coordinator that serves knows.
+
+        Args:
+            rank: which one, whether or not it ever joined.
+            code: its exit code; negative for a signal.
+        """
+        if code > 0:
+            error = f"its process ended with code {code}"
+            self.take(Failed(rank=rank, error=error, traceback=""))
+        else:
+            self.take(Disconnected(rank=rank))
+        number, has_begun = self._given, self._journal or self._copy
+        if has_begun and not self._gave_up and self._taken < number:
+            taken = asyncio.get_running_loop().create_future()
+            self._waiting.append((number, taken))
+            await asyncio.wait([taken], timeout=ANSWER_S)
+
+    def add_rank(self, place: str = "") -> int:
+        """The number of another rank, which may join the run.
+
+        Args:
+            place: where it is, in words, if on another host.
+        """
+        self.take(RankAdded(place))
+        self.num_ranks += 1
+        return self.num_ranks - 1
+
+    def end_with_any_rank(self, why: str) -> None:
+        """A death ends every run of these processes from now on, because of this."""
+        self.take(AllMortal(why))
+
+    def is_connected(self, rank: int) -> bool:
+        """Whether instructions reach a rank."""
+        return rank in self.status.connected
+
+    def heeds_signals(self, rank: int) -> bool:
+        """Whether a rank has said that it ends well by itself when it is signalled."""
+        return rank in self.status.heeding
+
+    def is_outlived(self, rank: int) -> bool:
+        """Whether the run has gone on without a rank: it died, or never joined."""
+        return rank not in self.status.members
+
+    def has_member(self, rank: int) -> bool:
+        """Whether a rank is in the run, or has left it in order."""
+        return rank in self.status.members
+
+    def outlives(self, *ranks: int) -> bool:
+        """Whether the run would go on without ranks that die now."""
+        is_mortal = not self.status.mortal.isdisjoint(ranks)
+        return bool(self.status.members.difference(ranks)) and not is_mortal
+
+    @property
+    def why_closed(self) -> str:
+        """Why no rank can join the run now, in words; "" if one can."""
+        return self._gave_up or self.status.why_closed
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                code = await self._serve()
+            except OSError as error:
+                self._give_up(f"the coordinator cannot be started: {error}")
+                return
+            if self._is_stopping:
+                return
+            self._barren += 1
+            how = f"ended with code {code}" if code >= 0 else f"was killed ({-code})"
+            if self._barren == MOST_DEATHS:
+                self._give_up(f"the coordinator {how}, {MOST_DEATHS} times in a row")
+                return
+            logger.warning("the coordinator %s: another one goes on with the run", how)
+
+    def _give_up(self, why: str) -> None:
+        """Ranks see that nobody listens any more, and end."""
+        logger.error("%s: the run ends", why)
+        self._gave_up = why
+        self._listener.close()
+        self._wake()
+
+    async def _serve(self) -> int:
+        """One process, from its start to its end; its exit code."""
+        ours, theirs = socket.socketpair()
+        process = self._process = await self._spawn(theirs)
+        self._pid = process.pid
+        theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        begin = Begin(
+            world_size=self._world_size,
+            key=self._key,
+            survives=self._survives,
+            several_hosts=self._several_hosts,
+            places=self.places,
+            shows=self.on_message is not None,
+            copy=self._copy,
+            journal=tuple(self._journal),
+        )
+        for message in (begin, *map(Command, self._commands.rest())):
+            writer.write(pack(message))
+        self._writer = writer
+        if self._is_stopping:
+            self._end_process()
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                self._handle(pickle.loads(await reader.readexactly(length)), writer)
+        self._writer = None
+        writer.close()
+        return await process.wait()
+
+    async def _spawn(self, link: socket.socket) -> asyncio.subprocess.Process:
+        descriptors = link.fileno(), self._listener.fileno()
+        # It finds elche where this process has found it, and nothing of the folder.
+        path = os.pathsep.join(filter(None, sys.path))
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            MODULE,
+            *map(str, descriptors),
+            pass_fds=descriptors,
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+        )
+
+    def _handle(self, message: Any, writer: asyncio.StreamWriter) -> None:
+        if isinstance(message, Journal):
+            self._journal.append(message.entries)
+            self._taken = message.commands
+            self._barren = 0 if message.is_of_ranks else self._barren
+            self._commands.acknowledge(message.commands)
+            self._wake()
+        elif isinstance(message, Copy):
+            self._copy, self._journal = message.record, []
+        elif isinstance(message, Status):
+            self.status = message
+            self.told_to_end |= message.told_to_end
+        elif isinstance(message, Lost):
+            self.on_lost(message.rank)
+            writer.write(pack(Fenced(message.rank)))
+        elif isinstance(message, Ended):
+            self.on_end(message.kind)
+        elif isinstance(message, Seen):
+            if self.on_message is not None:
+                self.on_message(message.message)
+        elif isinstance(message, Logged):
+            logging.getLogger(message.name).log(message.level, message.text)
+        elif isinstance(message, Stopped):
+            self._story = message.story
+        elif isinstance(message, FirstBatch) and self.on_first_batch is not None:
+            self.on_first_batch()
+            self.on_first_batch = None
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for number, taken in waiting:
+            if self._gave_up or self._taken >= number:
+                if not taken.done():
+                    taken.set_result(None)
+            else:
+                self._waiting.append((number, taken))

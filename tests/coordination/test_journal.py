@@ -1,0 +1,198 @@
+"""A coordinator that dies at any event, and the next one, made of its journal."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.coordination.journal import LAUNCHER, Entry, RunRecord
+from elche.coordination.protocol.events import Event, Failed, Join
+from elche.coordination.protocol.inputs import (
+    AllMortal,
+    RankAdded,
+    StoreSet,
+    StreamBegun,
+)
+from elche.coordination.protocol.instructions import Abort, Instruction
+from elche.coordination.protocol.outbox import Outbox
+from elche.coordination.state import Coordinator
+from elche.sim.cluster import Cluster
+from elche.sim.simulation import Simulation, Watch
+from tests.harness.reached import reach
+from tests.sim.checks import MOST_HAPPENINGS, check_all
+from tests.sim.strategies import clusters, deaths
+from tests.sim.watched import Death, WatchedSimulation
+
+
+class DyingCore:
+    """Stands in for the core of a simulation, and is another one after each death.
+
+    Args:
+        core: the first.
+        world_size: ranks of the run.
+        deaths: numbers of the events after which it dies.
+        copy_every: entries after which a copy takes the place of the journal.
+        acks_every: instructions after which a rank says how many it has.
+    """
+
+    def __init__(
+        self,
+        core: Coordinator,
+        world_size: int,
+        deaths: set[int],
+        copy_every: int,
+        acks_every: int,
+    ) -> None:
+        self._record = RunRecord(world_size, survives=False)
+        self._record.core = core
+        self._deaths, self._events = deaths, 0
+        self._copy_every, self._acks_every = copy_every, acks_every
+        self._told: dict[int, int] = {}
+        self._journal: list[Entry] = []
+        self._copy = pickle.dumps(self._record)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._record.core, name)
+
+    def handle(self, event: Event, now_s: float) -> list[Instruction]:
+        self._events += 1
+        rank = event.rank
+        if isinstance(event, Join) and rank not in self._record.streams:
+            self._apply(Entry(None, StreamBegun(rank, "first"), now_s))
+        return self._apply(Entry(rank if rank >= 0 else None, event, now_s))
+
+    def go_on(self, now_s: float) -> list[Instruction]:
+        return self._told_by(self._record.go_on(now_s))
+
+    def _apply(self, entry: Entry) -> list[Instruction]:
+        self._journal.append(entry)
+        return self._told_by(self._record.apply(entry))
+
+    def _told_by(self, told: list[Instruction]) -> list[Instruction]:
+        for one in told:
+            count = self._told[one.rank] = self._told.get(one.rank, 0) + 1
+            stream = self._record.streams.get(one.rank)
+            if stream is not None and count % self._acks_every == 0:
+                stream.told.acknowledge(count)
+        if not self._record.core.has_more:
+            if len(self._journal) >= self._copy_every:
+                self._copy = pickle.dumps(self._record)
+                self._journal.clear()
+            if self._events in self._deaths:
+                self._deaths.discard(self._events)
+                self._die()
+        return told
+
+    def _die(self) -> None:
+        """What the next one knows is what the last one did, and had told."""
+        reach("deaths of the coordinator")
+        before, self._record = self._record, pickle.loads(self._copy)
+        self._record.replay(pickle.loads(pickle.dumps(self._journal)))
+        now = self._record
+        assert now.core.aborted == before.core.aborted
+        assert now.core.lost == before.core.lost
+        assert now.streams.keys() == before.streams.keys()
+        for rank, stream in before.streams.items():
+            lacks = stream.told.rest()
+            assert now.streams[rank].taken == stream.taken
+            assert now.streams[rank].told.rest()[-len(lacks) :] == lacks or not lacks
+
+
+def simulate(
+    cluster: Cluster, data: st.DataObject, rank_deaths: list[Death]
+) -> Simulation:
+    watch = Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS)
+    sim = WatchedSimulation(cluster, watch, rank_deaths)
+    dying = DyingCore(
+        sim.core,
+        cluster.world_size,
+        data.draw(st.sets(st.integers(1, 300), min_size=1, max_size=8)),
+        data.draw(st.sampled_from([1, 7, 50, 10_000])),
+        data.draw(st.sampled_from([1, 3, 10_000])),
+    )
+    sim.core = dying  # type: ignore[assignment]
+    sim.run()
+    sim.note()
+    return sim
+
+
+@pytest.mark.reaches("deaths of the coordinator", "reductions", "commits")
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "auto"])
+@given(data=st.data())
+@settings(max_examples=10)
+def test_the_next_coordinator_goes_on_as_the_last_one_would(
+    policy: str, data: st.DataObject
+) -> None:
+    cluster = data.draw(clusters(policy))
+    sim = simulate(cluster, data, [])
+    if policy == "auto":
+        assert not sim.history.aborts
+        assert sim.history.finished == set(range(cluster.world_size))
+    else:
+        check_all(sim)
+
+
+@pytest.mark.reaches("deaths of the coordinator", "deaths", "joins")
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "sync",
+        pytest.param("cadence", marks=pytest.mark.slow),
+        pytest.param("async", marks=pytest.mark.slow),
+    ],
+)
+@given(data=st.data())
+@settings(max_examples=20)
+def test_it_dies_while_ranks_die_and_join(policy: str, data: st.DataObject) -> None:
+    """The undisturbed run of the same cluster tells each rank the same."""
+    cluster = data.draw(clusters(policy, changes=True))
+    drawn = data.draw(deaths())
+    sim = simulate(cluster, data, drawn)
+    calm = WatchedSimulation(cluster, sim.watch, drawn)
+    calm.run()
+    assert sim.events == calm.events
+    assert sim.history.committed == calm.history.committed
+    assert sim.history.aborts == calm.history.aborts
+
+
+def test_what_is_no_event_is_remembered_too() -> None:
+    record = RunRecord(2, survives=True)
+    entries = [
+        Entry(None, StreamBegun(0, "a"), 0.0),
+        Entry(0, StoreSet("key", b"value"), 0.0),
+        Entry(LAUNCHER, RankAdded(), 0.0),
+        Entry(LAUNCHER, AllMortal("a test"), 0.0),
+        Entry(LAUNCHER, Failed(rank=1, error="an error", traceback=""), 0.0),
+        Entry(None, StreamBegun(1, "b"), 0.0),  # after the end: it hears of that
+    ]
+    record.replay(entries)
+    assert record.store == {"key": b"value"}
+    assert record.num_ranks == 3
+    assert record.commands == 3
+    assert record.streams[0].taken == 1
+    for rank in (0, 1):
+        (told,) = record.streams[rank].told.rest()
+        assert isinstance(told, Abort)
+        assert told.rank == rank
+        assert "rank 1 failed: an error" in told.reason
+    assert "the death of a rank ends a test" in record.core._why_mortal(0)
+
+
+@given(
+    st.lists(st.integers(), max_size=30),
+    st.lists(st.integers(0, 40), max_size=5),
+)
+def test_an_outbox_keeps_what_the_other_side_lacks(
+    messages: list[int], said: list[int]
+) -> None:
+    outbox = Outbox[int]()
+    outbox.add(*messages)
+    for taken in said:
+        outbox.acknowledge(taken)
+    taken = min(max(said, default=0), len(messages))
+    assert outbox.rest() == messages[taken:]
+    assert bool(outbox) == (taken < len(messages))

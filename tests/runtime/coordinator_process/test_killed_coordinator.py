@@ -1,0 +1,130 @@
+"""`elche run` where the coordinator is killed: training goes on, and counts once."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import ChaosConfig, RunAccount, one_run
+from benchmarks.chaos_killer import BOTH, COORDINATOR, coordinator_pid
+from tests.runtime.hosts.launchers import Cluster, launched
+
+pytestmark = pytest.mark.distributed
+
+SCRIPTS = Path(__file__).parents[1] / "process" / "cases"
+ROOT = Path(__file__).parents[3]
+WAIT_S = 120.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def disturbed(policy: str, seconds: float, mtbf_s: float, **more: str) -> RunAccount:
+    """A run of three ranks by three accounts, while the coordinator is killed."""
+    config = ChaosConfig(ranks=3, mtbf_s=mtbf_s, policy=policy, **more)  # type: ignore[arg-type]
+    run = one_run(config, random.Random(2), seconds, mtbf_s)
+    assert run.coordinators, "no coordinator was killed"
+    assert not run.faults(), run
+    return run
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "sync",
+        pytest.param("async", marks=pytest.mark.slow),
+        pytest.param("cadence", marks=pytest.mark.slow),
+    ],
+)
+def test_a_coordinator_killed_under_load_costs_nothing(policy: str) -> None:
+    """Each position is once in the model, which all ranks hold alike."""
+    run = disturbed(policy, 5.0, 0.8, victims=COORDINATOR)
+    assert not run.kills
+    assert run.counted[0] == run.epochs
+    assert len(run.checksums) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_coordinators_and_ranks_killed_at_any_moment(policy: str) -> None:
+    run = disturbed(policy, 20.0, 1.5, victims=BOTH)
+    assert run.kills, "no rank was killed"
+
+
+def test_one_that_dies_before_any_rank_has_come_or_when_they_leave() -> None:
+    """The last words of ranks are taken by somebody, so the run ends well."""
+    command = [sys.executable, "-m", "elche", "run", "--nproc", "2"]
+    process = subprocess.Popen(
+        [*command, str(SCRIPTS / "outlived.py"), "9", "nobody", "cadence"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    killed = []
+
+    def kill() -> None:
+        until(lambda: coordinator_pid(process.pid) not in (None, *killed))
+        pid = coordinator_pid(process.pid)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
+
+    kill()
+    output, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, errors
+    assert output.count("of 2: 800 samples") == 2, output + errors
+    assert errors.count("another one goes on with the run") == len(killed), errors
+
+
+@pytest.mark.slow
+def test_ranks_of_other_hosts_go_on_too(tmp_path: Path) -> None:
+    hosts = Cluster(
+        tmp_path,
+        ranks=(("--nproc", "1"), ("--nproc", "1")),
+        script=(str(SCRIPTS / "outlived.py"), "9", "nobody", "sync"),
+    )
+    with launched(hosts) as (first, second):
+        first.wait_for(r"elche: 2 devices", 1)  # they have met, and begin to train
+        pid = coordinator_pid(first.process.pid)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert [first.end(), second.end()] == [0, 0], first.output
+        assert "another one goes on with the run" in first.output
+        sums = re.findall(
+            r"of 2: 800 samples, sum (\S+),", first.output + second.output
+        )
+    assert len(sums) == 2
+    assert len(set(sums)) == 1
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_too() -> None:
+    script = Path(__file__).parent / "cases" / "killed_pipeline.py"
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-m", "elche", "run", "--nproc", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = re.findall(r"rank \d took (\d+) steps, (\d) kills", done.stdout)
+    assert sorted(kills for _, kills in steps) == ["0", "3"], done.stdout
+    assert len({number for number, _ in steps}) == 1

@@ -64,6 +64,11 @@ class TorchGroup(Group):
         """
         self._pids = list(pids)
 
+    @property
+    @override
+    def is_watched(self) -> bool:
+        return bool(self._pids)  # else a death is seen by gloo alone
+
     def _check(self) -> None:
         for rank, pid in enumerate(self._pids):
             if _has_ended(pid):

@@ -25,6 +25,7 @@ from tests.distributed.cases.step_deaths import (
     BATCH,
     CAP_MB,
     Indices,
+    Loop,
     loss_of,
     make,
     plan_death,
@@ -122,7 +123,7 @@ def grow(plan: Growth) -> Grown:
 
 def _grow(plan: Growth, rank: int) -> Grown:
     is_joiner = rank in plan.newcomers
-    model, optimizer = make()
+    model, (optimizer,) = make(Loop(folder=plan.folder))
     called = Path(plan.folder, "come")
     if is_joiner:
         wait_for(called)
@@ -161,7 +162,7 @@ def _grow(plan: Growth, rank: int) -> Grown:
                 loss_of(model, index).backward()
                 at["step"]()
                 if (number + 1) % plan.accumulate == 0:
-                    take_step(model, optimizer, 0.0)
+                    take_step(model, [optimizer], 0.0)
                 schedule.step()
                 copy.update_parameters(model)
                 batches += 1
@@ -261,13 +262,13 @@ def reference(
     epochs: Sequence[dict[int, list[int]]],
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
     """The same steps in one process: model, its average, and the last rate."""
-    model, optimizer = make()
+    model, (optimizer,) = make(Loop(folder=""))
     schedule, copy = schedule_of(model, optimizer)
     for steps in epochs:
         for step in steps.values():
             if step:
                 loss_of(model, torch.tensor(step)).backward()
-            take_step(model, optimizer, 0.0)
+            take_step(model, [optimizer], 0.0)
             schedule.step()
             copy.update_parameters(model)
     return model.state_dict(), copy.state_dict(), schedule.get_last_lr()[0]

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.chaos import ChaosConfig, RunAccount, one_run
 from benchmarks.chaos_killer import BOTH, COORDINATOR, coordinator_pid
+from tests.runtime.hosts.joining import OpenRun
 from tests.runtime.hosts.launchers import Cluster, launched
 
 pytestmark = pytest.mark.distributed
@@ -128,3 +129,26 @@ def test_a_pipeline_goes_on_too() -> None:
     steps = re.findall(r"rank \d took (\d+) steps, (\d) kills", done.stdout)
     assert sorted(kills for _, kills in steps) == ["0", "3"], done.stdout
     assert len({number for number, _ in steps}) == 1
+
+
+def test_a_host_that_has_joined_goes_on_too_and_another_joins(tmp_path: Path) -> None:
+    """The next coordinator knows the ranks that came late, and takes in more."""
+    run = OpenRun(tmp_path, "cadence")
+    try:
+        run.tell("begin")
+        first = run.begin()
+        second = run.join("host1")
+        first.wait_for(r"epoch \d+ of 2 by gloo")
+        pid = coordinator_pid(first.process.pid)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        first.wait_for("another one goes on with the run")
+        third = run.join("host2")
+        first.wait_for(r"epoch \d+ of 3 by gloo")
+        second.process.send_signal(signal.SIGTERM)
+        assert second.end() == 128 + signal.SIGTERM, run.outputs()
+        first.wait_for(r"going on with ranks 0, 2\b")
+        run.tell("stop")
+        run.check([first, third])
+    finally:
+        run.close()

@@ -164,10 +164,10 @@ class Member:
 class Meeting:
     """The core, its members, and a rank that joins."""
 
-    def __init__(self, plan: Cluster) -> None:
+    def __init__(self, plan: Cluster, core: Coordinator | None = None) -> None:
         self.plan = plan
         founders = plan.devices[0].count
-        self.core = Coordinator(founders, survives=True)
+        self.core = core or Coordinator(founders, survives=True)
         self.members = {rank: Member(rank) for rank in range(founders)}
         self.now_s = 0.0
         self.told: dict[int, list[Instruction]] = defaultdict(list)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
-from elche.coordination.protocol.events import Event, Failed, Join
+from elche.coordination.protocol.events import Event, Failed, Join, JoinReady
 from elche.coordination.protocol.inputs import (
     AllMortal,
     RankAdded,
@@ -22,6 +24,8 @@ from elche.coordination.protocol.outbox import Outbox
 from elche.coordination.state import Coordinator
 from elche.sim.cluster import Cluster
 from elche.sim.simulation import Simulation, Watch
+from tests.coordination.sync.test_lost_ranks import World, check
+from tests.coordination.test_joining import FOUNDERS, Meeting, plan_of
 from tests.harness.reached import reach
 from tests.sim.checks import MOST_HAPPENINGS, check_all
 from tests.sim.strategies import clusters, deaths
@@ -102,19 +106,22 @@ class DyingCore:
             assert now.streams[rank].told.rest()[-len(lacks) :] == lacks or not lacks
 
 
+def dying(core: Coordinator, world_size: int, data: st.DataObject) -> Any:
+    return DyingCore(
+        core,
+        world_size,
+        data.draw(st.sets(st.integers(1, 300), min_size=1, max_size=8)),
+        data.draw(st.sampled_from([1, 7, 50, 10_000])),
+        data.draw(st.sampled_from([1, 3, 10_000])),
+    )
+
+
 def simulate(
     cluster: Cluster, data: st.DataObject, rank_deaths: list[Death]
 ) -> Simulation:
     watch = Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS)
     sim = WatchedSimulation(cluster, watch, rank_deaths)
-    dying = DyingCore(
-        sim.core,
-        cluster.world_size,
-        data.draw(st.sets(st.integers(1, 300), min_size=1, max_size=8)),
-        data.draw(st.sampled_from([1, 7, 50, 10_000])),
-        data.draw(st.sampled_from([1, 3, 10_000])),
-    )
-    sim.core = dying  # type: ignore[assignment]
+    sim.core = dying(sim.core, cluster.world_size, data)
     sim.run()
     sim.note()
     return sim
@@ -159,12 +166,70 @@ def test_it_dies_while_ranks_die_and_join(policy: str, data: st.DataObject) -> N
     assert sim.history.aborts == calm.history.aborts
 
 
+@pytest.mark.reaches("deaths of the coordinator", "deaths of ranks", "newcomers")
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_it_dies_while_steps_lose_ranks_and_gain_others(data: st.DataObject) -> None:
+    """Under a launcher, where an epoch is cut for newcomers."""
+    sizes = BatchSizes.of(data.draw(st.lists(st.integers(1, 9), min_size=6)))
+    joins = tuple(data.draw(st.lists(st.integers(0, 80), max_size=2)))
+    deaths = data.draw(st.dictionaries(st.integers(1, 4), st.integers(8, 70)))
+    seed, worlds = data.draw(st.integers(0, 99)), list[World]()
+    for dies in (True, False):
+        world = World(sizes, 3, keeps=True, joins=joins)
+        world.core = dying(world.core, 3, data) if dies else world.core
+        world.run(random.Random(seed), {**deaths})
+        worlds.append(world)
+    world, calm = worlds
+    assert world.core.aborted == calm.core.aborted
+    assert [each.model for each in world.ranks] == [each.model for each in calm.ranks]
+    if "before the first epoch" not in (world.core.aborted or ""):
+        check(world)
+        reach("deaths of ranks", len(world.core.lost))
+        reach("newcomers", sum(bool(rank.at_begin) for rank in world.ranks[3:]))
+
+
+@pytest.mark.reaches("deaths of the coordinator", "too few ranks", "newcomers")
+@given(
+    moves=st.lists(
+        st.sampled_from([0, 0, 1, 1, 2, "dies", "comes", "is ready"]), min_size=20
+    ),
+    least=st.sampled_from([1, 2]),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_it_dies_while_windows_wait_for_ranks(
+    moves: list[int | str], least: int, data: st.DataObject
+) -> None:
+    core = dying(Coordinator(FOUNDERS, survives=True), FOUNDERS, data)
+    meetings = [Meeting(plan_of(min_ranks=least), each) for each in (core, None)]
+    for meeting in meetings:
+        for move in moves:
+            if isinstance(move, int):
+                meeting.move(move)
+            elif move == "dies":
+                meeting.lose(1)
+            elif move == "comes" and FOUNDERS not in meeting.members:
+                meeting.come()
+            elif move == "is ready":
+                joiner = meeting.members.get(FOUNDERS)
+                if joiner is not None and not joiner.is_in:
+                    meeting.say(JoinReady(rank=FOUNDERS))
+            reach("too few ranks", "waiting for newcomers" in meeting.core.doing)
+        reach(
+            "newcomers", FOUNDERS in meeting.members and bool(meeting.members[2].starts)
+        )
+    dead, calm = meetings
+    assert dead.told == calm.told
+    assert dead.core.aborted is calm.core.aborted is None
+
+
 def test_what_is_no_event_is_remembered_too() -> None:
     record = RunRecord(2, survives=True)
     entries = [
         Entry(None, StreamBegun(0, "a"), 0.0),
         Entry(0, StoreSet("key", b"value"), 0.0),
-        Entry(LAUNCHER, RankAdded(), 0.0),
+        Entry(LAUNCHER, RankAdded(" on a host"), 0.0),
         Entry(LAUNCHER, AllMortal("a test"), 0.0),
         Entry(LAUNCHER, Failed(rank=1, error="an error", traceback=""), 0.0),
         Entry(None, StreamBegun(1, "b"), 0.0),  # after the end: it hears of that
@@ -172,6 +237,7 @@ def test_what_is_no_event_is_remembered_too() -> None:
     record.replay(entries)
     assert record.store == {"key": b"value"}
     assert record.num_ranks == 3
+    assert record.places == {2: " on a host"}
     assert record.commands == 3
     assert record.streams[0].taken == 1
     for rank in (0, 1):

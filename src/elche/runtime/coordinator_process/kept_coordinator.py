@@ -89,7 +89,8 @@ class KeptCoordinator:
         self._listener = listener or listen("127.0.0.1", 0)
         host, port, *_ = self._listener.getsockname()
         self.address: tuple[str, int] = (str(host), int(port))
-        self.status = Status(members=frozenset(range(world_size)))
+        founders = frozenset(range(world_size))
+        self.status = Status(members=founders, mortal=founders)
         self.told_to_end: set[int] = set()
         self.num_ranks = world_size
         self.places: Mapping[int, str] = {}

@@ -234,10 +234,7 @@ class LateHosts:
         reason = GONE
         unjoined = self._server.unjoined
         if why := [unjoined[rank] for rank in host.processes if rank in unjoined]:
-            code, reason = (
-                1,
-                f"{why[0]}; {GONE}",
-            )  # it was killed, perhaps, as it failed
+            code, reason = 1, f"{why[0]}; {GONE}"  # whatever killed it meanwhile
         if host.signal:
             code = 128 + host.signal
             reason = f"it was sent {signal.Signals(host.signal).name}; the run goes on"

@@ -13,7 +13,10 @@ from elche.errors import ConfigError
 STDIN: Final = "-"
 LEAST_BYTES: Final = 16
 KEY_BYTES: Final = 32
-HOW: Final = "make one by `(umask 077; openssl rand -hex 32 > key)`"
+HOW: Final = (
+    "bring host 0's here; the first is made by "
+    "`(umask 077; openssl rand -hex 32 > key)`"
+)
 
 
 def is_private(descriptor: int) -> bool:

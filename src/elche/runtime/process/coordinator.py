@@ -75,6 +75,7 @@ class CoordinatorServer:
         on_first_batch: called once, when a rank first reports batches as done.
         on_message: called with each event and instruction, in their order.
         places: of ranks that are on other hosts, in words.
+        unjoined: why ranks that were to join have failed.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class CoordinatorServer:
         self.has_admitted = False
         self.sees_ends = True
         self.places: dict[int, str] = {}
+        self.unjoined: dict[int, str] = {}
         self.told_to_end: set[int] = set()  # because of another rank, or of none
 
     async def start(
@@ -168,6 +170,7 @@ class CoordinatorServer:
                 self.on_message(event)
             self._sort(core.handle(event, now_s), told)
             if isinstance(event, Failed) and self.is_outlived(event.rank):
+                self.unjoined[event.rank] = event.error
                 said = event.rank, event.error
                 logger.warning("rank %d did not join the run: %s", *said)
         self._fence()

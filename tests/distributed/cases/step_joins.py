@@ -252,7 +252,7 @@ def steps_in(
         for epoch, before_it, batch in logs[rank]:
             given = {index for step in steps[epoch].values() for index in step}
             if batch and not given & {*batch}:
-                steps[epoch][before_it] += batch
+                steps[epoch].setdefault(before_it, []).extend(batch)
             else:
                 assert given >= {*batch}
     return [dict(sorted(each.items())) for each in steps]

@@ -545,8 +545,8 @@ class SyncPolicy(Policy):
         if staying and self._lag_steps:
             raise ProtocolError(
                 f"ranks {sorted(active - {*staying})} left epoch {self._epoch} before "
-                f"ranks {staying}, whose last backward pass is to come, because {EARLY}; "
-                "leave it after the same step on every rank"
+                f"ranks {staying}, whose last backward pass is to come, because "
+                f"{EARLY}; leave it after the same step on every rank"
             )
         done = self._granted_until if staying else self._left.step
         source = self._left.settle(active, is_needed=bool(self._left_out.ranks))

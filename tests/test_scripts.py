@@ -41,10 +41,8 @@ T_999 = 8.61
 QUICK = {
     "char_rnn",
     "checkpoint_restore",
-    "detection",
     "lora",
     "reinforce",
-    "seq2seq_ema",
 }
 """Scripts that `make test` runs too, under `sync`."""
 

@@ -231,6 +231,8 @@ def test_what_is_no_event_is_remembered_too() -> None:
         Entry(0, StoreSet("key", b"value"), 0.0),
         Entry(LAUNCHER, RankAdded(" on a host"), 0.0),
         Entry(LAUNCHER, AllMortal("a test"), 0.0),
+        Entry(None, Failed(rank=2, error="does not fit", traceback=""), 0.0),
+        Entry(LAUNCHER, Failed(rank=2, error="code 1", traceback=""), 0.0),
         Entry(LAUNCHER, Failed(rank=1, error="an error", traceback=""), 0.0),
         Entry(None, StreamBegun(1, "b"), 0.0),  # after the end: it hears of that
     ]
@@ -238,7 +240,8 @@ def test_what_is_no_event_is_remembered_too() -> None:
     assert record.store == {"key": b"value"}
     assert record.num_ranks == 3
     assert record.places == {2: " on a host"}
-    assert record.commands == 3
+    assert record.unjoined == {2: "does not fit"}
+    assert record.commands == 4
     assert record.streams[0].taken == 1
     for rank in (0, 1):
         (told,) = record.streams[rank].told.rest()

@@ -316,6 +316,12 @@ def test_a_loop_that_fetches_early_outlives_a_death(place: str, tmp_path: Path) 
     assert outlive(tmp_path, Death(2, place, 4), early=True) == 0
 
 
+def test_a_loop_that_fetches_early_is_cut(tmp_path: Path) -> None:
+    """It does not wait for the grant that none is to come of."""
+    more = {"saves_at": 5, "samples": 600, "step_s": 0.02, "epochs": 1}
+    assert outlive(tmp_path, ranks=2, early=True, **more) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])

@@ -58,7 +58,7 @@ def check_reference(plan: Growth, first: Grown, victims: list[int]) -> None:
     if not any(death.rank < plan.founders for death in plan.deaths):
         changed = [each for each in sizes if each != whole]
         assert len(changed) <= len(plan.deaths), sizes
-    state, copy, rate = reference(epochs)
+    state, copy, rate = reference(plan, epochs)
     for found, wanted in ((first.state, state), (first.copy, copy)):
         for name, value in wanted.items():
             if not name.endswith("trace"):  # which each rank writes on its own batches
@@ -73,6 +73,13 @@ def check_newcomers(plan: Growth, ended: list[Grown]) -> None:
 
 def test_a_rank_joins_steps(tmp_path: Path) -> None:
     plan = Growth(folder=str(tmp_path))
+    check_newcomers(plan, trained(plan))
+
+
+@pytest.mark.parametrize("loss", ["sum", "weighted"])
+def test_a_rank_joins_steps_of_other_losses(loss: str, tmp_path: Path) -> None:
+    """In the middle of an epoch, and not only at its beginning."""
+    plan = Growth(folder=str(tmp_path), loss=loss, samples=480, step_s=0.02)
     check_newcomers(plan, trained(plan))
 
 
@@ -162,12 +169,16 @@ def test_all_take_part_again_where_a_rank_was_left_out(tmp_path: Path) -> None:
     ("fault", "says"),
     [
         ({"accumulate": 2}, "not followed by a step of every optimizer"),
+        (
+            {"early": True, "samples": 480, "step_s": 0.03},
+            "the next batch is asked for before the backward pass",
+        ),
         pytest.param(
             {"freezes": True}, "would train other parameters", marks=pytest.mark.slow
         ),
         pytest.param({"raises": True}, "a fault in the", marks=pytest.mark.slow),
     ],
-    ids=["accumulates", "freezes", "raises"],
+    ids=["accumulates", "early", "freezes", "raises"],
 )
 def test_who_cannot_join_ends_by_name_and_alone(
     fault: dict[str, Any], says: str, tmp_path: Path

@@ -27,7 +27,12 @@ from elche.checkpoint.saved_run import SavedContents, SavedRun
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
 from elche.comm.transport.process_group import Group
-from elche.errors import CheckpointError, ConfigError, DeadlineError
+from elche.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    MismatchError,
+)
 from elche.runtime.process.stop_signals import SignalStops, StopRequest
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
@@ -102,7 +107,7 @@ class CheckpointKeeper(Pauses):
         self._stops: StopRequest | None = None
         self._signals: SignalStops | None = None
         self._has_ended = False
-        self._epoch = self._passes = self._passes_done = 0
+        self._epoch = self._passes = self._passes_done = self._count = 0
         self._counts_epochs = self._is_resumed = False
         self._is_used = self._has_begun = self._cuts_at_stop = False
 
@@ -275,6 +280,7 @@ class CheckpointKeeper(Pauses):
         assert run is not None
         if group.rank == source:
             loop = {"epoch": self._epoch, "passes": self._passes_before}
+            loop["count"] = self._count
             try:
                 if not self._counts_epochs:
                     raise ConfigError("the others do not loop over elche.epochs()")
@@ -290,7 +296,14 @@ class CheckpointKeeper(Pauses):
             assert isinstance(contents, Contents), "of a run on several ranks"
             shared = contents.load(found)
             run.take_over(shared["run"], shared["epochs"], found.manifest.info)
-            self._go_on_in(shared["loop"])
+            loop = shared["loop"]
+            if loop["count"] != self._count:  # who is through first would end the run
+                raise MismatchError(
+                    f"this rank cannot join the run: its loop is over {self._count} "
+                    f"epochs, the others' over {loop['count']}: give elche.epochs the "
+                    "same number on every rank"
+                )
+            self._go_on_in(loop)
 
     def _go_on_in(self, loop: Mapping[str, int]) -> None:
         """The user's loop goes on where another stood."""
@@ -306,6 +319,7 @@ class CheckpointKeeper(Pauses):
     def epochs(self, count: int) -> Iterator[int]:
         """Numbers of the epochs that are left; see `elche.epochs`."""
         self._is_used = self._counts_epochs = True
+        self._count = count
         if self._several is not None and self._several.is_new:
             self._several.join()
         folder = os.environ.get("ELCHE_RESUME")

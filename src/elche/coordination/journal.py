@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
+from elche.coordination.protocol.events import Failed
 from elche.coordination.protocol.inputs import (
     AllMortal,
     Input,
@@ -79,6 +80,7 @@ class RunRecord:
         store: rendezvous values.
         num_ranks: ranks that may come.
         places: of those that are on other hosts, in words.
+        unjoined: why ranks that were to join have failed.
         commands: inputs of the launcher that were taken.
         end: what ended the run early, if anything has.
     """
@@ -93,6 +95,7 @@ class RunRecord:
         self.store: dict[str, bytes] = {}
         self.num_ranks = world_size
         self.places: dict[int, str] = {}
+        self.unjoined: dict[int, str] = {}
         self.commands = 0
         self.end: Abort | None = None
 
@@ -115,8 +118,15 @@ class RunRecord:
         elif isinstance(what, AllMortal):
             self.core.end_with_any_rank(what.why)
         else:
-            return self._kept(self.core.handle(what, entry.now_s))
+            told = self._kept(self.core.handle(what, entry.now_s))
+            if isinstance(what, Failed) and self.is_outlived(what.rank):
+                self.unjoined.setdefault(what.rank, what.error)
+            return told
         return []
+
+    def is_outlived(self, rank: int) -> bool:
+        """Whether the run has gone on without a rank: it died, or never joined."""
+        return rank in self.core.lost or not self.core.has_member(rank)
 
     def go_on(self, now_s: float) -> list[Instruction]:
         """The next slice of what the last entry led to."""

@@ -31,6 +31,7 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
+from elche.coordination.sync.step_reports import EARLY
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import (
     CommunicationError,
@@ -272,7 +273,9 @@ class RunEpochs:
         Raises:
             ConfigError: the loop does something that cannot be handed over.
         """
-        why = self._batch_state.barred() if self._synchroniser.reducer else ""
+        is_late = self._graphs.is_live  # the others' next pass is of a step before
+        why = EARLY if is_late else self._batch_state.barred()
+        why = why if self._synchroniser.reducer else ""
         if why:
             raise ConfigError(f"none can join steps under policy 'sync': {why}")
 

@@ -115,7 +115,7 @@ class SyncEpoch:
         self._reports = StepReports(worker.rank, positions.epoch, hooks.numbers)
         self._dead = LostRanks() if hooks.steps is None else hooks.steps.lost
         self._span = self._dead.parts
-        self._is_inside = self._has_said = self._is_early = False
+        self._is_inside = self._has_said = self._is_early = self._is_held = False
         self._ran: deque[tuple[int, BatchCost, int]] = deque()
         self._said_until = 0
         self._watch_numbers()
@@ -340,7 +340,7 @@ class SyncEpoch:
             is_over |= self._worker.is_due
             if is_over or not waits:  # drawing may have brought it
                 continue
-            if not self._is_early:  # the grant may wait for it
+            if not self._is_early or self._is_held:  # the grant may wait for it
                 self._account_all()
                 self._report()
             if self._is_left_out:  # for as long as the others train
@@ -397,6 +397,9 @@ class SyncEpoch:
             return
         if not isinstance(instruction, GrantSteps):
             raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
+        self._is_held = instruction.start == instruction.stop  # none for now
+        if self._is_held:
+            return
         if not self._dead.is_settled:
             self._reports.granted(instruction)
         shares, rank = instruction.shares, self._worker.rank

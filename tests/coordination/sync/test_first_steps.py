@@ -10,9 +10,11 @@ from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member
-from elche.coordination.protocol.events import EpochCut, StepsDone
+from elche.coordination.protocol.events import EpochCut, EpochLeft, StepsDone
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
+from elche.coordination.sync.step_reports import EARLY
 from elche.coordination.sync.sync_policy import SyncPolicy
+from elche.errors import ProtocolError
 from tests.harness.settings import nested
 
 BATCH, HORIZON, STEPS = 32, 3, 40
@@ -88,4 +90,80 @@ def test_an_epoch_that_ranks_wait_to_join_grants_nothing_before() -> None:
     assert not core.begin_epoch(0, BatchSizes.of([BATCH] * 4), 0.0).instructions
     assert core.handle(EpochCut(rank=0, epoch=0), 0.0).epoch_over
     assert core.positions_left == ((0, 4 * BATCH),)
+    assert not core.make_room(False)
+
+
+def report(rank: int, grant: GrantSteps, unknown: str = "") -> StepsDone:
+    return StepsDone(
+        rank=rank,
+        epoch=0,
+        start=grant.start,
+        stop=grant.stop,
+        samples=grant.shares[rank] * (grant.stop - grant.start),
+        busy_s=0.1,
+        data_wait_s=0.0,
+        sync_wait_s=0.0,
+        warm=True,
+        backward_passes=grant.stop,
+        unknown=unknown,
+    )
+
+
+def left(rank: int) -> EpochLeft:
+    return EpochLeft(
+        rank=rank,
+        epoch=0,
+        step=0,
+        samples=0,
+        busy_s=0.0,
+        data_wait_s=0.0,
+        sync_wait_s=0.0,
+    )
+
+
+def begun(unknown: str) -> tuple[SyncPolicy, list[GrantSteps]]:
+    """Two ranks have reported the first grant; those that they still owe."""
+    members = [Member(rank, "CPU", HORIZON) for rank in range(2)]
+    core = SyncPolicy(members, Settings(config=RunConfig()))
+    owed = grants(core.begin_epoch(0, BatchSizes.of([BATCH] * STEPS), 0.0).instructions)
+    first = owed.pop(0)
+    for rank in range(2):
+        owed += grants(core.handle(report(rank, first, unknown), 0.0).instructions)
+    return core, owed
+
+
+@pytest.mark.parametrize("unknown", [EARLY, ""])
+def test_who_fetches_early_hears_that_none_are_granted_for_now(unknown: str) -> None:
+    """It would wait for a grant before it reports its last step."""
+    core, owed = begun(unknown)
+    told = grants(core.handle(EpochCut(rank=0, epoch=0), 0.0).instructions)
+    assert [(g.start, g.stop) for g in told] == [(owed[-1].stop,) * 2] * bool(unknown)
+    outcomes = [
+        core.handle(report(rank, grant, unknown), 0.0)
+        for grant in owed
+        for rank in range(2)
+    ]
+    assert not [each for one in outcomes for each in grants(one.instructions)]
+    assert [one.epoch_over for one in outcomes] == [False] * (len(owed) * 2 - 1) + [
+        True
+    ]
+
+
+def test_who_leaves_before_others_that_fetch_early_ends_the_run_by_name() -> None:
+    """Their last backward pass would wait for it."""
+    core, owed = begun(EARLY)
+    assert grants(core.handle(left(1), 0.0).instructions)
+    for grant in owed[:-1]:
+        core.handle(report(0, grant, EARLY), 0.0)
+    with pytest.raises(ProtocolError, match="left epoch 0 before ranks"):
+        core.handle(report(0, owed[-1], EARLY), 0.0)
+
+
+def test_nothing_is_granted_where_a_loop_has_left_and_who_waited_to_join_is_gone() -> (
+    None
+):
+    core, owed = begun("")
+    assert not core.make_room(True)
+    core.handle(left(1), 0.0)
+    core.handle(report(0, owed[0]), 0.0)
     assert not core.make_room(False)

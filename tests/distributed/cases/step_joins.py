@@ -23,11 +23,12 @@ from elche.runtime.step_members import StepMembers
 from tests.distributed.cases.joining_cases import raise_error, wait_for
 from tests.distributed.cases.step_deaths import (
     BATCH,
-    CAP_MB,
     Indices,
     Loop,
+    batches_of,
     loss_of,
     make,
+    options_of,
     plan_death,
     take_step,
 )
@@ -57,6 +58,8 @@ class Growth:
         called_after: batches of a rank before.
         raises: the first joiner's script fails once it holds the state.
         accumulate: batches to an optimizer step.
+        early: the next batch is asked for before the backward pass of the last one.
+        loss: over a batch, "mean", "sum" or "weighted".
         freezes: the founders train fewer parameters from the second epoch on.
         samples: of an epoch.
         step_s: seconds of a step beside; of rank 1 ``slow`` times as many.
@@ -72,6 +75,8 @@ class Growth:
     called_after: int = 3
     raises: bool = False
     accumulate: int = 1
+    early: bool = False
+    loss: str = "mean"
     freezes: bool = False
     samples: int = 94
     step_s: float = 0.004
@@ -123,7 +128,8 @@ def grow(plan: Growth) -> Grown:
 
 def _grow(plan: Growth, rank: int) -> Grown:
     is_joiner = rank in plan.newcomers
-    model, (optimizer,) = make(Loop(folder=plan.folder))
+    loop = Loop(folder=plan.folder, loss=plan.loss)
+    model, [optimizer] = make(loop)
     called = Path(plan.folder, "come")
     if is_joiner:
         wait_for(called)
@@ -140,26 +146,28 @@ def _grow(plan: Growth, rank: int) -> Grown:
         schedulers=[schedule],
         copies=[copy],
         **{
-            "leave_out": False,
             "timeout_s": 60.0,
-            "transport": {"bucket_cap_mb": CAP_MB},
+            **options_of(loop),
             **dict(plan.options),
         },
     )
     slowness = plan.slow if rank == 1 else 1.0
     batches = epochs = 0
     with Path(plan.folder, f"log{rank}.txt").open("w") as log:
+
+        def say(epoch: int, counts: list[int]) -> None:
+            print(epoch, int(elche.progress_samples()), *counts, file=log, flush=True)
+
         for epoch in elche.epochs(MOST_EPOCHS):
             if plan.freezes and epoch == 1 and not is_joiner:
                 next(model.parameters()).requires_grad_(False)
-            for number, index in enumerate(loader):
-                counts = index.tolist() if elche.batch_weight() else []
-                said = epoch, int(elche.progress_samples()), *counts
-                log.write(f"{' '.join(map(str, said))}\n")
-                log.flush()
+            for number, batch in enumerate(batches_of(loader, partial(say, epoch))):
                 at["forward"]()
                 time.sleep(plan.step_s * slowness)
-                loss_of(model, index).backward()
+                loss = loss_of(model, batch.now, plan.loss)
+                if plan.early:
+                    batch.fetch()
+                loss.backward()
                 at["step"]()
                 if (number + 1) % plan.accumulate == 0:
                     take_step(model, [optimizer], 0.0)
@@ -244,7 +252,7 @@ def steps_in(
         for epoch, before_it, batch in logs[rank]:
             given = {index for step in steps[epoch].values() for index in step}
             if batch and not given & {*batch}:
-                steps[epoch][before_it] += batch
+                steps[epoch].setdefault(before_it, []).extend(batch)
             else:
                 assert given >= {*batch}
     return [dict(sorted(each.items())) for each in steps]
@@ -259,15 +267,16 @@ def _log_of(plan: Growth, rank: int) -> list[tuple[int, int, list[int]]]:
 
 
 def reference(
+    plan: Growth,
     epochs: Sequence[dict[int, list[int]]],
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
     """The same steps in one process: model, its average, and the last rate."""
-    model, (optimizer,) = make(Loop(folder=""))
+    model, [optimizer] = make(Loop(folder=plan.folder))
     schedule, copy = schedule_of(model, optimizer)
     for steps in epochs:
         for step in steps.values():
             if step:
-                loss_of(model, torch.tensor(step)).backward()
+                loss_of(model, torch.tensor(step), plan.loss).backward()
             take_step(model, [optimizer], 0.0)
             schedule.step()
             copy.update_parameters(model)

@@ -10,13 +10,14 @@ from tests.pipeline.cases.pipeline_cases import Trained, Work, piped
 
 def piped_by(work: Work) -> tuple[Trained, int, bool]:
     """As `piped`; to how many ranks this one has such a way, and whether it sent."""
-    opened: list[MemoryLines] = []
+    ways: list[int] = []
     sent: list[int] = []
     really_open, really_send = MemoryLines.open, OutgoingMemory.send
 
     def open_lines(*given: object) -> MemoryLines:
-        opened.append(really_open(*given))  # type: ignore[arg-type]
-        return opened[-1]
+        opened = really_open(*given)  # type: ignore[arg-type]
+        ways.append(len(opened.outgoing))
+        return opened
 
     def send(line: OutgoingMemory, tag: int, letter: Letter) -> None:
         sent.append(tag)
@@ -26,4 +27,4 @@ def piped_by(work: Work) -> tuple[Trained, int, bool]:
         patch.setattr(MemoryLines, "open", staticmethod(open_lines))
         patch.setattr(OutgoingMemory, "send", send)
         trained = piped(work)
-    return trained, len(opened[0].outgoing), bool(sent)
+    return trained, ways[0], bool(sent)

@@ -18,8 +18,8 @@ from elche.comm.transport.device_group import TRIED_ELEMENTS
 from elche.errors import CommunicationError, DeadlineError
 from elche.pipeline.peers import transport
 from elche.pipeline.peers.device_messages import TwoWays, trial
-from elche.pipeline.peers.stage_messages import Message
-from elche.pipeline.peers.transport import NO_STEP_TAGS, Address
+from elche.pipeline.peers.stage_messages import NO_STEP_TAGS, Message
+from elche.pipeline.peers.transport import Address
 from tests.pipeline.step.thread_link import Beside, Cable, transports
 
 DEADLINE_S = 30.0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from elche.pipeline.peers.memory_lines import (
     MemoryLines,
     OutgoingMemory,
 )
-from elche.pipeline.peers.stage_messages import Message
+from elche.pipeline.peers.stage_messages import NO_STEP_TAGS, Message
 from elche.pipeline.peers.transport import Address, Transport
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
@@ -68,6 +70,24 @@ def test_every_kind_of_tensor_comes_whole() -> None:
         assert torch.equal(one, other.resolve_conj().resolve_neg())
         assert one.dtype == other.dtype
         assert not one.requires_grad
+
+
+def test_a_whole_state_does_not_stay_in_memory_and_messages_of_steps_find_theirs() -> (
+    None
+):
+    state = torch.randn(1 << 20)
+    with way() as (sender, receiver):
+
+        def send(tag: int, tensor: torch.Tensor) -> int:
+            sender.send(tag, Letter(Message((tensor,))))
+            receiver.poll()
+            assert torch.equal(receiver.take(tag).tensors[0], tensor)
+            return os.fstat(sender.offer[2]).st_blocks * 512
+
+        for _ in range(2 * SLOTS):
+            assert send(NO_STEP_TAGS, state) < state.nbytes / 8
+            assert send(5, state[: 1 << 10]) < state.nbytes / 8
+        assert send(5, state) >= state.nbytes  # as the next one is of that size
 
 
 @settings(deadline=None, max_examples=60)
@@ -152,7 +172,7 @@ def two() -> Iterator[list[Transport]]:
 
 
 def test_ranks_that_fill_each_others_slots_both_go_on() -> None:
-    count = 3 * SLOTS
+    count, before = 3 * SLOTS, set(threading.enumerate())
     with two() as made:
         found: list[list[float]] = [[], []]
 
@@ -172,8 +192,25 @@ def test_ranks_that_fill_each_others_slots_both_go_on() -> None:
         for each in threads:
             each.join(60)
         assert found == [[float(n) for n in reversed(range(count))]] * 2
-        assert not any(t.name.startswith("elche-pipe") for t in threading.enumerate())
+        assert set(threading.enumerate()) <= before, "nothing carries them"
         assert [one.untaken for one in made] == [0, 0]
+
+
+def test_closed_ends_hold_no_memory_and_no_descriptor() -> None:
+    def held() -> int:
+        links = (f"/proc/self/fd/{one}" for one in os.listdir("/proc/self/fd"))
+        return sum("memfd:elche" in os.readlink(one) for one in links if _is_link(one))
+
+    before = held()
+    with two() as made:
+        assert held() == before + 8  # of four ends, and of what each has mapped
+        for each in made:
+            each.close()
+        assert held() == before
+
+
+def _is_link(path: str) -> bool:
+    return Path(path).is_symlink()  # not that of the listing itself, which is closed
 
 
 def test_what_does_not_come_has_a_deadline_and_a_closed_end_is_told() -> None:

@@ -184,11 +184,15 @@ def test_who_does_not_fit_is_refused_by_name_and_the_run_goes_on(
     first.wait_for(r"epoch 0 of 1 by")
     stranger = run.join("host1", key=make_key(tmp_path))
     other = run.join("host2", script=(*run.script, "0.5"))
-    assert [stranger.end(), other.end()] == [1, 1], run.outputs()
+    shorter = run.join("host3", script=(*run.script, "1", "3"))
+    ended = [each.end() for each in (stranger, other, shorter)]
+    assert ended == [1, 1, 1], run.outputs()
     assert "did not take this host: it has ended, has another" in stranger.output
     first.wait_for("dropped a launcher at .*: a frame is not authentic")
     assert "configuration differs between ranks: optimizer.lr" in other.output
     assert "none of its ranks is in the run any more, which goes on" in other.output
+    said = "its loop is over 3 epochs, the others' over 100000: .*; none of its ranks"
+    assert re.search(f"elche join: ended with code 1: .*{said}", shorter.output)
     run.tell("stop")
     run.check([first])
 

@@ -14,7 +14,10 @@ STDIN: Final = "-"
 LEAST_BYTES: Final = 16
 KEY_BYTES: Final = 32
 """Of a key that elche makes for a run."""
-HOW: Final = "make one by `(umask 077; openssl rand -hex 32 > key)`"
+HOW: Final = (
+    "bring host 0's here; the first is made by "
+    "`(umask 077; openssl rand -hex 32 > key)`"
+)
 
 
 def is_private(descriptor: int) -> bool:

@@ -370,7 +370,7 @@ class AutoPolicy(Policy):
         sync = self._switch.sync
         if self._chosen.wants_windows and not sync.leaves_out:
             self._phase = _Phase.LEAVING
-            sync.stop_granting()
+            notice.instructions += sync.stop_granting()
         elif self._phase is not _Phase.STEPS:
             self._phase = _Phase.STEPS
             choice, cluster = self._chosen.now, self._gauge.cluster(self._batch_size)

@@ -71,7 +71,11 @@ class SwitchPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantSteps:
-    """``sync``: the steps ``start <= step < stop``, split by ``shares`` per rank."""
+    """``sync``: the steps ``start <= step < stop``, split by ``shares`` per rank.
+
+    None, where loops that fetch early are to report their last step: no others are
+    granted for now.
+    """
 
     rank: int
     epoch: int

@@ -91,6 +91,7 @@ class SyncPolicy(Policy):
         self._numbers = NonFiniteReports()
         self._ahead_steps = max(self._members.values()) + 2
         self._lag_steps = 0
+        self._has_said_none = False
         self._is_single = False
         is_known = self._shares.is_fixed or config.speed_hints is not None
         self._guesses = not is_known and len({member.device for member in members}) > 1
@@ -130,6 +131,7 @@ class SyncPolicy(Policy):
         self._ledger = EpochLedger(sizes, [ALL_RANKS])
         self._totals = EpochTotals(epoch, world_size, now_s)
         self._grants.clear()
+        self._has_said_none = False
         self._granted_until = self._committed_until = 0
         self._is_paused = self._is_cut = False
         self._joining.clear()
@@ -166,6 +168,7 @@ class SyncPolicy(Policy):
         while (oldest := self._grants.oldest) and self._is_complete(oldest):
             outcome.instructions += self._complete(self._grants.pop(), now_s)
         if self._left:
+            outcome.instructions += self._say_none()
             return self._end_early(outcome, now_s)
         may_leave = self._left_out.is_leaving and not self._is_stopping
         if may_leave and self.is_drained and self._ledger.pooled:
@@ -229,9 +232,10 @@ class SyncPolicy(Policy):
         """Whether all ranks have run every granted step, and none has left early."""
         return not (self._grants or self._is_paused or self._adopting or self._left)
 
-    def stop_granting(self) -> None:
+    def stop_granting(self) -> list[GrantSteps]:
         """Grants no more steps in this epoch: another policy takes over."""
         self._is_stopping = True
+        return self._say_none()
 
     def grant_again(self) -> None:
         """From the next event or epoch on grants steps again."""
@@ -464,8 +468,10 @@ class SyncPolicy(Policy):
         is_single = self._is_single or self._guesses or left_out.is_trying
         steps = 1 if left_out.is_trying or self._is_single else steps
         holds = self._is_stopping or self._makes_room or self._is_paused
-        holds |= self._is_cut
-        while self._ledger.pooled and not (holds or left_out.is_leaving):
+        holds |= self._is_cut or bool(self._left)
+        if holds:
+            return [*self._say_none()]
+        while self._ledger.pooled and not left_out.is_leaving:
             ahead = self._ledger.leased(ALL_RANKS)
             under_way = self._grants.oldest
             oldest = under_way.steps if under_way is not None else 1
@@ -475,7 +481,7 @@ class SyncPolicy(Policy):
             start, stop, shares = self._next_steps(steps)
             if self._record is not None:
                 self._record.steps.append((start, stop, list(shares)))
-            self._granted_until = stop
+            self._granted_until, self._has_said_none = stop, False
             first = GrantSteps(
                 rank=0, epoch=self._epoch, start=start, stop=stop, shares=shares
             )
@@ -483,6 +489,20 @@ class SyncPolicy(Policy):
             instructions += [replace(first, rank=rank) for rank in ranks]
             self._grants.grant(start, stop, shares, len(ranks), left_out.ranks)
         return instructions
+
+    def _say_none(self) -> list[GrantSteps]:
+        """Tells loops that fetch early that none are granted for now.
+
+        Else they would wait for a grant to report their last step, and it for them.
+        """
+        waits = self._grants and self._ledger.pooled and not self._lost
+        if not (self._lag_steps and waits) or self._has_said_none:
+            return []
+        self._has_said_none, at = True, self._granted_until
+        return [
+            GrantSteps(rank=rank, epoch=self._epoch, start=at, stop=at, shares=())
+            for rank in sorted(self._active)
+        ]
 
     def _next_steps(self, most: int) -> tuple[int, int, tuple[int, ...]]:
         """The next steps and their shares: as planned, or as speeds are now."""
@@ -522,6 +542,12 @@ class SyncPolicy(Policy):
         staying = self._left.staying(active)
         if (staying and self._grants) or self._adopting:
             return outcome
+        if staying and self._lag_steps:
+            raise ProtocolError(
+                f"ranks {sorted(active - {*staying})} left epoch {self._epoch} before "
+                f"ranks {staying}, whose last backward pass is to come, because "
+                f"{EARLY}; leave it after the same step on every rank"
+            )
         done = self._granted_until if staying else self._left.step
         source = self._left.settle(active, is_needed=bool(self._left_out.ranks))
         if source is not None:

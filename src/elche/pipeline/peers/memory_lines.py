@@ -11,7 +11,8 @@ One piece of memory for each way, made by the sender::
 
 A message's slot is its number modulo their count. The sender raises ``written`` when
 it has filled one, the receiver ``taken`` when it has copied it. Slots grow to hold a
-larger message when all are taken.
+larger message when all are taken; what lay there between steps, as a whole model's
+state may, is given back to the system at once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from elche.comm.transport.shared_memory import (
     new_memory,
     open_memory,
 )
-from elche.pipeline.peers.stage_messages import Message, head_of, read_head
+from elche.pipeline.peers.stage_messages import (
+    NO_STEP_TAGS,
+    Message,
+    head_of,
+    read_head,
+)
 
 SLOTS: Final = 8
 """Messages that one rank may have sent to another before it has taken any."""
@@ -159,7 +165,10 @@ class IncomingMemory:
         while number < self._words[_WRITTEN]:
             if self._slot_bytes != self._words[_SLOT_BYTES]:
                 self._map()
-            tag, message = self._read(_slot(number, self._slot_bytes))
+            at = _slot(number, self._slot_bytes)
+            tag, message, end = self._read(at)
+            if tag >= NO_STEP_TAGS:
+                self._give_back(at, end)
             self._arrived[tag].append(message)
             number += 1
             self._words[_TAKEN] = number
@@ -188,7 +197,15 @@ class IncomingMemory:
         self._memory = mmap.mmap(self._descriptor, size_bytes)
         self._words = memoryview(self._memory).cast("q")
 
-    def _read(self, at: int) -> tuple[int, Message]:
+    def _give_back(self, begin: int, end: int) -> None:
+        """Has no memory behind whole pages, until they are written again."""
+        page = mmap.PAGESIZE
+        begin, end = -(-begin // page) * page, end // page * page
+        if end > begin:
+            self._memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
+
+    def _read(self, at: int) -> tuple[int, Message, int]:
+        """The message of a slot, with its tag, and where it ends."""
         tag, length = self._words[at // _WORD_BYTES], self._words[at // _WORD_BYTES + 1]
         begin = at + _begin(0)
         head = read_head(self._memory[begin : begin + length])
@@ -196,7 +213,8 @@ class IncomingMemory:
         for buffer in head.buffers:
             buffer.copy_(_in_memory(self._memory, buffer, at))
             at += aligned(buffer.nbytes)
-        return tag, Message(head.buffers, head.structure, head.needs_grad, head.failure)
+        message = Message(head.buffers, head.structure, head.needs_grad, head.failure)
+        return tag, message, at
 
 
 @final
@@ -258,6 +276,8 @@ class MemoryLines:
             line.close()
         for other in self.incoming.values():
             other.close()
+        # Else the memory stays until the garbage collector comes by.
+        self.outgoing, self.incoming = {}, {}
 
 
 def _slot(number: int, slot_bytes: int) -> int:

@@ -37,13 +37,8 @@ from elche.pipeline.peers.device_messages import (
 )
 from elche.pipeline.peers.memory_lines import MemoryLines
 from elche.pipeline.peers.rendezvous import Rendezvous, check_for_abort
-from elche.pipeline.peers.stage_messages import Message
-from elche.pipeline.peers.transport import (
-    LOOK_EVERY_S,
-    NO_STEP_TAGS,
-    Address,
-    Transport,
-)
+from elche.pipeline.peers.stage_messages import NO_STEP_TAGS, Message
+from elche.pipeline.peers.transport import LOOK_EVERY_S, Address, Transport
 from elche.pipeline.peers.waits import REASON_WITHIN_S, Waits
 from elche.pipeline.step.step_io import failure_of
 from elche.runtime.process.connect import connect

@@ -16,6 +16,8 @@ import torch
 from elche.errors import ProtocolError
 
 HEAD_BYTES = 512
+NO_STEP_TAGS = 1 << 26
+"""Tags from here on are of messages between steps, which go through the host."""
 _LENGTH = struct.Struct("<I")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -25,15 +25,18 @@ from elche.pipeline.peers.lines import (
     PointToPoint,
 )
 from elche.pipeline.peers.memory_lines import Letter, MemoryLines
-from elche.pipeline.peers.stage_messages import Message, head_of, head_tensors
+from elche.pipeline.peers.stage_messages import (
+    NO_STEP_TAGS,
+    Message,
+    head_of,
+    head_tensors,
+)
 from elche.pipeline.peers.waits import REASON_WITHIN_S
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.05
 MAX_PENDING_SENDS = 8
-NO_STEP_TAGS = 1 << 26
-"""Tags from here on are of messages between steps, which go through the host."""
 
 
 class LongWaits(Protocol):

@@ -79,6 +79,7 @@ class Status:
         told_to_end: ranks that were told to, because of another or of none.
         members: ranks that are in the run, or have left it in order.
         mortal: members whose death would end the run.
+        unjoined: why ranks that were to join have failed.
         devices: of each rank that has joined.
         aborted: why the run was ended, if it was.
         why_closed: why no rank can join the run now; "" if one can.
@@ -91,6 +92,7 @@ class Status:
     told_to_end: frozenset[int] = frozenset()
     members: frozenset[int] = frozenset()
     mortal: frozenset[int] = frozenset()
+    unjoined: tuple[tuple[int, str], ...] = ()
     devices: tuple[tuple[int, str], ...] = ()
     aborted: str | None = None
     why_closed: str = "that has not begun"

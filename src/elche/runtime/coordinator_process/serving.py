@@ -141,6 +141,7 @@ class CoordinatorChild:
             told_to_end=frozenset(server.told_to_end),
             members=frozenset(r for r in ranks if not server.is_outlived(r)),
             mortal=frozenset(r for r in ranks if not core.outlives(r)),
+            unjoined=tuple(sorted(server.record.unjoined.items())),
             devices=tuple(sorted(core.devices.items())),
             aborted=core.aborted,
             why_closed=core.why_closed,

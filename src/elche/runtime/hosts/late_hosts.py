@@ -231,6 +231,9 @@ class LateHosts:
             codes.append(process.returncode)
         code = next((128 - c if c < 0 else c for c in codes if c), 1)
         reason = GONE
+        unjoined = dict(self._server.status.unjoined)
+        if why := [unjoined[rank] for rank in host.processes if rank in unjoined]:
+            code, reason = 1, f"{why[0]}; {GONE}"  # whatever killed it meanwhile
         if host.signal:
             code = 128 + host.signal
             reason = f"it was sent {signal.Signals(host.signal).name}; the run goes on"

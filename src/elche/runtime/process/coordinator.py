@@ -257,7 +257,7 @@ class CoordinatorServer:
 
     def is_outlived(self, rank: int) -> bool:
         """Whether the run has gone on without a rank: it died, or never joined."""
-        return rank in self.core.lost or not self.core.has_member(rank)
+        return self.record.is_outlived(rank)
 
     @property
     def num_ranks(self) -> int:

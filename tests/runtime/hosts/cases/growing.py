@@ -1,4 +1,6 @@
-"""Trains until it is told to stop, whoever comes and goes: `growing.py FOLDER POLICY`.
+"""Trains until it is told to stop, whoever comes and goes.
+
+`growing.py FOLDER POLICY [RATE [EPOCHS]]`
 
 Files in the folder tell it: "begin", "stop", "fail". Samples are counted three times:
 by what loops were handed, by a counter in the model, and by elche.
@@ -22,6 +24,7 @@ from elche.process import process
 SAMPLES = 640
 WITHIN_S = 100.0
 folder, policy, rate = Path(sys.argv[1]), sys.argv[2], float([*sys.argv, "1"][3])
+epochs = int(sys.argv[4]) if len(sys.argv) > 4 else 100_000
 
 
 class Counting(nn.Module):
@@ -55,7 +58,7 @@ model, optimizer, loader = elche.setup(
 )
 epoch = -1
 with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:
-    for epoch in elche.epochs(100_000):
+    for epoch in elche.epochs(epochs):
         for number, (index,) in enumerate(loader):
             if number == 1 and elche.is_main_process():
                 by = process.run.worker.group.transport  # type: ignore[union-attr]

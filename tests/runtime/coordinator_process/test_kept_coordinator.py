@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -17,11 +18,14 @@ import pytest
 
 from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.protocol.events import BarrierReached, Left
+from elche.coordination.protocol.inputs import RankAdded
 from elche.coordination.protocol.instructions import BarrierPassed, Regroup, Welcome
 from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.errors import CommunicationError
 from elche.runtime.coordinator_process import kept_coordinator
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
+from elche.runtime.coordinator_process.link import Begin, Command, Fenced, Link, pack
+from elche.runtime.coordinator_process.serving import CoordinatorChild
 from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of
 
@@ -178,6 +182,31 @@ def test_one_that_dies_again_and_again_ends_the_run(
         channel.close()
         assert "10 times in a row" in (run.kept.aborted or "")
     assert "the run ends" in caplog.text
+
+
+def test_two_words_of_one_death_hold_nobody_up() -> None:
+    """The second comes while the coordinator waits for the launcher to fence."""
+    ours, theirs = socket.socketpair()
+    begin = Begin(
+        world_size=2,
+        key=b"k" * 32,
+        survives=True,
+        several_hosts=False,
+        places={},
+        shows=False,
+        copy=None,
+        journal=(),
+    )
+
+    async def read_twice() -> list[object]:
+        child = CoordinatorChild(Link(theirs), begin)
+        ours.sendall(pack(Command(RankAdded())) + pack(Fenced(1)))
+        child._have_fenced(1)  # reads what the loop has seen to be there
+        child._receive()
+        return [*child._pending]
+
+    with ours, theirs:
+        assert asyncio.run(read_twice()) == [Command(RankAdded())]
 
 
 def test_who_has_a_wrong_key_is_not_taken_and_gives_up() -> None:

@@ -190,13 +190,19 @@ class Link:
         """Hands a message to the system: it arrives even if this process is killed."""
         self._socket.sendall(pack(message))
 
-    def receive(self) -> list[object]:
-        """Waits until something has come; the messages that are complete now.
+    def receive(self, *, waits: bool = True) -> list[object]:
+        """The messages that are complete now.
+
+        Args:
+            waits: until something has come.
 
         Raises:
             EOFError: the launcher has ended.
         """
-        data = self._socket.recv(_CHUNK_BYTES)
+        try:
+            data = self._socket.recv(_CHUNK_BYTES, 0 if waits else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
         if not data:
             raise EOFError("the launcher has ended")
         self._buffer += data

@@ -92,7 +92,8 @@ class CoordinatorChild:
 
     def _receive(self) -> None:
         try:
-            self._pending.extend(self._link.receive())
+            # What it was called for may have been read already, with a `Fenced`.
+            self._pending.extend(self._link.receive(waits=False))
         except (EOFError, OSError):
             os._exit(0)  # the launcher's ranks end by themselves
         # After what ranks have sent by now: their last words, before their end.

@@ -42,6 +42,8 @@ from elche.schedule.planning.profile import (
 )
 
 WARM_RUNS = 1
+UNDER_WAY = 4
+"""Microbatches at a time."""
 RUNS = 3
 _LEAST_S = 1e-9
 MOST_SPLIT_COST = 1.05
@@ -315,21 +317,35 @@ def _measure(
 def _timed(
     runner: StageBackward, given: Message, device: torch.device
 ) -> tuple[float, float, float]:
-    """Seconds of F, I and W."""
+    """Seconds of F, I and W of a microbatch, with others under way as in a step.
+
+    So activations have left the caches when their backward pass comes, and each
+    forward pass takes memory that the last one has not given back.
+    """
     runner.begin_step()
-    begin_s = _now_s(device)
-    message = runner.keep(0, as_plain(runner.forward(0, given, {}, True)))
-    forward_s = _now_s(device)
-    gradients = [
-        torch.ones_like(one)
-        for one, needed in zip(message.tensors, message.needs_grad, strict=True)
-        if needed
-    ]
-    made_s = _now_s(device)
-    runner.backward_input(0, gradients)
-    input_s = _now_s(device)
-    runner.backward_weight(0)
-    return forward_s - begin_s, input_s - made_s, _now_s(device) - input_s
+    took_s: list[list[float]] = [[], [], []]
+    gradients: list[list[torch.Tensor | None]] = []
+    for microbatch in range(UNDER_WAY):
+        begin_s = _now_s(device)
+        value = runner.forward(microbatch, given, {}, True)
+        message = runner.keep(microbatch, as_plain(value))
+        took_s[0].append(_now_s(device) - begin_s)
+        gradients.append(
+            [
+                torch.ones_like(one)
+                for one, needed in zip(message.tensors, message.needs_grad, strict=True)
+                if needed
+            ]
+        )
+    for microbatch, each in enumerate(gradients):
+        begin_s = _now_s(device)
+        runner.backward_input(microbatch, each)
+        input_s = _now_s(device)
+        runner.backward_weight(microbatch)
+        took_s[1].append(input_s - begin_s)
+        took_s[2].append(_now_s(device) - input_s)
+    forward_s, inputs_s, weights_s = map(median, took_s)
+    return forward_s, inputs_s, weights_s
 
 
 def _activation_bytes(layer: Layer, unpacks: bool, given: Message) -> int:

@@ -37,6 +37,7 @@ ELSEWHERE = {
     },
     "launching/function_rank.py": {"_clear", "_run_exitfuncs"},  # of atexit
     "runtime/process/heartbeat.py": {"_current_frames"},  # of sys
+    "runtime/coordinator_process/serving.py": {"_exit"},  # of os
     "runtime/process/launcher_watch.py": {"_exit"},  # of os
 }
 

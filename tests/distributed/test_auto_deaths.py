@@ -24,7 +24,7 @@ from tests.distributed.cases.auto_deaths import (
 )
 from tests.distributed.cases.survive_cases import Death
 from tests.distributed.cases.tasks import identical
-from tests.harness.fenced import run_fenced
+from tests.harness.fenced import run_fenced, survivors_of
 
 pytestmark = pytest.mark.distributed
 
@@ -88,14 +88,7 @@ def outlive(
     """
     outcomes, lost = run_fenced(ranks, train, str(tmp_path), deaths, options, late)
     victims = [death.rank for death in deaths]
-    errors = {each.rank: each.error for each in outcomes if each.error}
-    others = [error for rank, error in errors.items() if rank not in victims]
-    assert not others, "\n".join(map(str, others))
-    assert sorted(lost) == sorted(victims), "a fault did not happen"
-    for rank in victims:
-        assert errors[rank].way == "died"
-        assert "-9" in errors[rank].text
-    survivors: list[Counted] = [e.value for e in outcomes if e.rank not in victims]
+    survivors: list[Counted] = survivors_of(outcomes, lost, victims)
     assert identical([each.state for each in survivors])
     state = survivors[0].state
     assert (state["count"] - state["w"]).tolist() == [EPOCHS] * SAMPLES

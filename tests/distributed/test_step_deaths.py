@@ -25,7 +25,7 @@ from tests.distributed.cases.step_deaths import (
 )
 from tests.distributed.cases.survive_cases import Death
 from tests.distributed.cases.tasks import identical
-from tests.harness.fenced import run_fenced
+from tests.harness.fenced import run_fenced, survivors_of
 
 pytestmark = pytest.mark.distributed
 
@@ -62,14 +62,7 @@ def outlive(
     loop = Loop(str(tmp_path), deaths=deaths, options=(*options.items(),), **more)
     outcomes, lost = run_fenced(ranks, train, loop)
     victims = [death.rank for death in deaths]
-    errors = {each.rank: each.error for each in outcomes if each.error}
-    others = [error for rank, error in errors.items() if rank not in victims]
-    assert not others, "\n".join(map(str, others))
-    assert sorted(lost) == sorted(victims), "a fault did not happen"
-    for rank in victims:
-        assert errors[rank].way == "died"
-        assert "-9" in errors[rank].text
-    survivors: list[Trained] = [e.value for e in outcomes if e.rank not in victims]
+    survivors: list[Trained] = survivors_of(outcomes, lost, victims)
     assert identical([each.state for each in survivors])
     assert [each.place for each in survivors] == list(range(len(survivors)))
     assert {each.world_size for each in survivors} == {len(survivors)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,3 +45,23 @@ def run_fenced(
             **more,
         )
     return list(outcomes), lost
+
+
+def survivors_of(
+    outcomes: Sequence[Outcome], lost: Sequence[int], victims: Sequence[int]
+) -> list[Any]:
+    """What those have who live; each of the others was killed, and nobody else failed.
+
+    Args:
+        outcomes: of `run_fenced`.
+        lost: of it.
+        victims: who was to die.
+    """
+    errors = {each.rank: each.error for each in outcomes if each.error}
+    others = [error for rank, error in errors.items() if rank not in victims]
+    assert not others, "\n".join(map(str, others))
+    assert sorted(lost) == sorted(victims), "a fault did not happen"
+    for rank in victims:
+        assert errors[rank].way == "died"
+        assert "-9" in errors[rank].text
+    return [each.value for each in outcomes if each.rank not in victims]

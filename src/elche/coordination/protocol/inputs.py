@@ -1,4 +1,4 @@
-"""What a coordinator takes: events, and what else is to be remembered. Pure data."""
+"""Inputs of a coordinator: events, and what else is to be remembered. Pure data."""
 
 from __future__ import annotations
 

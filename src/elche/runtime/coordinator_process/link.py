@@ -1,4 +1,4 @@
-"""What the launcher and its coordinator say to each other, over a pair of sockets.
+"""Messages of the launcher and its coordinator, over a pair of sockets.
 
 The pair is between these two processes alone, parent and child, so what travels is
 pickled: entries of the journal and copies of the record, which the launcher keeps

@@ -208,15 +208,12 @@ async def _launch(
     own_address = LOOPBACK if hosts is None else hosts.own_address()
     world_size = config.world_size if leader is None else leader.world_size
     is_one_host = network is None and leader is None
-    listener = None if leader is None else leader.listener
-    if network is not None:
-        listener = network.listener()
     server = KeptCoordinator(
         world_size,
         key,
         survives=network is None,
         several_hosts=leader is not None,
-        listener=listener or listen(own_address, 0),
+        listener=_listener(config, leader, own_address),
     )
     display = config.display
     if display is not None:
@@ -300,6 +297,16 @@ async def _launch(
         if each is not None:
             await each.end(result.exit_code, result.reason)
     return result
+
+
+def _listener(
+    config: LaunchConfig, leader: Leader | None, own_address: str
+) -> socket.socket:
+    """Where ranks connect to."""
+    if config.network is not None:
+        return config.network.listener()
+    listening = None if leader is None else leader.listener
+    return listening or listen(own_address, 0)
 
 
 def _say(line: str) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from elche.comm.tensors.kept_memory import keep_freed_memory
 from elche.config import DELAYED_SYNC, RunConfig
 from elche.errors import ConfigError, ElcheError
 from elche.process import process
@@ -211,6 +212,7 @@ def _begin_alone(
     training: Training, asked: SetupConfig, placement: Placement
 ) -> SingleRun:
     _write_stderr(_single_line(placement))
+    keep_freed_memory()
     run = SingleRun(training, placement.device)
     run.notifications.emit = _write_stderr
     run.attach()

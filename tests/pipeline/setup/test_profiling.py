@@ -17,11 +17,11 @@ from elche.errors import ConfigError, MismatchError
 from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import layers_of
+from elche.pipeline.setup.measured_plan import plan_measured
 from elche.pipeline.setup.memory import memory_limit
 from elche.pipeline.setup.profiling import (
     LayerMeasurement,
     as_message,
-    plan_measured,
     profile_layers,
 )
 from elche.runtime.process.coordinator import serve_in_thread

@@ -27,11 +27,11 @@ from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.patience import Forecast
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Blueprint, Parts, rescheduled
+from elche.pipeline.setup.measured_plan import layer_costs_of
 from elche.pipeline.setup.planning import PipelinePlan
 from elche.pipeline.setup.profiling import (
     LayerMeasurement,
     as_message,
-    layer_costs_of,
     profile_layers,
 )
 from elche.pipeline.step.executor import Executor

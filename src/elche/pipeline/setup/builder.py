@@ -18,18 +18,20 @@ from elche.pipeline.pipeline_config import PipelineConfig, pipeline_config
 from elche.pipeline.replicas.replicas import agree_on_groups
 from elche.pipeline.setup.assembly import Parts, assemble, build_layers, draw_up
 from elche.pipeline.setup.building import LayerList, Split, layers_of
+from elche.pipeline.setup.links import links_of, measure_links
+from elche.pipeline.setup.measured_plan import layer_costs_of, plan_measured
 from elche.pipeline.setup.memory import memory_limit
 from elche.pipeline.setup.planning import check_asked, make_plan
 from elche.pipeline.setup.profiling import (
+    LayerMeasurement,
     as_message,
     check_measuring,
-    layer_costs_of,
-    plan_measured,
     profile_layers,
 )
 from elche.pipeline.step.stepping import Stepping
 from elche.runtime.process.environment import Placement, check_device, read_placement
 from elche.schedule.actions import Schedule
+from elche.schedule.planning.profile import LinkProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,10 @@ class PipelineBuilder:
             told: list[Any] = []
             if self.config.costs == "measure":
                 told = self.communicator.gather(self._measure, "measuring the layers")
-            parts = self.communicator.build(lambda: self._build(told), self.groups)
+            links = self._measure_links(told) if told else {}
+            parts = self.communicator.build(
+                lambda: self._build(told, links), self.groups
+            )
             if parts.tied is not None:
                 parts.tied.make_equal(self.config.timeout_s)
             return Stepping(
@@ -154,9 +159,27 @@ class PipelineBuilder:
         device = asked.device(self.placement)
         layers = self._layers
         most = memory_limit(config, self.placement, device, layers)
-        return [most, as_message(profile_layers(layers, config.sample, device))]
+        measured = as_message(profile_layers(layers, config.sample, device))
+        return [most, measured, device.type]
 
-    def _build(self, told: Sequence[Any]) -> Parts:
+    def _measure_links(
+        self, told: Sequence[Any]
+    ) -> Mapping[tuple[int, int], LinkProfile]:
+        """Of this pipeline's ranks; nothing where messages are still to find their way.
+
+        Those from device to device do once the layers are there.
+        """
+        peers, members = self.communicator.peers, self.groups.members
+        if peers is None or any(kind != "cpu" for _, _, kind in told):
+            return {}
+        largest = max(LayerMeasurement(*one).output_bytes for one in told[0][1])
+        mine = measure_links(peers.transport, members, largest, self.config.timeout_s)
+        found = self.communicator.exchange(mine, "measuring the links")
+        return links_of([found[rank] for rank in members])
+
+    def _build(
+        self, told: Sequence[Any], links: Mapping[tuple[int, int], LinkProfile]
+    ) -> Parts:
         asked, groups = self._asked, self.groups
         device = asked.device(self.placement)
         layers = self._layers
@@ -165,7 +188,7 @@ class PipelineBuilder:
         limits = [told[rank][0] for rank in groups.members] if told else []
         if told and isinstance(wanted, str):
             wanted, self.config = plan_measured(
-                mine, limits, wanted, asked.micro_batches, self.config
+                *(mine, limits, wanted, asked.micro_batches, self.config, links)
             )
         num_ranks = len(groups.members)
         plan = make_plan(
@@ -173,7 +196,7 @@ class PipelineBuilder:
         )
         planner = Planner(
             *(asked.schedule, plan, self.config),
-            layer_costs_of(mine, limits) if told else None,
+            layer_costs_of(mine, limits, links) if told else None,
             says=self.placement.rank == groups.members[0],
         )
         self.changes = Changes(

@@ -1,27 +1,29 @@
-"""Measured layer times on this rank's device, and the plan from all ranks' times.
+"""Measured layer times on this rank's device.
 
 A layer is timed as it will run: through
 `elche.pipeline.split_backward.backward.StageBackward`, with its weight gradients put
 off, and whole. Where they cannot be put off, or where that costs too much, it runs its
-backward whole, and the plan gets all of it as I, with no W. The ranks exchange what
-they found, and each makes the same partition and schedule of it
-(`elche.schedule.planning.planner`).
+backward whole, and the plan (`elche.pipeline.setup.measured_plan`) gets all of it as I,
+with no W.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import islice
-from statistics import median
-from typing import Any
+from statistics import fmean, median
+from typing import Any, final
 
 import torch
 from torch import nn
 
-from elche.errors import ConfigError, MismatchError
+from elche.comm.transport.shared_memory import may_share_memory
+from elche.errors import ConfigError
+from elche.pipeline.peers.memory_lines import IncomingMemory, Letter, OutgoingMemory
 from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList, layers_of
@@ -29,21 +31,17 @@ from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer, OwnBackward, Stage
 from elche.pipeline.trees import as_plain, as_tensors, batch_samples, flatten, unflatten
 from elche.schedule.actions import Schedule
-from elche.schedule.costs import StageCost
-from elche.schedule.planning.layer_costs import LayerCosts
-from elche.schedule.planning.plan import PlanConfig
-from elche.schedule.planning.planner import plan_pipeline
-from elche.schedule.planning.profile import (
-    ADAM_STATE_FACTOR,
-    DeviceProfile,
-    LayerProfile,
-    LayerTimes,
-    PipelineProfile,
-)
 
 WARM_RUNS = 1
 UNDER_WAY = 4
 """Microbatches at a time."""
+MOST_TURNS = 4
+TURNS_BYTES = 64 * 2**20
+"""A layer is timed in turn with copies of itself, as many as this holds of them.
+
+In a step the other layers of the stage have been at the caches since; parameters that
+are larger have none of them in the caches anyway.
+"""
 RUNS = 3
 _LEAST_S = 1e-9
 MOST_SPLIT_COST = 1.05
@@ -62,6 +60,8 @@ class LayerMeasurement:
         activation_bytes: that forward keeps for backward, its parameters left out.
         output_bytes: of the message to the next layer.
         parameter_bytes: of its parameters.
+        message_s: time to write its output for another rank of this host, or to read
+            it; 0 where messages do not go through memory.
     """
 
     forward_s: float
@@ -71,6 +71,7 @@ class LayerMeasurement:
     activation_bytes: int
     output_bytes: int
     parameter_bytes: int
+    message_s: float = 0.0
 
 
 def profile_layers(
@@ -79,7 +80,8 @@ def profile_layers(
     """Times forward, input gradient and weight gradient of each layer.
 
     Layers are copied, or built from their factories, one at a time: neither modules nor
-    torch's random numbers change, and no more than one layer is on the device.
+    torch's random numbers change, and no more than one layer is on the device, or a few
+    copies of a small one.
 
     Args:
         layers: an nn.Sequential, a list of modules or factories, or a `LayerList`.
@@ -98,9 +100,9 @@ def profile_layers(
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         for index in range(len(listed)):
-            layer = _copy_of(listed, index, device)
+            turns = _turns(listed, index, device)
             given = _on(given, device)
-            found, given = _measure(layer, listed.unpacks, given, device, runs)
+            found, given = _measure(turns, listed.unpacks, given, device, runs)
             measured.append(found)
     return measured
 
@@ -132,131 +134,9 @@ def check_measuring(schedule: str | Schedule, config: PipelineConfig) -> None:
         )
 
 
-def plan_measured(
-    told: Sequence[Sequence[Sequence[float]]],
-    limits: Sequence[float],
-    schedule: str,
-    micro_batches: int,
-    config: PipelineConfig,
-) -> tuple[Schedule, PipelineConfig]:
-    """The plan for what all ranks have measured; the same on every rank.
-
-    Args:
-        told: of each rank, its measurements as tuples.
-        limits: of each rank, bytes for parameters, their state and activations.
-        schedule: a name.
-        micro_batches: of one step.
-        config: the other settings.
-
-    Returns:
-        The schedule, compute only, and settings with its partition and costs.
-
-    Raises:
-        MismatchError: ranks have different numbers of layers.
-        ConfigError: fewer layers than ranks, too little memory, or the schedule cannot
-            run.
-    """
-    by_rank = [[LayerMeasurement(*one) for one in rows] for rows in told]  # type: ignore[arg-type]
-    _check_counts(by_rank)
-    profile = PipelineProfile(
-        layers=tuple(
-            _layer_profile(index, [rows[index] for rows in by_rank])
-            for index in range(len(by_rank[0]))
-        ),
-        devices=tuple(
-            DeviceProfile(
-                name=f"rank {rank}", kind=f"rank {rank}", memory_bytes=limits[rank]
-            )
-            for rank in range(len(by_rank))
-        ),
-    )
-    asked = PlanConfig(
-        num_microbatches=micro_batches,
-        schedule=schedule,
-        stages_per_device=config.stages_per_rank or 2,
-        use_all_devices=True,
-    )
-    chosen = plan_pipeline(profile, asked).chosen
-    devices, ranks = chosen.partition.devices, chosen.partition.ranks
-    by_device = [ranks.index(device) for device in range(len(by_rank))]
-    limits = chosen.costs.memory
-    made = Schedule(
-        name=chosen.schedule.name,
-        num_microbatches=micro_batches,
-        placement=devices,
-        actions=tuple(chosen.schedule.actions[rank] for rank in by_device),
-    )
-    costs = replace(
-        chosen.costs,
-        placement=devices,
-        memory=tuple(limits[rank] for rank in by_device),
-    )
-    sizes = chosen.partition.sizes
-    # The limits are those of the costs now, and of every later plan (`Planner`).
-    return made, replace(config, partition=sizes, costs=costs, memory_bytes=None)
-
-
-def layer_costs_of(
-    told: Sequence[Sequence[Sequence[float]]], limits: Sequence[float] = ()
-) -> LayerCosts:
-    """What all ranks have measured as costs, in seconds and bytes.
-
-    Args:
-        told: of each rank, its measurements as tuples.
-        limits: of each rank, bytes for parameters, their state and activations.
-
-    Raises:
-        MismatchError: ranks have different numbers of layers.
-    """
-    rows = [[LayerMeasurement(*one) for one in each] for each in told]  # type: ignore[arg-type]
-    _check_counts(rows)
-    return LayerCosts(
-        by_rank=tuple(
-            tuple(
-                StageCost(
-                    forward=one.forward_s,
-                    input_gradient=one.input_gradient_s,
-                    weight_gradient=one.weight_gradient_s,
-                    backward=one.backward_s,
-                    activation=one.activation_bytes,
-                )
-                for one in row
-            )
-            for row in rows
-        ),
-        memory=tuple(limits),
-        state=tuple(ADAM_STATE_FACTOR * one.parameter_bytes for one in rows[0]),
-    )
-
-
 def as_message(measured: Sequence[LayerMeasurement]) -> list[list[float]]:
     """Measurements as the ranks exchange them."""
     return [list(astuple(one)) for one in measured]
-
-
-def _check_counts(by_rank: Sequence[Sequence[LayerMeasurement]]) -> None:
-    counts = [len(rows) for rows in by_rank]
-    if len(set(counts)) > 1:
-        raise MismatchError(f"ranks have different numbers of layers: {counts}")
-
-
-def _layer_profile(index: int, by_rank: Sequence[LayerMeasurement]) -> LayerProfile:
-    first = by_rank[0]
-    return LayerProfile(
-        name=f"layer {index}",
-        times={
-            f"rank {rank}": LayerTimes(
-                forward_s=one.forward_s,
-                input_gradient_s=one.input_gradient_s,
-                weight_gradient_s=one.weight_gradient_s,
-                backward_s=one.backward_s,
-            )
-            for rank, one in enumerate(by_rank)
-        },
-        activation_bytes=first.activation_bytes,
-        output_bytes=first.output_bytes,
-        parameter_bytes=first.parameter_bytes,
-    )
 
 
 def _copy_of(layers: LayerList, index: int, device: torch.device) -> Layer:
@@ -274,31 +154,53 @@ def _copy_of(layers: LayerList, index: int, device: torch.device) -> Layer:
     return layers.build([index], device, None, None)[0]
 
 
+def _turns(layers: LayerList, index: int, device: torch.device) -> list[Layer]:
+    """A layer to measure, and copies of it to be run between."""
+    layer = _copy_of(layers, index, device)
+    size_bytes = max(1, sum(one.nbytes for one in layer.module.parameters()))
+    turns = min(MOST_TURNS, len(layers), max(1, TURNS_BYTES // size_bytes))
+    return [layer, *(_copy_of(layers, index, device) for _ in range(turns - 1))]
+
+
 def _on(given: Message, device: torch.device) -> Message:
     return replace(given, tensors=tuple(one.to(device) for one in given.tensors))
 
 
 def _measure(
-    layer: Layer, unpacks: bool, given: Message, device: torch.device, runs: int
+    turns: Sequence[Layer],
+    unpacks: bool,
+    given: Message,
+    device: torch.device,
+    runs: int,
 ) -> tuple[LayerMeasurement, Message]:
     """Times a layer; returns what it hands on, too."""
-    stage = Stage(0, [layer], unpacks)
-    split, whole = (StageBackward(stage, None, splits) for splits in (True, False))
+    layer = turns[0]
+    stages = [Stage(0, [one], unpacks) for one in turns]
+    split, whole = (
+        [StageBackward(stage, None, splits) for stage in stages]
+        for splits in (True, False)
+    )
     rows: list[tuple[float, ...]] = []
-    for _ in range(WARM_RUNS + runs):
-        rows.append((*_timed(split, given, device), *_timed(whole, given, device)))
+    with contextlib.closing(_Loop(device)) as loop:
+        for _ in range(WARM_RUNS + runs):
+            rows.append(
+                (
+                    *_timed(split, given, device, loop),
+                    *_timed(whole, given, device, loop),
+                )
+            )
     columns = list(zip(*islice(rows, WARM_RUNS, None), strict=True))
     times = [max(_LEAST_S, median(column)) for column in columns]
-    (forward_s, input_s, weight_s), (whole_s, *backward) = times[:3], times[3:]
+    forward_s, input_s, weight_s, _, whole_s, *backward, message_s = times
     backward_s = sum(backward)
     # Whatever else the machine does only adds to a time.
     least = [max(_LEAST_S, min(column)) for column in columns]
-    split_cost = sum(least[:3]) / sum(least[3:])
+    split_cost = sum(least[:3]) / sum(least[4:7])
     has_own = isinstance(layer.module, OwnBackward)
-    is_put_off = split.profile.deferred_flops > 0 and split_cost <= MOST_SPLIT_COST
+    is_put_off = split[0].profile.deferred_flops > 0 and split_cost <= MOST_SPLIT_COST
     if not has_own and not is_put_off:
         forward_s, input_s, weight_s = whole_s, backward_s, 0.0
-    message = whole.keep(0, as_plain(whole.forward(0, given, {}, False)))
+    message = whole[0].keep(0, as_plain(whole[0].forward(0, given, {}, False)))
     parameters = list(layer.module.parameters())
     return (
         LayerMeasurement(
@@ -309,27 +211,32 @@ def _measure(
             activation_bytes=_activation_bytes(layer, unpacks, given),
             output_bytes=sum(one.nbytes for one in message.tensors),
             parameter_bytes=sum(one.nbytes for one in parameters),
+            message_s=message_s if loop.is_open else 0.0,
         ),
         message,
     )
 
 
 def _timed(
-    runner: StageBackward, given: Message, device: torch.device
-) -> tuple[float, float, float]:
-    """Seconds of F, I and W of a microbatch, with others under way as in a step.
+    turns: Sequence[StageBackward], given: Message, device: torch.device, loop: _Loop
+) -> tuple[float, float, float, float]:
+    """Seconds of F, I, W and a message's end, with others under way as in a step.
 
-    So activations have left the caches when their backward pass comes, and each
-    forward pass takes memory that the last one has not given back.
+    So activations have left the caches when their backward pass comes, each forward
+    pass takes memory that the last one has not given back, and other layers have run
+    since a layer's parameters were read.
     """
-    runner.begin_step()
-    took_s: list[list[float]] = [[], [], []]
+    for runner in turns:
+        runner.begin_step()
+    took_s: list[list[float]] = [[], [], [], []]
     gradients: list[list[torch.Tensor | None]] = []
     for microbatch in range(UNDER_WAY):
-        begin_s = _now_s(device)
-        value = runner.forward(microbatch, given, {}, True)
-        message = runner.keep(microbatch, as_plain(value))
-        took_s[0].append(_now_s(device) - begin_s)
+        for runner in turns:
+            begin_s = _now_s(device)
+            value = runner.forward(microbatch, given, {}, True)
+            message = runner.keep(microbatch, as_plain(value))
+            took_s[0].append(_now_s(device) - begin_s)
+            took_s[3].append(loop.pass_s(message))
         gradients.append(
             [
                 torch.ones_like(one)
@@ -338,14 +245,53 @@ def _timed(
             ]
         )
     for microbatch, each in enumerate(gradients):
-        begin_s = _now_s(device)
-        runner.backward_input(microbatch, each)
-        input_s = _now_s(device)
-        runner.backward_weight(microbatch)
-        took_s[1].append(input_s - begin_s)
-        took_s[2].append(_now_s(device) - input_s)
-    forward_s, inputs_s, weights_s = map(median, took_s)
-    return forward_s, inputs_s, weights_s
+        for runner in reversed(turns):
+            begin_s = _now_s(device)
+            runner.backward_input(microbatch, each)
+            input_s = _now_s(device)
+            runner.backward_weight(microbatch)
+            took_s[1].append(input_s - begin_s)
+            took_s[2].append(_now_s(device) - input_s)
+    forward_s, inputs_s, weights_s, message_s = map(fmean, took_s)
+    return forward_s, inputs_s, weights_s, message_s
+
+
+@final
+class _Loop:
+    """A way for messages through memory from this rank to itself.
+
+    Args:
+        device: whose messages; only those of the CPU take it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._outgoing: OutgoingMemory | None = None
+        self._incoming: IncomingMemory | None = None
+        if device.type == "cpu" and may_share_memory():
+            with contextlib.suppress(OSError):
+                self._outgoing = OutgoingMemory()
+                self._incoming = IncomingMemory.open(self._outgoing.offer)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is one."""
+        return self._incoming is not None
+
+    def pass_s(self, message: Message) -> float:
+        """Time of a message at each of its ends, half of what both take."""
+        if self._outgoing is None or self._incoming is None:
+            return 0.0
+        begin_s = time.perf_counter()
+        self._outgoing.send(0, Letter(message))
+        self._incoming.poll()
+        self._incoming.take(0)
+        return (time.perf_counter() - begin_s) / 2
+
+    def close(self) -> None:
+        """Gives the memory up."""
+        for line in (self._outgoing, self._incoming):
+            if line is not None:
+                line.close()
 
 
 def _activation_bytes(layer: Layer, unpacks: bool, given: Message) -> int:

@@ -25,6 +25,7 @@ from elche.comm.control.addresses import (
 )
 from elche.comm.control.control_channel import ControlChannel
 from elche.comm.control.key_file import KEY_BYTES, is_private
+from elche.comm.tensors.kept_memory import keep_freed_memory
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.launchers import read_launcher
@@ -53,6 +54,7 @@ def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlC
         CommunicationError: the coordinator cannot be reached.
         ConfigError: the launcher's environment is incomplete.
     """
+    keep_freed_memory()
     environment = read_launcher(os.environ)
     if placement.listen == AUTO:
         met_at = placement.coordinator or (environment.get("MASTER_ADDR", ""), 0)

@@ -181,6 +181,15 @@ class ProfileTable:
         transfer = link.transfer_s(self.profile.layers[boundary - 1].output_bytes)
         return link.latency_s + transfer, transfer
 
+    def busy_s(self, boundary: int, device: int, other: int) -> float:
+        """Time for which a message keeps one of its two devices busy; as above."""
+        if device == other:
+            return 0.0
+        one = self.profile.devices[device]
+        return (
+            self.profile.layers[boundary - 1].times_on(one.kind).message_s / one.speed
+        )
+
     def state_bytes(self, partition: Partition) -> list[float]:
         """Bytes of parameters and their state of each rank."""
         bounds, ranks = partition.boundaries, partition.ranks

@@ -24,17 +24,25 @@ def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
     stages, links = [], []
     for stage, device in enumerate(devices):
         begin, end = bounds[stage], bounds[stage + 1]
+        # A stage receives and sends once in F, and once in its backward.
+        messages_s = sum(
+            table.busy_s(bounds[max(stage, other)], device, devices[other])
+            for other in (stage - 1, stage + 1)
+            if 0 <= other < len(devices)
+        )
 
         def part(sums: list[float], begin: int = begin, end: int = end) -> float:
             return max(0.0, sums[end] - sums[begin])
 
         stages.append(
             StageCost(
-                forward=part(table.forward[device]),
-                input_gradient=part(table.backward_input[device]),
+                forward=messages_s + part(table.forward[device]),
+                input_gradient=messages_s + part(table.backward_input[device]),
                 weight_gradient=part(table.weight[device]),
                 backward=(
-                    part(table.backward[device]) if table.has_whole_backward else None
+                    messages_s + part(table.backward[device])
+                    if table.has_whole_backward
+                    else None
                 ),
                 activation=part(table.activation),
                 kept_for_weight=part(table.kept),

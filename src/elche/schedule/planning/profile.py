@@ -26,15 +26,19 @@ class LayerTimes:
         input_gradient_s: time of I.
         weight_gradient_s: time of W.
         backward_s: time of B, the whole backward at once; None means I + W.
+        message_s: for which sending its output to another device, or receiving it
+            there, keeps this one busy.
     """
 
     forward_s: float
     input_gradient_s: float
     weight_gradient_s: float
     backward_s: float | None = None
+    message_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "input_gradient_s", "weight_gradient_s"):
+        names = ("forward_s", "input_gradient_s", "weight_gradient_s", "message_s")
+        for name in names:
             _check_amount(name, getattr(self, name))
         if self.backward_s is not None:
             _check_amount("backward_s", self.backward_s)

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from elche.errors import ConfigError
 from elche.pipeline.pipeline import Pipeline
-from elche.pipeline.setup import profiling
+from elche.pipeline.setup import links, profiling
 from elche.pipeline.step import executor
 from tests.harness.rank_main import this_place
 
@@ -37,12 +38,11 @@ class Clock:
 @contextmanager
 def virtual_time() -> Iterator[None]:
     """Layers and actions take as long as their delays say, on any machine."""
-    before = profiling.time, executor.time
-    profiling.time = executor.time = Clock  # type: ignore[attr-defined, assignment]
-    try:
+    timed = (profiling, links, executor)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in timed:
+            patch.setattr(module, "time", Clock)
         yield
-    finally:
-        profiling.time, executor.time = before  # type: ignore[attr-defined]
 
 
 class Delay(torch.autograd.Function):

@@ -11,14 +11,14 @@ start and last reduction included. Before each pair and after the last the same 
 train at once without communication (*indep*); a pair beside which that is more than 3 %
 below its best is rejected. ``sync`` runs in the first pair only, for the record.
 
-What windows can bring is set by two times: of a reduction, 2 (H - 1) / H model bytes
-over the link's rate, and of a batch. A blocking window (``cadence``) is lengthened until
-the reduction is 3 % of it (``overhead_target``), so that 0.97 is what it aims at; one of
-``async`` is 1.2 times as long as the reduction or longer, and only the last reduction of
-an epoch is waited for: run for 50 times as long as a reduction to lose 2 %. The default
-model, gpt-small at 2.5 ms per sample, is small so that runs of seconds are that long; a
-sum of it takes about as long as a batch of 32 on all devices, as that of ten million
-parameters does where such a batch takes four seconds.
+What windows can bring is set by the time of a reduction: 2 (H - 1) / H model bytes over
+the rate. Those of ``cadence`` block, and grow until the reduction is 3 % of them
+(``overhead_target``): 0.97 is what it aims at, and until then it costs more. Those of
+``async`` are 1.2 times as long as the reduction or longer, and only the last one of an
+epoch is waited for: a run 50 times as long as a reduction loses 2 % by it. The default
+model, gpt-small at 2.5 ms per sample, is so small that seconds are long enough; its sum
+takes about as long as a batch of 32 on all devices, as that of ten million parameters
+does where such a batch takes four seconds.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ class HostsConfig:
         """Least time of a sum between hosts, each host's own summed before."""
         return self.bench.reduction_s("elche-async", self.hosts)
 
-    def spec(self, name: str, seed: int, folder: Path, *, linked: bool) -> ContenderSpec:
+    def spec(
+        self, name: str, seed: int, folder: Path, *, linked: bool
+    ) -> ContenderSpec:
         """What a run trains; under ``sync`` behind a link it ends by time.
 
         Args:

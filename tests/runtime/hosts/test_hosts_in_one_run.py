@@ -58,7 +58,7 @@ def _live_through(run: OpenRun, link: Link) -> None:
     first.wait_for(r"rank 3 joined: going on with ranks 0, 1, 3\n")
 
     link.turn(1, "down")
-    first.wait_for(r"rank 1 died: going on with ranks 0, 3\n")
+    first.wait_for(r"rank 1 died: going on with ranks 0, 3;")
     assert cut.end() == 1, cut.output
     assert "silent for 12 s, and the others go on" in cut.output
     link.turn(1, "up")

@@ -91,12 +91,15 @@ class HostsRun:
         windows: synchronisations of window policies.
         anchor: batches of the slowest rank in the last window.
         window_bytes: sent by the first host for each window; 0 on one host.
+        overrun: time by which real computing exceeded the declared, on the rank where
+            that is most; above `MOST_OVERRUN` the machine was too busy to emulate.
     """
 
     samples_per_s: float
     windows: int
     anchor: int | None
     window_bytes: float
+    overrun: float
 
 
 def run_control(config: HostsConfig, seed: int) -> float:
@@ -109,13 +112,15 @@ def run_policy(
     config: HostsConfig, policy: str, seed: int, link: Link | None
 ) -> HostsRun:
     """A run under a policy: on hosts of their own behind a link, or on one host."""
-    first, *_ = _results(config, policy, seed, link)
+    found = _results(config, policy, seed, link)
+    first = found[0]
     windows = int(first["windows"])
     return HostsRun(
         samples_per_s=first["samples"] / first["train_s"],
         windows=windows,
         anchor=first["anchor"],
         window_bytes=first["sent_bytes"] / max(1, windows),
+        overrun=max(each["overrun_s"] / each["nominal_s"] for each in found),
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hosts.bench import HostsConfig
+from benchmarks.hosts.__main__ import ONE, SEVERAL, report
+from benchmarks.hosts.bench import HostsConfig, HostsRun
 from benchmarks.hosts.pairs import ratio_of, undisturbed
 from benchmarks.links.bench import LinkBenchConfig
 from benchmarks.links.namespaces import SENT_BYTES
@@ -67,3 +68,25 @@ def test_all_train_the_same_but_for_the_place(tmp_path: Path) -> None:
     assert three.spec("sync", 0, tmp_path, linked=True).max_seconds == 60.0
     alone = three.spec(CONTROL, 0, tmp_path, linked=False)
     assert (alone.kind, alone.max_seconds, alone.options) == ("solo", 4.0, {})
+
+
+def test_the_table_is_of_undisturbed_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    def pair(one: float, several: float) -> dict[str, HostsRun]:
+        return {
+            ONE: HostsRun(one, 20, 12, 0.0, 0.001),
+            SEVERAL: HostsRun(several, 10, 24, 5e5, 0.02),
+        }
+
+    runs = {
+        "async": [pair(100.0, 1.0), pair(200.0, 196.0), pair(100.0, 98.0)],
+        "sync": [pair(100.0, 50.0)],  # beside the first control, which was disturbed
+    }
+    found = report(config(1, 0.5, 0.25), [90.0, 100.0, 99.0, 100.0], runs)
+    assert set(found) == {"async"}
+    assert found["async"]["pairs"] == 2
+    assert found["async"]["ratio"] == pytest.approx(0.98)
+    assert found["async"]["of_indep"] == pytest.approx(1.47)
+    shown = capsys.readouterr().out
+    assert "2 of 3 pairs undisturbed" in shown
+    assert "0.980 to 0.980" in shown
+    assert "sync     no pair is left" in shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ def config(*speeds: float, **settings: Any) -> HostsConfig:
 
 
 def test_a_pair_counts_between_two_controls_that_were_not_disturbed() -> None:
-    assert undisturbed([100.0, 98.0, 96.0, 97.0, 100.0]) == [0, 3]
-    assert undisturbed([100.0, 90.0]) == []
+    assert undisturbed([100.0, 98.0, 96.0, 97.0, 100.0], 101.0) == [0, 3]
+    assert undisturbed([100.0, 90.0], 100.0) == []
+    assert undisturbed([75.0, 75.0], 100.0) == []  # busy all the time
 
 
 def test_a_ratio_is_over_pairs_and_not_over_means() -> None:
@@ -36,10 +36,12 @@ def test_a_ratio_is_over_pairs_and_not_over_means() -> None:
     assert found.low == pytest.approx(found.high) == pytest.approx(0.9)
     wide = ratio_of([90.0, 110.0], [100.0, 100.0])
     assert wide is not None
+    assert wide.low is not None
+    assert wide.high is not None
     assert wide.low < 0.9 < 1.1 < wide.high
     single = ratio_of([90.0], [100.0])
     assert single is not None
-    assert math.isnan(single.low)
+    assert single.low is None
     assert ratio_of([], []) is None
 
 
@@ -81,11 +83,13 @@ def test_the_table_is_of_undisturbed_pairs(capsys: pytest.CaptureFixture[str]) -
         "async": [pair(100.0, 1.0), pair(200.0, 196.0), pair(100.0, 98.0)],
         "sync": [pair(100.0, 50.0)],  # beside the first control, which was disturbed
     }
-    found = report(config(1, 0.5, 0.25), [90.0, 100.0, 99.0, 100.0], runs)
+    three = config(1, 0.5, 0.25)
+    best = sum(three.bench.rates)
+    found = report(three, [best * part for part in (0.9, 1.0, 0.99, 1.0)], runs)
     assert set(found) == {"async"}
     assert found["async"]["pairs"] == 2
     assert found["async"]["ratio"] == pytest.approx(0.98)
-    assert found["async"]["of_indep"] == pytest.approx(1.47)
+    assert found["async"]["of_indep"] == pytest.approx(147.0 / best)
     shown = capsys.readouterr().out
     assert "2 of 3 pairs undisturbed" in shown
     assert "0.980 to 0.980" in shown

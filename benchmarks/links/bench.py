@@ -83,13 +83,18 @@ class LinkBenchConfig(BenchConfig):
         words += ["--link-delay-ms", f"{self.link_delay_ms:g}", "--codec", self.codec]
         return shlex.join(["python", "-m", "benchmarks.links", *words])
 
-    def reduction_s(self, name: str) -> float:
-        """Least time of a sum of the model's gradients, encoded under elche."""
+    def reduction_s(self, name: str, hosts: int | None = None) -> float:
+        """Least time of a sum of the model's gradients, encoded under elche.
+
+        Args:
+            name: of the contender.
+            hosts: that sum, each on a link; None: every rank.
+        """
         workload = build_workload(self.model)
         numel = sum(p.numel() for p in workload.model_fn().parameters())
-        ranks = self.devices.count
+        places = hosts or self.devices.count
         codec = CODECS[self.codec if name.startswith("elche-") else "fp32"]
-        sent_bytes = 2.0 * (ranks - 1) / ranks * codec.encoded_bytes(numel)
+        sent_bytes = 2.0 * (places - 1) / places * codec.encoded_bytes(numel)
         return sent_bytes * 8.0 / (1e6 * self.link_mbit)
 
 

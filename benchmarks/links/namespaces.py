@@ -54,6 +54,10 @@ class Link:
             "GLOO_SOCKET_IFNAME": DEVICE,
         }
 
+    def turn(self, rank: int, state: str) -> None:
+        """Cuts a rank's cable (`down`), or mends it (`up`)."""
+        _ip(f"-n {self.switch} link set p{rank} {state}")
+
     def listener(self) -> socket.socket:
         """A socket that listens on the switch, for a coordinator in this process.
 

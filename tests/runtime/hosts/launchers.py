@@ -32,6 +32,7 @@ class Cluster:
         keys: each host's file; None: the same for all.
         environments: variables of each host.
         nnodes: hosts of the run; None: those that are started.
+        wait_s: how long is waited for a line of a host, or for its end.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class Cluster:
     keys: Sequence[Path] | None = None
     environments: Sequence[dict[str, str]] = field(default_factory=tuple)
     nnodes: int | None = None
+    wait_s: float = WAIT_S
 
 
 @contextmanager
@@ -76,7 +78,7 @@ def launched(cluster: Cluster) -> Iterator[list[Printing]]:
                     env={**os.environ, **environment},
                     start_new_session=True,
                 )
-            hosts.append(Printing(process, output, WAIT_S))
+            hosts.append(Printing(process, output, cluster.wait_s))
         yield hosts
     finally:
         for host in hosts:

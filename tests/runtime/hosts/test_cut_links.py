@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.links.namespaces import Link, slow_link
-from elche.errors import ConfigError
+from benchmarks.links.namespaces import Link
 from tests.harness.printing import Printing
+from tests.runtime.hosts.joining import linked
 from tests.runtime.hosts.launchers import Cluster, launched
 from tests.runtime.hosts.test_host_deaths import (
     check_once,
@@ -22,20 +21,18 @@ from tests.runtime.hosts.test_host_deaths import (
     wait_for_all,
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
 SCRIPT = Path(__file__).parent / "cases" / "endless.py"
 STEP = r"step \d+ at (\S+)"
 POLICIES = ["sync", "cadence", "async"]
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in POLICIES]
 
 
 @pytest.fixture
 def link() -> Iterator[Link]:
-    try:
-        with slow_link(2, 1000.0) as made:
-            yield made
-    except ConfigError as error:
-        pytest.skip(f"needs network namespaces: {error}")
+    with linked(2) as made:
+        yield made
 
 
 def behind(link: Link, cluster: Cluster) -> Cluster:
@@ -57,25 +54,20 @@ def endless(folder: Path, policy: str, timeout_s: float, *, survive: bool) -> Cl
     )
 
 
-def turn(link: Link, state: str) -> None:
-    command = f"ip -n {link.switch} link set p1 {state}"
-    subprocess.run(command.split(), check=True)
-
-
 def steps_of(host: Printing, count: int) -> list[float]:
     """Times of the steps shown, as soon as they are so many."""
     return [float(at) for at in host.wait_for(STEP, count)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [POLICIES[0], *SLOW[1:]])
 def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link, policy: str) -> None:
     two = behind(link, endless(tmp_path, policy, 60.0, survive=True))
     with launched(two) as hosts:
         steps_of(hosts[0], 3)
         cut_s = time.monotonic()
-        turn(link, "down")
+        link.turn(1, "down")
         time.sleep(5.0)  # how long the fault lasts
-        turn(link, "up")
+        link.turn(1, "up")
         up_s, before = time.monotonic(), len(steps_of(hosts[0], 3))
         found = steps_of(hosts[0], before + 10)
         # The fault has acted: windows go on for a while, and then nothing does.
@@ -86,7 +78,7 @@ def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link, policy: str) -> None:
         assert all(host.process.poll() is None for host in hosts)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SLOW)
 def test_a_host_that_is_cut_off_is_outlived(
     tmp_path: Path, link: Link, policy: str
 ) -> None:
@@ -94,7 +86,7 @@ def test_a_host_that_is_cut_off_is_outlived(
     with launched(behind(link, four)) as hosts:
         wait_for_all(hosts, "trains at", 4)
         cut_s = time.monotonic()
-        turn(link, "down")
+        link.turn(1, "down")
         found = hosts[0].wait_for(r"is one of 2 at (\S+)", 2)
         assert 8.0 < max(map(float, found)) - cut_s < 13.0
         assert hosts[1].end() == 1
@@ -107,13 +99,14 @@ def test_a_host_that_is_cut_off_is_outlived(
     check_once(tmp_path, hosts[:1], world=2)
 
 
+@pytest.mark.slow
 def test_a_long_cut_is_told_and_ends_by_name(tmp_path: Path, link: Link) -> None:
     """Where the run does not go on without a host."""
     with launched(
         behind(link, endless(tmp_path, "sync", 20.0, survive=False))
     ) as hosts:
         steps_of(hosts[0], 3)
-        turn(link, "down")
+        link.turn(1, "down")
         hosts[0].wait_for(r"rank 1 on host 1 \(.*\) has been silent for 10 s, and tra")
         hosts[1].wait_for(r"host 0 at 10\.77\.0\.1:29500 has been silent for 1\d s")
         assert [host.end() for host in hosts] == [1, 1]

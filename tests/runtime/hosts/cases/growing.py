@@ -3,7 +3,7 @@
 `growing.py FOLDER POLICY [RATE [EPOCHS]]`
 
 Files in the folder tell it: "begin", "stop", "fail". Samples are counted three times:
-by what loops were handed, by a counter in the model, and by elche.
+by what loops were handed, by the model, and by elche.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.process import process
+from elche.runtime.rank_settings import checksum
 
 SAMPLES = 640
 WITHIN_S = 100.0
@@ -28,17 +29,31 @@ epochs = int(sys.argv[4]) if len(sys.argv) > 4 else 100_000
 
 
 class Counting(nn.Module):
-    """Counts in a buffer how often each sample was trained on."""
+    """Counts how often each sample was trained on, beside what it learns.
+
+    In a buffer in windows, and by the common gradient of `seen` under ``sync``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(SAMPLES))
+        self.seen = nn.Parameter(torch.zeros(SAMPLES))
         self.count: torch.Tensor
         self.register_buffer("count", torch.zeros(SAMPLES, dtype=torch.int64))
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
-        self.count += torch.bincount(index, minlength=SAMPLES)
-        return (self.w[index] - 1.0).square().mean()
+        if policy != "sync":
+            self.count += torch.bincount(index, minlength=SAMPLES)
+        return (self.w[index] - 1.0).square().mean() + self.seen[index].mean()
+
+    def count_step(self) -> None:
+        """Before a step at rate 1: a one for each of its samples, whatever its size."""
+        gradient = self.seen.grad
+        if policy == "sync" and gradient is not None and gradient.any():
+            gradient.div_(-gradient[gradient != 0].abs().min()).round_()
+
+    def counts(self) -> list[int]:
+        return (self.seen.round().long() if policy == "sync" else self.count).tolist()
 
 
 def wait_for(path: Path) -> None:
@@ -50,11 +65,13 @@ def wait_for(path: Path) -> None:
 
 wait_for(folder / "begin")
 torch.manual_seed(5)
-model: Any = Counting()
-optimizer: Any = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.1)
+net = Counting()
+model: Any = net
+groups: Any = [{"params": [net.w]}, {"params": [net.seen], "lr": 1.0, "momentum": 0.0}]
+optimizer: Any = torch.optim.SGD(groups, lr=rate, momentum=0.1)
 loader: Any = DataLoader(TensorDataset(torch.arange(SAMPLES)), 16, shuffle=True)
 model, optimizer, loader = elche.setup(
-    model, optimizer, loader, policy=policy, timeout_s=60.0
+    model, optimizer, loader, policy=policy, timeout_s=60.0, leave_out=False
 )
 epoch = -1
 with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:
@@ -66,6 +83,7 @@ with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:
             handed.write(f"{epoch} {' '.join(map(str, index.tolist()))}\n")
             handed.flush()
             model(index).backward()
+            net.count_step()
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(0.005)
@@ -77,7 +95,7 @@ with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:
         elche.barrier()
         if (folder / "last").exists():
             break
-assert model.count.tolist() == [epoch + 1] * SAMPLES, model.count
+assert net.counts() == [epoch + 1] * SAMPLES, net.counts()
 assert elche.progress_samples() == SAMPLES * (epoch + 1), elche.progress_samples()
-total = float(model.w.detach().double().sum())
-print(f"done {elche.rank()} of {elche.world_size()}: {epoch + 1} epochs, sum {total!r}")
+end = f"{epoch + 1} epochs, {checksum(net)}"
+print(f"done {elche.rank()} of {elche.world_size()}: {end}")

@@ -1,0 +1,1 @@
+"""Several hosts behind slow links beside one host, on one Linux machine."""

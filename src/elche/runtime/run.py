@@ -313,6 +313,7 @@ class Run:
         return {
             "counted": self._epochs.samples_before,
             "trained": self._synchroniser.digest(),
+            "policy": self._synchroniser.policy,
         }
 
     def join(self) -> None:
@@ -342,6 +343,7 @@ class Run:
                 "a rank that joins would train other parameters than the others, "
                 "which have frozen, unfrozen or added some since their start"
             )
+        self._synchroniser.build_alone(info["policy"])
         self._epochs.load_state_dict(epochs, info["counted"])
         if self._synchroniser.windows is not None:
             self._synchroniser.windows.load_state_dict(state["averaging"])

@@ -28,17 +28,28 @@ epochs = int(sys.argv[4]) if len(sys.argv) > 4 else 100_000
 
 
 class Counting(nn.Module):
-    """Counts in a buffer how often each sample was trained on."""
+    """Counts how often each sample was trained on: in windows in a buffer.
+
+    In common steps by the gradient, which is not zero for the samples of the step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(SAMPLES))
+        self.seen = nn.Parameter(torch.zeros(SAMPLES))
         self.count: torch.Tensor
         self.register_buffer("count", torch.zeros(SAMPLES, dtype=torch.int64))
 
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
-        self.count += torch.bincount(index, minlength=SAMPLES)
-        return (self.w[index] - 1.0).square().mean()
+    def forward(self, index: torch.Tensor, *, in_windows: bool) -> torch.Tensor:
+        if in_windows:
+            self.count += torch.bincount(index, minlength=SAMPLES)
+        loss, seen = (self.w[index] - 1.0).square().mean(), self.seen[index]
+        return loss if in_windows else loss + (seen - seen.detach()).mean()
+
+    def count_step(self) -> None:
+        """Before an optimizer step at rate 1: a one for each of its samples."""
+        if (gradient := self.seen.grad) is not None:
+            gradient.div_(-gradient[gradient != 0].abs().min()).round_()
 
 
 def wait_for(path: Path) -> None:
@@ -51,10 +62,12 @@ def wait_for(path: Path) -> None:
 wait_for(folder / "begin")
 torch.manual_seed(5)
 model: Any = Counting()
-optimizer: Any = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.1)
+optimizer: Any = torch.optim.SGD(
+    [{"params": [model.w], "momentum": 0.1}, {"params": [model.seen], "lr": 1.0}], lr=rate
+)
 loader: Any = DataLoader(TensorDataset(torch.arange(SAMPLES)), 16, shuffle=True)
 model, optimizer, loader = elche.setup(
-    model, optimizer, loader, policy=policy, timeout_s=60.0
+    *(model, optimizer, loader), policy=policy, timeout_s=60.0, leave_out=False
 )
 epoch = -1
 with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:
@@ -63,9 +76,11 @@ with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:
             if number == 1 and elche.is_main_process():
                 by = process.run.worker.group.transport  # type: ignore[union-attr]
                 print(f"epoch {epoch} of {elche.world_size()} by {by}", flush=True)
-            handed.write(f"{epoch} {' '.join(map(str, index.tolist()))}\n")
-            handed.flush()
-            model(index).backward()
+            counts = index.tolist() if elche.batch_weight() else []
+            print(epoch, *counts, file=handed, flush=True)
+            in_windows = process.run.policy != "sync"  # type: ignore[union-attr]
+            model(index, in_windows=in_windows).backward()
+            model.count_step()
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(0.005)
@@ -77,7 +92,8 @@ with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:
         elche.barrier()
         if (folder / "last").exists():
             break
-assert model.count.tolist() == [epoch + 1] * SAMPLES, model.count
+total = model.count + model.seen.round().long()
+assert total.tolist() == [epoch + 1] * SAMPLES, total
 assert elche.progress_samples() == SAMPLES * (epoch + 1), elche.progress_samples()
-total = float(model.w.detach().double().sum())
-print(f"done {elche.rank()} of {elche.world_size()}: {epoch + 1} epochs, sum {total!r}")
+learned = float(model.w.detach().double().sum())
+print(f"done {elche.rank()} of {elche.world_size()}: {epoch + 1} epochs, sum {learned!r}")

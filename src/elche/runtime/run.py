@@ -194,7 +194,7 @@ class Run:
         """
         held = self._synchroniser.windows or self._synchroniser.reducer
         return {
-            "samples": self._samples_resumed + self._epochs.samples_before,
+            "samples": self._samples_resumed + self._epochs.samples_kept,
             "steps": self._epochs.steps.before,
             "averaging": None if held is None else held.state_dict(),
         }
@@ -280,7 +280,7 @@ class Run:
     def described(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the run."""
         return {
-            "samples": self._samples_resumed + self._epochs.samples_before,
+            "samples": self._samples_resumed + self._epochs.samples_kept,
             "steps": self._epochs.steps.at(self._epochs.epoch_samples),
             "policy": self._synchroniser.policy,
             "config": self.config.as_dict(),

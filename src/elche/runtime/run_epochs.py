@@ -211,6 +211,12 @@ class RunEpochs:
         before = self.samples_before if course is None else course.samples_before
         return self.progress_samples - before
 
+    @property
+    def samples_kept(self) -> int:
+        """Those before this part that the model has: not of an `open_batch`."""
+        course = self._course
+        return self.samples_before - (0 if course is None else course.open_samples)
+
     def state_dict(self) -> dict[str, Any]:
         """Which epoch comes next, or what is left of one that is cut."""
         course, samples = self._course, self.samples_before
@@ -450,7 +456,7 @@ class RunEpochs:
             self._trailing.watch(self._synchroniser.policy)
         if end is not None:
             self.samples_before += sum(end.samples)
-            course.ended(end)
+            course.ended(end, run.open_batch if isinstance(run, SyncEpoch) else ())
             self._is_cut = not course.is_over
         if not self._is_cut:
             self._end_epoch(end)

@@ -63,8 +63,9 @@ class _Phase(Enum):
     parameters are averaged                       LEAVING                 WINDOWS
     one rank trains in place of ``sync``          LEAVING                 ALONE
     an epoch begins, other windows are chosen     WINDOWS                 WINDOWS
-    an epoch begins, a trial is due or ``sync``
-    is chosen, all optimizers are alike           ALONE                   TRIAL
+    an epoch begins, and not what a cut left of
+    it, a trial is due or ``sync`` is chosen,
+    all optimizers are alike                      ALONE                   TRIAL
     a rank is gone, and windows are not the
     choice any more                               LEAVING                 TRIAL
     one rank is left                              any                     FIXED

@@ -63,7 +63,8 @@ wait_for(folder / "begin")
 torch.manual_seed(5)
 model: Any = Counting()
 optimizer: Any = torch.optim.SGD(
-    [{"params": [model.w], "momentum": 0.1}, {"params": [model.seen], "lr": 1.0}], lr=rate
+    [{"params": [model.w], "momentum": 0.1}, {"params": [model.seen], "lr": 1.0}],
+    lr=rate,
 )
 loader: Any = DataLoader(TensorDataset(torch.arange(SAMPLES)), 16, shuffle=True)
 model, optimizer, loader = elche.setup(
@@ -96,4 +97,6 @@ total = model.count + model.seen.round().long()
 assert total.tolist() == [epoch + 1] * SAMPLES, total
 assert elche.progress_samples() == SAMPLES * (epoch + 1), elche.progress_samples()
 learned = float(model.w.detach().double().sum())
-print(f"done {elche.rank()} of {elche.world_size()}: {epoch + 1} epochs, sum {learned!r}")
+print(
+    f"done {elche.rank()} of {elche.world_size()}: {epoch + 1} epochs, sum {learned!r}"
+)

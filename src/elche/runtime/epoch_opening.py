@@ -173,11 +173,10 @@ class EpochOpening:
             worker.hear_of()
             with contextlib.suppress(RankLostError):
                 group = regrouping.meet(wants_keys=wants_keys)
-                reducer = self._synchroniser.reducer  # who is new has it from there
-                in_steps = reducer is not None
-                if self._builds:
-                    in_steps = self._builds == "sync"
+                # Who is new has the policy from there; what reduces may be half built.
+                in_steps = (self._builds or self._synchroniser.policy) == "sync"
                 if in_steps:
+                    reducer = self._synchroniser.reducer
                     passes = 0 if reducer is None else reducer.closed_passes
                     self._steps.settle(group, StepPlace(passes, first=0, begun=-1))
                 else:

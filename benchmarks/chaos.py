@@ -33,7 +33,7 @@ from elche.runtime.process.launch import (
 RANK = "benchmarks.chaos_rank"
 MS_PER_SAMPLE = 1.25
 MOST_REJOINS = 10_000
-POLICIES = "cadence", "async", "sync"
+POLICIES = "cadence", "async", "sync", "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ChaosConfig:
             takes as long.
         ranks: of a run at its start.
         mtbf_s: mean time between two kills.
-        policy: ``"cadence"``, ``"async"`` or ``"sync"``.
+        policy: one of `POLICIES`.
         seed: of kills and data.
         victims: who is killed: one of `VICTIMS`.
     """
@@ -276,9 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mtbf", type=float, default=20.0, help="seconds")
-    parser.add_argument(
-        "--policy", choices=("cadence", "async", "sync"), default="async"
-    )
+    parser.add_argument("--policy", choices=POLICIES, default="async")
     parser.add_argument("--victims", choices=VICTIMS, default=RANKS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)

@@ -27,26 +27,28 @@ OVER = "over"
 class Counting(nn.Module):
     """Linear regression that counts how often it was trained on each sample.
 
-    In windows a buffer counts, whose increments are summed. Under ``sync`` a parameter
+    In windows a buffer counts, whose increments are summed. In common steps a parameter
     does, by the common gradient: that is not zero for the samples of the step.
 
     Args:
-        is_sync: under this policy.
+        policy: of the run.
     """
 
-    def __init__(self, is_sync: bool) -> None:
+    def __init__(self, policy: str) -> None:
         super().__init__()
         self.line = nn.Linear(FEATURES, 1)
-        self.seen = nn.Parameter(torch.zeros(SAMPLES), requires_grad=is_sync)
+        may_step = policy in ("sync", "auto")
+        self.seen = nn.Parameter(torch.zeros(SAMPLES), requires_grad=may_step)
+        self.in_windows = not may_step
         self.count: torch.Tensor
         self.register_buffer("count", torch.zeros(SAMPLES, dtype=torch.int64))
 
     def forward(self, index: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
         """What is predicted of these samples, and a zero that has their gradient."""
-        if self.training and not self.seen.requires_grad:
+        if self.training and self.in_windows:
             self.count += torch.bincount(index, minlength=SAMPLES)
-        seen = self.seen[index]
-        return [self.line(x)[:, 0], (seen - seen.detach()).mean()]
+        seen, is_step = self.seen[index], not self.in_windows
+        return [self.line(x)[:, 0], is_step * (seen - seen.detach()).mean()]
 
     def count_step(self) -> None:
         """Before the optimizer's step, at rate 1: a one for each of its samples."""
@@ -55,7 +57,7 @@ class Counting(nn.Module):
 
     def counts(self) -> torch.Tensor:
         """Of each sample."""
-        return self.seen.round().long() if self.seen.requires_grad else self.count
+        return self.count + self.seen.round().long()
 
 
 class Points(Dataset[Any]):
@@ -80,7 +82,7 @@ def train(spec: dict[str, Any]) -> None:
     if "ELCHE_JOINS" in os.environ:
         _say(rank=rank, pid=os.getpid())
     torch.manual_seed(spec["seed"])
-    model, points = Counting(spec["policy"] == "sync"), Points()
+    model, points = Counting(spec["policy"]), Points()
     optimizer = torch.optim.SGD(
         [{"params": model.line.parameters()}, {"params": [model.seen], "lr": 1.0}],
         lr=0.02,
@@ -105,6 +107,8 @@ def train(spec: dict[str, Any]) -> None:
                 counts = index.tolist() if elche.batch_weight() else []
                 log.write(f"{epoch} {' '.join(map(str, counts))}\n")
                 log.flush()
+                run = session.current_run()
+                model.in_windows = run is not None and run.policy != "sync"
                 predicted, mark = model(index, x)
                 (nn.functional.mse_loss(predicted, y) + mark).backward()
                 model.count_step()

@@ -164,11 +164,13 @@ class Member:
 class Meeting:
     """The core, its members, and a rank that joins."""
 
+    kind: type[Member] = Member
+
     def __init__(self, plan: Cluster, core: Coordinator | None = None) -> None:
         self.plan = plan
         founders = plan.devices[0].count
         self.core = core or Coordinator(founders, survives=True)
-        self.members = {rank: Member(rank) for rank in range(founders)}
+        self.members = {rank: self.kind(rank) for rank in range(founders)}
         self.now_s = 0.0
         self.told: dict[int, list[Instruction]] = defaultdict(list)
         for rank in range(founders):
@@ -189,7 +191,7 @@ class Meeting:
 
     def come(self, rank: int = FOUNDERS, **changes: object) -> None:
         """Another rank asks to join."""
-        self.members[rank] = Member(rank, joins=True)
+        self.members[rank] = self.kind(rank, joins=True)
         join = join_of(self.plan, rank, self.plan.devices[0])
         self.say(replace(join, **changes))  # type: ignore[arg-type]
 
@@ -259,13 +261,6 @@ def test_a_rank_of_another_kind_joins() -> None:
     meeting.finish()
     assert meeting.core.aborted is None
     assert meeting.members[2].batches, "it trained"
-
-
-def test_nobody_joins_a_run_that_may_choose_steps_or_windows() -> None:
-    meeting = Meeting(plan_of("auto"))
-    meeting.come()
-    assert "none can join policy='auto'" in meeting.members[2].refused
-    assert meeting.core.aborted is None
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def test_the_next_coordinator_goes_on_as_the_last_one_would(
         "sync",
         pytest.param("cadence", marks=pytest.mark.slow),
         pytest.param("async", marks=pytest.mark.slow),
+        pytest.param("auto", marks=pytest.mark.slow),
     ],
 )
 @given(data=st.data())

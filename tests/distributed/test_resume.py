@@ -12,7 +12,7 @@ import pytest
 
 from elche.checkpoint.store import CheckpointStore
 from elche.runtime.process.coordinator import serve_in_thread
-from tests.distributed.cases.resume_cases import Trained, breaks, train
+from tests.distributed.cases.resume_cases import Trained, breaks, train, train_early
 from tests.distributed.cases.tasks import Task, difference, identical
 from tests.harness.rank_pool import RankPool
 
@@ -92,6 +92,29 @@ def test_one_device_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert identical([first.state, again.state])
     assert (first.pairs, first.draws) == (again.pairs, again.draws)
     assert again.progress == first.progress == 3 * 26
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_whose_backward_pass_was_to_come_is_trained_on_again(
+    ranks2: RankPool, ranks: int, tmp_path: Path
+) -> None:
+    """Its gradient was lost with the process, and it counted as done."""
+    options = {"policy": "sync", "deterministic": True} if ranks == 2 else {}
+    task, folder = dataclasses.replace(TASK, options=options), str(tmp_path)
+
+    def run(save: int, *, resumes: bool) -> list[Trained]:
+        if ranks == 1:
+            return [train_early(task, folder, save, resumes=resumes)]
+        wanted = {"resumes": resumes, "case_setup": serve_in_thread}
+        return ranks2.run(train_early, task, folder, save, **wanted)
+
+    first = run(37, resumes=False)
+    assert_once(all_pairs(first), 3)
+    again = run(0, resumes=True)
+    assert_once(all_pairs(again), 3)
+    for one, other in zip(first, again, strict=True):
+        assert identical([one.state, other.state])
+        assert other.progress == one.progress == 3 * 26
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ class Chooser:
         "_most",
         "_policies",
         "_promised",
+        "_ranks",
         "_rival",
         "_seconds",
         "_seen",
@@ -156,7 +157,7 @@ class Chooser:
         self._most: dict[str, float] = {}
         self._rival = ""
         self._seen = self._age = 0
-        self._restart(0)
+        self._restart(())
 
     def fix_update(self, update: str) -> None:
         """From the first commit on, only policies that average the same are left.
@@ -184,7 +185,7 @@ class Chooser:
 
         Args:
             cluster: the ranks of the run, also those that are left out now. With
-                another number of ranks the choice is made anew.
+                other ranks than before the choice is made anew.
 
         Returns:
             The choice; its anchor follows the measurements, its policy and ranks change
@@ -300,8 +301,8 @@ class Chooser:
         return _Option(fleet.predict(current.policy, size), current.ranks)
 
     def _smoothed(self, cluster: MeasuredCluster) -> MeasuredCluster:
-        if cluster.world_size != len(self._seconds):
-            self._restart(cluster.world_size)
+        if tuple(cluster.ranks) != self._ranks:
+            self._restart(tuple(cluster.ranks))
         return replace(
             cluster,
             seconds_per_sample=_follow(self._seconds, cluster.seconds_per_sample),
@@ -309,9 +310,10 @@ class Chooser:
             sync_s=_follow(self._sync_s, [cluster.sync_s])[0],
         )
 
-    def _restart(self, world_size: int) -> None:
-        self._seconds = [CostEstimate() for _ in range(world_size)]
-        self._fixed_s = [CostEstimate() for _ in range(world_size)]
+    def _restart(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self._seconds = [CostEstimate() for _ in ranks]
+        self._fixed_s = [CostEstimate() for _ in ranks]
         self._sync_s = [CostEstimate()]
         self._current = None
         self._rival, self._seen = "", 0

@@ -139,9 +139,11 @@ class Epochs:
             if self._membership.has_changed:
                 return  # it opens the epoch again when it has regrouped
             raise ProtocolError("rank 0 opened the epoch without batch sizes")
+        rates = {opened.rates for opened in self._opened.values()}
         self._policy.prepare_epoch(
             max(opened.probe_s for opened in self._opened.values()),
-            alike=len({opened.rates for opened in self._opened.values()}) == 1,
+            # In windows each rank's schedulers go on by themselves to the epoch's end.
+            alike=len(rates) == 1 and not speaker.continues,
         )
         self._membership.roster.fresh.clear()
         self._opened = {}

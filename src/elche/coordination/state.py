@@ -97,7 +97,7 @@ class Coordinator:
         self._is_elastic = elastic
         self._several_hosts = several_hosts
         self._mortal_by = "" if survives else "a run without a launcher of elche's"
-        self._set_mortal_by = self._own_sampler = self._closed_by = ""
+        self._set_mortal_by = self._own_sampler = ""
         self.lost: set[int] = set()
         self._timeout_s = timeout_s
         self._membership = Membership(world_size, is_elastic=elastic, grows=survives)
@@ -150,7 +150,7 @@ class Coordinator:
         """Why no rank can join the run now, in words; "" if one can."""
         if self._epochs is None or self._membership.left or self.aborted is not None:
             return "that has not begun, or is at its end"
-        by = self._mortal_by or self._set_mortal_by or self._closed_by
+        by = self._mortal_by or self._set_mortal_by
         return f"none can join {by}" if by else ""
 
     @property
@@ -320,7 +320,6 @@ class Coordinator:
                 kind="config",
             )
             return
-        self._closed_by = "policy='auto'" if settings.config.policy == "auto" else ""
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         yield None

@@ -9,6 +9,7 @@ from typing import Any, Final, final
 
 import torch
 
+from elche.comm.transport.probe import probe_reduction_s
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import EpochOpened, JoinReady, Regrouped
 from elche.coordination.protocol.instructions import BeginEpoch, Instruction, Regroup
@@ -33,6 +34,7 @@ class EpochOpening:
         order: of the samples.
         regrouping: forms groups in windows and between epochs.
         steps: forms them under ``sync``.
+        probes: measures what one reduction takes, at the start and where ranks join.
 
     Attributes:
         epoch: the one that was opened last; -1 before the first.
@@ -45,6 +47,8 @@ class EpochOpening:
         order: SampleOrder,
         regrouping: Regrouping,
         steps: StepRegrouping,
+        *,
+        probes: bool,
     ) -> None:
         self._worker = worker
         self._synchroniser = synchroniser
@@ -56,6 +60,8 @@ class EpochOpening:
         self._builds = ""
         self._is_shared = False
         self.epoch = -1
+        self._probes = probes
+        self._probe_s = 0.0
 
     def go_to(self, epoch: int) -> None:
         """The next one to be opened, or that a resumed run stands behind."""
@@ -76,10 +82,16 @@ class EpochOpening:
         self._opened = None
         return begin
 
+    def probe(self) -> None:
+        """Measures one reduction, with all ranks of the group, where that is used."""
+        if self._probes:
+            numel = self._synchroniser.num_parameters
+            self._probe_s = probe_reduction_s(self._worker.group, numel)
+
     def _send(self) -> None:
         """Opens the epoch; the first rank says its sizes."""
-        opened = self._opened
-        assert opened is not None
+        assert self._opened is not None
+        self._opened = opened = replace(self._opened, probe_s=self._probe_s)
         if self._worker.place == 0 and opened.sizes is None:
             sizes = self._order.draw() if self._sizes is None else self._sizes
             self._opened = opened = replace(opened, sizes=sizes.runs)
@@ -155,20 +167,22 @@ class EpochOpening:
 
     def regroup(self, *, wants_keys: bool = False) -> None:
         """Forms the next group outside of windows; who waits for an epoch says so."""
-        worker, has_formed = self._worker, False
-        reducer = self._synchroniser.reducer
-        in_steps = reducer is not None
-        if self._builds:
-            in_steps = self._builds == "sync"
+        worker, regrouping = self._worker, self._regrouping
+        has_formed = in_steps = False
         while not has_formed:
             worker.hear_of()
             with contextlib.suppress(RankLostError):
+                group = regrouping.meet(wants_keys=wants_keys)
+                # Who is new has the policy from there; what reduces may be half built.
+                in_steps = (self._builds or self._synchroniser.policy) == "sync"
                 if in_steps:
+                    reducer = self._synchroniser.reducer
                     passes = 0 if reducer is None else reducer.closed_passes
-                    place = StepPlace(passes, first=0, begun=-1)
-                    self._steps.form(place, wants_keys=wants_keys)
+                    self._steps.settle(group, StepPlace(passes, first=0, begun=-1))
                 else:
-                    self._regrouping.form(wants_keys=wants_keys)
+                    regrouping.settle(group)
+                if regrouping.has_joined:
+                    self.probe()
                 has_formed = True
         if self._opened is not None:
             self._send()

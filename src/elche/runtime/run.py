@@ -194,7 +194,7 @@ class Run:
         """
         held = self._synchroniser.windows or self._synchroniser.reducer
         return {
-            "samples": self._samples_resumed + self._epochs.samples_before,
+            "samples": self._samples_resumed + self._epochs.samples_kept,
             "steps": self._epochs.steps.before,
             "averaging": None if held is None else held.state_dict(),
         }
@@ -280,7 +280,7 @@ class Run:
     def described(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the run."""
         return {
-            "samples": self._samples_resumed + self._epochs.samples_before,
+            "samples": self._samples_resumed + self._epochs.samples_kept,
             "steps": self._epochs.steps.at(self._epochs.epoch_samples),
             "policy": self._synchroniser.policy,
             "config": self.config.as_dict(),
@@ -313,6 +313,7 @@ class Run:
         return {
             "counted": self._epochs.samples_before,
             "trained": self._synchroniser.digest(),
+            "policy": self._synchroniser.policy,
         }
 
     def join(self) -> None:
@@ -342,6 +343,7 @@ class Run:
                 "a rank that joins would train other parameters than the others, "
                 "which have frozen, unfrozen or added some since their start"
             )
+        self._synchroniser.build_alone(info["policy"])
         self._epochs.load_state_dict(epochs, info["counted"])
         if self._synchroniser.windows is not None:
             self._synchroniser.windows.load_state_dict(state["averaging"])

@@ -15,7 +15,6 @@ import torch
 from elche.cadence.throughput import CostEstimate
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
-from elche.comm.transport.probe import probe_reduction_s
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.accounts.epoch_parts import PartRanges, whole_end
 from elche.coordination.accounts.step_count import StepCount
@@ -129,7 +128,6 @@ class RunEpochs:
         self._plans = plans
         devices = watch.devices
         self._is_mixed = round_differently(devices)
-        self._probe_s = 0.0
         self._batches: LeasedBatches | None = None
         self._generator = torch.Generator()
         self._batch_cost = CostEstimate()
@@ -182,7 +180,12 @@ class RunEpochs:
             worker, synchroniser, self._regrouping, self.members
         )
         self._opening = EpochOpening(
-            worker, synchroniser, self._order, self._regrouping, self._step_regrouping
+            worker,
+            synchroniser,
+            self._order,
+            self._regrouping,
+            self._step_regrouping,
+            probes=training.config.policy == "auto",
         )
         if not is_mortal:
             worker.on_regroup = self._regroup_between
@@ -207,6 +210,12 @@ class RunEpochs:
         course = self._course
         before = self.samples_before if course is None else course.samples_before
         return self.progress_samples - before
+
+    @property
+    def samples_kept(self) -> int:
+        """Those before this part that the model has: not of an `open_batch`."""
+        course = self._course
+        return self.samples_before - (0 if course is None else course.open_samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Which epoch comes next, or what is left of one that is cut."""
@@ -273,11 +282,13 @@ class RunEpochs:
         Raises:
             ConfigError: the loop does something that cannot be handed over.
         """
+        policy = self._training.config.policy
+        if policy not in ("sync", "auto"):  # whose windows steps may follow
+            return
         is_late = self._graphs.is_live  # the others' next pass is of a step before
         why = EARLY if is_late else self._batch_state.barred()
-        why = why if self._synchroniser.reducer else ""
         if why:
-            raise ConfigError(f"none can join steps under policy 'sync': {why}")
+            raise ConfigError(f"none can join steps under policy {policy!r}: {why}")
 
     def attach(self) -> None:
         """Builds what the run needs, and gives this rank its own randomness."""
@@ -287,9 +298,7 @@ class RunEpochs:
         self._optimizers.attach()
         if config.policy != "sync":
             self._copies.attach()
-        if config.policy == "auto":
-            numel = self._synchroniser.num_parameters
-            self._probe_s = probe_reduction_s(self._worker.group, numel)
+        self._opening.probe()
         rank = self._worker.rank
         if config.seed is None:
             separate_rank(rank)
@@ -447,7 +456,7 @@ class RunEpochs:
             self._trailing.watch(self._synchroniser.policy)
         if end is not None:
             self.samples_before += sum(end.samples)
-            course.ended(end)
+            course.ended(end, run.open_batch if isinstance(run, SyncEpoch) else ())
             self._is_cut = not course.is_over
         if not self._is_cut:
             self._end_epoch(end)
@@ -523,7 +532,6 @@ class RunEpochs:
             layout=self._synchroniser.layout(),
             checksum="" if changed or self._is_mixed else checksum(model),
             plan=self._plans.epoch(self._epoch),
-            probe_s=self._probe_s,
             rates=rates(
                 self._optimizers.all(), worker.rank, self.schedulers.optimizers
             ),
@@ -614,10 +622,10 @@ class RunEpochs:
         assert batches is not None
         self._steps_without_backward = 0
         batches.marks_dynamic = reducer is not None and self._varies
+        is_counted = self._training.epochs is not None or self._is_by_steps
+        is_counted &= self._training.config.leave_out
+        self._batch_state.begin_epoch(is_counted=is_counted)
         if reducer is not None:
-            is_counted = self._training.epochs is not None or self._is_by_steps
-            is_counted &= self._training.config.leave_out
-            self._batch_state.begin_epoch(is_counted=is_counted)
             self._copies.is_in_steps = True
             return SyncEpoch(
                 self._worker,

@@ -27,6 +27,7 @@ from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.timeline import Timeline
 from elche.runtime.report.trace_parts import write_part
 from elche.runtime.training import RunParts, Training, generators_of
+from elche.runtime.watch.live_graph import LiveGraph
 from elche.runtime.watch.optimizers_seen import OptimizersSeen
 from elche.runtime.watch.scaler_skips import ScalerSkips
 
@@ -78,6 +79,7 @@ class SingleRun:
         self.timeline = Timeline(0)
         self._skips = ScalerSkips(training.optimizer, self.notifications.scalars)
         self._optimizers = OptimizersSeen(training.model, training.optimizers)
+        self._graphs = LiveGraph(training.model)
         self.progress_samples = 0
         self.progress_steps = 0.0
         self.is_in_epoch = self.was_left_early = self._has_left = False
@@ -92,6 +94,7 @@ class SingleRun:
     def leave(self) -> None:
         """Leaves the optimizer as it was. May be called twice."""
         self._skips.detach()
+        self._graphs.forget()
         self._optimizers.detach()
         if not self._has_left:
             write_part(self.timeline)
@@ -153,6 +156,12 @@ class SingleRun:
                 "call it between epochs"
             )
 
+    @property
+    def _samples_kept(self) -> int:
+        """Those that the model has: not of a batch whose backward pass is to come."""
+        course = self._course
+        return self.progress_samples - (0 if course is None else course.open_samples)
+
     def parts(self) -> RunParts:
         """What a checkpoint is made of; between epochs, or where one is cut."""
         training, course = self._training, self._course
@@ -164,7 +173,7 @@ class SingleRun:
             generators={"feed": self._generator, **generators_of(training.loader)},
             is_common=True,
             state={
-                "samples": self.progress_samples,
+                "samples": self._samples_kept,
                 "steps": self._steps_before if others else float(self.progress_steps),
                 "averaging": None,
             },
@@ -182,7 +191,7 @@ class SingleRun:
         """What a checkpoint's manifest says of the run."""
         config = self._training.config
         return {
-            "samples": self.progress_samples,
+            "samples": self._samples_kept,
             "steps": self.progress_steps,
             "policy": config.policy,
             "config": config.as_dict(),
@@ -305,18 +314,20 @@ class SingleRun:
         if self._training.pauses.is_active:
             self._optimizers.detach()
             self._optimizers.attach()
+            self._graphs.begin_epoch(None)
         pauses, is_end = self._training.pauses, False
         while not (course.is_over or is_end):
-            left = yield from self._part_of(course)
-            course.done(left)
+            left, open_batch = yield from self._part_of(course)
+            course.done(left, open_batch)
             if left:
                 is_end = pauses.wants_end()
                 pauses.cut(is_end=is_end)
         self._course = None
 
-    def _part_of(self, course: EpochCourse) -> Generator[Any, None, Runs]:
-        """Hands out what is left of an epoch, or to where it is cut; returns the rest.
+    def _part_of(self, course: EpochCourse) -> Generator[Any, None, tuple[Runs, Runs]]:
+        """Hands out what is left of an epoch, or to where it is cut.
 
+        Returns the rest, and the last batch if its backward pass is to come.
         Nothing is left when the loop comes back from the last batch.
         """
         positions = course.positions(self._training.config.seed)
@@ -327,14 +338,19 @@ class SingleRun:
             self._feed.push(batch, positions.index_batch(batch))
         self._feed.end()
         left: Runs = ()
+        open_batch: Runs = ()
         while not left and (got := self._feed.next()) is not None:
+            if self._training.pauses.is_active:
+                self._graphs.begin(got[0])
             yield got[1]
             at = got[0] + 1
             if at < positions.num_batches and self._training.pauses.wants_cut():
                 sizes = positions.sizes
-                left = ((sizes.position_of(at), sizes.num_samples),)
+                first, now = sizes.position_of(got[0]), sizes.position_of(at)
+                left = ((now, sizes.num_samples),)
+                open_batch = ((first, now),) * self._graphs.is_live
         self._feed.finish()
-        return left
+        return left, open_batch
 
     def _begin_epoch(self) -> int:
         """Begins an epoch, and ends one whose iterator somebody still holds."""
@@ -404,6 +420,7 @@ class SingleRun:
         if not self.is_in_epoch:
             return
         self.is_in_epoch, self._data = False, None
+        self._graphs.end_epoch()
         scalars = self._drain(final=True)
         norm = None
         if scalars or self._has_scalars:

@@ -23,6 +23,7 @@ from elche.coordination.protocol.instructions import (
     Regroup,
     SwitchPolicy,
 )
+from elche.coordination.protocol.messages import Runs
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace
 from elche.coordination.sync.step_reports import EARLY, StepReports
 from elche.errors import (
@@ -140,6 +141,15 @@ class SyncEpoch:
         self._reducer.look_before(partial(_look, numbers, self._hooks.graphs))
         self._reducer.outlive_by(self.regroup)
         self._numbers = numbers
+
+    @property
+    def open_batch(self) -> Runs:
+        """Positions of the step whose backward pass is to come, of all ranks."""
+        waits = open_step(self._reducer, self._hooks.graphs)
+        if waits is None or waits.span != self._span:
+            return ()
+        first = self._positions.sizes.position_of(waits.step)
+        return ((first, first + self._positions.samples_of(waits.step)),)
 
     def refill(self) -> None:
         """Reads grants that have come; called when the loader draws."""

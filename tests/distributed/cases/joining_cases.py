@@ -200,7 +200,7 @@ def plan_failure(place: str) -> None:
     if place in ("before ready", "after ready"):
         visit_events(JoinReady, die, is_before=place.startswith("before"))
     elif place == "regrouping":
-        before(Regrouping, "form", die)
+        before(Regrouping, "meet", die)
     elif place == "regrouped":
         after(Worker, "regroup", die)
     elif place == "handed":

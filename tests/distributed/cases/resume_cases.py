@@ -107,6 +107,37 @@ def train(
     return Trained(seen.pairs, seen.draws, epochs, progress, rates, state, samples)
 
 
+def train_early(task: Task, folder: str, save: int, *, resumes: bool) -> Trained:
+    """Trains; the next batch is asked for before the backward pass of the last one."""
+    model, optimizer, loader = build(task)
+    seen, batches = Seen(), 0
+    with session.failing_together():
+        model, optimizer, loader = elche.setup(
+            model, optimizer, loader, **nested(task.options)
+        )
+        elche.register_for_checkpointing(seen=seen)
+        assert elche.resume(folder) == resumes
+        for epoch in elche.epochs(task.epochs):
+            following = iter(loader)
+            got, counts = next(following, None), elche.batch_weight()
+            while got is not None:
+                x, y, index, _ = got
+                own = index.tolist() if counts else []
+                loss = F.cross_entropy(model(x), y)
+                got, counts = next(following, None), elche.batch_weight()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.pairs += [(epoch, at) for at in own]
+                batches += 1
+                if batches == save:
+                    elche.save(folder)
+        progress = elche.progress_steps()
+    elche.shutdown()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return Trained(seen.pairs, [], progress=progress, state=state)
+
+
 def train_until_killed(
     task: Task, folder: str, victim: int, delay_s: float, *, is_inside: bool
 ) -> Trained:

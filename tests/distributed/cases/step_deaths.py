@@ -36,6 +36,7 @@ from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import checksum
 from elche.runtime.step_members import StepMembers
+from elche.runtime.windows.regrouping import Regrouping
 from elche.runtime.windows.step_regrouping import StepRegrouping
 from tests.distributed.cases.survive_cases import Death, after, before, die
 
@@ -350,9 +351,9 @@ def plan_death(
     elif place == "pausing":
         before(CheckpointKeeper, "cut", visit)
     elif place == "forming":
-        before(StepRegrouping, "form", visit)
+        before(Regrouping, "meet", visit)
     elif place == "formed":
-        after(StepRegrouping, "form", visit)
+        after(StepRegrouping, "settle", visit)
     else:
         raise ValueError(death.place)
 

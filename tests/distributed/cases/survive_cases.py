@@ -265,7 +265,7 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
     elif death.place == "writing":
         before(writer, "write_part", visit)
     elif death.place == "regrouping":
-        before(Regrouping, "form", visit)
+        before(Regrouping, "meet", visit)
     elif death.place == "regrouped":
         after(Worker, "regroup", visit)
     elif " " in death.place:

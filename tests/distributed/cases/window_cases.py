@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import elche
 from elche import session
 from elche.comm.transport.process_group import Group
-from elche.runtime import run_epochs
+from elche.runtime import epoch_opening
 from elche.runtime.report.notifications import RunNotifications
 from tests.distributed.cases.tasks import Task, Trace, build, shared
 from tests.distributed.virtual_clock import virtual_clock
@@ -27,7 +27,7 @@ def shared_over_slow_link(task: Task, sync_s: float) -> tuple[Trace, str]:
     long as on rank 0.
     """
     said: list[str] = []
-    probe = run_epochs.probe_reduction_s
+    probe = epoch_opening.probe_reduction_s
     sample_s = (0.0002, 0.0008)[int(os.environ["RANK"])]
 
     def slow(group: Group, numel: int) -> float:
@@ -39,12 +39,12 @@ def shared_over_slow_link(task: Task, sync_s: float) -> tuple[Trace, str]:
         assert run is not None
         clock.advance(sample_s * run.samples_in_hand)
 
-    run_epochs.probe_reduction_s = slow
+    epoch_opening.probe_reduction_s = slow
     try:
         with virtual_clock() as clock:
             trace = shared_and_heard(task, said, spend)
     finally:
-        run_epochs.probe_reduction_s = probe
+        epoch_opening.probe_reduction_s = probe
     return trace, "\n".join(said)
 
 

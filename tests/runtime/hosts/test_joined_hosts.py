@@ -38,7 +38,7 @@ def open_run(tmp_path: Path) -> Iterator[Callable[..., OpenRun]]:
 
 
 @pytest.mark.parametrize(
-    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+    "policy", ["cadence", "auto", pytest.param("async", marks=pytest.mark.slow)]
 )
 def test_a_host_joins_by_the_line_that_was_printed(
     policy: str, open_run: Callable[..., OpenRun]

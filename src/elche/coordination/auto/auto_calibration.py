@@ -60,6 +60,12 @@ class Calibration:
         self._probe_s = self._probe_s or probe_s
         self._sync.grant_singly(True)
 
+    def begin_anew(self) -> None:
+        """A rank joins: what was measured is of others' steps."""
+        self._probe_s, self._is_first = 0.0, True
+        self._sync.spare(())
+        self._sync.grant_singly(True)
+
     def break_off(self) -> None:
         """The choice is made, or none will be: steps are shared among all again."""
         self._sync.grant_again()

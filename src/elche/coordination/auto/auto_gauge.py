@@ -92,6 +92,29 @@ class Gauge:
         Of a reduction that it breaks off nothing is measured.
         """
         self._ranks.pop(rank, None)
+        self._forget_open()
+
+    def add(self, rank: int) -> None:
+        """A rank joins: as the others usually are, until it is measured.
+
+        While costs are learned steps are measured anew, with it.
+        """
+        known = [*self._ranks.values()]
+        self._ranks[rank] = RankCosts(
+            sample_s=median(costs.factor * costs.sample_s for costs in known),
+            fixed_s=median(costs.factor * costs.fixed_s for costs in known),
+        )
+        self._forget_open()
+        self._syncs_s.clear()
+        self._exposed_s.clear()
+        self.measurements = 0
+        if not self._is_learned:
+            self.cut = local_cut(self._config.windows, len(self._ranks), self._few)
+            for costs in known:
+                costs.steps.clear()
+
+    def _forget_open(self) -> None:
+        """Of what other ranks were to report nothing is measured."""
         self._grants.clear()
         self._windows.clear()
         self._is_redone = True

@@ -63,16 +63,23 @@ class _Phase(Enum):
     parameters are averaged                       LEAVING                 WINDOWS
     one rank trains in place of ``sync``          LEAVING                 ALONE
     an epoch begins, other windows are chosen     WINDOWS                 WINDOWS
-    an epoch begins, a trial is due or ``sync``
-    is chosen, all optimizers are alike           ALONE                   TRIAL
+    an epoch begins, and not what a cut left of
+    it, a trial is due or ``sync`` is chosen,
+    all optimizers are alike                      ALONE                   TRIAL
     a rank is gone, and windows are not the
     choice any more                               LEAVING                 TRIAL
-    a rank joins, or one rank is left             any                     FIXED
+    one rank is left                              any                     FIXED
+    a rank joins: nothing was chosen yet          CALIBRATING, FIXED      CALIBRATING
+    in steps                                      any but CALIBRATING     TRIAL
+    where one rank trains alone                   ALONE, FIXED            ALONE
+    where windows are the update                  LEAVING, WINDOWS,       LEAVING,
+                                                  FIXED                   WINDOWS
     ============================================  ======================  ===========
 
     In TRIAL, WINDOWS and ALONE another choice is carried out when the phase ends, TRIAL
     with its last grant. A run of one rank is FIXED from its start. When a rank is gone,
-    the others choose anew, by what is known of them.
+    the others choose anew, by what is known of them; when one joins, as if it were of
+    usual speed: windows where they next begin, steps when a few of all are measured.
     """
 
     CALIBRATING = "steps are measured for a first choice"
@@ -108,7 +115,8 @@ class AutoPolicy(Policy):
         self._state_from: int | None = None  # in the epoch that begins
         self._length = RunLength(settings.epochs)
         self._batch_size = 0
-        self._is_unsaid = False  # what was chosen when a rank was gone
+        self._is_unsaid = False  # what was chosen when a rank was gone, or joined
+        self._has_grown = False  # since an epoch, or a part of one, began
         self._now_s = 0.0
 
     def _new_chooser(self) -> Chooser:
@@ -197,6 +205,10 @@ class AutoPolicy(Policy):
         """An epoch is about to begin: windows begin, change or end here."""
         self._state_from = None
         windows, phase = self._switch.windows, self._phase
+        if self._has_grown and phase in (_Phase.WINDOWS, _Phase.LEAVING):
+            self._gauge.sync_s = sync_s or self._gauge.sync_s  # probed with who joined
+            self._is_unsaid |= self._chosen.observe(self._batch_size)
+        self._has_grown = False
         is_outdated = windows is not None and windows.is_outdated_by(self._chosen.now)
         if phase is _Phase.CALIBRATING:
             self._calibration.prepare(sync_s)
@@ -266,9 +278,22 @@ class AutoPolicy(Policy):
         self._current.arrived(rank, lost)
 
     def add(self, member: Member) -> None:
-        """A rank joins: what was measured is of another membership."""
-        self._fix()
+        """A rank joins: of usual speed until it is measured, and the choice is anew."""
+        self._has_grown = True
+        self._gauge.add(member.rank)
         self._switch.add(member)
+        if self._choice is None:
+            self._phase = _Phase.CALIBRATING
+            self._calibration.begin_anew()
+        elif not self._chosen.averages_gradients:
+            is_before = self._switch.windows is None
+            self._phase = _Phase.LEAVING if is_before else _Phase.WINDOWS
+        elif self._switch.windows is None:
+            self._switch.sync.grant_again()
+            self._try_steps()
+        else:
+            self._phase = _Phase.ALONE
+            self._trials.hurry()
 
     def _fix(self) -> None:
         """What runs now stays to the end; steps are shared among all again."""
@@ -400,12 +425,13 @@ class AutoPolicy(Policy):
     def _begin_windows(self) -> None:
         """Windows under the chosen policy, with the speeds that were measured."""
         chosen, before = self._chosen, self._switch.windows
-        choice, hints = chosen.now, self._config.speed_hints
-        cut = self._cut_for(choice)
+        choice, ranks = chosen.now, self._switch.ranks
+        cut, hints = self._cut_for(choice), self._config.speed_hints
+        if hints is not None and len(hints) != len(ranks):
+            hints = None  # of another membership
         if not self._gauge.is_cold:
-            hints = self._gauge.speeds(
-                self._switch.ranks, choice.left_out, cut.largest_of(self._batch_size)
-            )
+            samples = cut.largest_of(self._batch_size)
+            hints = self._gauge.speeds(ranks, choice.left_out, samples)
         self._switch.build_windows(choice, hints, cut)
         if before is None or before.choice.left_out != choice.left_out:
             self._trials.begin(self._now_s)

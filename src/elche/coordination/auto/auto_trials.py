@@ -7,6 +7,7 @@ when an epoch begins. Either takes at most a hundredth of the time. Pure.
 
 from __future__ import annotations
 
+import math
 from typing import final
 
 from elche.cadence.goodput import MeasuredCluster, predict
@@ -31,6 +32,10 @@ class Trials:
     def begin(self, now_s: float) -> None:
         """Other ranks are left out from now on."""
         self._last_s, self._next = now_s, 0
+
+    def hurry(self) -> None:
+        """Steps of all are due: nothing is known of a rank that has joined."""
+        self._last_s = -math.inf
 
     def try_out(
         self, windows: RunningWindows, gauge: Gauge, samples: int, now_s: float

@@ -108,17 +108,21 @@ class PolicySwitch:
         del self._members[rank]
         self.sync.remove(rank)
         if self.windows is not None:
-            policy, choice = self.windows.policy, self.windows.choice
-            policy.remove(rank)
-            choice = replace(choice, left_out=tuple(sorted(policy.idle)))
-            self.windows = RunningWindows(policy, choice)
+            self.windows.policy.remove(rank)
+            self._follow_idle(self.windows)
 
     def add(self, member: Member) -> None:
-        """A rank joins."""
+        """A rank joins; windows that were built without it have no work for it."""
         self._members[member.rank] = member
         self.sync.add(member)
         if self.windows is not None:
-            self.windows.policy.add(member)
+            self.windows.policy.add(member, is_idle=True)
+            self._follow_idle(self.windows)
+
+    def _follow_idle(self, windows: RunningWindows) -> None:
+        left_out = tuple(sorted(windows.policy.idle))
+        choice = replace(windows.choice, left_out=left_out)
+        self.windows = RunningWindows(windows.policy, choice)
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Begins an epoch under what runs."""

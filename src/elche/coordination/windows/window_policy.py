@@ -214,9 +214,14 @@ class WindowPolicy(Policy):
         """A rank is gone; nothing is begun until :meth:`regrouped`."""
         self._state.remove(rank)
 
-    def add(self, member: Member) -> None:
-        """A rank joins; nothing is begun until :meth:`regrouped`."""
-        self._state.add(member)
+    def add(self, member: Member, *, is_idle: bool = False) -> None:
+        """A rank joins; nothing is begun until :meth:`regrouped`.
+
+        Args:
+            member: the rank.
+            is_idle: it is given no work.
+        """
+        self._state.add(member, is_idle=is_idle)
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; says who holds which result."""

@@ -183,14 +183,16 @@ class WindowState:
         if self.life.is_draining:
             self.ledger.abandon()
 
-    def add(self, member: Member) -> None:
+    def add(self, member: Member, *, is_idle: bool) -> None:
         """A rank joins; it takes part once it holds the common model."""
         self.is_paused = True
-        self._give_work_to_all()
         self.members[member.rank] = member
         self.reductions.add(member.rank)
         self.ledger.add(member.rank)
-        self.leasing.add(member.rank, member.horizon_batches)
+        if is_idle:
+            self.idle |= {member.rank}
+        else:
+            self.leasing.add(member.rank, member.horizon_batches)
         self.book.add(member.rank)
         self._repace()
 
@@ -200,7 +202,7 @@ class WindowState:
         return self.reductions.resume(self.book.window - 1, self.members)
 
     def _give_work_to_all(self) -> None:
-        """Who was not worth any work is all that is left, or may be."""
+        """Who was not worth any work is all that is left."""
         idle, self.idle = self.idle, frozenset()
         for rank in sorted(idle.intersection(self.members)):
             self.leasing.add(rank, self.members[rank].horizon_batches)

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import torch
 
-from elche.coordination.accounts.batch_ranges import BatchSizes, Range
+from elche.coordination.accounts.batch_ranges import BatchSizes, Range, joined
 from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.coordination.protocol.instructions import EndEpoch
 from elche.errors import ConfigError
@@ -54,6 +54,7 @@ class EpochCourse:
         self._left = left
         self._is_whole = left.num_positions == sizes.num_samples
         self._steps = 0  # of the part, where ranks have died before it
+        self._open: tuple[Range, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -87,24 +88,35 @@ class EpochCourse:
         """The run's samples are counted on from so many."""
         self.samples_before += samples
 
-    def ended(self, end: EndEpoch) -> None:
-        """A part has ended: what it left is left."""
+    @property
+    def open_samples(self) -> int:
+        """Samples of a batch whose backward pass is to come: not in the model yet."""
+        return sum(stop - start for start, stop in self._open)
+
+    def ended(self, end: EndEpoch, open_batch: Sequence[Range] = ()) -> None:
+        """A part has ended: what it left is left; ``open_batch`` as in `done`."""
         self.ends.append(end)
         if self._steps and not end.steps:
             sizes, left = self.part_sizes, sum(stop - start for start, stop in end.left)
             done = round(sizes.batches_in(sizes.num_samples - left))
             end = replace(end, steps=sizes.num_batches - done)
         self._steps = end.steps
-        self.done(end.left)
+        self.done(end.left, open_batch)
 
-    def done(self, left: Sequence[Range]) -> None:
-        """All of the part but these ranges of it is done."""
+    def done(self, left: Sequence[Range], open_batch: Sequence[Range] = ()) -> None:
+        """All of the part but these ranges of it is done.
+
+        Of ``open_batch`` the backward pass is to come: here it will, and who goes on
+        from what is saved now trains on it again.
+        """
+        self._open = self._left.origins_of(open_batch).ranges
         self._left = self._left.origins_of(left)
         self._is_whole = False
 
     def state_dict(self, samples: int) -> dict[str, Any]:
         """The epoch and what is left of it, when the run has trained on so many."""
-        keys, left = self._keys, self._left.ranges
+        keys = self._keys
+        left = joined([*self._open, *self._left.ranges])
         if isinstance(keys, torch.Tensor):
             pieces = [keys[start:stop] for start, stop in left]
             held = torch.cat(pieces) if pieces else keys[:0].clone()
@@ -118,9 +130,9 @@ class EpochCourse:
             "left": [list(part) for part in left],
             "keys": held,
             "is_packed": is_packed,
-            "samples_before": self.samples_before - samples,
+            "samples_before": self.samples_before - samples + self.open_samples,
             "most": self._most,
-            "steps": self._steps,
+            "steps": self._steps and self._steps + bool(self._open),
         }
 
     @staticmethod

@@ -55,6 +55,7 @@ class Regrouping:
     Attributes:
         is_building: a rank has not built what the policy in force needs, so that none
             has begun to train under it, and all build anew in the group that forms.
+        has_joined: ranks have, with the group that was formed last.
     """
 
     def __init__(
@@ -73,27 +74,32 @@ class Regrouping:
         self._hand_over = hand_over
         self._emit = emit
         self._min_ranks = min_ranks
-        self.is_building = False
+        self.is_building = self.has_joined = False
         self._said = list(worker.members)
 
     def form(
         self,
         last: OpenReduction | None = None,
         on_result: Callable[[], None] | None = None,
-        *,
-        wants_keys: bool = False,
     ) -> None:
         """Forms the group of the members.
 
         Args:
             last: the reduction that may be open.
             on_result: called when this rank has taken its result from another.
-            wants_keys: this rank waits for the positions of an epoch that has begun.
 
         Raises:
             RankLostError: another rank has died; to be called again.
         """
-        group = self.meet(wants_keys=wants_keys)
+        self.settle(self.meet(wants_keys=False), last, on_result)
+
+    def settle(
+        self,
+        group: Group,
+        last: OpenReduction | None = None,
+        on_result: Callable[[], None] | None = None,
+    ) -> None:
+        """The same, once all have met in their group."""
         if not self.is_building:
             self._settle(group, last, on_result)
         self.say()
@@ -153,7 +159,8 @@ class Regrouping:
             order.settle(group, have_keys.index(1) if any(have_keys) else None)
         if group.rank == 0:
             order.take_over()
-        if any(are_new):
+        self.has_joined = any(are_new)
+        if self.has_joined:
             if all(are_new):
                 raise CommunicationError("all who held the run's state have died")
             order.share_generators(group)

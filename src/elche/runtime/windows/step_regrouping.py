@@ -8,6 +8,7 @@ from typing import final
 import torch
 
 from elche.comm.gradients.reducer import StepPart
+from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.events import Regrouped
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.runtime.process.worker import Worker
@@ -57,31 +58,38 @@ class StepRegrouping:
 
     def begin_part(self) -> None:
         """The epoch, or the next part of it, begins."""
+        self._is_new = False  # all are in one group, of windows perhaps
         self._members = list(self._worker.members)
         self.lost.begin_part()
 
     def form(
         self,
         place: StepPlace,
-        alive: Callable[[StepPart], StepPart] = lambda part: part,
-        *,
-        wants_keys: bool = False,
+        alive: Callable[[StepPart], StepPart],
     ) -> None:
         """Forms the group of those who live, and settles the pass under way.
-
-        Where ranks have joined, between two parts of an epoch, nothing is under way:
-        what reduces gradients is built anew with them.
 
         Args:
             place: where this rank is.
             alive: its part of a step without those that have died.
-            wants_keys: this rank waits for the positions of an epoch that has begun.
 
         Raises:
             RankLostError: another rank has died; to be called again.
         """
+        self.settle(self._regrouping.meet(wants_keys=False), place, alive)
+
+    def settle(
+        self,
+        group: Group,
+        place: StepPlace,
+        alive: Callable[[StepPart], StepPart] = lambda part: part,
+    ) -> None:
+        """The same, once all have met in their group.
+
+        Where ranks have joined, between two parts of an epoch, nothing is under way:
+        what reduces gradients is built anew with them.
+        """
         regrouping = self._regrouping
-        group = regrouping.meet(wants_keys=wants_keys)
         rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
         if self._synchroniser.is_left_out:
             place = APART

@@ -148,6 +148,13 @@ class Synchroniser:
         self._group = group
         self.build()
 
+    def build_alone(self, policy: str) -> None:
+        """A rank that joins builds what the others have, and meets them with it."""
+        if policy != self.policy:
+            group, self._group = self._group, Group.alone(self._config.timeout_s)
+            self.build(policy)
+            self._group = group
+
     def share_with(self, group: Group | None) -> None:
         """From the next step on reduces gradients in this group, with its ranks.
 

@@ -29,9 +29,9 @@ epochs = int(sys.argv[4]) if len(sys.argv) > 4 else 100_000
 
 
 class Counting(nn.Module):
-    """Counts how often each sample was trained on, beside what it learns.
+    """Counts how often each sample was trained on: in windows in a buffer.
 
-    In a buffer in windows, and by the common gradient of `seen` under ``sync``.
+    In common steps by the gradient, which is not zero for the samples of the step.
     """
 
     def __init__(self) -> None:
@@ -41,19 +41,16 @@ class Counting(nn.Module):
         self.count: torch.Tensor
         self.register_buffer("count", torch.zeros(SAMPLES, dtype=torch.int64))
 
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
-        if policy != "sync":
+    def forward(self, index: torch.Tensor, *, in_windows: bool) -> torch.Tensor:
+        if in_windows:
             self.count += torch.bincount(index, minlength=SAMPLES)
-        return (self.w[index] - 1.0).square().mean() + self.seen[index].mean()
+        loss, seen = (self.w[index] - 1.0).square().mean(), self.seen[index]
+        return loss if in_windows else loss + (seen - seen.detach()).mean()
 
     def count_step(self) -> None:
-        """Before a step at rate 1: a one for each of its samples, whatever its size."""
-        gradient = self.seen.grad
-        if policy == "sync" and gradient is not None and gradient.any():
+        """Before an optimizer step at rate 1: a one for each of its samples."""
+        if (gradient := self.seen.grad) is not None:
             gradient.div_(-gradient[gradient != 0].abs().min()).round_()
-
-    def counts(self) -> list[int]:
-        return (self.seen.round().long() if policy == "sync" else self.count).tolist()
 
 
 def wait_for(path: Path) -> None:
@@ -65,13 +62,14 @@ def wait_for(path: Path) -> None:
 
 wait_for(folder / "begin")
 torch.manual_seed(5)
-net = Counting()
-model: Any = net
-groups: Any = [{"params": [net.w]}, {"params": [net.seen], "lr": 1.0, "momentum": 0.0}]
-optimizer: Any = torch.optim.SGD(groups, lr=rate, momentum=0.1)
+model: Any = Counting()
+optimizer: Any = torch.optim.SGD(
+    [{"params": [model.w], "momentum": 0.1}, {"params": [model.seen], "lr": 1.0}],
+    lr=rate,
+)
 loader: Any = DataLoader(TensorDataset(torch.arange(SAMPLES)), 16, shuffle=True)
 model, optimizer, loader = elche.setup(
-    model, optimizer, loader, policy=policy, timeout_s=60.0, leave_out=False
+    *(model, optimizer, loader), policy=policy, timeout_s=60.0, leave_out=False
 )
 epoch = -1
 with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:
@@ -80,10 +78,11 @@ with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:
             if number == 1 and elche.is_main_process():
                 by = process.run.worker.group.transport  # type: ignore[union-attr]
                 print(f"epoch {epoch} of {elche.world_size()} by {by}", flush=True)
-            handed.write(f"{epoch} {' '.join(map(str, index.tolist()))}\n")
-            handed.flush()
-            model(index).backward()
-            net.count_step()
+            counts = index.tolist() if elche.batch_weight() else []
+            print(epoch, *counts, file=handed, flush=True)
+            in_windows = process.run.policy != "sync"  # type: ignore[union-attr]
+            model(index, in_windows=in_windows).backward()
+            model.count_step()
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(0.005)
@@ -95,7 +94,8 @@ with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:
         elche.barrier()
         if (folder / "last").exists():
             break
-assert net.counts() == [epoch + 1] * SAMPLES, net.counts()
+total = model.count + model.seen.round().long()
+assert total.tolist() == [epoch + 1] * SAMPLES, total
 assert elche.progress_samples() == SAMPLES * (epoch + 1), elche.progress_samples()
-end = f"{epoch + 1} epochs, {checksum(net)}"
+end = f"{epoch + 1} epochs, {checksum(model)}"
 print(f"done {elche.rank()} of {elche.world_size()}: {end}")

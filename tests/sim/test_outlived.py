@@ -77,7 +77,12 @@ def test_two_deaths_at_any_two_moments(policy: str) -> None:
     ("policy", "rank", "options", "says"),
     [
         ("async", 1, {"survive": False}, "ends survive=False"),
-        ("cadence", 1, {"codec": "int8"}, "ends codec='int8'"),
+        (
+            "sync",
+            1,
+            {"codec": "int8", "windows": {}},
+            "ends codec='int8' under policy 'sync'",
+        ),
     ],
 )
 def test_what_ends_the_run_is_named(

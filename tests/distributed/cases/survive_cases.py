@@ -25,6 +25,7 @@ from elche.checkpoint import writer
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.optimizer_state import OptimizerStateAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
+from elche.comm.codec.codec_route import Route
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.transport.process_group import Group
 from elche.coordination.liveness import QUIET_S
@@ -246,6 +247,8 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
         before(ParameterGroup, "begin", visit)
     elif death.place == "after sending":
         after(ParameterGroup, "begin", visit)
+    elif death.place == "sending a part":
+        before(Route, "_send", visit)
     elif death.place == "after summing":
         after(Averager, "_wait", visit)
     elif death.place == "before begun":

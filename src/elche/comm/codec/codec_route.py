@@ -159,7 +159,9 @@ class Route(ABC):
             CommunicationError: it failed.
         """
         for transfers in self._last_sends:
-            self._settle(transfers, what)
+            for each in transfers:
+                self._peers.flush(each.work, f"{what} to rank {each.peer}")
+            transfers.clear()
 
     def _open(self, values: torch.Tensor) -> int:
         """Begins a message; the index of memory that is free again."""

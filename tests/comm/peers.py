@@ -69,9 +69,6 @@ class Peer:
         if not work.is_done:
             raise CommunicationError(f"{what} failed on rank {self.rank}: nobody came")
 
-    def flush(self, work: Any, what: str) -> None:
-        self.wait(work, what)
-
     def look_out(self, ready: Callable[[], bool], what: str) -> None:
         """Nobody ends a wait here."""
 

@@ -26,6 +26,8 @@ from elche.comm.transport.exchange import Exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import ProtocolError
 
+RETIRING = "averaging other parameters"
+
 
 class ParameterMemory:
     """Parameters of one wire dtype: θ_k, the message, and the outer optimizer.
@@ -125,15 +127,17 @@ class ParameterMemory:
         return self._is_begun and self.exchange.has_sum
 
     def retire(self) -> None:
-        """Another one takes its place in the same group; nothing is under way.
+        """Another one takes its place; with all ranks, and nothing under way.
 
         Raises:
-            CommunicationError: something had not left, and will not.
+            CommunicationError: a rank has not come, or something has not left.
         """
         group = self._group
         if group is not None and isinstance(self._exchange, ResidualExchange):
             if not group.has_ended:
-                self._exchange.flush("averaging other parameters")
+                # All have taken the last sum then, so gloo has nothing to wait for.
+                group.all_reduce(torch.zeros(1, device="cpu"), RETIRING)
+                self._exchange.flush(RETIRING)
             self._exchange.retire()
 
     @property

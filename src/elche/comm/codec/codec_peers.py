@@ -6,7 +6,6 @@ order on every rank, as collectives must: a rank may answer a message whenever i
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,17 +33,10 @@ class Peers(Protocol):
         """Begins to receive."""
 
     def wait(self, work: Any, what: str) -> None:
-        """Waits for either, where others have done their part: it cannot be ended.
+        """Waits for either, where others have done their part: nothing ends this wait.
 
         Raises:
             CommunicationError: it failed.
-        """
-
-    def flush(self, work: Any, what: str) -> None:
-        """Waits for what was sent and may not have been received.
-
-        Raises:
-            CommunicationError: it failed, or as :meth:`look_out`.
         """
 
     def look_out(self, ready: Callable[[], bool], what: str) -> None:
@@ -100,28 +92,12 @@ class GroupPeers:
 
     def wait(self, work: Any, what: str) -> None:
         """Waits, at most as long as the group's deadline."""
-        self._end(work, what, _failure_of(work, self._group.timeout_s))
-
-    def flush(self, work: Any, what: str) -> None:
-        """Waits for what was sent, on a thread: gloo's wait cannot be ended."""
-        if not self._group.is_watched:
-            self.wait(work, what)
-            return
-        failures: list[RuntimeError | None] = []
-        timeout_s = self._group.timeout_s
-        threading.Thread(
-            target=lambda: failures.append(_failure_of(work, timeout_s)),
-            name="elche codec flush",
-            daemon=True,
-        ).start()
-        self._group.wait_until(lambda: bool(failures), what)
-        self._end(work, what, failures[0])
-
-    def _end(self, work: Any, what: str, failure: RuntimeError | None) -> None:
-        if failure is not None:
+        try:
+            work.work.wait(timedelta(seconds=self._group.timeout_s))
+        except RuntimeError as error:
             raise CommunicationError(
-                f"{what} failed on rank {self.ranks[self.rank]}: {failure}"
-            ) from failure
+                f"{what} failed on rank {self.ranks[self.rank]}: {error}"
+            ) from error
         self._pending.discard(work)
 
     def look_out(self, ready: Callable[[], bool], what: str) -> None:
@@ -144,12 +120,3 @@ class GroupPeers:
         pending = _Pending(work, memory)
         self._pending.add(pending)
         return pending
-
-
-def _failure_of(pending: _Pending, timeout_s: float) -> RuntimeError | None:
-    """Waits for a transfer; what went wrong with it."""
-    try:
-        pending.work.wait(timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        return error
-    return None

@@ -159,9 +159,7 @@ class Route(ABC):
             CommunicationError: it failed.
         """
         for transfers in self._last_sends:
-            for each in transfers:
-                self._peers.flush(each.work, f"{what} to rank {each.peer}")
-            transfers.clear()
+            self._settle(transfers, what)
 
     def _open(self, values: torch.Tensor) -> int:
         """Begins a message; the index of memory that is free again."""

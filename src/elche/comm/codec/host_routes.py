@@ -88,10 +88,6 @@ class LeaderPeers:
         """Waits for either."""
         self._peers.wait(work, what)
 
-    def flush(self, work: Any, what: str) -> None:
-        """Waits as all ranks' peers do."""
-        self._peers.flush(work, what)
-
     def look_out(self, ready: Callable[[], bool], what: str) -> None:
         """Waits as all ranks' peers do."""
         self._peers.look_out(ready, what)

@@ -46,9 +46,6 @@ class CountingPeers:
     def wait(self, work: Any, what: str) -> None:
         self._peers.wait(work, what)
 
-    def flush(self, work: Any, what: str) -> None:
-        self._peers.flush(work, what)
-
     def look_out(self, ready: Callable[[], bool], what: str) -> None:
         self._peers.look_out(ready, what)
 

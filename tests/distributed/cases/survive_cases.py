@@ -36,6 +36,7 @@ from elche.coordination.protocol.events import (
     WindowReduced,
 )
 from elche.runtime.data.sample_order import SampleOrder
+from elche.runtime.epoch_opening import EpochOpening
 from elche.runtime.process import heartbeat
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows import gradient_sync, model_copies
@@ -236,7 +237,9 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
             die()
 
     if death.place == "time":
-        threading.Timer(death.at, die).start()
+        timer = threading.Timer(death.at, die)
+        # From when the first epoch has begun, before which none may die.
+        after(EpochOpening, "open", lambda: None if timer.ident else timer.start())
     elif death.place == "stopped":
         threading.Timer(death.at, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     elif death.place == "keys":

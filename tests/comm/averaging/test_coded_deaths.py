@@ -307,6 +307,12 @@ def test_no_step_is_made_of_a_sum_while_another_one_is_missing() -> None:
         assert rank.exchange._coded.has_arrived
         assert not rank.averager.poll()
         assert not rank.averager.has_sum(step)
+    held.fill(1.0)
+    held.begin()
+    for rank in ranks[:2]:  # it comes when they are about to leave the group
+        assert rank.averager._groups[1].is_summed
+        rank.drive()
+        assert not rank.averager.has_sum(step), "others may go on without it"
     connect(ranks[:2])
     again = begin(ranks[:2], 2, attempt=1)
     for rank in ranks[:2]:

@@ -69,6 +69,7 @@ class Averager:
     ) -> None:
         self._codec = codec
         self._has_momentum = has_momentum
+        self._has_given_up = False
         self._parameters = list(parameters)
         self._optimizers = optimizers
         self._group = group
@@ -120,6 +121,7 @@ class Averager:
             parameters.connect(group, codec)
         self._buffers.connect(group)
         self._state.connect(group)
+        self._has_given_up = False
 
     @property
     def is_summed(self) -> bool:
@@ -130,13 +132,16 @@ class Averager:
     def has_sum(self, plan: Reduce) -> bool:
         """Whether all sums of a reduction that was begun are here.
 
-        The group is about to be left: where they are not, nothing is made of those
-        that come later.
+        The group is about to be left: what is not here then does not come any more, as
+        others may go on without it.
         """
         for group in self._groups:
             if isinstance(group.exchange, ResidualExchange):
                 group.exchange.retire()
-        return self.is_summed and (self._state.is_summed or not plan.include_state)
+        if not self._has_given_up:
+            has_state = self._state.is_summed or not plan.include_state
+            self._has_given_up = not (self.is_summed and has_state)
+        return not self._has_given_up
 
     @torch.no_grad()
     def hand_over(

@@ -248,8 +248,8 @@ class RunConfig:
         """What of the settings ends the run when a rank dies; "" if none does."""
         if self.policy == DELAYED_SYNC:
             return f"policy={DELAYED_SYNC!r}"
-        if self.codec != "fp32":
-            return f"codec={self.codec!r}"
+        if self.codec != "fp32" and self.policy == "sync":
+            return f"codec={self.codec!r} under policy 'sync'"
         if self.debug != DebugConfig():
             return "a deterministic, recorded or replayed run"
         return "" if self.survive else "survive=False"

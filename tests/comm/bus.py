@@ -28,6 +28,9 @@ class Collective:
     def is_completed(self) -> bool:
         return self.is_done
 
+    def wait(self) -> None:
+        assert self.is_done
+
 
 class Bus:
     """What the ranks of one group share."""

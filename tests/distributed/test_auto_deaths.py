@@ -29,6 +29,11 @@ from tests.harness.fenced import run_fenced, survivors_of
 pytestmark = pytest.mark.distributed
 
 GLOO = {"transport": {"kind": "gloo"}}
+WAYS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "gloo": GLOO,
+    "int8": {"codec": "int8"},
+}
 WINDOWS, ALONE, STEPS = "async", "alone", "sync"
 
 
@@ -123,7 +128,7 @@ def test_nobody_trains_where_another_has_not_built(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_deaths_on_the_way_to_windows(
     options: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
@@ -147,7 +152,7 @@ def test_a_rank_without_work_dies(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_deaths_on_the_way_back_to_steps(
     options: dict[str, Any], wanted: type[Wanted], tmp_path: Path
 ) -> None:
@@ -182,7 +187,7 @@ def test_the_death_of_the_rank_that_trains_alone_ends_the_run_by_name(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_several_deaths(options: dict[str, Any], tmp_path: Path) -> None:
     for number, deaths in enumerate(
         [
@@ -202,7 +207,7 @@ def test_several_deaths(options: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_deaths_at_random_moments(
     options: dict[str, Any], wanted: type[Wanted], tmp_path: Path
 ) -> None:

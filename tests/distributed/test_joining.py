@@ -69,9 +69,18 @@ def test_a_rank_joins_inside_an_epoch(policy: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_rank_joins_over_gloo(policy: str, tmp_path: Path) -> None:
-    plan = Plan(folder=str(tmp_path), policy=policy, founders=2, options=GLOO)
+@pytest.mark.parametrize("codec", ["fp32", "int4", "auto"])
+def test_a_rank_joins_over_gloo(policy: str, codec: str, tmp_path: Path) -> None:
+    options = {"codec": codec, **GLOO}
+    plan = Plan(folder=str(tmp_path), policy=policy, founders=2, options=options)
     check_joined(check_all(run(plan), plan, set()), plan)
+
+
+def test_a_rank_joins_with_a_codec_one_that_was_left_alone(tmp_path: Path) -> None:
+    """Whose messages were not encoded meanwhile."""
+    more: dict[str, Any] = {"death": 1, "options": {"codec": "int8"}}
+    plan = Plan(folder=str(tmp_path), policy="async", founders=2, **more)
+    check_joined(check_all(run(plan), plan, {1}), plan)
 
 
 @pytest.mark.parametrize(

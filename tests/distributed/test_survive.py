@@ -36,6 +36,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "gloo": {"options": GLOO},
     "hosts": {"env": HOSTS},
 }
+CODED: dict[str, dict[str, Any]] = {
+    "int8": {"options": {"codec": "int8"}},
+    "gloo int4": {"options": {"codec": "int4", **GLOO}},
+    "hosts int4": {"env": HOSTS, "options": {"codec": "int4"}},
+    "hosts auto": {"env": HOSTS, "options": {"codec": "auto"}},
+}
+"""Sums are formed in encoded form, by messages from rank to rank."""
+WAYS_AND_CODECS = WAYS | CODED
 SAMPLES = 640
 PAUSE_S = 2.0
 """Well below the silence of which a rank is dead."""
@@ -122,6 +130,25 @@ def test_a_death_is_outlived(policy: str, place: str, tmp_path: Path) -> None:
     outlive(tmp_path, (Death(2, place),), policy)
 
 
+IN_A_SUM = 11
+"""Of its parts that a rank of four sends, six for a sum: between two in the second
+one's second half, so that one survivor has all of it, and the others not."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "way", "death"),
+    [
+        ("cadence", "int8", Death(2, "sending a part", IN_A_SUM)),
+        ("async", "int8", Death(2, "sending a part", IN_A_SUM)),
+        ("async", "hosts int4", Death(0, "after summing")),
+    ],
+)
+def test_a_death_is_outlived_with_a_codec(
+    policy: str, way: str, death: Death, tmp_path: Path
+) -> None:
+    outlive(tmp_path, (death,), policy, **CODED[way])
+
+
 @pytest.mark.parametrize(
     "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
 )
@@ -130,6 +157,17 @@ def test_what_is_built_anew_after_a_death_is_of_those_who_live(
 ) -> None:
     """Once in the group with the dead rank, which fails."""
     outlive(tmp_path, (Death(2, "batch"),), policy, freezes=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["batch", "between", "before opened"])
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_what_is_built_anew_with_a_codec_is_of_those_who_live(
+    policy: str, place: str, tmp_path: Path
+) -> None:
+    at = {"batch": 3, "between": 1, "before opened": 2}[place]
+    more = {"freezes": True, **CODED["int8"]}
+    outlive(tmp_path, (Death(2, place, at),), policy, **more)
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -185,17 +223,21 @@ def test_who_lacks_the_sum_is_handed_it_where_optimizers_are_alike(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS_AND_CODECS)
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_deaths_at_every_place(
     policy: str, way: str, rank: int, tmp_path: Path
 ) -> None:
+    times = (3, 4) if "hosts" in way else (8, IN_A_SUM)  # there a rank sends less
+    inside = [("sending a part", at) for at in times] if way in CODED else []
     for place in [*PLACES, *BETWEEN]:
         at = 1 if place in BETWEEN else 3
         at += place == "keys" or place.endswith("opened")  # of the second epoch
-        (folder := tmp_path / place).mkdir()
+        inside.append((place, at))
+    for place, at in inside:
+        (folder := tmp_path / f"{place} {at}").mkdir()
         print(policy, way, rank, place)
-        outlive(folder, (Death(rank, place, at),), policy, **WAYS[way])
+        outlive(folder, (Death(rank, place, at),), policy, **WAYS_AND_CODECS[way])
 
 
 @pytest.mark.parametrize(
@@ -220,6 +262,25 @@ def test_who_lacks_the_sum_is_handed_it(
 
 
 @pytest.mark.parametrize(
+    ("policy", "how", "handed"),
+    [
+        pytest.param("cadence", WAITS, 1, marks=pytest.mark.slow),
+        pytest.param("async", WAITS, 1, marks=pytest.mark.slow),
+        ("async", TRAINS, 1),
+        pytest.param("async", HOLDS, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_who_lacks_an_encoded_sum_is_handed_it(
+    policy: str, how: str, handed: int, tmp_path: Path
+) -> None:
+    holders = (0, 1, 3) if how == HOLDS else (0, 3)
+    dead = (Death(2, "after reduced", REDUCTION, holders),)
+    more = {"late": (1, how), **CODED["gloo int4"]}
+    survivors = outlive(tmp_path, dead, policy, samples=1600, **more)
+    assert [each.handed for each in survivors] == [0, handed, 0]
+
+
+@pytest.mark.parametrize(
     "deaths",
     [
         (Death(2, "batch", 20), Death(3, "regrouped", 1)),
@@ -233,20 +294,20 @@ def test_several_deaths(deaths: tuple[Death, ...], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("way", WAYS_AND_CODECS)
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_deaths_while_the_next_group_forms(
-    policy: str, options: dict[str, Any], tmp_path: Path
+    policy: str, way: str, tmp_path: Path
 ) -> None:
     for number, place in enumerate(["regrouping", "regrouped", "after sending"]):
         (folder := tmp_path / str(number)).mkdir()
         deaths = (Death(2, "after summing"), Death(1, place, 1 + 3 * (number == 2)))
-        outlive(folder, deaths, policy, options=options)
+        outlive(folder, deaths, policy, **WAYS_AND_CODECS[way])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS_AND_CODECS)
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_deaths_at_random_moments(policy: str, way: str, tmp_path: Path) -> None:
     draws = random.Random(f"{policy} {way}")
@@ -257,14 +318,16 @@ def test_deaths_at_random_moments(policy: str, way: str, tmp_path: Path) -> None
             for rank in draws.sample((1, 2, 3), draws.choice((1, 1, 2)))
         )
         print(policy, way, deaths)
-        outlive(folder, deaths, policy, samples=2400, **WAYS[way])
+        outlive(folder, deaths, policy, samples=2400, **WAYS_AND_CODECS[way])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_stopped_rank_is_dead_for_good(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["shared", "int8"])
+def test_a_stopped_rank_is_dead_for_good(policy: str, way: str, tmp_path: Path) -> None:
     """Fenced by SIGKILL, while the others have gone on."""
-    outlive(tmp_path, (Death(2, "stopped", 0.4),), policy, samples=2400)
+    more = WAYS_AND_CODECS[way]
+    outlive(tmp_path, (Death(2, "stopped", 0.4),), policy, samples=2400, **more)
 
 
 @pytest.mark.parametrize(

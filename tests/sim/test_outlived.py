@@ -73,17 +73,20 @@ def test_two_deaths_at_any_two_moments(policy: str) -> None:
             assert all(len(done) == 20 for done in sim.history.committed.values())
 
 
+CODED = {"codec": "int8", "windows": {}}
+
+
 @pytest.mark.parametrize(
     ("policy", "rank", "options", "says"),
     [
         ("async", 1, {"survive": False}, "ends survive=False"),
-        ("cadence", 1, {"codec": "int8"}, "ends codec='int8'"),
+        ("sync", 1, CODED, "ends codec='int8' under policy 'sync'"),
     ],
 )
 def test_what_ends_the_run_is_named(
     policy: str, rank: int, options: dict[str, object], says: str
 ) -> None:
-    half_s = run(policy, ())[0].end_s / 2
+    half_s = run(policy, (), **options)[0].end_s / 2
     _, reason = run(policy, (Fault(at_s=half_s, kill_rank=rank),), **options)
     assert says in reason
     assert "--max-restarts" in reason

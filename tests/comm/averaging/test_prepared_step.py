@@ -132,8 +132,8 @@ def test_no_step_is_made_of_a_sum_that_comes_after_a_new_group(
 
     monkeypatch.setattr(parameter_memory, "open_coded_exchange", open_next)
     parameter = nn.Parameter(torch.zeros(NUMEL))
-    group = ParameterGroup([parameter], torch.float32, is_overlapped=True, codec="int8")
-    group.connect(Bus(2).group(0))
+    group = ParameterGroup([parameter], torch.float32, is_overlapped=True)
+    group.connect(Bus(2).group(0), "int8")
     with torch.no_grad():
         group.rebase()
         parameter.add_(1.0)
@@ -143,15 +143,15 @@ def test_no_step_is_made_of_a_sum_that_comes_after_a_new_group(
         ends[1].drive()
         assert group.fill(1.0)
         group.begin()
-        group.prepare(OuterStep("average", 1.0, 0.0))
+        group.prepare(OuterStep("average", 1.0, 0.0), lambda: True)
         ends[0].drive()
         if is_in_time:
             wire.late.clear()
             wire.deliver()
             ends[0].drive()
             with pytest.raises(ProtocolError, match="expected it to be adopted first"):
-                group.connect(Bus(2).group(0))
+                group.connect(Bus(2).group(0), "int8")
             return
-        group.connect(Bus(2).group(0))
+        group.connect(Bus(2).group(0), "int8")
         group.refill()
     assert others[0].contribution(0).tolist() == [-1.0] * NUMEL + [1.0]

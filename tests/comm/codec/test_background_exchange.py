@@ -60,6 +60,11 @@ def talkative(codec: str = "int8") -> tuple[Talkative, BackgroundExchange]:
     return peer, BackgroundExchange(CodedExchange(peer, CODECS[codec], 11), Told())
 
 
+def always() -> bool:
+    """All other sums of the reduction are there."""
+    return True
+
+
 def whole(read: SumReader) -> torch.Tensor:
     """A sum that is read at once."""
     found = torch.empty(NUMEL)
@@ -374,7 +379,7 @@ def test_what_follows_is_made_of_the_sum_before_that_is_said_to_be_there() -> No
     begun(ends)
     drive(ends)
     assert ends[0].poll()
-    ends[0].follow_up(lambda read: found.append(whole(read)))
+    ends[0].follow_up(lambda read: found.append(whole(read)), always)
     assert not ends[0].poll()
     assert not found  # only said, on the training thread
     assert ends[0].drive() is None
@@ -392,7 +397,7 @@ def test_whoever_waits_makes_it_itself(driven_first: bool) -> None:
     begun(ends)
     for end in ends:
         own = end.contribution(0)
-        end.follow_up(lambda read, own=own: own.copy_(2.0 * whole(read)))
+        end.follow_up(lambda read, own=own: own.copy_(2.0 * whole(read)), always)
         if driven_first:
             end.drive()
         end.state_dict()
@@ -427,7 +432,7 @@ def test_nothing_follows_a_message_that_fails() -> None:
     peer, end = talkative()
     peer.broken = True
     end.begin(0)
-    end.follow_up(lambda read: pytest.fail("there is no sum"))
+    end.follow_up(lambda read: pytest.fail("there is no sum"), always)
     end.drive()
     assert end.poll()
     with pytest.raises(CommunicationError, match="rank 7 is gone"):
@@ -439,7 +444,7 @@ def test_nothing_follows_a_sum_that_nobody_adopts_nor_the_next_one() -> None:
     begun(ends)
     drive(ends)
     for end in ends:
-        end.follow_up(lambda read: pytest.fail("nobody adopts it"))
+        end.follow_up(lambda read: pytest.fail("nobody adopts it"), always)
         end.rollback()
         assert end.poll()
     begun(ends)
@@ -450,11 +455,11 @@ def test_nothing_follows_a_sum_that_nobody_adopts_nor_the_next_one() -> None:
 def test_one_work_follows_one_message() -> None:
     _, ends = driven(2)
     with pytest.raises(ProtocolError, match="when nothing is under way"):
-        ends[0].follow_up(print)
+        ends[0].follow_up(print, always)
     begun(ends)
-    ends[0].follow_up(lambda read: None)
+    ends[0].follow_up(lambda read: None, always)
     with pytest.raises(ProtocolError, match="came twice"):
-        ends[0].follow_up(lambda read: None)
+        ends[0].follow_up(lambda read: None, always)
 
 
 def test_what_cannot_be_made_is_raised_where_it_is_waited_for() -> None:
@@ -464,9 +469,59 @@ def test_what_cannot_be_made_is_raised_where_it_is_waited_for() -> None:
         raise ProtocolError("the step is none")
 
     begun(ends)
-    ends[0].follow_up(fails)
+    ends[0].follow_up(fails, always)
     for end in (*ends, *ends):
         end.drive()
     assert ends[0].poll()
     with pytest.raises(ProtocolError, match="the step is none"):
         ends[0].wait("a test")
+
+
+@pytest.mark.parametrize("comes", ["never", "driven", "asked"])
+def test_what_follows_waits_until_the_sum_will_be_adopted(comes: str) -> None:
+    """Until then a rank may die, and what is written over may be sent again."""
+    _, ends = driven(2)
+    expected, residuals = known(2, [10])
+    begun(ends)
+    found: list[torch.Tensor] = []
+    others: list[str] = []
+    ends[0].follow_up(lambda read: found.append(whole(read)), lambda: bool(others))
+    for _ in range(2):
+        for end in ends:
+            end.drive()
+    assert ends[0].drive() is not None, "it is not asked again"
+    assert not ends[0].poll()
+    assert not ends[0].has_sum
+    assert not found
+    assert not bool(ends[0].state_dict()["residual"].any())
+    if comes == "never":
+        with pytest.raises(ProtocolError, match="before all other sums of the reduct"):
+            ends[0].wait("a test")
+        ends[0].retire()
+        others.append("too late")
+        assert ends[0].drive() is None
+        assert not found
+        return
+    others.append("here")
+    if comes == "driven":
+        assert ends[0].drive() is None
+    assert ends[0].has_sum
+    assert torch.equal(found[0], expected)
+    assert same_state(ends[0].state_dict(), residuals[0])
+
+
+def test_a_sum_is_had_when_it_can_be_taken_without_the_others() -> None:
+    wire, ends = driven(2)
+    assert not ends[0].has_sum
+    wire.late.add(1)
+    begun(ends)
+    for end in ends:
+        end.drive()
+    assert [end.has_sum for end in ends] == [False, True]
+    with pytest.raises(CommunicationError, match="the message of rank 1 failed"):
+        ends[0].wait("a test")
+    assert not ends[0].has_sum
+    ends[1].wait("a test")
+    assert ends[1].has_sum
+    ends[1].release()
+    assert not ends[1].has_sum

@@ -25,6 +25,7 @@ from elche.checkpoint import writer
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.optimizer_state import OptimizerStateAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
+from elche.comm.codec.codec_route import Route
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.transport.process_group import Group
 from elche.coordination.liveness import QUIET_S
@@ -35,6 +36,7 @@ from elche.coordination.protocol.events import (
     WindowReduced,
 )
 from elche.runtime.data.sample_order import SampleOrder
+from elche.runtime.epoch_opening import EpochOpening
 from elche.runtime.process import heartbeat
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows import gradient_sync, model_copies
@@ -235,7 +237,9 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
             die()
 
     if death.place == "time":
-        threading.Timer(death.at, die).start()
+        timer = threading.Timer(death.at, die)
+        # From when the first epoch has begun, before which none may die.
+        after(EpochOpening, "open", lambda: None if timer.ident else timer.start())
     elif death.place == "stopped":
         threading.Timer(death.at, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     elif death.place == "keys":
@@ -246,6 +250,8 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
         before(ParameterGroup, "begin", visit)
     elif death.place == "after sending":
         after(ParameterGroup, "begin", visit)
+    elif death.place == "sending a part":
+        before(Route, "_send", visit)
     elif death.place == "after summing":
         after(Averager, "_wait", visit)
     elif death.place == "before begun":

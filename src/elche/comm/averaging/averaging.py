@@ -28,6 +28,8 @@ from elche.comm.averaging.optimizer_state import (
 )
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.averaging.parameter_group import ParameterGroup
+from elche.comm.codec.codec_choice import codec_in
+from elche.comm.codec.residual_exchange import ResidualExchange
 from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.tensors.nan_check import all_finite
 from elche.comm.transport.process_group import Group
@@ -47,7 +49,8 @@ class Averager:
         group: the process group.
         reset_state: forget the optimizers' state at every synchronisation, LBFGS' in
             any case: it reads curvature from how far parameters moved.
-        codec: how parameters travel; see :func:`open_coded_exchange`.
+        codec: how parameters travel; see :func:`open_coded_exchange`. ``"auto"`` is
+            chosen for each group's link.
         has_momentum: the outer optimizer is expected to have one.
     """
 
@@ -66,6 +69,7 @@ class Averager:
     ) -> None:
         self._codec = codec
         self._has_momentum = has_momentum
+        self._has_given_up = False
         self._parameters = list(parameters)
         self._optimizers = optimizers
         self._group = group
@@ -97,7 +101,6 @@ class Averager:
         self._groups = ParameterGroup.by_dtype(
             self._parameters,
             is_overlapped=self.is_overlapped,
-            codec=self._codec,
             has_momentum=self._has_momentum,
         )
         self._buffers.agree()
@@ -112,10 +115,13 @@ class Averager:
         in another group can be redone in this one.
         """
         self._group = group
+        numel = sum(parameter.numel() for parameter in self._parameters)
+        codec = codec_in(group, self._codec, numel)
         for parameters in self._groups:
-            parameters.connect(group)
+            parameters.connect(group, codec)
         self._buffers.connect(group)
         self._state.connect(group)
+        self._has_given_up = False
 
     @property
     def is_summed(self) -> bool:
@@ -124,8 +130,18 @@ class Averager:
         return is_here and self._buffers.is_summed
 
     def has_sum(self, plan: Reduce) -> bool:
-        """Whether all sums of a reduction that was begun are here."""
-        return self.is_summed and (self._state.is_summed or not plan.include_state)
+        """Whether all sums of a reduction that was begun are here.
+
+        The group is about to be left: what is not here then does not come any more, as
+        others may go on without it.
+        """
+        for group in self._groups:
+            if isinstance(group.exchange, ResidualExchange):
+                group.exchange.retire()
+        if not self._has_given_up:
+            has_state = self._state.is_summed or not plan.include_state
+            self._has_given_up = not (self.is_summed and has_state)
+        return not self._has_given_up
 
     @torch.no_grad()
     def hand_over(
@@ -279,10 +295,11 @@ class Averager:
 
     def _wait(self) -> None:
         """Waits for all that was begun; nothing has been written before."""
-        for group in self._groups:
-            group.exchange.wait(WHAT)
         self._state.wait()
         self._buffers.wait()
+        # A step that is worked out ahead comes when all other sums are there.
+        for group in sorted(self._groups, key=lambda each: each.is_prepared):
+            group.exchange.wait(WHAT)
 
     def _end(self) -> None:
         """What remains when parameters and state are written."""

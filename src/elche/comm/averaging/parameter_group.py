@@ -10,7 +10,7 @@ drift to θ_{k+1}. Nothing is written before the sum is complete.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -24,6 +24,7 @@ from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.residual_exchange import ResidualExchange
 from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.process_group import Group
+from elche.errors import ProtocolError
 
 WHAT = "handing over a reduction's result"
 
@@ -37,7 +38,6 @@ class ParameterGroup(ParameterMemory):
         parameters: Sequence[nn.Parameter],
         *,
         is_overlapped: bool,
-        codec: str = "fp32",
         has_momentum: bool = True,
     ) -> list[ParameterGroup]:
         """A group per wire dtype, in the order in which dtypes appear."""
@@ -49,7 +49,6 @@ class ParameterGroup(ParameterMemory):
                 each,
                 dtype,
                 is_overlapped=is_overlapped,
-                codec=codec,
                 has_momentum=has_momentum,
             )
             for dtype, each in members.items()
@@ -67,7 +66,8 @@ class ParameterGroup(ParameterMemory):
         layout, total = self._layout, 0.0
         self._side = self._messages_sent % self.exchange.sides
         message = self._messages[self._side]
-        is_kept = weight == 1.0 and self.exchange.keeps_contribution
+        is_kept = weight == 1.0 and self._left_out is None
+        is_kept &= self.exchange.keeps_contribution
         # What weighs nothing is not read where messages are encoded.
         is_kept |= weight == 0.0 and isinstance(self.exchange, ResidualExchange)
         drift = message if is_kept and not layout.is_staged else self._own
@@ -77,7 +77,7 @@ class ParameterGroup(ParameterMemory):
             layout.subtract(index, self._base, drift)
             total += float(part.sum().abs())
             if drift is not message:
-                _weigh(part, weight, message.parts[index])
+                self._weigh(index, part, weight)
         self._drift = drift
         self._set_weight(weight)
         return math.isfinite(total)
@@ -89,9 +89,8 @@ class ParameterGroup(ParameterMemory):
             weight: None for the one it was filled in with.
         """
         weight = self._weight if weight is None else weight
-        message = self._messages[self._side]
-        for part, sent in zip(self._drift.parts, message.parts, strict=True):
-            _weigh(part, weight, sent)
+        for index, part in enumerate(self._drift.parts):
+            self._weigh(index, part, weight)
         self._set_weight(weight)
 
     def send(self, weight: float) -> None:
@@ -99,11 +98,11 @@ class ParameterGroup(ParameterMemory):
         layout = self._layout
         layout.fetch(self._own)
         layout.settle()
-        for index, message in enumerate(self._messages[0].parts):
+        for index in range(len(layout.segments)):
             own = self._own.parts[index]
             layout.read(index, self._own)
             torch.sub(self._base.parts[index], own, out=own)
-            _weigh(own, weight, message)
+            self._weigh(index, own, weight)
         self._set_weight(weight)
         self.begin()
 
@@ -113,14 +112,23 @@ class ParameterGroup(ParameterMemory):
         self.exchange.begin(self._side)
         self._messages_sent += 1
 
-    def prepare(self, rule: OuterStep) -> None:
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the other thread makes a step of the sum, when all sums are there."""
+        return self._prepared is not None
+
+    def prepare(self, rule: OuterStep, is_adopted: Callable[[], bool]) -> None:
         """The step is known, after :meth:`begin`: what can be is worked out meanwhile.
 
-        That is on the thread that drives the exchange, if there is one; and not where
-        ranks may die (with a codec none may), as it takes the drift's place.
+        That is on the thread that drives the exchange, if there is one.
+
+        Args:
+            rule: the step.
+            is_adopted: whether all other sums of the reduction are there; else the
+                drift, whose place the step takes, may have to be sent again.
         """
         exchange = self.exchange
-        if not isinstance(exchange, BackgroundExchange) or self._codec == "fp32":
+        if not isinstance(exchange, BackgroundExchange):
             return
         self._prepared = PreparedStep(
             self._layout.segments,
@@ -130,7 +138,7 @@ class ParameterGroup(ParameterMemory):
             drift=self._drift,
             scratch=(self._mean, self._apart),
         )
-        exchange.follow_up(self._prepared.work_out)
+        exchange.follow_up(self._prepared.work_out, is_adopted)
 
     def replace(self, rule: OuterStep, consensus: ConsensusSums) -> None:
         """When the sum is there: the parameters become θ_{k+1}."""
@@ -179,6 +187,7 @@ class ParameterGroup(ParameterMemory):
             rule: the step that made them.
             lacks: this rank holds θ_k still; nothing of it changes yet.
         """
+        self._settle()
         base = self._base_memory if not lacks else torch.empty_like(self._base_memory)
         group.broadcast(base, WHAT, source)
         if rule.kind == "average":
@@ -198,6 +207,8 @@ class ParameterGroup(ParameterMemory):
             momentum: its outer momentum, where the step has one.
             keeps: what was trained since this rank's part ended stays.
         """
+        if isinstance(self.exchange, ResidualExchange):
+            self.exchange.commit()  # this rank's part is in what was received
         if momentum is not None:
             self._outer.load_momentum(momentum)
         added = self._own if self._layout.is_staged else self._apart
@@ -209,7 +220,7 @@ class ParameterGroup(ParameterMemory):
             self._base.parts[index].copy_(part)
             if not keeps:
                 self._layout.write(index, self._base)
-        self._is_begun = False
+        self._message_counts()
         if keeps:
             self._layout.flush_sum(added)
         else:
@@ -218,7 +229,7 @@ class ParameterGroup(ParameterMemory):
     def _let_go(self) -> None:
         """The sum is in the parameters."""
         self.exchange.release()
-        self._is_begun = False
+        self._message_counts()
 
     def _scale(self) -> float:
         """What the sum is multiplied by for the mean: one over the weights' sum."""
@@ -231,6 +242,8 @@ class ParameterGroup(ParameterMemory):
         """The step that was worked out meanwhile, if there is one."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
+            if not prepared.is_worked_out:
+                raise ProtocolError("a step was taken before it was worked out")
             consensus.distance += prepared.distance
             consensus.size += prepared.size
         return prepared
@@ -259,7 +272,8 @@ class ParameterGroup(ParameterMemory):
         apart = self._apart.parts[index]
         if self._is_overlapped or self._layout.is_staged:
             return torch.sub(self._drift.parts[index], mean_drift, out=apart)
-        if self._weight != 0.0 and self.exchange.keeps_contribution:
+        is_sent = self.exchange.keeps_contribution and self._left_out is None
+        if self._weight != 0.0 and is_sent:
             sent = self._messages[0].parts[index]
             return torch.add(mean_drift, sent, alpha=-1.0 / self._weight, out=apart)
         self._layout.read(index, self._apart)
@@ -270,10 +284,14 @@ class ParameterGroup(ParameterMemory):
         self._weight = weight
         self._messages[self._side].flat[-1] = weight
 
-
-def _weigh(drift: torch.Tensor, weight: float, message: torch.Tensor) -> None:
-    """Writes weight × drift; nothing at all of a drift that weighs nothing."""
-    if weight == 0.0:
-        message.zero_()
-    else:
+    def _weigh(self, index: int, drift: torch.Tensor, weight: float) -> None:
+        """Writes weight × drift, and what was left out of messages before."""
+        message = self._messages[self._side].parts[index]
+        if weight == 0.0:  # nothing at all of a drift that weighs nothing
+            message.zero_()
+            return
         torch.mul(drift, weight, out=message)
+        if self._left_out is not None:
+            segment = self._layout.segments[index]
+            left_out = self._left_out[segment.start : segment.stop]
+            message.add_(left_out, alpha=weight)

@@ -1,12 +1,13 @@
 """Memory of averaging for the parameters of one dtype, and its saved state.
 
 θ_k are the parameters that all ranks hold after reduction k. They and what was taken
-of them stay when a reduction fails, and go to another group with the rank.
+of them stay when a reduction fails, and go to another group with the rank, as does what
+a codec has left out of its messages: a group whose messages travel as they are (of one
+rank, say) gets that with the next one.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +19,14 @@ from elche.comm.averaging.outer import OuterOptimizer
 from elche.comm.averaging.prepared_step import PreparedStep
 from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.codec_opening import open_coded_exchange
+from elche.comm.codec.coded_exchange import residual_of_a_rank
 from elche.comm.codec.residual_exchange import ResidualExchange
 from elche.comm.tensors.flat import FlatImage, FlatLayout, shaped, wire_dtype
 from elche.comm.transport.exchange import Exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import ProtocolError
 
-_log = logging.getLogger(__name__)
+RETIRING = "averaging other parameters"
 
 
 class ParameterMemory:
@@ -36,7 +38,6 @@ class ParameterMemory:
         parameters: the parameters, each once.
         dtype: of the flat memory.
         is_overlapped: keep the drift, so that training can go on meanwhile.
-        codec: how the message travels; see :func:`open_coded_exchange`.
         has_momentum: its outer optimizer is expected to have one.
     """
 
@@ -48,16 +49,16 @@ class ParameterMemory:
         dtype: torch.dtype,
         *,
         is_overlapped: bool,
-        codec: str = "fp32",
         has_momentum: bool = True,
     ) -> None:
-        self._codec = codec
         self._has_momentum = has_momentum
         self._layout = FlatLayout(parameters, dtype)
         self._is_overlapped = is_overlapped
         self._base_memory = self._layout.image().flat
         self._outer = OuterOptimizer(self._base_memory)
         self._exchange: Exchange | None = None
+        self._group: Group | None = None
+        self._left_out: torch.Tensor | None = None
         self._prepared: PreparedStep | None = None
         self._weight = 0.0
         self._side = self._messages_sent = 0
@@ -74,6 +75,7 @@ class ParameterMemory:
             copies += not self._drift_is_sent
         pieces = 2 if self._is_overlapped or self._layout.is_staged else 3
         numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
+        numel += 0 if self._left_out is None else self._left_out.numel()
         return numel * self._base_memory.element_size() + extra
 
     @property
@@ -87,12 +89,17 @@ class ParameterMemory:
         assert self._exchange is not None
         return self._exchange
 
-    def connect(self, group: Group) -> None:
-        """Opens the message, with all ranks of the group; what was filled in stays."""
+    def connect(self, group: Group, codec: str) -> None:
+        """Opens the message, with all ranks of the group; what was filled in stays.
+
+        Args:
+            group: the group.
+            codec: how it travels there; see :func:`open_coded_exchange`.
+        """
         layout, last = self._layout, self._exchange
         self._settle()
         if isinstance(last, ResidualExchange):
-            last.retire()  # nothing is made of its sum any more, in what is written now
+            last.retire()
         if self._prepared is not None and self._prepared.is_worked_out:
             raise ProtocolError(
                 "an encoded average had come when ranks formed another group; expected "
@@ -105,11 +112,11 @@ class ParameterMemory:
             self._drift = self._own
         numel = layout.numel + 1  # the weight comes last
         sides = 2 if self._is_overlapped else 1
-        self._exchange = made = open_coded_exchange(
-            group, numel, layout.dtype, self._codec, sides
-        )
-        if isinstance(last, ResidualExchange) and isinstance(made, ResidualExchange):
-            made.load_state_dict(last.state_dict())
+        residual = self._residual()
+        self._exchange = open_coded_exchange(group, numel, layout.dtype, codec, sides)
+        self._group, self._left_out = group, None
+        if residual is not None:
+            self._load_residual(residual)
         self._side = self._messages_sent = 0
         self._is_begun = False
         self._lay_messages()
@@ -120,13 +127,17 @@ class ParameterMemory:
         return self._is_begun and self.exchange.has_sum
 
     def retire(self) -> None:
-        """Another one takes its place in the same group; nothing is under way.
+        """Another one takes its place; with all ranks, and nothing under way.
 
         Raises:
-            CommunicationError: something had not left, and will not.
+            CommunicationError: a rank has not come, or something has not left.
         """
-        if isinstance(self._exchange, ResidualExchange):
-            self._exchange.flush("averaging other parameters")
+        group = self._group
+        if group is not None and isinstance(self._exchange, ResidualExchange):
+            if not group.has_ended:
+                # All have taken the last sum then, so gloo has nothing to wait for.
+                group.all_reduce(torch.zeros(1, device="cpu"), RETIRING)
+                self._exchange.flush(RETIRING)
             self._exchange.retire()
 
     @property
@@ -200,15 +211,14 @@ class ParameterMemory:
         """Copies of what a committed state needs; see :meth:`Averager.state_dict`."""
         self._settle()
         dtype, numel = self.layout
-        momentum, exchange = self._outer.momentum, self.exchange
+        momentum = self._outer.momentum
         is_wider = any(t.dtype != self._layout.dtype for t in self._layout.tensors)
-        coded = exchange if isinstance(exchange, ResidualExchange) else None
         return {
             "dtype": dtype,
             "numel": numel,
             "momentum": None if momentum is None else momentum.clone(),
             "base": self._base_memory.clone() if is_wider else None,
-            "residual": None if coded is None else coded.state_dict(),
+            "residual": self._residual(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -217,15 +227,31 @@ class ParameterMemory:
         self._outer.load_momentum(state["momentum"])
         if state["base"] is not None:
             self._base_memory.copy_(state["base"])
-        if state["residual"] is None:
-            return
+        if state["residual"] is not None:
+            self._load_residual(state["residual"])
+
+    def _residual(self) -> dict[str, Any] | None:
+        """What has been left out of this rank's messages, a copy."""
+        if isinstance(self._exchange, ResidualExchange):
+            return self._exchange.state_dict()
+        if self._left_out is None:
+            return None
+        left_out = self._left_out.clone()
+        return {"residual": left_out, "own": (0, 0), "world_size": 1, "ranks": 1}
+
+    def _load_residual(self, state: dict[str, Any]) -> None:
+        """It is sent with the next message."""
         if isinstance(self.exchange, ResidualExchange):
-            self.exchange.load_state_dict(state["residual"])
-        else:
-            _log.warning(
-                "a codec's residual is dropped: parameters travel as they are now, and "
-                "what encoding has left out until here stays left out"
-            )
+            self.exchange.load_state_dict(state)
+            return
+        left_out = residual_of_a_rank(state)
+        self._left_out = left_out if bool(left_out.any()) else None
+
+    def _message_counts(self) -> None:
+        """What this rank sent last is in the model, as is what it left out before."""
+        self._is_begun = False
+        if self._weight > 0.0:
+            self._left_out = None
 
     def _settle(self) -> None:
         """θ_k and the outer momentum are those of the last step that was taken."""

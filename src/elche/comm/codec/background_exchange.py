@@ -89,6 +89,8 @@ class _Message(Enum):
 SumReader = Callable[[int, int, torch.Tensor], None]
 """Writes the elements of a sum from one to another into memory."""
 
+_FollowUp = tuple[Callable[[SumReader], None], Callable[[], bool]]
+
 
 class TaskRunner(Protocol):
     """Calls :meth:`BackgroundTask.drive` soon, on another thread."""
@@ -129,7 +131,7 @@ class BackgroundExchange(ResidualExchange):
         # Read and written under the lock, by either thread; the queue is appended to
         # without it, because a deque's append is atomic.
         self._to_do: deque[Callable[[], None]] = deque()
-        self._follow: Callable[[SumReader], None] | None = None
+        self._follow: _FollowUp | None = None
         self._is_retired = False
         self._began_s = self._taken_s = 0.0
         # Written by the training thread; the codec thread reads the side.
@@ -179,14 +181,18 @@ class BackgroundExchange(ResidualExchange):
         self._to_do.append(self._send)
         self._driver.serve(self)
 
-    def follow_up(self, work: Callable[[SumReader], None]) -> None:
+    def follow_up(
+        self, work: Callable[[SumReader], None], is_adopted: Callable[[], bool]
+    ) -> None:
         """Has something made of the sum before it is said to be there.
 
-        What encoding took off is kept before that, so the sum must be adopted now.
+        What encoding took off is kept before that, so the sum must be adopted then.
 
         Args:
             work: is given what reads the sum until the next message is begun, and may
                 change the contribution; once, on either thread, if a sum comes.
+            is_adopted: whether a sum that is there will be, whoever dies; asked on
+                either thread until it is.
 
         Raises:
             ProtocolError: no message is under way, or work follows it already.
@@ -199,7 +205,7 @@ class BackgroundExchange(ResidualExchange):
                 + "; expected it once, after begin()"
             )
         self._turn = _Turn.FOLLOWED
-        self._to_do.append(partial(setattr, self, "_follow", work))
+        self._to_do.append(partial(setattr, self, "_follow", (work, is_adopted)))
         self._driver.serve(self)
 
     def put_off(self, work: Callable[[], None]) -> None:
@@ -219,7 +225,7 @@ class BackgroundExchange(ResidualExchange):
                 return None
             self._catch_up()
             self._attempt(self._look)
-            if self._message is not _Message.SENT:
+            if self._message is not _Message.SENT and not self._waits_for_others:
                 return None
         passed_s = time.monotonic() - self._began_s
         left_s = self._taken_s - passed_s
@@ -245,6 +251,23 @@ class BackgroundExchange(ResidualExchange):
             self._attempt(self._look)
             if self._fault is not None:
                 raise self._fault
+            if self._waits_for_others:
+                raise ProtocolError(
+                    f"{what}: wait() came before all other sums of the reduction were "
+                    "there; expected it last"
+                )
+
+    @property
+    @override
+    def has_sum(self) -> bool:
+        if self._turn is _Turn.NONE:
+            return False
+        with self._lock:
+            self._catch_up()
+            self._attempt(self._look)
+            if self._message is _Message.ENDED:  # left to who waited for it
+                return self._fault is None and self._coded.has_sum
+            return self._is_complete
 
     @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
@@ -299,6 +322,12 @@ class BackgroundExchange(ResidualExchange):
             self._is_retired = True
 
     @property
+    def _waits_for_others(self) -> bool:
+        """Whether the sum is there, and what follows is not to begin yet."""
+        is_there = self._message is _Message.DECODED
+        return is_there and self._follow is not None
+
+    @property
     def _is_complete(self) -> bool:
         """Whether the sum is decoded, and what was to be made of it has been."""
         if self._message is _Message.DECODED:
@@ -349,10 +378,12 @@ class BackgroundExchange(ResidualExchange):
                 self._message = _Message.DECODED
             self._taken_s = time.monotonic() - self._began_s
         if self._message is _Message.DECODED and self._follow is not None:
-            follow, self._follow = self._follow, None
-            self._coded.commit()
-            follow(self._coded.sum_into)
-            self._message = _Message.MADE
+            work, is_adopted = self._follow
+            if is_adopted():
+                self._follow = None
+                self._coded.commit()
+                work(self._coded.sum_into)
+                self._message = _Message.MADE
 
     def _decode(self) -> None:
         summed = self.result(self._side)

@@ -79,6 +79,17 @@ def clearly_beats(less_exact_s: float, more_exact_s: float) -> bool:
     return less_exact_s * CLEAR_GAIN <= more_exact_s - WORTH_S
 
 
+def codec_in(group: Group, codec: str, numel: int) -> str:
+    """The codec of sums in a group; ``"auto"`` by its link, measured by all its ranks.
+
+    Args:
+        group: the process group.
+        codec: as set.
+        numel: elements of the sums to come.
+    """
+    return measured_codec(group, numel) if codec == "auto" else codec
+
+
 def measured_codec(group: Group, numel: int) -> str:
     """Measures the link and chooses, together with all ranks and equal on all.
 

@@ -33,7 +33,7 @@ class Peers(Protocol):
         """Begins to receive."""
 
     def wait(self, work: Any, what: str) -> None:
-        """Waits for either.
+        """Waits for either, where others have done their part: nothing ends this wait.
 
         Raises:
             CommunicationError: it failed.

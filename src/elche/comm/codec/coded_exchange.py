@@ -194,6 +194,12 @@ class CodedExchange(ResidualExchange):
         """Whether a sum is there that has not been taken."""
         return self._phase is _Phase.ARRIVED
 
+    @property
+    @override
+    def has_sum(self) -> bool:
+        self.poll()
+        return self.has_arrived
+
     def advance(self) -> None:
         """Goes on without waiting; what fails is raised by :meth:`wait`."""
         self.poll()

@@ -78,4 +78,7 @@ class ResidualExchange(Exchange):
         """
 
     def retire(self) -> None:
-        """Another exchange goes on in its place: nothing is done for it any more."""
+        """Leaves what there is still to do to the thread that asks for it.
+
+        Its group is left, or another exchange goes on in its place.
+        """

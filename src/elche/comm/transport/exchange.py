@@ -190,7 +190,8 @@ class GlooExchange(Exchange):
     @property
     @override
     def has_sum(self) -> bool:
-        return self._work is None or succeeded(self._work)
+        work = self._work  # which the training thread may take away meanwhile
+        return work is None or succeeded(work)
 
     def _collected(self) -> torch.Tensor:
         return self._tensors[self._side]

@@ -158,6 +158,11 @@ class Group:
         """Whether a wait outside of gloo ends when a rank has died."""
         return self.check is not _nothing
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was closed, or left."""
+        return self._process_group is None
+
     @staticmethod
     def alone(timeout_s: float) -> Group:
         """One rank: every call returns its input, without a thread or a socket."""

@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
-from elche.comm.codec.codec_choice import measured_codec
+from elche.comm.codec.codec_choice import codec_in
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.gradients.reducer import GradientReducer, StepPart
@@ -219,6 +219,7 @@ class Synchroniser:
         """How gradients travel; under ``auto`` a codec is for its windows."""
         if self._config.policy != "sync":
             return "fp32"
+        warn_of_codec(group, self._config.codec)
         return codec_in(group, self._config.codec, self.num_parameters)
 
     def detach(self) -> None:
@@ -299,23 +300,14 @@ class Synchroniser:
         ]
 
 
-def codec_in(group: Group, codec: str, numel: int) -> str:
-    """The codec of sums in a group; ``"auto"`` by its link, measured by all its ranks.
-
-    Args:
-        group: the process group.
-        codec: as set.
-        numel: elements of the sums to come.
-    """
-    if codec == "auto":
-        return measured_codec(group, numel)
-    if codec != "fp32" and group.shares_host and group.rank == 0:
+def warn_of_codec(group: Group, codec: str) -> None:
+    """Says on the first rank where a codec that was asked for brings nothing."""
+    if codec not in ("auto", "fp32") and group.shares_host and group.rank == 0:
         logger.warning(
             "codec %r costs time and saves none where all ranks share a host's memory: "
             "leave codec out there",
             codec,
         )
-    return codec
 
 
 def make_window_sync(
@@ -344,7 +336,7 @@ def make_window_sync(
         )
         sync.attach()
         return sync
-    codec = codec_in(group, config.codec, sum(p.numel() for p in parameters))
+    warn_of_codec(group, config.codec)
     form = OverlappedAverager if config.policy == "async" else ParameterAverager
     averager = form(
         parameters,
@@ -352,7 +344,7 @@ def make_window_sync(
         steps.optimizers,
         group,
         reset_state=config.windows.optimizer_state == "reset",
-        codec=codec,
+        codec=config.codec,
         has_momentum=config.windows.outer.optimizer != "average",
     )
     averager.build()

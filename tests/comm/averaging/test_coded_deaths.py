@@ -1,0 +1,373 @@
+"""Averages with a codec of which a rank dies: nothing is lost or counts twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from elche.comm.averaging import averaging, parameter_memory
+from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.codec.background_exchange import BackgroundExchange
+from elche.comm.codec.codec import CODECS
+from elche.comm.codec.coded_exchange import CodedExchange, residual_of_a_rank
+from elche.comm.transport.exchange import Exchange, open_exchange
+from elche.comm.transport.process_group import Group
+from elche.coordination.protocol.instructions import Reduce
+from elche.errors import CommunicationError
+from tests.comm.bus import Bus, Member
+from tests.comm.peers import Peer, Wire
+from tests.comm.plans import plan
+
+NUMEL = 300
+
+
+class Nobody:
+    """A driver that does nothing by itself."""
+
+    def serve(self, driven: object) -> None:
+        pass
+
+
+class Wired(Bus):
+    """Ranks that can send each other messages as well."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.wire = Wire(world_size)
+
+
+def open_wired(
+    group: Member, numel: int, dtype: torch.dtype, codec: str, sides: int
+) -> Exchange:
+    """As `open_coded_exchange`, without a thread."""
+    if group.world_size == 1 or dtype != torch.float32 or codec == "fp32":
+        return open_exchange(cast(Group, group), numel, dtype, torch.device("cpu"))
+    assert isinstance(group.bus, Wired)
+    peer = Peer(group.bus.wire, group.rank)
+    return BackgroundExchange(CodedExchange(peer, CODECS[codec], numel), Nobody())
+
+
+@pytest.fixture(autouse=True)
+def _wired(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_memory, "open_coded_exchange", open_wired)
+
+
+class Handing:
+    """A group in which one rank after the other takes what the first one sent."""
+
+    rank = world_size = 0
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.taken = 0
+
+    def broadcast(self, tensor: torch.Tensor, what: str, source: int) -> None:
+        if self.rank == source:
+            self.sent.append(tensor.clone())
+            return
+        tensor.copy_(self.sent[self.taken])
+        self.taken += 1
+
+
+class Rank:
+    """One rank's parameters and their average.
+
+    Attributes:
+        drift: what its last window's end sent of float32 parameters.
+    """
+
+    def __init__(self, group: Group, codec: str, has_wide: bool = False) -> None:
+        kinds = [torch.float32, torch.float64][: 1 + has_wide]
+        self.model = nn.ParameterList([torch.zeros(NUMEL, dtype=k) for k in kinds])
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        parameters = list(self.model.parameters())
+        self.averager = OverlappedAverager(
+            parameters, self.model, lambda: [optimizer], group, codec=codec
+        )
+        self.averager.build()
+        self.drift = torch.zeros(NUMEL, dtype=torch.float64)
+
+    @property
+    def exchange(self) -> Any:
+        return self.averager._groups[0].exchange
+
+    @property
+    def base(self) -> torch.Tensor:
+        self.averager._groups[0]._settle()
+        return self.averager._groups[0]._base_memory.clone()
+
+    @property
+    def left_out(self) -> torch.Tensor:
+        state = self.averager._groups[0]._residual()
+        if state is None:
+            return torch.zeros(NUMEL, dtype=torch.float64)
+        return residual_of_a_rank(state).double()
+
+    @torch.no_grad()
+    def train(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model:
+            step = torch.rand(NUMEL, generator=generator) * 2 - 1
+            parameter.add_(step.to(parameter.dtype))
+
+    def close(self, seed: int) -> None:
+        """A window ends."""
+        self.train(seed)
+        self.drift = (self.base - self.model[0].detach()).double()
+        assert self.averager.snapshot(1.0)
+        self.drive()
+
+    def drive(self) -> None:
+        if isinstance(self.exchange, BackgroundExchange):
+            self.exchange.drive()
+
+
+class Account:
+    """What was sent to averages that count, and how far these moved what is common."""
+
+    def __init__(self) -> None:
+        self.given = torch.zeros(NUMEL, dtype=torch.float64)
+        self.moved = torch.zeros(NUMEL, dtype=torch.float64)
+        self.lost = torch.zeros(NUMEL, dtype=torch.float64)
+
+    def commit(self, sent: Sequence[Rank], before: torch.Tensor, now: Rank) -> None:
+        self.given += sum(rank.drift for rank in sent)
+        self.moved += len(sent) * (before - now.base).double()
+
+    def check(self, ranks: Sequence[Rank]) -> None:
+        left_out = sum(rank.left_out for rank in ranks)
+        total = self.moved + left_out + self.lost
+        torch.testing.assert_close(total, self.given, rtol=0.0, atol=1e-4)
+        apart = (self.moved - self.given).abs().max()
+        assert float(apart) > 1e-3 or not bool(left_out.any()), "nothing was left out"
+
+
+def begin(ranks: Sequence[Rank], number: int, **changes: Any) -> Reduce:
+    """The plan has come; both threads of all ranks do what can be done."""
+    weight = 1.0 / len(ranks)
+    step = plan(window=number, weight=weight, active_ranks=len(ranks), **changes)
+    for rank in ranks:
+        rank.averager.begin(step)
+    for _ in range(3):
+        for rank in ranks:
+            rank.drive()
+    return step
+
+
+def window(ranks: Sequence[Rank], number: int, account: Account) -> None:
+    """One that nobody dies in."""
+    before = ranks[0].base
+    for place, rank in enumerate(ranks):
+        rank.close(100 * number + place)
+    step = begin(ranks, number)
+    for rank in ranks:
+        assert rank.averager.poll()
+        rank.averager.adopt(step, drained=True)
+    account.commit(ranks, before, ranks[0])
+    check_equal(ranks)
+    account.check(ranks)
+
+
+def check_equal(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        assert torch.equal(rank.base, ranks[0].base)
+        assert torch.equal(rank.model[0].detach(), ranks[0].model[0].detach())
+
+
+def founded(codec: str, has_wide: bool = False) -> tuple[Wired, list[Rank], Account]:
+    """Three ranks after two windows; something has been left out."""
+    bus, account = Wired(3), Account()
+    ranks = [Rank(group, codec, has_wide) for group in bus.groups()]
+    for number in range(2):
+        window(ranks, number, account)
+    return bus, ranks, account
+
+
+def connect(ranks: Sequence[Rank]) -> None:
+    """They form the next group."""
+    groups = Wired(len(ranks)).groups()
+    for rank, group in zip(ranks, groups, strict=True):
+        rank.averager.reconnect(group)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+def test_an_average_that_nobody_has_is_redone_without_the_dead_ranks_part(
+    codec: str,
+) -> None:
+    bus, ranks, account = founded(codec)
+    account.lost += ranks[2].left_out
+    bus.wire.late.add(2)
+    before = ranks[0].base
+    for place, rank in enumerate(ranks):
+        rank.close(200 + place)
+    step = begin(ranks, 2)
+    assert not ranks[0].averager.has_sum(step)
+    with pytest.raises(CommunicationError, match="averaging parameters"):
+        ranks[1].averager.adopt(step)
+    bus.wire.late.clear()
+    bus.wire.deliver()  # too late
+    for rank in ranks[:2]:
+        rank.drive()
+    connect(ranks[:2])
+    again = begin(ranks[:2], 2, attempt=1)
+    for rank in ranks[:2]:
+        rank.averager.adopt(again, drained=True)
+    account.commit(ranks[:2], before, ranks[0])
+    check_equal(ranks[:2])
+    account.check(ranks[:2])
+    window(ranks[:2], 3, account)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_who_lacks_an_average_takes_it_and_sends_nothing_of_it_again(
+    codec: str, keeps: bool
+) -> None:
+    _, ranks, account = founded(codec)
+    route = ranks[1].exchange._coded._route
+    sums_come = type(route).is_ready
+    route.is_ready = lambda: bool(route._arrivals) and sums_come(route)
+    before = ranks[0].base
+    for place, rank in enumerate(ranks):
+        rank.close(200 + place)
+    step = begin(ranks, 2)
+    ended = ranks[1].model[0].detach().clone()
+    if keeps:
+        ranks[1].train(7)
+    since = ranks[1].model[0].detach() - ended
+    assert ranks[0].averager.has_sum(step)
+    ranks[0].averager.adopt(step, drained=not keeps)
+    assert not ranks[1].averager.has_sum(step)
+    ranks[2].exchange.commit()
+    account.lost += ranks[2].left_out
+    group = cast(Any, Handing())
+    for place, rank in enumerate(ranks[:2]):
+        group.rank = place
+        rank.averager.hand_over(group, 0, step, lacks=place == 1, keeps=keeps)
+    connect(ranks[:2])
+    account.commit(ranks, before, ranks[0])
+    account.check(ranks[:2])
+    assert torch.equal(ranks[1].base, ranks[0].base)
+    own = ranks[1].model[0].detach()
+    torch.testing.assert_close(own, ranks[0].base + since, rtol=0.0, atol=1e-6)
+    if not keeps:
+        check_equal(ranks[:2])
+        window(ranks[:2], 3, account)
+
+
+def test_a_rank_that_is_left_alone_takes_what_it_had_left_out() -> None:
+    _, ranks, account = founded("int4")
+    account.lost += ranks[1].left_out + ranks[2].left_out
+    before = ranks[0].base
+    ranks[0].close(200)
+    connect(ranks[:1])
+    assert bool(ranks[0].left_out.any())
+    account.check(ranks[:1])
+    step = begin(ranks[:1], 2, attempt=1)
+    ranks[0].averager.adopt(step, drained=True)
+    account.commit(ranks[:1], before, ranks[0])
+    assert not bool(ranks[0].left_out.any())
+    account.check(ranks[:1])
+    window(ranks[:1], 3, account)
+
+
+def test_what_a_lone_rank_has_not_sent_it_sends_with_those_that_join_it() -> None:
+    _, ranks, account = founded("int4")
+    account.lost += ranks[1].left_out + ranks[2].left_out
+    connect(ranks[:1])
+    state = ranks[0].averager.state_dict()
+    assert bool(state["groups"][0]["residual"]["residual"].any())
+    state["groups"][0]["residual"] = None
+    joins = Rank(Wired(1).group(0), "int4")
+    with torch.no_grad():
+        joins.model[0].copy_(ranks[0].model[0])
+    joins.averager.load_state_dict(state)
+    now = [ranks[0], joins]
+    connect(now)
+    account.check(now)
+    window(now, 3, account)
+
+
+def test_no_step_is_made_of_a_sum_while_another_one_is_missing() -> None:
+    """Here that of float64 parameters, as of buffers: all of it may be sent again."""
+    _, ranks, account = founded("int4", has_wide=True)
+    account.lost += ranks[2].left_out
+    before = ranks[0].base
+    for place, rank in enumerate(ranks[:2]):
+        rank.close(200 + place)
+    held = ranks[2].averager._groups.pop()  # dies before it sends that
+    ranks[2].close(202)
+    ranks[2].averager._groups.append(held)
+    step = begin(ranks[:2], 2)
+    for rank in ranks[:2]:
+        assert rank.exchange._coded.has_arrived
+        assert not rank.averager.poll()
+        assert not rank.averager.has_sum(step)
+    held.fill(1.0)
+    held.begin()
+    for rank in ranks[:2]:  # it comes when they are about to leave the group
+        assert rank.averager._groups[1].is_summed
+        rank.drive()
+        assert not rank.averager.has_sum(step), "others may go on without it"
+    connect(ranks[:2])
+    again = begin(ranks[:2], 2, attempt=1)
+    for rank in ranks[:2]:
+        rank.averager.adopt(again, drained=True)
+    account.commit(ranks[:2], before, ranks[0])
+    check_equal(ranks[:2])
+    account.check(ranks[:2])
+
+
+def test_who_takes_an_average_takes_the_outer_momentum_as_it_is_then() -> None:
+    """What its holder's other thread had put off is done before."""
+    _, ranks, _ = founded("int4")
+    route = ranks[1].exchange._coded._route
+    sums_come = type(route).is_ready
+    route.is_ready = lambda: bool(route._arrivals) and sums_come(route)
+    for place, rank in enumerate(ranks):
+        rank.close(200 + place)
+    step = begin(ranks, 2, outer="nesterov", outer_lr=0.7)
+    ranks[0].averager.adopt(step)
+    group = cast(Any, Handing())
+    for place, rank in enumerate(ranks[:2]):
+        group.rank = place
+        rank.averager.hand_over(group, 0, step, lacks=place == 1, keeps=True)
+    check_common(ranks[:2])
+    connect(ranks[:2])
+    for place, rank in enumerate(ranks[:2]):
+        rank.close(300 + place)
+    step = begin(ranks[:2], 3, outer="nesterov", outer_lr=0.7)
+    for rank in ranks[:2]:
+        rank.averager.adopt(step, drained=True)
+    check_common(ranks[:2])
+
+
+def check_common(ranks: Sequence[Rank]) -> None:
+    """Common parameters and outer momentum, to the bit."""
+    bases = [rank.base for rank in ranks]
+    momenta = [rank.averager._groups[0]._outer.momentum for rank in ranks]
+    assert momenta[0] is not None
+    assert bool(momenta[0].any())
+    for base, momentum in zip(bases, momenta, strict=True):
+        assert momentum is not None
+        assert torch.equal(base, bases[0])
+        assert torch.equal(momentum, momenta[0])
+
+
+def test_a_codec_is_chosen_anew_for_who_lives_and_nothing_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    links = {3: "int4", 2: "fp32"}
+    monkeypatch.setattr(
+        averaging, "codec_in", lambda group, codec, numel: links[group.world_size]
+    )
+    _, ranks, account = founded("auto")
+    account.lost += ranks[2].left_out
+    connect(ranks[:2])
+    assert all(bool(rank.left_out.any()) for rank in ranks[:2])
+    window(ranks[:2], 2, account)
+    assert not any(bool(rank.left_out.any()) for rank in ranks[:2])

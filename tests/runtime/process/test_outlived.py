@@ -112,7 +112,12 @@ def test_a_trainer_in_launched_functions_goes_on(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["cadence", "sync", pytest.param("async", marks=pytest.mark.slow)]
+    "policy",
+    [
+        "sync",
+        pytest.param("cadence", marks=pytest.mark.slow),
+        pytest.param("async", marks=pytest.mark.slow),
+    ],
 )
 def test_another_process_takes_the_place_of_a_killed_one(policy: str) -> None:
     done = run(3, policy, script="rejoined.py", options=("--rejoin", "1"))

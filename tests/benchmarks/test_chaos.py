@@ -78,7 +78,7 @@ def test_only_ranks_that_were_killed_may_end_otherwise(
     assert bool(found) == bool(says)
 
 
-@pytest.mark.slow  # tests/runtime/process/test_outlived.py has one death and one place taken
+@pytest.mark.slow  # test_outlived has a death and a place that is taken again
 @pytest.mark.timeout(300)
 def test_ten_seconds_of_chaos_with_newcomers() -> None:
     """Each place is taken again before the run ends."""

@@ -27,7 +27,7 @@ from tests.sim.exploring.rank_states import (
 DEAD = -1
 
 
-class Violation(AssertionError):
+class ViolationError(AssertionError):
     """Something that must hold does not; with the way there."""
 
 
@@ -170,8 +170,8 @@ class Explorer:
         """From the first epoch's beginning to all ends.
 
         Raises:
-            Violation: an invariant does not hold, a state leads nowhere, or from one
-                no end can be reached.
+            ViolationError: an invariant does not hold, a state leads nowhere, or no end
+                can be reached from one.
         """
         found, first = Explored(), self._begin()
         numbers, line = {first: 0}, deque([first])
@@ -199,9 +199,9 @@ class Explorer:
                     ends.append(number)
             except Exception as error:
                 way = f"{_way(came, number)}\n{self._doing}"
-                raise Violation(f"{error!r}\nafter:\n{way}") from error
+                raise ViolationError(f"{error!r}\nafter:\n{way}") from error
             if len(came) > self._bounds.most_states:
-                raise Violation(f"more than {len(came)} states")
+                raise ViolationError(f"more than {len(came)} states")
         found.states, found.ends = len(came), len(ends)
         self._all_reach(ends, back, came)
         return found
@@ -218,7 +218,7 @@ class Explorer:
                     line.append(before)
         stuck = next((n for n in range(len(came)) if n not in reached), None)
         if stuck is not None:
-            raise Violation(f"no end can be reached after:\n{_way(came, stuck)}")
+            raise ViolationError(f"no end can be reached after:\n{_way(came, stuck)}")
 
     def _begin(self) -> State:
         """All ranks join and open the first epoch, in one order: none may die yet."""

@@ -1,4 +1,4 @@
-"""States of ranks and of their core, each known by a number, and what leads on from them.
+"""States of ranks and of their core, each known by a number, and their successors.
 
 A state of the whole run is then a few numbers, and the real code runs once for each
 state of a rank or of the core and what comes to it, not for each state of the whole.
@@ -6,12 +6,14 @@ state of a rank or of the core and what comes to it, not for each state of the w
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
+from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.epochs import Epochs
 from elche.coordination.policy import EpochTotals
@@ -43,6 +45,7 @@ LEFT_OUT = (
 """Of a core: what only was measured, or would be written down for a replay; and the
 order of what `Leasing` has of each rank, which is as that is.
 """
+SHARED = (*get_args(Event), *get_args(Instruction), RunConfig, BatchSizes)
 MOST_LIVE = 5_000
 """Ranks' scripts that are kept where they are; others are run again."""
 
@@ -294,8 +297,28 @@ class CoreStates:
         frozen = Freezer(left_out=LEFT_OUT).freeze(core)
         number = self._numbers.setdefault(frozen, len(self._copies))
         if number == len(self._copies):
-            self._copies.append(pickle.dumps(core, pickle.HIGHEST_PROTOCOL))
+            file = io.BytesIO()
+            pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+            pickler.dispatch_table = dict.fromkeys(SHARED, _share)
+            pickler.dump(core)
+            self._copies.append(file.getvalue())
         return number
+
+
+_shared: list[Any] = []
+_shared_numbers: dict[Any, int] = {}
+
+
+def _share(value: Any) -> tuple[Callable[[int], Any], tuple[int]]:
+    """What does not change is the same object in all copies: they cost much less."""
+    number = _shared_numbers.setdefault(value, len(_shared))
+    if number == len(_shared):
+        _shared.append(value)
+    return _shared_value, (number,)
+
+
+def _shared_value(number: int) -> Any:
+    return _shared[number]
 
 
 def _bare(told: Instruction) -> Instruction | None:

@@ -56,6 +56,11 @@ ELCHE_RUN = (
     *("--checkpoint-every", "0.5", "--checkpoint-dir"),
 )
 BESIDE_S = 300.0
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # Else torch 2.13 starts gloo anew with the addresses of ranks that have ended.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 
 
 def rank(policy: str, transport: str, victim: int, delay_s: float) -> dict[str, float]:
@@ -158,7 +163,7 @@ def beside(
     with (folder / "output").open("w+") as output:
         ended = subprocess.run(
             [sys.executable, *command, kind, str(folder), str(victim), repr(delay_s)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **ENVIRONMENT},
             stdout=output,
             stderr=subprocess.STDOUT,
             timeout=BESIDE_S,

@@ -31,7 +31,7 @@ KEEPS = pytest.mark.parametrize("keeps", [True, False], ids=["shared", "gloo"])
 SLOW_ASYNC = pytest.param("async", marks=pytest.mark.slow)
 LARGER: list[tuple[str, int, int, dict[str, Any]]] = [
     ("sync", 2, 3, {"deaths": 1, "loses": True}),
-    ("sync", 3, 2, {"deaths": 2, "keeps": False, "is_delayed": False}),
+    ("sync", 3, 2, {"deaths": 1, "keeps": False, "is_delayed": False}),
     ("cadence", 2, 3, {"deaths": 1, "loses": True}),
     ("cadence", 3, 2, {"deaths": 1, "is_delayed": False}),
     ("cadence", 2, 2, {"joins": 1, "is_delayed": False}),

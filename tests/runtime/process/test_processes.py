@@ -46,7 +46,7 @@ FAILURES: list[tuple[str, set[int], str]] = [
     ("record", {1}, "rank 0 failed: elche.errors.ConfigError: cannot record to"),
     ("loss", {1}, r"expected loss_fn to return a scalar tensor, got a tensor of"),
 ]
-# Three of them, each under one policy; the others in the slow suite. What agreement and
+# Two of them, each under one policy; the others in the slow suite. What agreement and
 # data refuse is tested in ranks that stay, too, where it costs less.
 PAIRS = [
     pytest.param(

@@ -4,17 +4,23 @@ From ranks that have imported torch before; each kill is a run of its own. Besid
 whole time (the kill to the next trained batch of the slowest survivor) stand its parts:
 until the slowest survivor knows of the death, until it has formed the new group, and
 until it has trained on its next batch.
+
+``--beside`` measures what starts all ranks anew instead, from the kill to the last
+rank's first step: torch's DistributedDataParallel under torchrun, from nothing, and
+`elche run --max-restarts`, from its last checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -26,23 +32,35 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
-
 import elche
+from benchmarks import recovery_rank
+from benchmarks.recovery_rank import (
+    BATCH_SIZE,
+    CHECKPOINTS,
+    KILLED,
+    die,
+    step,
+    training,
+)
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows.regrouping import Regrouping
 from elche.runtime.windows.step_regrouping import StepRegrouping
 from tests.harness.rank_pool import RankPool
 
-SAMPLES = 4_000
-WIDTH = 256
-DRAWN = 2_000_000
 ON_S = 1.0
 """So long survivors train on, so that each has trained before one breaks off."""
-PARTS = ("total_s", "detection_s", "regroup_s", "first_batch_s")
+TORCHRUN = "-m", "torch.distributed.run", "--standalone"
+ELCHE_RUN = (
+    *("-m", "elche", "run"),
+    *("--checkpoint-every", "0.5", "--checkpoint-dir"),
+)
+BESIDE_S = 300.0
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # Else torch 2.13 starts gloo anew with the addresses of ranks that have ended.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 
 
 def rank(policy: str, transport: str, victim: int, delay_s: float) -> dict[str, float]:
@@ -70,25 +88,18 @@ def rank(policy: str, transport: str, victim: int, delay_s: float) -> dict[str, 
     Worker.hear_of = heard  # type: ignore[method-assign]
     note(Regrouping, "form", "formed")
     note(StepRegrouping, "form", "formed")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
-    data = TensorDataset(torch.randn(SAMPLES, WIDTH), torch.randint(10, (SAMPLES,)))
     model, optimizer, loader = elche.setup(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        # One epoch is longer than the run, which a break ends for all ranks.
-        DataLoader(data, 32, sampler=RandomSampler(data, True, DRAWN)),
+        *training(BATCH_SIZE),
         policy=policy,
         transport=elche.TransportConfig(kind=transport),
         leave_out=False,
     )
     for epoch in range(1000):
-        for number, (x, y) in enumerate(loader):
+        for number, batch in enumerate(loader):
             if own == victim and (epoch, number) == (0, 3):
-                threading.Timer(delay_s, die).start()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                killed_at = Path(os.environ["KILLED_AT"])
+                threading.Timer(delay_s, die, [killed_at]).start()
+            step(model, optimizer, batch)
             if "formed" in times:
                 times.setdefault("trained", time.monotonic())
                 if time.monotonic() - times["trained"] > ON_S:
@@ -97,12 +108,6 @@ def rank(policy: str, transport: str, victim: int, delay_s: float) -> dict[str, 
             break
     elche.shutdown()
     return times
-
-
-def die() -> None:
-    """Writes down when, and is gone."""
-    Path(os.environ["KILLED_AT"]).write_text(repr(time.monotonic()))
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def one(
@@ -137,37 +142,79 @@ def one(
     }
 
 
+def beside(
+    kind: str, ranks: int, draws: random.Random, folder: Path
+) -> dict[str, float]:
+    """One kill of a run that is started anew; seconds from it to the last first step.
+
+    Args:
+        kind: ``"torch"``, or elche's policy.
+        ranks: how many.
+        draws: who dies, and when.
+        folder: an empty one.
+    """
+    command = [*ELCHE_RUN, str(folder / CHECKPOINTS), "--nproc"]
+    if kind == "torch":
+        command = [*TORCHRUN, "--nproc-per-node"]
+    else:
+        (folder / CHECKPOINTS).mkdir()  # nobody dies before the first one is written
+    victim, delay_s = draws.randrange(1, ranks), draws.uniform(0.0, 0.3)
+    command += [str(ranks), "--max-restarts", "1", recovery_rank.__file__]
+    with (folder / "output").open("w+") as output:
+        ended = subprocess.run(
+            [sys.executable, *command, kind, str(folder), str(victim), repr(delay_s)],
+            env={**os.environ, **ENVIRONMENT},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=BESIDE_S,
+            check=False,
+        )
+        output.seek(0)
+        trained = [float(path.read_text()) for path in folder.glob("trained*")]
+        if ended.returncode or len(trained) != ranks:
+            raise SystemExit(f"{kind} was lost:\n{output.read()}")
+    return {"total_s": max(trained) - float((folder / KILLED).read_text())}
+
+
+def show(name: str, runs: Sequence[dict[str, float]]) -> None:
+    """Medians and worst of a cell."""
+    print(f"{name}, {len(runs)} kills:")
+    for part in runs[0]:
+        values = [run[part] for run in runs]
+        median_s, worst_s = statistics.median(values), max(values)
+        print(f"  {part:14} median {median_s:.3f}, worst {worst_s:.3f}", flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table, and writes what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=20, help="of each cell")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4])
     parser.add_argument("--policy", nargs="+", default=["sync", "cadence", "async"])
     parser.add_argument("--transport", nargs="+", default=["auto", "gloo"])
+    parser.add_argument("--beside", action="store_true", help="what starts anew, alone")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
+    kinds = ["torch", *asked.policy]
+    names = [(kind, "anew") for kind in kinds]
+    if not asked.beside:
+        names = [*itertools.product(asked.policy, asked.transport)]
     cells = []
-    folder = tempfile.TemporaryDirectory()
-    killed_at = Path(folder.name, "killed")
-    for policy in asked.policy:
-        for transport in asked.transport:
-            draws = random.Random(f"{asked.seed} {policy} {transport}")
-            runs = [
-                one(asked.ranks, policy, transport, draws, killed_at)
-                for _ in range(asked.kills)
-            ]
-            cells.append({"policy": policy, "transport": transport, "runs": runs})
-            print(f"{policy}, {transport}, {asked.ranks} ranks, {len(runs)} kills:")
-            for part in PARTS:
-                values = [run[part] for run in runs]
-                print(
-                    f"  {part:14} median {statistics.median(values):.3f}, "
-                    f"worst {max(values):.3f}"
-                )
-    folder.cleanup()
+    for ranks, (policy, transport) in itertools.product(asked.ranks, names):
+        draws, runs = random.Random(f"{asked.seed} {policy} {transport}"), []
+        for _ in range(asked.kills):
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                if asked.beside:
+                    runs.append(beside(policy, ranks, draws, folder))
+                else:
+                    runs.append(one(ranks, policy, transport, draws, folder / KILLED))
+        cell = {"ranks": ranks, "policy": policy, "transport": transport}
+        cells.append({**cell, "runs": runs})
+        show(f"{policy}, {transport}, {ranks} ranks", runs)
     if asked.json is not None:
-        asked.json.write_text(json.dumps({"ranks": asked.ranks, "cells": cells}))
+        asked.json.write_text(json.dumps({"cells": cells}))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_own_loop(policy: str) -> None:
     assert shown[-1] > 80
 
 
-@pytest.mark.parametrize("name", ["own_loop", "muon"])
+@pytest.mark.parametrize("name", ["own_loop", pytest.param("muon", marks=SLOW)])
 def test_own_loops_alone(name: str) -> None:
     ended = _run(sys.executable, f"examples/{name}.py")
     assert ended.returncode == 0, ended.stderr

@@ -39,13 +39,19 @@ def run(
     return report_of(simulate(cluster))
 
 
-@pytest.mark.parametrize("speeds", SPEEDS)
 @pytest.mark.parametrize(
-    ("batch_s", "reduction_s"),
-    [(0.04, 4.0), (0.32, 0.6), pytest.param(0.32, 12.0, marks=pytest.mark.slow)],
+    ("batch_s", "reduction_s", "speeds"),
+    [
+        (0.04, 4.0, SPEEDS[0]),
+        (0.32, 0.6, SPEEDS[1]),
+        pytest.param(0.04, 4.0, SPEEDS[1], marks=pytest.mark.slow),
+        pytest.param(0.32, 0.6, SPEEDS[0], marks=pytest.mark.slow),
+        pytest.param(0.32, 12.0, SPEEDS[0], marks=pytest.mark.slow),
+        pytest.param(0.32, 12.0, SPEEDS[1], marks=pytest.mark.slow),
+    ],
 )
 def test_only_the_last_reduction_is_waited_for(
-    speeds: tuple[float, ...], batch_s: float, reduction_s: float
+    batch_s: float, reduction_s: float, speeds: tuple[float, ...]
 ) -> None:
     """It grew window by window once, and two reductions stood at the end."""
     report = run("async", speeds, batch_s, reduction_s, run_s=240.0)

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Generator
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -247,17 +248,16 @@ class Rank:
 
     def begin(self, sizes: BatchSizes) -> Script:
         """Opens the epoch, or its next part, with all."""
-        opened = EpochOpened(
+        self.opened = EpochOpened(
             rank=self.rank,
             epoch=0,
-            sizes=sizes.runs if self.rank == 0 else None,
+            sizes=sizes.runs,
             checksum=repr(self.model),
             continues=self.is_part,
         )
         self.step, self.passed, self.is_inside = -1, -1, False
         self.span += 1
-        self.opened = opened
-        self.world.tell(opened)
+        self.say_opened()
         while True:
             yield
             if not self.inbox:
@@ -275,6 +275,13 @@ class Rank:
         self.reports = StepReports(self.rank, 0, NonFiniteRecord())
         self.ran: deque[int] = deque()
         self.said_until, self.is_known = 0, False
+
+    def say_opened(self) -> None:
+        """The first rank of those that live says the sizes."""
+        if self.opened is not None:
+            is_first = self.rank == min(self.members)
+            said = self.opened if is_first else replace(self.opened, sizes=None)
+            self.world.tell(said)
 
     def train(self, part: PartRanges, sizes: BatchSizes) -> Script:
         """Steps to the end of the part."""
@@ -424,8 +431,7 @@ class Rank:
         firsts = () if is_between else self.lost.first.values()
         if any(first < self.said_until for first in firsts):
             raise TooEarlyError
-        if self.opened is not None:
-            self.world.tell(self.opened)
+        self.say_opened()
         last = None if is_between else self.lost.last
         self.has_said = False
         self.world.tell(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -21,6 +23,9 @@ from tests.pipeline.cases.pipeline_cut_cases import (
 )
 
 pytestmark = pytest.mark.distributed
+
+FOUR_RANKS = ("resnet", True, "zb-h1"), ("gpt", False, "auto")
+"""What `make test` runs on four; others are slow. Two ranks run all of it."""
 
 
 def check(pool: RankPool | None, work: Cut, micro_batches: int = 4) -> Together:
@@ -53,9 +58,15 @@ def test_on_two_ranks(ranks2: RankPool, model: str, by_name: bool) -> None:
     check(ranks2, Cut(model, by_name, "zb-v"))
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "auto"])
-@pytest.mark.parametrize("by_name", [True, False])
-@pytest.mark.parametrize("model", ["resnet", "gpt"])
+@pytest.mark.parametrize(
+    ("model", "by_name", "schedule"),
+    [
+        pytest.param(*case, marks=() if case in FOUR_RANKS else pytest.mark.slow)
+        for case in itertools.product(
+            ("resnet", "gpt"), (True, False), ("zb-h1", "auto")
+        )
+    ],
+)
 def test_on_four_ranks(
     ranks4: RankPool, model: str, by_name: bool, schedule: str
 ) -> None:

@@ -114,8 +114,8 @@ def test_a_trainer_in_launched_functions_goes_on(policy: str) -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        "cadence",
         "sync",
+        pytest.param("cadence", marks=pytest.mark.slow),
         pytest.param("async", marks=pytest.mark.slow),
         pytest.param("auto", marks=pytest.mark.slow),
     ],

@@ -46,13 +46,13 @@ FAILURES: list[tuple[str, set[int], str]] = [
     ("record", {1}, "rank 0 failed: elche.errors.ConfigError: cannot record to"),
     ("loss", {1}, r"expected loss_fn to return a scalar tensor, got a tensor of"),
 ]
-# Four of them, each under one policy; the others in the slow suite. What agreement and
+# Two of them, each under one policy; the others in the slow suite. What agreement and
 # data refuse is tested in ranks that stay, too, where it costs less.
 PAIRS = [
     pytest.param(
         *failure,
         policy,
-        marks=[pytest.mark.slow] * ((number + turn) % 2 or number > 3),
+        marks=[pytest.mark.slow] * ((number + turn) % 2 or number > 2),
     )
     for number, failure in enumerate(FAILURES)
     for turn, policy in enumerate(("sync", "cadence"))
@@ -142,9 +142,8 @@ def test_speeds_are_named_and_labelled_emulated() -> None:
     assert re.search(says + r"\d+ %, \d+ %; policy sync", ended.stderr), ended.stderr
 
 
-@pytest.mark.parametrize(
-    "policy", [pytest.param("sync", marks=pytest.mark.slow), "cadence"]
-)
+@pytest.mark.slow  # tests/test_examples.py has a Trainer under `elche run`
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_trainer_returns_the_same_on_every_rank(policy: str) -> None:
     ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, "trainer", policy)
     assert ended.returncode == 0, ended.stderr

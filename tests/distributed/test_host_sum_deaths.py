@@ -40,7 +40,7 @@ def test_a_death_is_outlived(
 
 @pytest.mark.parametrize("late", [1, 2], ids=["of the host", "of another host"])
 def test_who_lacks_sums_that_another_has_takes_them(late: int, tmp_path: Path) -> None:
-    """Also from a host that has begun with the next ones, and changed these in place."""
+    """Also from a host that has begun with the next, and changed these in place."""
     dead = Death(3, "step", 4)
     more = {"late": late, "late_at": 4, "clip": 0.1}
     assert outlive(tmp_path, dead, ranks=4, hosts="aabb", **more) == 0

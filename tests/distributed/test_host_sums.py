@@ -57,7 +57,9 @@ def by_hosts(task: Task) -> tuple[Trace, set[str]]:
 
 def trained(pool: RankPool, task: Task, env: list[dict[str, str]]) -> list[Trace]:
     """The task over hosts: equal ranks, every sample once."""
-    found = pool.run(by_hosts, task, case_setup=serve_in_thread, env=env)
+    found = pool.run(
+        by_hosts, task, case_setup=serve_in_thread, env=env, timeout_s=40.0
+    )
     traces = [trace for trace, _ in found]
     assert {kind for _, kinds in found for kind in kinds} == {HostExchange.__name__}
     assert identical([trace.state for trace in traces])
@@ -90,9 +92,9 @@ def test_four_ranks_train_as_one_process(ranks4: RankPool, hosts: str) -> None:
         {"model": "unused"},
         {"loop": "accumulate", "samples": 96},
         {"loop": "clip"},
-        {"loop": "scaler"},
+        {"loop": "scaler", "options": {"deterministic": True}},
         {"samples": 98, "batch_size": 16},  # a tail of two samples for three ranks
-        {"model": "tied", "weighs": True},
+        {"model": "tied", "weighs": True, "options": {"deterministic": True}},
     ],
     ids=str,
 )
@@ -110,9 +112,7 @@ def test_loops_of_two_hosts_train_as_one_process(
 
 
 def test_non_finite_gradients_are_seen_on_all_hosts(ranks3: RankPool) -> None:
-    found = ranks3.run(
-        infinite, task_of(), case_setup=serve_in_thread, env=of("aab")
-    )
+    found = ranks3.run(infinite, task_of(), case_setup=serve_in_thread, env=of("aab"))
     assert found == [[True, False]] * 3
 
 

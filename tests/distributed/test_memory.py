@@ -107,6 +107,19 @@ def test_memory_is_what_is_said(
         assert measured == pytest.approx(said - is_gradient, abs=SLACK)
 
 
+def test_memory_over_hosts_is_what_is_said(ranks3: RankPool) -> None:
+    """Two sums beside, where others may go on, once for all ranks of a host."""
+    found = ranks3.run(
+        models_beyond_plain,
+        *("sync", "auto", "fp32"),
+        case_setup=partial(serve_in_thread, fence=print),
+        env=[{"ELCHE_HOST": name} for name in "aab"],
+    )
+    for (measured, said), designed in zip(found, (3.0, 3.0, 4.0), strict=True):
+        assert said == pytest.approx(designed, abs=0.15)
+        assert measured == pytest.approx(said - 1.0, abs=SLACK)
+
+
 def models_beyond_plain_when_late(kind: str) -> tuple[float, float]:
     """Measured and said at the end of an optimizer's step, in models."""
     held, said, models = [0], [0], []

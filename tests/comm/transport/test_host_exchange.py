@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
+from elche.comm.transport.host_exchange import HostExchange, HostLeaders
+from elche.errors import CommunicationError
 from tests.comm.averaging.cases.overlap_cases import meeting
 from tests.comm.transport.cases.host_sums import (
     kept_sum,
@@ -20,6 +26,42 @@ from tests.harness.rank_pool import RankPool
 pytestmark = pytest.mark.distributed
 
 COUNT = 7
+
+
+class Late:
+    """A sum of the leaders that is seen to be over at the how manyth look."""
+
+    def __init__(self, looks: int, error: str) -> None:
+        self._looks, self._error = looks, error
+
+    def is_completed(self) -> bool:
+        self._looks -= 1
+        return self._looks <= 0
+
+    def wait(self) -> None:
+        if self._error:
+            raise RuntimeError(self._error)
+
+
+class Lone:
+    """All ranks, and all leaders, as the first of three sees them."""
+
+    rank, world_size = 0, 3
+
+    def __init__(self, looks: int, error: str) -> None:
+        self._work = Late(looks, error)
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Late:
+        return self._work
+
+    def wait_until(self, ready: Callable[[], bool], *_: Any) -> None:
+        assert any(ready() for _ in range(100))
+
+    def wait(self, work: Late, what: str) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(f"{what}: {error}") from error
 
 
 def of(hosts: str) -> list[dict[str, str]]:
@@ -90,3 +132,24 @@ def test_sums_that_come_a_pass_later_go_by_gloo(ranks3: RankPool) -> None:
     """Between two passes no leader would do anything for its host."""
     found = ranks3.run(kinds_of_buckets, case_setup=meeting, env=of("aab"))
     assert found == [("HostExchange", "GlooExchange")] * 3
+
+
+@pytest.mark.parametrize("error", ["", "a connection is closed"])
+@pytest.mark.parametrize("looks", [1, 2, 3, 4])
+def test_who_has_waited_has_handed_the_sum_on(looks: int, error: str) -> None:
+    # Once: a sum that ended between two looks was the leader's alone, until it looked
+    # again, and in the next pass it waited for its host to have read it.
+    group: Any = Lone(looks, error)
+    leaders = HostLeaders(group, lambda _: group)
+    leaders._leaders, leaders.members = group, [0]
+    memory = mmap.mmap(-1, HostExchange.size_bytes(1, 4, torch.float32, 1))
+    exchange = HostExchange(group, leaders, memory, 4, torch.float32, 1)
+    exchange.contribution(0).fill_(2.0)
+    exchange.begin(0)
+    if error:
+        with pytest.raises(CommunicationError, match=f"a test: {error}"):
+            exchange.wait("a test")
+    else:
+        exchange.wait("a test")
+    assert [*exchange._summed] == [0 if error else 1]
+    assert exchange.has_sum == (not error)

@@ -162,7 +162,8 @@ class HostExchange(Exchange):
         self._slots, self._sums = places[:count], places[count:]
         self._result: torch.Tensor | None = None
         self._number = self._taken = 0
-        self._work: Any = None
+        self._work: Any = None  # between hosts, on the leader
+        self._has_failed = False
 
     @staticmethod
     def size_bytes(ranks: int, numel: int, dtype: torch.dtype, sums: int) -> int:
@@ -202,7 +203,7 @@ class HostExchange(Exchange):
                 f"ranks {unread} of its host had read the sum of the one before"
             )
         self._number += 1
-        self._work = None
+        self._work, self._has_failed = None, False
         self._written[self._place] = self._number
         self._leaders.begin(self)
 
@@ -227,7 +228,8 @@ class HostExchange(Exchange):
         """Lets the host's ranks read what has come; whether the sum is over."""
         if not self._work.is_completed():
             return False
-        if succeeded(self._work):
+        self._has_failed = not succeeded(self._work)
+        if not self._has_failed:
             self._summed[0] = self._number
         return True
 
@@ -238,8 +240,7 @@ class HostExchange(Exchange):
     @override
     def poll(self) -> bool:
         self._leaders.drive()
-        has_failed = self._work is not None and self._work.is_completed()
-        return self._has_come or has_failed
+        return self._has_come or self._has_failed
 
     @override
     def wait(self, what: str) -> None:

@@ -60,9 +60,7 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def map_together(
-    group: Members, size_bytes: int, source: int = 0
-) -> mmap.mmap | None:
+def map_together(group: Members, size_bytes: int, source: int = 0) -> mmap.mmap | None:
     """Memory of one rank that others map, zeroed; None if one of them cannot.
 
     Must be called by all ranks of the group. If it gives None, the group's

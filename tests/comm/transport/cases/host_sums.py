@@ -44,9 +44,7 @@ def joined_hosts() -> Iterator[Group]:
 def messages_of(rank: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """What a rank sends."""
     generator = torch.Generator().manual_seed(rank)
-    return [
-        torch.randn(NUMEL, generator=generator, dtype=dtype) for _ in range(count)
-    ]
+    return [torch.randn(NUMEL, generator=generator, dtype=dtype) for _ in range(count)]
 
 
 def summed(count: int, dtype: torch.dtype, sums: int) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -50,6 +50,7 @@ class Member:
     """One rank's end of a bus, with the methods of `Group` that averaging uses."""
 
     shares_host = False
+    host_leaders: Any = None
 
     def __init__(self, bus: Bus, rank: int) -> None:
         self.bus = bus

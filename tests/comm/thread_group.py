@@ -87,6 +87,7 @@ class ThreadGroup:
         self.rank = rank
         self.world_size = shared.world_size
         self.shares_host = shares_host
+        self.host_leaders: Any = None
         self.reductions = 0
         self.ranks = range(shared.world_size)
         self.timeout_s = shared.deadline_s

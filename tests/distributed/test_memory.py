@@ -107,6 +107,23 @@ def test_memory_is_what_is_said(
         assert measured == pytest.approx(said - is_gradient, abs=SLACK)
 
 
+def test_memory_over_hosts_is_what_is_said(ranks3: RankPool) -> None:
+    """Two sums beside, where others may go on, once for all ranks of a host.
+
+    What two of them touch counts half for each, and a leader touches all: their mean.
+    """
+    found = ranks3.run(
+        models_beyond_plain,
+        *("sync", "auto", "fp32"),
+        case_setup=partial(serve_in_thread, fence=print),
+        env=[{"ELCHE_HOST": name} for name in "aab"],
+    )
+    assert [said for _, said in found] == pytest.approx([3.0, 3.0, 4.0], abs=0.15)
+    (first, _), (second, _), (alone, _) = found
+    assert (first + second) / 2 == pytest.approx(2.0, abs=SLACK)
+    assert alone == pytest.approx(3.0, abs=SLACK)
+
+
 def models_beyond_plain_when_late(kind: str) -> tuple[float, float]:
     """Measured and said at the end of an optimizer's step, in models."""
     held, said, models = [0], [0], []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from elche.comm.transport.host_exchange import spans_hosts
 from elche.coordination.sync.left_out import LeftOutRanks, _Exclusion
 from tests.distributed.cases.step_deaths import (
     BATCH,
@@ -47,6 +48,7 @@ def outlive(
     *deaths: Death,
     ranks: int = 3,
     is_apart: bool = False,
+    hosts: str = "",
     **more: Any,
 ) -> int:
     """Checks what survivors have; returns steps beyond those of whole epochs.
@@ -56,16 +58,19 @@ def outlive(
         deaths: in the order in which they come.
         ranks: that begin.
         is_apart: of its last step a dead rank is only in the first backward pass.
+        hosts: of the ranks, a letter each; "": one.
         more: of the loop.
     """
     options = {"timeout_s": 60.0, **more.pop("options", {})}
     loop = Loop(str(tmp_path), deaths=deaths, options=(*options.items(),), **more)
-    outcomes, lost = run_fenced(ranks, train, loop)
+    env = [{"ELCHE_HOST": name} for name in hosts] or None
+    outcomes, lost = run_fenced(ranks, train, loop, env=env)
     victims = [death.rank for death in deaths]
     survivors: list[Trained] = survivors_of(outcomes, lost, victims)
     assert identical([each.state for each in survivors])
     assert [each.place for each in survivors] == list(range(len(survivors)))
     assert {each.world_size for each in survivors} == {len(survivors)}
+    assert all(each.by_hosts == spans_hosts(hosts) for each in survivors)
     assert {each.progress for each in survivors} == {float(loop.samples * loop.epochs)}
     logs = {rank: logs_of(tmp_path, rank, loop.epochs) for rank in range(ranks)}
     if not options.get("leave_out"):

@@ -192,16 +192,16 @@ def test_a_death_is_outlived_where_optimizers_are_alike(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("form", FORMS)
 def test_deaths_at_every_place_where_optimizers_are_alike(
-    form: str, options: dict[str, Any], rank: int, tmp_path: Path
+    form: str, way: str, rank: int, tmp_path: Path
 ) -> None:
-    more = {"momentum": 0.5, "windows": FORMS[form], "options": options}
+    more = {"momentum": 0.5, "windows": FORMS[form], **WAYS[way]}
     common = ["batch", "before closed", "after closed", "before reduced"]
     for place in [*common, *PLACES_OF[form], "after reduced"]:
         (folder := tmp_path / place).mkdir()
-        print(form, options, rank, place)
+        print(form, way, rank, place)
         outlive(folder, (Death(rank, place),), "cadence", **more)
 
 

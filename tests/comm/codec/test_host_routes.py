@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elche.comm.codec.codec import CODECS, Codec
 from elche.comm.codec.codec_routes import sent_bytes
 from elche.comm.codec.coded_exchange import CodedExchange
-from elche.comm.codec.host_routes import leaders_of, spans_hosts
+from elche.comm.transport.host_exchange import leaders_of, spans_hosts
 from elche.errors import CommunicationError
 from tests.comm.peers import Peer, Wire, message, same_state
 

@@ -23,6 +23,7 @@ class HalfGroup:
     """Rank 0 of two; the test plays rank 1 in the memory that they share."""
 
     rank, world_size, shares_host = 0, 2, True
+    host_leaders = None
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         """It is rank 0's."""

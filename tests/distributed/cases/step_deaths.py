@@ -25,6 +25,8 @@ from elche.comm.gradients.bucket_pass import BucketPass
 from elche.comm.gradients.buckets import Bucket
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.buffers import BufferAverager
+from elche.comm.transport import host_exchange
+from elche.comm.transport.host_exchange import HostExchange
 from elche.coordination.protocol.instructions import (
     EndEpoch,
     GrantSteps,
@@ -43,6 +45,15 @@ from tests.distributed.cases.survive_cases import Death, after, before, die
 BATCH = 12
 CAP_MB = 0.0002
 """Several buckets in a small model."""
+HOST_PLACES: dict[str, tuple[Any, str, Callable[..., None]]] = {
+    "offering": (HostExchange, "begin", before),
+    "offered": (HostExchange, "begin", after),
+    "summing a host": (HostExchange, "begin_between", before),
+    "host summed": (HostExchange, "begin_between", after),
+    "handing on": (host_exchange, "succeeded", before),
+    "taken": (HostExchange, "release", after),
+}
+"""Of a bucket that is summed inside hosts first; the middle three only on leaders."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,7 @@ class Trained:
     place: int
     world_size: int
     norm: float | None
+    by_hosts: bool
 
 
 class Indices(Dataset[int]):
@@ -207,6 +219,8 @@ def train(loop: Loop) -> Trained:
     model, optimizers, loader = elche.setup(
         model, optimizers, loader, policy="sync", **options_of(loop)
     )
+    by_hosts: list[bool] = []
+    before(HostExchange, "begin", lambda: by_hosts.append(True))
     if rank == loop.late:
         lack_sums(loop.late_at)
     if rank == loop.together:
@@ -243,6 +257,7 @@ def train(loop: Loop) -> Trained:
         elche.rank(),
         elche.world_size(),
         elche.epoch_metrics().parameter_norm,
+        bool(by_hosts),
     )
     elche.shutdown()
     return trained
@@ -338,6 +353,9 @@ def plan_death(
         before(Bucket, "open", visit)
     elif place == "taken over":
         before(Bucket, "take_over", visit)
+    elif place in HOST_PLACES:
+        owner, name, visited = HOST_PLACES[place]
+        visited(owner, name, visit)
     elif place == "buffers":
         before(BufferAverager, "_reduce", visit)
     elif place == "apart":

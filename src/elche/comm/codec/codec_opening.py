@@ -12,8 +12,8 @@ from elche.comm.codec.codec import CODECS, Codec, codec_named
 from elche.comm.codec.codec_peers import GroupPeers
 from elche.comm.codec.codec_thread import codec_thread_of
 from elche.comm.codec.coded_exchange import CodedExchange
-from elche.comm.codec.host_routes import spans_hosts
 from elche.comm.transport.exchange import Exchange, open_exchange
+from elche.comm.transport.host_exchange import spans_hosts
 from elche.comm.transport.process_group import Group
 from elche.comm.transport.shared_memory import Members
 from elche.errors import MismatchError

@@ -23,8 +23,9 @@ from elche.comm.codec.codec import Codec
 from elche.comm.codec.codec_message import chunks_of
 from elche.comm.codec.codec_peers import Peers
 from elche.comm.codec.codec_routes import route_over
-from elche.comm.codec.host_routes import host_route, spans_hosts
+from elche.comm.codec.host_routes import host_route
 from elche.comm.codec.residual_exchange import ResidualExchange
+from elche.comm.transport.host_exchange import spans_hosts
 from elche.errors import CommunicationError, ElcheError, MismatchError, ProtocolError
 
 

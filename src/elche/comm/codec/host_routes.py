@@ -24,17 +24,8 @@ from elche.comm.codec.codec_message import CodedMessage, chunks_of
 from elche.comm.codec.codec_peers import Peers
 from elche.comm.codec.codec_route import Route, Transfer
 from elche.comm.codec.codec_routes import route_over
+from elche.comm.transport.host_exchange import leaders_of
 from elche.errors import CommunicationError
-
-
-def spans_hosts(hosts: Sequence[str]) -> bool:
-    """Whether there are several hosts, and ranks that share one."""
-    return 1 < len(set(hosts)) < len(hosts)
-
-
-def leaders_of(hosts: Sequence[str]) -> list[int]:
-    """The first rank of every host, in their order."""
-    return sorted(hosts.index(host) for host in set(hosts))
 
 
 def host_route(

@@ -527,11 +527,8 @@ class BucketPass:
                 self._counts.learn()
         self._group = group
         self._next = self._summed = 0
-        kept = [bucket.kept for bucket in self.buckets]
-        if self._is_ordered_alike():
+        if self._is_ordered_alike():  # by now all have the sums of the last pass
             self._build(self.order)
-            for bucket, sums in zip(self.buckets, kept, strict=True):
-                bucket.kept = bucket.kept if sums is None else sums
         else:  # some ranks have not come to it
             self._observed = self._observed or {}
             self._build(range(len(self._parameters))[::-1])

@@ -27,6 +27,7 @@ from elche.comm.codec.coded_exchange import residual_of_a_rank
 from elche.comm.gradients.sum_memory import SumMemory
 from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
+from elche.comm.transport.host_exchange import HostExchange, open_by_hosts
 from elche.comm.transport.process_group import Group
 from elche.comm.transport.shared_memory import Members
 
@@ -122,7 +123,9 @@ class Bucket:
             copies = 4 if self._staged else 3
             return copies * self.size_bytes + self._coded.extra_bytes
         if self._sums_apart:
-            return (1 + len(self.sent)) * self.size_bytes
+            over = self.exchange
+            shared = over.extra_bytes if isinstance(over, HostExchange) else 0
+            return (1 + len(self.sent)) * self.size_bytes + shared
         return (1 + self._staged + kept) * self.size_bytes
 
     def info(self, index: int, capacity_bytes: int, names: Sequence[str]) -> BucketInfo:
@@ -187,8 +190,11 @@ class Bucket:
             self._coded = exchange
         else:
             where = torch.device("cpu") if staged else device
-            shared = SIDES if delayed else 1
-            exchange = open_exchange(group, numel, dtype, where, shared_sides=shared)
+            if delayed:  # nobody would drive the leaders' sums between two passes
+                exchange = open_exchange(group, numel, dtype, where, shared_sides=SIDES)
+            else:
+                sums = 2 if keeps_sums else 1
+                exchange = open_by_hosts(group, numel, dtype, where, sums=sums)
             self._lender = SumMemory(numel, dtype, device)
             self._sums_apart = exchange.keeps_contribution and not staged
         if keeps_sums and group.world_size > 1 and not exchange.keeps_contribution:
@@ -334,23 +340,32 @@ class Bucket:
     def take_over(self, group: Members, source: int, *, lacks: bool) -> None:
         """Gives the last sum to whoever lacks it; with all ranks of another group.
 
-        In shared memory it is still there to be summed, for nobody writes anything
-        else before all have taken it: that is left to :meth:`finish`.
+        In one shared memory it is still there to be summed, for nobody writes anything
+        else before all have taken it: that is left to :meth:`finish`. Of several hosts
+        one may be a pass ahead.
 
         Args:
             group: of ranks that live.
             source: place of one that has it, as it was before ``p.grad`` was changed.
             lacks: this rank has not.
         """
-        if self.keeps_contribution:
+        last = self._last_sum
+        if last is None:
             return
-        assert self.kept is not None
-        kept = self.kept.to("cpu", copy=lacks)  # gloo may still write into the last
+        kept = last.to("cpu", copy=lacks)  # gloo may still write into the last
         group.broadcast(kept, WHAT, source)
         if lacks:
-            self.kept.copy_(kept)
-            self._total, self._is_summed = kept.to(self.kept.device), True
+            if self.kept is not None:
+                self.kept.copy_(kept)
+            self._total, self._is_summed = kept.to(last.device), True
             self.summed = self._views(self._total)
+
+    @property
+    def _last_sum(self) -> torch.Tensor | None:
+        """The sum as it came last; None where all ranks can still form it."""
+        if isinstance(self.exchange, HostExchange):
+            return self.exchange.last_sum
+        return self.kept
 
     @property
     def is_finite(self) -> bool:

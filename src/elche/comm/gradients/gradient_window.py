@@ -24,7 +24,8 @@ from torch import nn
 
 from elche.comm.tensors.flat import shaped, wire_dtype
 from elche.comm.tensors.nan_check import all_finite
-from elche.comm.transport.exchange import Exchange, open_exchange
+from elche.comm.transport.exchange import Exchange
+from elche.comm.transport.host_exchange import open_by_hosts
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
 from elche.torch_internals.held import foreach_add_, foreach_copy_, foreach_zero_
@@ -61,7 +62,7 @@ class _Accumulator:
     def connect(self, group: Group) -> None:
         numel = self._numel + len(self.parameters) + 1
         cpu = torch.device("cpu")
-        self._exchange = open_exchange(group, numel, self._dtype, cpu)
+        self._exchange = open_by_hosts(group, numel, self._dtype, cpu)
 
     def clear(self) -> None:
         foreach_zero_(self._sums)

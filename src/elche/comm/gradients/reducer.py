@@ -8,7 +8,8 @@ and out of place, is :mod:`elche.comm.gradients.bucket_pass`; here is when, and 
 what weight. Then ``p.grad`` becomes a view of the reduced bucket. What a rank has sent
 is kept until the next backward's reduction. Cost: two gradient copies, the sum, which
 is ``p.grad``, and what this rank sent (in shared memory), or its own gradients; outside
-of shared memory a third where others may die, the sum as it came, for whoever lacks it.
+of shared memory a third where others may die, the sum as it came, for whoever lacks it
+(over several hosts that is in each host's memory, once for all its ranks).
 A ``p.grad`` kept by reference stays as it is, as in plain training. Where ranks hold
 parameters in other memory formats (channels last on a GPU, say), the sum is copied into
 the gradient that is there instead.

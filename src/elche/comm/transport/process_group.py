@@ -121,6 +121,8 @@ class Group:
 
     Attributes:
         devices: sums CUDA tensors without the host; None where nothing does.
+        host_leaders: sums between hosts (`host_exchange`), where all ranks may share
+            memory with others of their hosts; else None.
         ranks: of the run, in the order of the group's; errors name these.
     """
 
@@ -136,6 +138,7 @@ class Group:
         self.shares_host = False
         self.ranks: Sequence[int] = range(world_size)
         self.devices: DeviceSums | None = None
+        self.host_leaders: Any = None
         self.host = host_name()
         self._hosts: tuple[str, ...] | None = None
         self._at_close: list[Callable[[], None]] = []

@@ -31,6 +31,8 @@ class Members(Protocol):
     rank: int
     world_size: int
     shares_host: bool
+    host_leaders: Any
+    """Sums between hosts, where ranks share some; see `host_exchange`."""
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Any:
         """Begins a sum over all ranks."""
@@ -58,22 +60,29 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def map_together(group: Members, size_bytes: int) -> mmap.mmap | None:
-    """Memory of rank 0 that every rank maps, zeroed; None if one of them cannot.
+def map_together(group: Members, size_bytes: int, source: int = 0) -> mmap.mmap | None:
+    """Memory of one rank that others map, zeroed; None if one of them cannot.
 
     Must be called by all ranks of the group. If it gives None, the group's
     ``shares_host`` is False from then on.
+
+    Args:
+        group: the process group.
+        size_bytes: of the memory.
+        source: place of the rank whose memory it is: the same for all, or for all of a
+            host.
     """
     descriptor, token = -1, 0
-    if group.rank == 0:
+    if group.rank == source:
         with contextlib.suppress(OSError):
             descriptor, token = new_memory(size_bytes)
     host = host_number()
-    where = torch.tensor(
-        [os.getpid(), descriptor, token, host], dtype=torch.int64, device="cpu"
-    )
-    group.broadcast(where, "sharing memory")
-    pid, number, token, host_of_memory = where.tolist()
+    where = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
+    if group.rank == source:
+        mine = os.getpid(), descriptor, token, host
+        where[group.rank] = torch.tensor(mine, device="cpu")
+    group.all_reduce(where, "sharing memory")
+    pid, number, token, host_of_memory = where[source].tolist()
     same_host = host_of_memory == host
     memory = _map(pid, number, token, size_bytes) if same_host else None
     missing = torch.tensor([int(memory is None)], device="cpu")

@@ -19,6 +19,7 @@ import torch
 from elche.comm.control.control_channel import ControlChannel, heeds_key
 from elche.comm.transport.device_group import open_device_group
 from elche.comm.transport.exchange import can_share, may_share
+from elche.comm.transport.host_exchange import HostLeaders
 from elche.comm.transport.process_group import (
     Group,
     break_left_groups,
@@ -80,6 +81,7 @@ class Worker:
             again, where another has left the epoch.
         meets_in_forward: ranks meet in forward passes, so none can leave alone.
         name_samples: adds to an error what its batches are, in the epoch under way.
+        can_share: this rank may share memory with others of its host.
         on_regroup: called between epochs, where ranks have died, or are to join.
         is_new: this rank is to join a run under way, and holds nothing of it yet.
         timeline: what this rank did.
@@ -113,7 +115,7 @@ class Worker:
         self._side_groups: list[Group] = []
         self._others: Group | None = None
         self._generation = 0
-        self._can_share = self._is_due = False
+        self._shares = self.can_share = self._is_due = False
         self._aborted: ElcheError | None = None
         self._events: deque[torch.cuda.Event] = deque()
 
@@ -142,8 +144,9 @@ class Worker:
         """Forms the generation's process group."""
         self._generation = welcome.generation
         self._note_transport(transport)
-        shares = self._can_share and may_share(welcome.devices)
-        self._group = group = self._formed(welcome.generation, shares)
+        shares = self.can_share and may_share(welcome.devices)
+        self._group = group = self._formed(welcome.generation)
+        self.let_share(shares)
         on_cpu = any(name.startswith("CPU") for name in welcome.devices)
         if transport == "auto" and not on_cpu and group.world_size > 1:
             device = self.placement.device
@@ -157,7 +160,7 @@ class Worker:
     def _note_transport(self, transport: str) -> None:
         """Whether this rank may share memory is agreed on in each group anew."""
         own = self.placement.device_name
-        self._can_share = transport == "auto" and can_share(own)
+        self.can_share = transport == "auto" and can_share(own)
 
     @property
     def generation(self) -> int:
@@ -194,10 +197,24 @@ class Worker:
         self._side_groups.clear()
         self._others = None
         self._group = Group.alone(self.timeout_s)  # what is asked meanwhile
-        shares = self._can_share  # if all do: see `Regrouping.meet`
-        self._group = self._formed(self._generation, shares, self.members)
+        self._group = self._formed(self._generation)
         self._is_due = False
         end_left_groups(0.0)
+
+    def let_share(self, shares: bool) -> None:
+        """The group's ranks have agreed whether they share memory with their hosts'.
+
+        Args:
+            shares: all of them may.
+        """
+        self._shares = shares
+        self._share(self.group, self._generation)
+
+    def _share(self, group: Group, name: int | str) -> None:
+        group.shares_host = self._shares
+        if self._shares:
+            form = partial(self._formed, f"{name}/leaders")
+            group.host_leaders = HostLeaders(group, form)
 
     def side_group(self) -> Group:
         """Forms another group of the same ranks, with all of them.
@@ -206,7 +223,8 @@ class Worker:
         backward pass beside the gradients' own reductions.
         """
         name = f"{self._generation}/side/{len(self._side_groups)}"
-        group = self._formed(name, self.group.shares_host)
+        group = self._formed(name)
+        group.shares_host = self.group.shares_host
         self._side_groups.append(group)
         return group
 
@@ -232,15 +250,14 @@ class Worker:
         if len(ranks) == 1:
             return Group.alone(self.timeout_s)
         name = f"{self._generation}/without/{number}"
-        self._others = group = self._formed(name, self.group.shares_host, ranks)
+        self._others = group = self._formed(name, ranks)
+        self._share(group, name)
         if self.group.devices is not None:
             device = self.placement.device
             group.devices = open_device_group(group, device, self.timeout_s)
         return group
 
-    def _formed(
-        self, name: int | str, shares_host: bool, ranks: Sequence[int] | None = None
-    ) -> Group:
+    def _formed(self, name: int | str, ranks: Sequence[int] | None = None) -> Group:
         """Forms a group of all ranks, or of some."""
         ranks = self.members if ranks is None else ranks
         if len(ranks) == 1:
@@ -263,7 +280,6 @@ class Worker:
         group.ranks = ranks
         group.on_failure = partial(self._why_failed, ranks)
         group.check = self._check
-        group.shares_host = shares_host
         return group
 
     def send(self, *events: Event) -> None:

@@ -1,0 +1,335 @@
+"""Hierarchical sums: inside each host in shared memory, then between the hosts.
+
+A host has one link however many ranks it has. So ranks write what they have where their
+host's first rank, its *leader*, reads it; the leaders sum the hosts' sums through gloo,
+in place, and every rank reads what comes of it::
+
+    slot of each rank ──sum──▶ sum of the host ──gloo, leaders──▶ sum of all, for all
+                                   └────────── the same memory ──────┘
+
+gloo sums in a ring. One of W ranks, host after host, sends 2 (W - 1) / W of a message
+over each host's link, in each direction; the leaders' of H hosts 2 (H - 1) / H.
+
+All ranks get the bits that gloo gave the leaders. What a leader does for its host it
+does in its own thread, whenever it looks for a sum (:meth:`HostLeaders.drive`): in the
+hooks of its backward pass, and while it waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+
+from elche.comm.transport.exchange import Exchange, open_exchange, succeeded
+from elche.comm.transport.process_group import Group
+from elche.comm.transport.shared_memory import Members, aligned, map_together
+from elche.errors import ProtocolError
+
+COUNTER_BYTES = 8
+_log = logging.getLogger(__name__)
+
+
+def spans_hosts(hosts: Sequence[str]) -> bool:
+    """Whether there are several hosts, and ranks that share one."""
+    return 1 < len(set(hosts)) < len(hosts)
+
+
+def leaders_of(hosts: Sequence[str]) -> list[int]:
+    """The first rank of every host, in their order."""
+    return sorted(hosts.index(host) for host in set(hosts))
+
+
+@final
+class HostLeaders:
+    """Sums between hosts, begun in the order in which all ranks begin them.
+
+    Args:
+        group: of all ranks, who may share memory with others of their hosts.
+        form: forms the group of some of them, given who they are in the run.
+
+    Attributes:
+        members: places of the ranks of this host; the first one leads.
+    """
+
+    def __init__(self, group: Group, form: Callable[[Sequence[int]], Group]) -> None:
+        self._group = group
+        self._form = form
+        self._leaders: Group | None = None
+        self.members: Sequence[int] = ()
+        self._waiting: deque[HostExchange] = deque()
+        self._under_way: list[HostExchange] = []
+
+    def settle(self) -> bool:
+        """Finds out who leads, with all ranks; whether sums go by hosts.
+
+        Raises:
+            CommunicationError: the leaders' group did not form.
+        """
+        hosts, rank = self._group.hosts(), self._group.rank
+        if not spans_hosts(hosts):
+            return False
+        own = hosts[rank]
+        self.members = [at for at, host in enumerate(hosts) if host == own]
+        if self._leaders is None and self.members[0] == rank:
+            if rank == 0:
+                _log.info(
+                    "%d ranks on %d hosts: gradients are summed inside the hosts first",
+                    len(hosts),
+                    len(set(hosts)),
+                )
+            ranks = self._group.ranks
+            self._leaders = self._form([ranks[at] for at in leaders_of(hosts)])
+            self._group.at_close(self._leave)
+        return True
+
+    def begin(self, exchange: HostExchange) -> None:
+        """Takes a message that this rank has written."""
+        if self._leaders is not None:
+            self._waiting.append(exchange)
+
+    def drive(self) -> None:
+        """Does for this host what can be done now, if this rank leads it."""
+        if self._leaders is None:
+            return
+        while self._waiting and self._waiting[0].is_offered:
+            exchange = self._waiting.popleft()
+            exchange.begin_between(self._leaders)
+            self._under_way.append(exchange)
+        self._under_way = [each for each in self._under_way if not each.hand_on()]
+
+    def explain(self, work: Any, what: str) -> None:
+        """Raises why a sum of the leaders failed."""
+        assert self._leaders is not None
+        self._leaders.wait(work, what)
+
+    def _leave(self) -> None:
+        """Nothing is begun any more; what is under way is left to itself."""
+        leaders, self._leaders = self._leaders, None
+        if leaders is not None:
+            leaders.leave()
+
+
+@final
+class HostExchange(Exchange):
+    """A message that is summed inside hosts first. Made by :func:`open_by_hosts`.
+
+    Layout of a host's memory: a counter per rank of what it has written, one of what it
+    has read, one of the sums that are there; a slot per rank; one or two sums. A rank
+    writes its slot again when its host's ranks have read the sum (:meth:`reclaim`).
+    With two sums the last one stays until the next has come: another host may lack it.
+
+    Args:
+        group: all ranks.
+        leaders: sums between hosts.
+        memory: of this host.
+        numel: elements of a message.
+        dtype: of the message.
+        sums: places of sums.
+    """
+
+    keeps_contribution = True
+
+    def __init__(
+        self,
+        group: Members,
+        leaders: HostLeaders,
+        memory: mmap.mmap,
+        numel: int,
+        dtype: torch.dtype,
+        sums: int,
+    ) -> None:
+        super().__init__(1)
+        self._group = group
+        self._leaders = leaders
+        self._place = leaders.members.index(group.rank)
+        count = len(leaders.members)
+        counters = memoryview(memory)[: COUNTER_BYTES * (2 * count + 1)].cast("q")
+        self._written = counters[:count]
+        self._read = counters[count : 2 * count]
+        self._summed = counters[2 * count :]
+        begin = aligned(counters.nbytes)
+        step = aligned(numel * dtype.itemsize)
+        places = [
+            torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin + step * at)
+            for at in range(count + sums)
+        ]
+        self._slots, self._sums = places[:count], places[count:]
+        self._result: torch.Tensor | None = None
+        self._number = self._taken = 0
+        self._work: Any = None  # between hosts, on the leader
+        self._has_failed = False
+
+    @staticmethod
+    def size_bytes(ranks: int, numel: int, dtype: torch.dtype, sums: int) -> int:
+        """Memory that such an exchange takes on a host of so many ranks."""
+        counters = aligned(COUNTER_BYTES * (2 * ranks + 1))
+        return counters + aligned(numel * dtype.itemsize) * (ranks + sums)
+
+    @property
+    def extra_bytes(self) -> int:
+        """This rank's part of the memory of sums."""
+        return sum(each.nbytes for each in self._sums) // len(self._slots)
+
+    @override
+    def contribution(self, side: int) -> torch.Tensor:
+        return self._slots[self._place]
+
+    @override
+    def result(self, side: int) -> torch.Tensor:
+        if self._result is None:
+            self._result = torch.zeros_like(self._sums[0])
+        return self._result
+
+    @property
+    def last_sum(self) -> torch.Tensor:
+        """The one that this rank has taken last, as it came."""
+        return self._sums[self._taken % len(self._sums)]
+
+    def begin(self, side: int) -> None:
+        """Lets this host's leader read the contribution.
+
+        Raises:
+            ProtocolError: the leader may still have been reading what was overwritten.
+        """
+        if unread := self._unread():
+            raise ProtocolError(
+                f"rank {self._group.rank} wrote message {self._number + 1} before "
+                f"ranks {unread} of its host had read the sum of the one before"
+            )
+        self._number += 1
+        self._work, self._has_failed = None, False
+        self._written[self._place] = self._number
+        self._leaders.begin(self)
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether all ranks of this host have written it."""
+        return not self._missing()
+
+    @torch.no_grad()
+    def begin_between(self, leaders: Group) -> None:
+        """Sums what the host has, and begins with the other hosts; on the leader."""
+        total, (first, *others) = self._total, self._slots
+        if others:
+            torch.add(first, others[0], out=total)
+        else:
+            total.copy_(first)
+        for slot in others[1:]:
+            total.add_(slot)
+        self._work = leaders.all_reduce_async(total)
+
+    def hand_on(self) -> bool:
+        """Lets the host's ranks read what has come; whether the sum is over."""
+        if not self._work.is_completed():
+            return False
+        self._has_failed = not succeeded(self._work)
+        if not self._has_failed:
+            self._summed[0] = self._number
+        return True
+
+    def advance(self) -> None:
+        """Does for this host what can be done now."""
+        self._leaders.drive()
+
+    @override
+    def poll(self) -> bool:
+        self._leaders.drive()
+        return self._has_come or self._has_failed
+
+    @override
+    def wait(self, what: str) -> None:
+        def offered() -> bool:
+            self._leaders.drive()
+            return self.is_offered
+
+        if self._has_come:
+            return
+        self._group.wait_until(offered, what, self._missing)
+        self._group.wait_until(self.poll, what)
+        if not self._has_come:
+            self._leaders.explain(self._work, what)
+
+    @override
+    def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
+        out.copy_(self._total[start:stop])
+
+    @override
+    def release(self) -> None:
+        self._read[self._place] = self._taken = self._number
+
+    @property
+    @override
+    def has_sum(self) -> bool:
+        self._leaders.drive()
+        return self._has_come
+
+    @override
+    def reclaim(self, what: str) -> None:
+        if self._unread():
+            self._group.wait_until(lambda: not self._unread(), what, self._unread)
+
+    @property
+    def _total(self) -> torch.Tensor:
+        """Where this message is summed."""
+        return self._sums[self._number % len(self._sums)]
+
+    @property
+    def _has_come(self) -> bool:
+        return self._summed[0] >= self._number
+
+    def _missing(self) -> list[int]:
+        return self._behind(self._written)
+
+    def _unread(self) -> list[int]:
+        return self._behind(self._read)
+
+    def _behind(self, counters: memoryview) -> list[int]:
+        """Ranks of this host whose counter is not at this message's number."""
+        ranks = zip(self._leaders.members, counters, strict=True)
+        return [rank for rank, number in ranks if number < self._number]
+
+    @torch.no_grad()
+    def _collected(self) -> torch.Tensor:
+        result = self.result(0)
+        self.sum_into(0, result.numel(), result)
+        self.release()
+        return result
+
+
+def open_by_hosts(
+    group: Members,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    sums: int = 1,
+) -> Exchange:
+    """Makes an exchange of one side, together with all ranks; inside hosts first.
+
+    As :func:`open_exchange` does where all ranks are on one host, each is on its own,
+    or one of them cannot share memory.
+
+    Args:
+        group: the process group.
+        numel: elements of a message.
+        dtype: of the message.
+        device: where it lives.
+        sums: places of sums in a host's memory; with two the last one stays until the
+            next has come.
+    """
+    leaders: HostLeaders | None = group.host_leaders
+    may_be = leaders is not None and group.world_size > 2 and device.type == "cpu"
+    if leaders is not None and may_be and numel and leaders.settle():
+        members = leaders.members
+        size_bytes = HostExchange.size_bytes(len(members), numel, dtype, sums)
+        memory = map_together(group, size_bytes, members[0])
+        if memory is not None:
+            return HostExchange(group, leaders, memory, numel, dtype, sums)
+        group.host_leaders = None
+    return open_exchange(group, numel, dtype, device)

@@ -1,0 +1,160 @@
+"""Messages summed inside hosts first, on each rank of pretended hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from elche.comm.gradients.buckets import Bucket
+from elche.comm.transport import shared_memory
+from elche.comm.transport.exchange import GlooExchange
+from elche.comm.transport.host_exchange import (
+    HostExchange,
+    HostLeaders,
+    leaders_of,
+    open_by_hosts,
+)
+from elche.comm.transport.process_group import Group, end_left_groups
+from elche.errors import CommunicationError, ProtocolError
+from tests.comm.averaging.cases.overlap_cases import joined
+from tests.harness.rank_main import this_place
+
+CPU = torch.device("cpu")
+NUMEL = 1003
+
+
+@contextmanager
+def joined_hosts() -> Iterator[Group]:
+    """A group of all ranks, who may share memory with others of their hosts."""
+    with ExitStack() as stack:
+
+        def form(ranks: Sequence[int]) -> Group:
+            made = joined("gloo", members=tuple(ranks), name="leaders")
+            return stack.enter_context(made)
+
+        with joined("gloo") as group:
+            group.host_leaders = HostLeaders(group, form)
+            yield group
+        assert end_left_groups(10.0)
+
+
+def messages_of(rank: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What a rank sends."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(NUMEL, generator=generator, dtype=dtype) for _ in range(count)]
+
+
+def summed(count: int, dtype: torch.dtype, sums: int) -> list[torch.Tensor]:
+    """Messages one after the other, as the buckets of a pass are: two are under way."""
+    found: list[torch.Tensor] = []
+    with joined_hosts() as group:
+        pair = [open_by_hosts(group, NUMEL, dtype, CPU, sums=sums) for _ in range(2)]
+        sent = messages_of(group.rank, count, dtype)
+        for first in range(0, count, 2):
+            for exchange, message in zip(pair, sent[first:], strict=False):
+                assert isinstance(exchange, HostExchange)
+                exchange.reclaim("a test")
+                exchange.contribution(0).copy_(message)
+                exchange.begin(0)
+                exchange.advance()
+            for exchange in pair[: count - first]:
+                found.append(exchange.finish("a test").clone())
+        hosts = group.hosts()
+        assert (group.rank in leaders_of(hosts)) == (
+            group.host_leaders._leaders is not None
+        )
+        group.all_reduce(torch.zeros(1), "the end")
+    return found
+
+
+def kept_sum() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first sum, the last one when one host is a message ahead, and later."""
+    with joined_hosts() as group:
+        exchange = open_by_hosts(group, NUMEL, torch.float64, CPU, sums=2)
+        assert isinstance(exchange, HostExchange)
+        own = messages_of(group.rank, 2, torch.float64)
+        for number, message in enumerate(own):
+            exchange.reclaim("a test")
+            exchange.contribution(0).copy_(message)
+            is_ahead = group.hosts()[group.rank] == group.hosts()[0]
+            if number and not is_ahead:
+                group.all_reduce(torch.zeros(1), "the other host is ahead")
+            exchange.begin(0)
+            if number:
+                if is_ahead:
+                    group.wait_until(lambda: exchange.is_offered, "its host")
+                    exchange.advance()  # the leader has summed, in the other place
+                    assert not exchange.has_sum
+                    ahead = exchange.last_sum.clone()
+                    group.all_reduce(torch.zeros(1), "the other host is ahead")
+                else:
+                    ahead = exchange.last_sum.clone()
+                exchange.finish("a test")
+            else:
+                first = exchange.finish("a test").clone()
+        last = exchange.last_sum.clone()
+        group.all_reduce(torch.zeros(1), "the end")
+    return first, ahead, last
+
+
+def not_mapped(victim: int) -> bool:
+    """Whether all ranks sum by gloo where one cannot map its host's memory."""
+    if this_place().rank == victim:
+        shared_memory._map = lambda *_: None
+    with joined_hosts() as group:
+        exchange = open_by_hosts(group, NUMEL, torch.float32, CPU)
+        exchange.contribution(0).fill_(1.0)
+        exchange.begin(0)
+        right = bool((exchange.finish("a test") == group.world_size).all())
+        again = open_by_hosts(group, NUMEL, torch.float32, CPU)
+        group.all_reduce(torch.zeros(1), "the end")
+        is_gloo = isinstance(exchange, GlooExchange) and isinstance(again, GlooExchange)
+    return right and is_gloo
+
+
+def written_too_early() -> str:
+    """What is said of a message before the host's ranks have read the last sum."""
+    said = ""
+    with joined_hosts() as group:
+        exchange = open_by_hosts(group, NUMEL, torch.float32, CPU)
+        exchange.begin(0)
+        group.wait_until(exchange.poll, "the sum")
+        if group.rank == 0:
+            exchange.finish("a test")
+            try:
+                exchange.begin(0)
+            except ProtocolError as error:
+                said = str(error)
+        group.all_reduce(torch.zeros(1), "the end")
+    return said
+
+
+def late(rank: int) -> str:
+    """What the others say of a rank that does not come."""
+    with joined_hosts() as group:
+        exchange = open_by_hosts(group, NUMEL, torch.float32, CPU)
+        group._timeout_s = 0.5
+        said = ""
+        if group.rank != rank:
+            exchange.begin(0)
+            try:
+                exchange.finish("a test")
+            except CommunicationError as error:
+                said = str(error)
+        group._timeout_s = 60.0
+        group.all_reduce(torch.zeros(1), "the end")
+    return said
+
+
+def kinds_of_buckets() -> tuple[str, str]:
+    """How a bucket is summed, and one whose sums come a pass later."""
+    found = []
+    with joined_hosts() as group:
+        for delayed in (False, True):
+            bucket = Bucket([nn.Parameter(torch.ones(NUMEL))])
+            bucket.open(group, delayed=delayed)
+            found.append(type(bucket.exchange).__name__)
+    return found[0], found[1]

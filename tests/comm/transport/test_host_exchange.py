@@ -1,0 +1,155 @@
+"""Sums inside hosts first, then between them: real processes, pretended hosts."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from elche.comm.transport.host_exchange import HostExchange, HostLeaders
+from elche.errors import CommunicationError
+from tests.comm.averaging.cases.overlap_cases import meeting
+from tests.comm.transport.cases.host_sums import (
+    kept_sum,
+    kinds_of_buckets,
+    late,
+    messages_of,
+    not_mapped,
+    summed,
+    written_too_early,
+)
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+COUNT = 7
+
+
+class Late:
+    """A sum of the leaders that is seen to be over at the how manyth look."""
+
+    def __init__(self, looks: int, error: str) -> None:
+        self._looks, self._error = looks, error
+
+    def is_completed(self) -> bool:
+        self._looks -= 1
+        return self._looks <= 0
+
+    def wait(self) -> None:
+        if self._error:
+            raise RuntimeError(self._error)
+
+
+class Lone:
+    """All ranks, and all leaders, as the first of three sees them."""
+
+    rank, world_size = 0, 3
+
+    def __init__(self, looks: int, error: str) -> None:
+        self._work = Late(looks, error)
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Late:
+        return self._work
+
+    def wait_until(self, ready: Callable[[], bool], *_: Any) -> None:
+        assert any(ready() for _ in range(100))
+
+    def wait(self, work: Late, what: str) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(f"{what}: {error}") from error
+
+
+def of(hosts: str) -> list[dict[str, str]]:
+    """One letter per rank."""
+    return [{"ELCHE_HOST": name} for name in hosts]
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aaab", "abab", "abbc"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_every_message_is_the_sum_on_every_rank(
+    ranks4: RankPool, hosts: str, dtype: torch.dtype
+) -> None:
+    for sums in (1, 2):
+        found = ranks4.run(
+            summed, COUNT, dtype, sums, case_setup=meeting, env=of(hosts)
+        )
+        sent = [messages_of(rank, COUNT, dtype) for rank in range(4)]
+        close = 1e-12 if dtype is torch.float64 else 0.05
+        for number, parts in enumerate(zip(*sent, strict=True)):
+            first = found[0][number]
+            assert all(torch.equal(first, each[number]) for each in found)
+            torch.testing.assert_close(
+                first.double(), sum(parts).double(), rtol=close, atol=close
+            )
+
+
+def test_a_sum_stays_while_another_host_may_lack_it(ranks3: RankPool) -> None:
+    found = ranks3.run(kept_sum, case_setup=meeting, env=of("aab"))
+    sent = [messages_of(rank, 2, torch.float64) for rank in range(3)]
+    for first, ahead, last in found:
+        torch.testing.assert_close(first, sum(each[0] for each in sent))
+        assert torch.equal(ahead, first)
+        torch.testing.assert_close(last, sum(each[1] for each in sent))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_all_sum_by_gloo_where_one_cannot_map(victim: int) -> None:
+    with RankPool(3) as pool:  # the fault stays in its process
+        env = of("aab")
+        assert pool.run(not_mapped, victim, case_setup=meeting, env=env) == [True] * 3
+
+
+def test_a_message_that_comes_too_early_is_refused(ranks3: RankPool) -> None:
+    found = ranks3.run(written_too_early, case_setup=meeting, env=of("aab"))
+    said = "rank 0 wrote message 2 before ranks [1] of its host had read the sum"
+    assert found[0].startswith(said)
+    assert found[1:] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("rank", "says"),
+    [
+        (1, ["ranks that did not arrive: 1", "", "a test did not end within 0.5 s"]),
+        (0, ["", "ranks that did not arrive: 0", "a test did not end within 0.5 s"]),
+        (2, ["a test did not end within 0.5 s"] * 2 + [""]),
+    ],
+)
+def test_every_wait_has_a_deadline(
+    ranks3: RankPool, rank: int, says: list[str]
+) -> None:
+    found = ranks3.run(late, rank, case_setup=meeting, env=of("aab"))
+    for said, expected in zip(found, says, strict=True):
+        assert expected in said
+        assert bool(said) == bool(expected)
+
+
+def test_sums_that_come_a_pass_later_go_by_gloo(ranks3: RankPool) -> None:
+    """Between two passes no leader would do anything for its host."""
+    found = ranks3.run(kinds_of_buckets, case_setup=meeting, env=of("aab"))
+    assert found == [("HostExchange", "GlooExchange")] * 3
+
+
+@pytest.mark.parametrize("error", ["", "a connection is closed"])
+@pytest.mark.parametrize("looks", [1, 2, 3, 4])
+def test_who_has_waited_has_handed_the_sum_on(looks: int, error: str) -> None:
+    # Once: a sum that ended between two looks was the leader's alone, until it looked
+    # again, and in the next pass it waited for its host to have read it.
+    group: Any = Lone(looks, error)
+    leaders = HostLeaders(group, lambda _: group)
+    leaders._leaders, leaders.members = group, [0]
+    memory = mmap.mmap(-1, HostExchange.size_bytes(1, 4, torch.float32, 1))
+    exchange = HostExchange(group, leaders, memory, 4, torch.float32, 1)
+    exchange.contribution(0).fill_(2.0)
+    exchange.begin(0)
+    if error:
+        with pytest.raises(CommunicationError, match=f"a test: {error}"):
+            exchange.wait("a test")
+    else:
+        exchange.wait("a test")
+    assert [*exchange._summed] == [0 if error else 1]
+    assert exchange.has_sum == (not error)

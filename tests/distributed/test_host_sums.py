@@ -1,0 +1,151 @@
+"""Gradients of ranks on several hosts are those of one process, summed by hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from elche import session
+from elche.comm.transport.exchange import GlooExchange
+from elche.comm.transport.host_exchange import HostExchange
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.tasks import (
+    Task,
+    Trace,
+    difference,
+    identical,
+    plain,
+    shared,
+)
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+CAP_MB = 0.0005
+"""Several buckets in a small model."""
+
+
+def of(hosts: str, speeds: str = "") -> list[dict[str, str]]:
+    """One letter per rank."""
+    each = [{"ELCHE_HOST": name} for name in hosts]
+    for environment, speed in zip(each, speeds.split(), strict=False):
+        environment |= {"ELCHE_SPEED": speed, "ELCHE_MS_PER_SAMPLE": "0.2"}
+    return each
+
+
+def by_hosts(task: Task) -> tuple[Trace, set[str]]:
+    """The task on this rank, and how its gradients were summed."""
+    kinds: set[str] = set()
+
+    def look() -> None:
+        run = session.current_run()
+        assert run is not None
+        sync = run._synchroniser
+        if sync.reducer is not None:
+            buckets = sync.reducer._pass.buckets
+            assert len(buckets) > 1
+            kinds.update(type(bucket.exchange).__name__ for bucket in buckets)
+        else:
+            windows: Any = sync.windows
+            kinds.update(type(s.exchange).__name__ for s in windows._window._sums)
+
+    return shared(task, look), kinds
+
+
+def trained(pool: RankPool, task: Task, env: list[dict[str, str]]) -> list[Trace]:
+    """The task over hosts: equal ranks, every sample once."""
+    found = pool.run(
+        by_hosts, task, case_setup=serve_in_thread, env=env, timeout_s=40.0
+    )
+    traces = [trace for trace, _ in found]
+    assert {kind for _, kinds in found for kind in kinds} == {HostExchange.__name__}
+    assert identical([trace.state for trace in traces])
+    for epoch in range(task.epochs):
+        seen = sorted(index for trace in traces for index in trace.orders[epoch])
+        assert seen == list(range(task.samples))
+    return traces
+
+
+def task_of(**more: Any) -> Task:
+    options = {"bucket_cap_mb": CAP_MB, **more.pop("options", {})}
+    return Task(dtype="float64", options=options, **more)
+
+
+def reference_of(task: Task) -> Trace:
+    return plain(dataclasses.replace(task, options={}))
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aaab", "abba"])
+def test_four_ranks_train_as_one_process(ranks4: RankPool, hosts: str) -> None:
+    task = task_of(optimizer="adamw", batch_size=18)
+    found = trained(ranks4, task, of(hosts, "1 0.25 0.5 1"))
+    assert difference(found[0].state, reference_of(task).state) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"optimizer": "adamw"},
+        {"model": "unused"},
+        {"loop": "accumulate", "samples": 96},
+        {"loop": "clip"},
+        {"loop": "scaler", "options": {"deterministic": True}},
+        {"samples": 98, "batch_size": 16},  # a tail of two samples for three ranks
+        {"model": "tied", "weighs": True, "options": {"deterministic": True}},
+    ],
+    ids=str,
+)
+def test_loops_of_two_hosts_train_as_one_process(
+    ranks3: RankPool, more: dict[str, Any]
+) -> None:
+    task = task_of(**more)
+    found = trained(ranks3, task, of("aab"))
+    if task.weighs or task.loop == "scaler":
+        # Weighed otherwise, and steps skipped: as without hosts.
+        flat = ranks3.run(shared, task, case_setup=serve_in_thread, env=of("abc"))
+        assert difference(found[0].state, flat[0].state) <= 1e-12
+    else:
+        assert difference(found[0].state, reference_of(task).state) <= 1e-12
+
+
+def test_non_finite_gradients_are_seen_on_all_hosts(ranks3: RankPool) -> None:
+    found = ranks3.run(infinite, task_of(), case_setup=serve_in_thread, env=of("aab"))
+    assert found == [[True, False]] * 3
+
+
+def infinite(task: Task) -> list[bool]:
+    """Whether gradients are finite without, and with, an infinite one on one rank."""
+    import elche
+    from tests.distributed.cases.tasks import build
+    from tests.harness.settings import nested
+
+    model, optimizer, loader = build(task)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, policy="sync", **nested(task.options)
+    )
+    found = []
+    for number, (x, y, _, _) in enumerate(loader):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        is_bad = number == 1 and elche.rank() == 2
+        (loss * (float("inf") if is_bad else 1.0)).backward()
+        found.append(all(bool(p.grad.isfinite().all()) for p in model.parameters()))
+        optimizer.zero_grad()  # and no step
+        if number == 1:
+            break
+    elche.shutdown()
+    return found
+
+
+def test_windows_of_gradients_are_summed_by_hosts(ranks4: RankPool) -> None:
+    options = {"policy": "cadence", "update": "gradients"}
+    task = task_of(options=options, samples=160)
+    trained(ranks4, task, of("aabb"))
+
+
+def test_hosts_of_one_rank_each_sum_by_gloo(ranks3: RankPool) -> None:
+    task = task_of()
+    found = ranks3.run(by_hosts, task, case_setup=serve_in_thread, env=of("abc"))
+    assert {kind for _, kinds in found for kind in kinds} == {GlooExchange.__name__}

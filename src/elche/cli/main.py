@@ -1,4 +1,4 @@
-"""The command line: run, join, witness, demo, bench, doctor, simulate, schedule and plan."""
+"""The command line: run, join, witness, demo, bench, doctor, simulate and more."""
 
 from __future__ import annotations
 

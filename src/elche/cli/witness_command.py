@@ -14,7 +14,7 @@ from elche.cli.rank_options import checked
     "--listen",
     metavar="HOST:PORT",
     required=True,
-    help="Where the hosts of the runs reach this one; it listens on that address alone.",
+    help="Where the hosts of the runs reach this one: the address it listens on.",
 )
 @click.option(
     "--key-file",
@@ -43,8 +43,8 @@ def witness(listen: str, key_file: str) -> None:
             listener = listen_at(*address)
         except OSError as error:
             raise CommunicationError(
-                f"cannot listen at {listen}: {error.strerror or error}; expected a free "
-                "port of an address of this host"
+                f"cannot listen at {listen}: {error.strerror or error}; expected a "
+                "free port of an address of this host"
             ) from error
         where = format_address(address[0], listener.getsockname()[1])
         click.echo(f"elche witness: listens at {where}", err=True)

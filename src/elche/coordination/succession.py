@@ -1,10 +1,10 @@
 """Which hosts go on where the hosts of a run lose each other. Pure.
 
-The leading host's launcher sends *views*: who is in the run, and which host succeeds it.
-Each host says which view it has. A view is *settled* when the successor that it names has
-it, and at least half of the hosts of every earlier view from the last settled one on, as
-far as somebody could have begun from that; the leading host counts itself. Nothing is
-told to ranks before the view is settled and its successor has the journal so far.
+The leading host's launcher sends *views*: who is in the run, and which host succeeds
+it. Each host says which view it has. A view is *settled* when the successor that it
+names has it, and at least half of the hosts of every view from the last settled one on
+that names a successor; the leading host counts itself. Nothing is told to ranks before
+the view is settled and its successor has the journal so far.
 
     leading host: view settled ──a host is lost──▶ the next view is sent ──▶ settled
                                       │ less than half is left

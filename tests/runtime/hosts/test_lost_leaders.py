@@ -20,7 +20,13 @@ from benchmarks.links.namespaces import Link, slow_link
 from elche.cli.main import main
 from elche.errors import ConfigError
 from tests.harness.printing import Printing
-from tests.runtime.hosts.launchers import WAIT_S, Cluster, free_port, launched, write_key
+from tests.runtime.hosts.launchers import (
+    WAIT_S,
+    Cluster,
+    free_port,
+    launched,
+    write_key,
+)
 from tests.runtime.hosts.test_host_deaths import (
     check_once,
     counting,
@@ -287,14 +293,16 @@ def test_the_witness_breaks_the_tie_of_two_that_are_cut_off(
     write_key(tmp_path / "key")
     two = behind(link, counting(tmp_path, "cadence", speeds=("1", "1")))
     on_third = link.ranks[2][1], tuple(link.command(2))
-    with witnessing(tmp_path, *on_third) as (_, where):
-        with launched(with_witness(two, where), makes_key=False) as hosts:
-            wait_for_successor(hosts)
-            cut_s = cut(link, cut_off)
-            rest = [hosts[1 - cut_off]]
-            after(rest, 1, cut_s, 25.0)
-            assert hosts[cut_off].end() == 1
-            end_run(tmp_path, rest)
+    with (
+        witnessing(tmp_path, *on_third) as (_, where),
+        launched(with_witness(two, where), makes_key=False) as hosts,
+    ):
+        wait_for_successor(hosts)
+        cut_s = cut(link, cut_off)
+        rest = [hosts[1 - cut_off]]
+        after(rest, 1, cut_s, 25.0)
+        assert hosts[cut_off].end() == 1
+        end_run(tmp_path, rest)
     assert "does not answer" in hosts[cut_off].output
     check_once(tmp_path, rest, world=1)
 

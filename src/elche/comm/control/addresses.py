@@ -127,7 +127,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def reserve(host: str) -> socket.socket:
-    """A socket with a port of its own on which nobody listens yet: who comes is refused.
+    """A socket with a port of its own, on which nobody listens yet.
 
     Raises:
         OSError: it is no address of this host.

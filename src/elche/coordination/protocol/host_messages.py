@@ -148,7 +148,7 @@ class HostKept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VoteAsked:
-    """A host asks a witness for its vote, see `elche.coordination.succession.Witness`."""
+    """A host asks a witness for its vote: see `elche.coordination.succession`."""
 
     run: str
     node_rank: int
@@ -162,9 +162,7 @@ class VoteGiven:
     is_given: bool
 
 
-FromHost = (
-    HostJoins | RankEnded | HostInterrupted | HostTook | HostComes | VoteAsked
-)
+FromHost = HostJoins | RankEnded | HostInterrupted | HostTook | HostComes | VoteAsked
 """What other hosts' launchers send to the first one's, and to a witness."""
 FromLeader = (
     HostWelcome

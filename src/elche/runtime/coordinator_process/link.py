@@ -1,8 +1,8 @@
 """Messages of the launcher and its coordinator, over a pair of sockets.
 
 The pair is between these two processes alone, parent and child, so what travels is
-pickled, as copies of the record are. Pieces of the journal are msgpack, since they go to
-other hosts as well. The launcher looks into neither.
+pickled, as copies of the record are. Pieces of the journal are msgpack, since they go
+to other hosts as well. The launcher looks into neither.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """To it: from now on what follows from a piece waits for `Written`, or not any more.
+    """To it: what follows from a piece waits for `Written` from now on, or not.
 
     That it does it answers, after all pieces from which anybody was told something.
     """

@@ -1,4 +1,4 @@
-"""What follows from entries of the journal, held until a successor has these as well."""
+"""What follows from the journal, held until a successor has that as well."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """A launcher of any host but the first: starts its ranks, and does as the first says.
 
-When that one is gone it does as the successor says, or leads itself where it is that one
-(`standby.py`), and has its ranks go to the coordinator there. Where no host goes on it
-ends its ranks.
+When that one is gone it does as the successor says, or leads itself where it is that
+one (`standby.py`), and has its ranks go to the coordinator there. Where no host goes on
+it ends its ranks.
 
-    follows host 0 ──lost──▶ there is a successor ──this host──▶ leads ─────────▶ run ends
-          │                         └──another──▶ comes to it ──taken──▶ follows it
-          └──run ends            none, not taken in time, too few hosts: ends its ranks
+    follows host 0 ──lost──▶ there is a successor ──this host──▶ leads ───▶ run ends
+          │                         └──another──▶ comes to it ──▶ follows that one
+          └──run ends            none, or too few hosts: ends its ranks
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ class _Follower:
         self._link = link
         self._processes: dict[int, RankProcess] = {}
         self._watchers: list[asyncio.Task[None]] = []
-        self._pipes: dict[int, int] = {}  # to each rank; this process alone has that end
+        self._pipes: dict[
+            int, int
+        ] = {}  # to each rank; this process alone has that end
         self._standby = None if hosts.is_open else Standby(hosts)
         self._output = RankOutput(config.on_line, config.display, lambda: True)
         self._signal: signal.Signals | None = None
@@ -229,8 +231,8 @@ class _Follower:
         """What has become of the first host, in words."""
         if self._is_cut_off:
             return (
-                f"{self._leader} has been silent for {CUT_OFF_S:g} s, and the others go on: it "
-                "is stopped, or the link to it is cut"
+                f"{self._leader} has been silent for {CUT_OFF_S:g} s, and the others "
+                "go on: it is stopped, or the link to it is cut"
             )
         return f"lost {self._leader}: its launcher has ended, or the link to it is cut"
 
@@ -292,7 +294,8 @@ class _Follower:
         )
         # Of elche alone: another host says how the run is, not what starts here.
         told = {n: v for n, v in welcome.environment if n.startswith("ELCHE_")}
-        told |= {"ELCHE_LISTEN": hosts.own_address(), **({MOVES: "1"} if welcome.run else {})}
+        told |= {"ELCHE_LISTEN": hosts.own_address()}
+        told |= {MOVES: "1"} if welcome.run else {}
         if self._standby is not None:
             self._standby.begin(welcome)
         for place, rank in enumerate(ranks):

@@ -1,9 +1,9 @@
 """The hosts of a run as the leading launcher keeps them, for one to succeed it.
 
-    ALONE ──the run outlives this host's ranks──▶ ASKED ──the coordinator holds──▶ HELD
-      ▲                                                                             │
-      └──────── a view without a successor is settled: too few hosts, or a death ───┘
-                ends the run
+ALONE ──the run outlives this host's ranks──▶ ASKED ──the coordinator holds──▶ HELD
+  ▲                                                                             │
+  └──────── a view without a successor is settled: too few hosts, or a death ───┘
+            ends the run
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Final, final
 
+from elche.comm.control.addresses import format_address
 from elche.coordination.liveness import BEAT_S, SILENT_S
 from elche.coordination.protocol.host_messages import (
     HostJoins,
@@ -25,7 +26,6 @@ from elche.coordination.protocol.host_messages import (
 )
 from elche.coordination.succession import Quorum, Verdict
 from elche.errors import CommunicationError
-from elche.comm.control.addresses import format_address
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.hosts.host_link import HostLink
 from elche.runtime.hosts.hosts_config import HostsConfig
@@ -164,8 +164,9 @@ class HostViews:
     def _place(
         self, number: int, host: HostJoins
     ) -> tuple[int, str, str, int, int, int, int]:
-        ranks, ports = self._ranks[number], host.ports
-        return (number, host.name, host.address, *ports[:2], ranks[0], len(ranks))
+        ranks, (launchers, coordinator) = self._ranks[number], host.ports
+        where = host.address, launchers, coordinator
+        return (number, host.name, *where, ranks[0], len(ranks))
 
     def _review(self) -> None:
         """Does what the account of views says."""

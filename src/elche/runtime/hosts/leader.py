@@ -303,9 +303,10 @@ class Leader:
         for link in self._links.values():
             link.send(RunEnded(code=code, reason=reason))
         closed = [asyncio.ensure_future(x.closed.wait()) for x in self._links.values()]
-        _, waiting = await asyncio.wait(closed, timeout=ANSWER_S)
-        for task in waiting:
-            task.cancel()
+        if closed:
+            _, waiting = await asyncio.wait(closed, timeout=ANSWER_S)
+            for task in waiting:
+                task.cancel()
         for link in self._links.values():
             link.close()
         if self._remote is not None:
@@ -345,7 +346,10 @@ class Leader:
         return self._links
 
     def await_hosts(
-        self, run: str, hosts: Mapping[int, HostJoins], ranks: Mapping[int, Sequence[int]]
+        self,
+        run: str,
+        hosts: Mapping[int, HostJoins],
+        ranks: Mapping[int, Sequence[int]],
     ) -> None:
         """The host that led is lost: takes in those that come to this one.
 
@@ -406,7 +410,9 @@ class Leader:
         server.promote(places)
         for number, ranks in sorted(self._ranks.items()):
             if number not in (self._first.node_rank, *self._links):
-                why = f"host {number} is lost: its launcher has ended, or its link is cut"
+                why = (
+                    f"host {number} is lost: its launcher has ended, or its link is cut"
+                )
                 server.take(HostLost(ranks=tuple(ranks), why=why))
         for link in self._links.values():
             link.send(HostKept(port=server.address[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -53,7 +52,7 @@ class Standby:
         view: of the hosts, as the leading one has last said; None: it has not.
         run: the run's name, "" where no host succeeds another.
         why_not: why this host has no part in a run that goes on, if it has none.
-        coordinator: of the successor, where ranks find it, once that has taken this host.
+        coordinator: of the successor, once that has taken this host.
     """
 
     def __init__(self, config: HostsConfig) -> None:
@@ -119,7 +118,9 @@ class Standby:
         number = self.view.successor
         (place,) = (each for each in self.view.places if each[0] == number)
         name, address, port = place[1:4]
-        self.why_not = f"host {number} ({name}), which was to lead, has not taken this one"
+        self.why_not = (
+            f"host {number} ({name}), which was to lead, has not taken this one"
+        )
         deadline_s = time.monotonic() + TAKEN_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             where, key = (address, port), self._config.key

@@ -38,7 +38,9 @@ async def serve_witness(listener: socket.socket, key: bytes) -> None:
     ) -> None:
         peer = writer.get_extra_info("peername")
         try:
-            await asyncio.wait_for(_answer(witness, key, reader, writer), HELLO_WITHIN_S)
+            await asyncio.wait_for(
+                _answer(witness, key, reader, writer), HELLO_WITHIN_S
+            )
         except (OSError, asyncio.TimeoutError, ProtocolError) as error:
             logger.warning("dropped %s: %s", peer, error or "it asked nothing")
         finally:

@@ -75,9 +75,9 @@ def _is_pipe(descriptor: int) -> bool:
 
 
 def _end_with_launcher(descriptor: int, rank: int) -> None:
-    text = b""
+    begun = b""
     while data := os.read(descriptor, 4096):
-        *lines, text = (text + data).split(b"\n")
+        *lines, begun = (begun + data).split(b"\n")
         for line in lines:
             moves.take(line.decode())
     time.sleep(END_AFTER_S)

@@ -92,17 +92,15 @@ class Quorum:
         self,
         *,
         lost: Iterable[int] = (),
-        joined: Iterable[int] = (),
         is_outlived: bool = True,
     ) -> View | None:
         """The next view, to be sent to its hosts; None if it would be the same.
 
         Args:
             lost: hosts that are gone; they never come back.
-            joined: hosts that are new.
             is_outlived: the run goes on without the leading host's ranks.
         """
-        hosts = self.view.hosts.difference(lost).union(joined)
+        hosts = self.view.hosts.difference(lost)
         successor = self._first_of(hosts) if is_outlived else None
         if (hosts, successor) == (self.view.hosts, self.view.successor):
             return None

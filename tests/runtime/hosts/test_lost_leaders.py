@@ -28,6 +28,7 @@ from tests.runtime.hosts.launchers import (
     write_key,
 )
 from tests.runtime.hosts.test_host_deaths import (
+    TRAINER,
     check_once,
     counting,
     end_run,
@@ -39,7 +40,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 SLOW = pytest.mark.slow
 LEADS = r"host {} \(.*\) leads the run now, with hosts \[(.*)\]"
 NAMED = "the run goes on without host 0 if that is lost"
-GOES_ON_S = 6.0
+GOES_ON_S = 10.0
 """After a launcher's end; a host that is cut off is waited for 12 s before."""
 
 
@@ -319,3 +320,20 @@ def test_a_witness_where_it_is_none_is_refused(words: str, match: str) -> None:
     ended = CliRunner().invoke(main, ["run", *words.split(), __file__])
     assert ended.exit_code == 2
     assert re.search(match, " ".join(ended.output.split())), ended.output
+
+
+@SLOW
+def test_a_trainer_ends_with_a_checkpoint_under_the_new_leader(tmp_path: Path) -> None:
+    words = (str(TRAINER), "cadence", str(tmp_path / "checkpoints"))
+    three = Cluster(tmp_path, ranks=(("--nproc", "1"),) * 3, script=words)
+    with launched(three) as hosts:
+        hosts[0].wait_for(NAMED)
+        for host in hosts:
+            host.wait_for("20 batches")
+        hosts[0].process.kill()
+        hosts[1].wait_for("died: going on with ranks 1, 2")
+        hosts[1].process.send_signal(signal.SIGTERM)
+        assert [host.end() for host in hosts[1:]] == [143, 143], hosts[1].output
+        assert hosts[1].wait_for(r"ended by (.*)\n")[0].startswith("SIGTERM: ")
+        assert not any("Traceback" in host.output for host in hosts)
+    assert list(tmp_path.glob("checkpoints/*/manifest.json"))

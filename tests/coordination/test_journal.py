@@ -22,6 +22,7 @@ from elche.coordination.protocol.inputs import (
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import Outbox
 from elche.coordination.state import Coordinator
+from elche.runtime.coordinator_process.pieces import pack_piece, replay_piece
 from elche.sim.cluster import Cluster
 from elche.sim.simulation import Simulation, Watch
 from tests.coordination.sync.test_lost_ranks import World, check
@@ -95,7 +96,8 @@ class DyingCore:
         """What the next one knows is what the last one did, and had told."""
         reach("deaths of the coordinator")
         before, self._record = self._record, pickle.loads(self._copy)
-        self._record.replay(pickle.loads(pickle.dumps(self._journal)))
+        for entry in self._journal:
+            replay_piece(self._record, pack_piece([entry], before, says_told=True))
         now = self._record
         assert now.core.aborted == before.core.aborted
         assert now.core.lost == before.core.lost

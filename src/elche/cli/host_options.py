@@ -49,6 +49,13 @@ _OPTIONS = (
         " host 0.",
     ),
     click.option(
+        "--witness",
+        metavar="HOST:PORT",
+        help="Where `elche witness` listens, which has one more vote where hosts lose"
+        " each other: with it two hosts outlive the loss of either. Host 0 tells it to"
+        " the others.",
+    ),
+    click.option(
         "--hosts",
         metavar="A:2,B:4",
         help="Ranks of each host, this one first: the others' launchers are started"
@@ -78,7 +85,7 @@ def read_hosts(
         ConfigError: they do not fit together, or there is no key.
     """
     listens = options.pop("listen")
-    names = ("node_rank", "rendezvous", "key_file", "advertise")
+    names = ("node_rank", "rendezvous", "key_file", "advertise", "witness")
     nnodes, hosts = options.pop("nnodes"), options.pop("hosts")
     values = {name: options.pop(name) for name in names}
     given = {f"--{n.replace('_', '-')}": v for n, v in values.items() if v is not None}
@@ -91,6 +98,10 @@ def read_hosts(
     if unfit := [option for option, value in for_one_host.items() if value]:
         raise ConfigError(f"{unfit[0]} is for a run on one host; leave it out")
     if listens:
+        if values["witness"] is not None:
+            raise ConfigError(
+                "--witness is for --nnodes: a run under --listen ends with host 0"
+            )
         if (hosts, nnodes, values["node_rank"]) != (None, None, None):
             raise ConfigError(
                 "--listen begins on this host alone, and others join: leave out "
@@ -110,12 +121,14 @@ def read_hosts(
     from elche.comm.control.key_file import read_key
     from elche.runtime.hosts.hosts_config import HostsConfig
 
+    witness = values["witness"]
     return HostsConfig(
         nnodes=nnodes,
         node_rank=values["node_rank"],
         rendezvous=parse_address(values["rendezvous"], "--rendezvous"),
         key=read_key(values["key_file"]),
         advertise=values["advertise"] or "",
+        witness=None if witness is None else parse_address(witness, "--witness"),
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: run, join, demo, bench, doctor, simulate, schedule and plan."""
+"""The command line: run, join, witness, demo, bench, doctor, simulate and more."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from elche.cli.rank_options import (
 )
 from elche.cli.restart_options import restart_options
 from elche.cli.schedule_command import schedule as schedule_command
+from elche.cli.witness_command import witness as witness_command
 from elche.config import POLICIES
 from elche.errors import ConfigError, ElcheError
 
@@ -404,6 +405,7 @@ def hetero(
 main.add_command(join_command)
 main.add_command(plan_command)
 main.add_command(schedule_command)
+main.add_command(witness_command)
 
 if __name__ == "__main__":
     main()

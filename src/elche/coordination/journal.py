@@ -6,8 +6,9 @@ stood, and has told each rank the same in the same order. Ranks and coordinator 
 what they have taken of each other, and keep what the other has not said that it has: so
 a coordinator that is started anew goes on with each rank in the middle of its stream.
 
-The launcher keeps the journal. An entry is written before anybody is told what follows
-from it, so what a dead coordinator has told never contradicts what the next one knows.
+The launcher keeps the journal, and another host the same where it may succeed this one.
+An entry is written before anybody is told what follows from it, so what a dead
+coordinator has told never contradicts what the next one knows.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class RunRecord:
         unjoined: why ranks that were to join have failed.
         commands: inputs of the launcher that were taken.
         end: what ended the run early, if anything has.
+        now_s: when the last entry was taken.
     """
 
     def __init__(
@@ -98,10 +100,11 @@ class RunRecord:
         self.unjoined: dict[int, str] = {}
         self.commands = 0
         self.end: Abort | None = None
+        self.now_s = 0.0
 
     def apply(self, entry: Entry) -> list[Instruction]:
         """Takes an entry; returns what is to be told, or the first slice of it."""
-        what, source = entry.what, entry.source
+        what, source, self.now_s = entry.what, entry.source, entry.now_s
         if source == LAUNCHER:
             self.commands += 1
         elif source is not None and source in self.streams:

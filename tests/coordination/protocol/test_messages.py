@@ -33,6 +33,7 @@ KINDS = sorted(ALL.values(), key=lambda kind: kind.__name__)
 texts = st.text(max_size=12)
 BASIC: dict[type, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**63 - 1),
+    bytes: st.binary(max_size=12),
     float: st.floats(allow_nan=False),
     bool: st.booleans(),
     str: texts,

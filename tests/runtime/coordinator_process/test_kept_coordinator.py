@@ -62,14 +62,15 @@ class Launcher:
     def call(self, what: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(what, self.loop).result(WAIT_S)
 
-    def kill(self) -> None:
+    def kill(self, kept: KeptCoordinator | None = None) -> None:
         """Kills the coordinator that runs now, or the next that does."""
-        until(lambda: self.kept.pid is not None)
-        pid = self.kept.pid
+        kept = kept or self.kept
+        until(lambda: kept.pid is not None)
+        pid = kept.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         self.kills += 1
-        until(lambda: self.kept.pid != pid)
+        until(lambda: kept.pid != pid)
 
     def channel(self, rank: int) -> ControlChannel:
         address, key = self.kept.address, self.key

@@ -48,13 +48,14 @@ class Cluster:
 
 
 @contextmanager
-def launched(cluster: Cluster) -> Iterator[list[Printing]]:
+def launched(cluster: Cluster, *, makes_key: bool = True) -> Iterator[list[Printing]]:
     """Starts all launchers; what is left of them at the end, the leak check will say.
 
     Hosts have names of their own, so that their ranks share no memory.
     """
     key = cluster.folder / "key"
-    write_key(key)
+    if makes_key:
+        write_key(key)
     rendezvous = cluster.rendezvous or f"127.0.0.1:{free_port()}"
     hosts: list[Printing] = []
     try:

@@ -126,6 +126,22 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family)
 
 
+def reserve(host: str) -> socket.socket:
+    """A socket with a port of its own, on which nobody listens yet.
+
+    Raises:
+        OSError: it is no address of this host.
+    """
+    family, kind, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    reserved = socket.socket(family, kind)
+    try:
+        reserved.bind(where)
+    except OSError:
+        reserved.close()
+        raise
+    return reserved
+
+
 def outlive_cuts(connection: socket.socket) -> None:
     """Takes a link up soon after a cut, and sees a host that is gone without a word."""
     if connection.family not in _FAMILIES:

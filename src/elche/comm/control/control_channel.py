@@ -21,12 +21,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from elche.comm.control.frames import FrameCodec
-from elche.comm.control.greeting import is_refused, reach
+from elche.comm.control.greeting import Reconnect, reach
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.field_checks import brief
 from elche.coordination.protocol.instructions import Abort, Instruction
@@ -43,8 +42,6 @@ _CHUNK_BYTES = 1 << 16
 _LONGEST_POLL_S = 86400.0  # the system takes no more than 24 days, in milliseconds
 _UNCOUNTED = frozenset({"Hello", "Beat", "StoreGet", "Ack", "Flush"})
 """Kinds of messages that are no part of a rank's stream."""
-RESUME_S = 20.0
-"""Within which a coordinator that has died is there again."""
 AGAIN_S = 0.05
 MOST_REFUSALS = 3
 """Of coordinators that answer and end the connection: they do not take this rank."""
@@ -70,7 +67,7 @@ class ControlChannel:
         connection: socket.socket,
         codec: FrameCodec,
         rank: int,
-        reconnect: Callable[[], tuple[socket.socket, FrameCodec]] | None = None,
+        reconnect: Reconnect | None = None,
     ) -> None:
         self._rank = rank
         self._reconnect = reconnect
@@ -102,6 +99,7 @@ class ControlChannel:
         timeout_s: float,
         *,
         resumes: bool = False,
+        may_move: bool = False,
     ) -> ControlChannel:
         """Connects and presents this rank.
 
@@ -111,11 +109,12 @@ class ControlChannel:
             rank: this rank.
             timeout_s: deadline, also of sending.
             resumes: the coordinator is started anew if it dies.
+            may_move: perhaps on another host; see :meth:`move`.
 
         Raises:
             CommunicationError: no coordinator answers there, or something else does.
         """
-        again = partial(reach, address, key, rank, min(timeout_s, RESUME_S))
+        again = Reconnect(address, key, rank, timeout_s, may_move=may_move)
         connection, codec = reach(address, key, rank, timeout_s)
         channel = ControlChannel(connection, codec, rank, again if resumes else None)
         channel._send(channel._hello())
@@ -126,6 +125,16 @@ class ControlChannel:
         if self._reconnect is not None:
             hello |= {"stream": self._stream, "received": self._received}
         return hello
+
+    def move(self, address: tuple[str, int]) -> None:
+        """The coordinator goes on there; from another thread.
+
+        The training thread sees its connection end, and goes on with that one.
+        """
+        if self._reconnect is not None and self._reconnect.address != address:
+            self._reconnect.address = address
+            with contextlib.suppress(OSError):  # it has ended already
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, *events: Event) -> None:
         """Sends events at once; does not wait for anything.
@@ -378,7 +387,7 @@ class ControlChannel:
             CommunicationError: there is none in time, or it does not take this rank.
         """
         assert self._reconnect is not None
-        deadline_s = time.monotonic() + RESUME_S
+        deadline_s = time.monotonic() + self._reconnect.within_s
         refusals = 0
         with self._sending:
             self._has_resumed = False
@@ -390,7 +399,8 @@ class ControlChannel:
                     self._put(self._codec.encode(self._hello()))
                     self._await_resumed(deadline_s)
                 except (CommunicationError, OSError) as failure:
-                    is_over = refusals == MOST_REFUSALS or is_refused(failure)
+                    is_over = self._reconnect.is_hopeless(failure)
+                    is_over |= refusals == MOST_REFUSALS
                     if is_over or time.monotonic() > deadline_s:
                         raise self._gone(error) from failure
                     time.sleep(AGAIN_S)

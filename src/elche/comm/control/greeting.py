@@ -3,10 +3,59 @@
 from __future__ import annotations
 
 import socket
+from typing import Final, final
 
 from elche.comm.control.addresses import format_address, outlive_cuts
 from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
 from elche.errors import CommunicationError, ProtocolError
+
+RESUME_S: Final = 20.0
+"""Within which a coordinator that has died is there again."""
+MOVE_S: Final = 40.0
+"""The same, where another host's may go on: a silent host is waited for before."""
+TRY_S: Final = 5.0
+"""For one attempt there: meanwhile it may have gone elsewhere."""
+
+
+@final
+class Reconnect:
+    """The way to a coordinator that is started anew, perhaps on another host.
+
+    Args:
+        address: of the coordinator.
+        key: the run's secret.
+        rank: this rank.
+        timeout_s: deadline of an attempt.
+        may_move: it may be another host's.
+
+    Attributes:
+        address: of the coordinator now; another thread may set it.
+        within_s: deadline of all attempts.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: bytes,
+        rank: int,
+        timeout_s: float,
+        *,
+        may_move: bool = False,
+    ) -> None:
+        self.address = address
+        self._key, self._rank = key, rank
+        self._try_s = min(timeout_s, TRY_S if may_move else RESUME_S)
+        self._may_move = may_move
+        self.within_s = MOVE_S if may_move else RESUME_S
+
+    def __call__(self) -> tuple[socket.socket, FrameCodec]:
+        """Connects; see `reach`."""
+        return reach(self.address, self._key, self._rank, self._try_s)
+
+    def is_hopeless(self, failure: BaseException) -> bool:
+        """Whether nobody listens any more: the launcher has ended, and no other is."""
+        is_refused = isinstance(failure.__cause__, ConnectionRefusedError)
+        return is_refused and not self._may_move
 
 
 def reach(
@@ -38,8 +87,3 @@ def reach(
         ) from error
     connection.settimeout(timeout_s)
     return connection, codec
-
-
-def is_refused(failure: BaseException) -> bool:
-    """Whether nobody listens any more: the launcher has ended."""
-    return isinstance(failure.__cause__, ConnectionRefusedError)

@@ -15,7 +15,8 @@ class HostJoins:
 
     ``nnodes`` is `OPEN` where it is to join a run under way; ``address`` is where
     others reach its ranks; ``versions`` are (name, version) of what must be equal
-    everywhere.
+    everywhere; ``ports`` are where it would be met as a successor: by launchers, and by
+    ranks.
     """
 
     node_rank: int
@@ -24,6 +25,7 @@ class HostJoins:
     name: str
     address: str
     versions: tuple[tuple[str, str], ...]
+    ports: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"host {self.node_rank} ({self.name})"
@@ -49,11 +51,13 @@ class HostWelcome:
     """A launcher starts its ranks now, ``first`` and following.
 
     ``environment`` are variables that the first host's launcher gives to every rank.
+    ``run`` names the run where another host may succeed that one, else it is "".
     """
 
     first: int
     world_size: int
     environment: tuple[tuple[str, str], ...]
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +94,85 @@ class RunEnded:
     reason: str
 
 
-FromHost = HostJoins | RankEnded | HostInterrupted
-"""What other hosts' launchers send to the first one's."""
-FromLeader = HostWelcome | HostRefused | HostBeat | SignalRank | RunEnded
-"""What that one sends to them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsChanged:
+    """The hosts of the run now: a view, see `elche.coordination.succession`.
+
+    ``chain`` are the hosts of each view since the last settled one, of this one last;
+    ``successor`` is -1 where no host is. ``places`` say of each: its number, name and
+    address, the ports of its launcher and of its coordinator as a successor, and the
+    first of its ranks and their number. ``witness`` is "" without one.
+    """
+
+    number: int
+    successor: int
+    chain: tuple[tuple[int, ...], ...]
+    places: tuple[tuple[int, str, str, int, int, int, int], ...]
+    witness: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalPiece:
+    """Entries of the coordinator's journal: the piece of that number.
+
+    ``commands`` inputs of the leading launcher were taken by then.
+    """
+
+    number: int
+    commands: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTook:
+    """A host lives, and has this view, and the journal up to this piece."""
+
+    view: int
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostComes:
+    """A launcher comes to the successor of the host that led."""
+
+    run: str
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostKept:
+    """The successor leads now: ranks go on with the coordinator at this port of it."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoteAsked:
+    """A host asks a witness for its vote: see `elche.coordination.succession`."""
+
+    run: str
+    node_rank: int
+    view: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoteGiven:
+    """The witness's answer."""
+
+    is_given: bool
+
+
+FromHost = HostJoins | RankEnded | HostInterrupted | HostTook | HostComes | VoteAsked
+"""What other hosts' launchers send to the first one's, and to a witness."""
+FromLeader = (
+    HostWelcome
+    | HostRefused
+    | HostBeat
+    | SignalRank
+    | RunEnded
+    | HostsChanged
+    | JournalPiece
+    | HostKept
+    | VoteGiven
+)
+"""What those send to them."""

@@ -13,10 +13,17 @@ Kept = TypeVar("Kept")
 
 @final
 class Outbox(Generic[Kept]):
-    """Messages in order, kept until the other side has said that it has them."""
+    """Messages in order, kept until the other side has said that it has them.
 
-    def __init__(self) -> None:
-        self._taken = 0
+    Args:
+        taken: of the stream, which others have kept so far.
+
+    Attributes:
+        taken: so many the other side has.
+    """
+
+    def __init__(self, taken: int = 0) -> None:
+        self.taken = taken
         self._kept: deque[Kept] = deque()
 
     def __bool__(self) -> bool:
@@ -29,9 +36,9 @@ class Outbox(Generic[Kept]):
 
     def acknowledge(self, taken: int) -> None:
         """The other side has taken so many since the stream began."""
-        while self._kept and self._taken < taken:
+        while self._kept and self.taken < taken:
             self._kept.popleft()
-            self._taken += 1
+            self.taken += 1
 
     def rest(self) -> list[Kept]:
         """What it may lack."""

@@ -17,6 +17,7 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.field_checks import Check, brief, check_for
 from elche.coordination.protocol.host_messages import FromHost, FromLeader
+from elche.coordination.protocol.inputs import Input
 from elche.coordination.protocol.instructions import Instruction
 from elche.errors import ProtocolError
 
@@ -29,6 +30,7 @@ FROM_COORDINATOR: dict[str, type[Any]] = {
     kind.__name__: kind for kind in typing.get_args(Instruction)
 }
 
+FROM_JOURNAL: dict[str, type[Any]] = {k.__name__: k for k in typing.get_args(Input)}
 FROM_HOSTS: dict[str, type[Any]] = {k.__name__: k for k in typing.get_args(FromHost)}
 FROM_LEADER: dict[str, type[Any]] = {
     kind.__name__: kind for kind in typing.get_args(FromLeader)
@@ -36,7 +38,7 @@ FROM_LEADER: dict[str, type[Any]] = {
 
 _NAMES: dict[type[Any], tuple[str, ...]] = {
     kind: tuple(field.name for field in fields(kind))
-    for kind in typing.get_args(Event | Instruction | FromHost | FromLeader)
+    for kind in typing.get_args(Input | Instruction | FromHost | FromLeader)
 }
 _CHECKS: dict[type[Any], dict[str, Check]] = {
     kind: {n: check_for(hint) for n, hint in typing.get_type_hints(kind).items()}
@@ -45,7 +47,7 @@ _CHECKS: dict[type[Any], dict[str, Check]] = {
 
 
 def to_wire(
-    message: Event | Instruction | FromHost | FromLeader,
+    message: Input | Instruction | FromHost | FromLeader,
 ) -> dict[str, Any]:
     """A message as plain values that msgpack carries."""
     kind = type(message)

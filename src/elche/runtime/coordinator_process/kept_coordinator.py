@@ -29,13 +29,18 @@ from elche.runtime.coordinator_process.link import (
     Ended,
     Fenced,
     FirstBatch,
+    Hold,
+    Holds,
     Journal,
     Logged,
     Lost,
+    Piece,
+    Promote,
     Seen,
     Status,
     Stop,
     Stopped,
+    Written,
     pack,
 )
 
@@ -58,6 +63,7 @@ class KeptCoordinator:
         survives: the launcher fences ranks that are lost.
         several_hosts: ranks are on several.
         listener: where ranks connect to; None: loopback.
+        stands_by: another host's coordinator serves until this one is promoted.
 
     Attributes:
         address: of that.
@@ -71,6 +77,8 @@ class KeptCoordinator:
         on_first_batch: called once, when a rank first reports batches as done.
         on_message: called with each event and instruction, in their order; to be set
             before the start.
+        on_piece: called with each piece of the journal, its number, and how many inputs
+            of this launcher were taken by then; for other hosts.
     """
 
     def __init__(
@@ -81,6 +89,7 @@ class KeptCoordinator:
         survives: bool,
         several_hosts: bool = False,
         listener: socket.socket | None = None,
+        stands_by: bool = False,
     ) -> None:
         self._world_size = world_size
         self._key = key
@@ -98,8 +107,13 @@ class KeptCoordinator:
         self.on_end: Callable[[str], None] = lambda kind: None
         self.on_first_batch: Callable[[], None] | None = None
         self.on_message: Callable[[Event | Instruction], None] | None = None
+        self.on_piece: Callable[[bytes, int, int], None] = lambda data, number, n: None
+        self._stands_by = stands_by
         self._copy: bytes | None = None
         self._journal: list[bytes] = []
+        self._pieces = self._written = 0
+        self._when_held: Callable[[], None] | None = None
+        self._holds = False
         self._commands: Outbox[Input] = Outbox()
         self._given = self._taken = 0
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
@@ -146,8 +160,7 @@ class KeptCoordinator:
     def _end_process(self) -> None:
         """No rank runs any more: it has nothing to keep but the story."""
         if self._wants_story:
-            if self._writer is not None:
-                self._writer.write(pack(Stop()))
+            self._send(Stop())
         elif self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -156,8 +169,53 @@ class KeptCoordinator:
         """Hands the coordinator what this launcher saw."""
         self._commands.add(what)
         self._given += 1
+        self._send(Command(what))
+
+    def hold(self, when_held: Callable[[], None]) -> None:
+        """From now on what follows from the journal waits until that is `written`.
+
+        Args:
+            when_held: called once it does so for all pieces that are still to come.
+        """
+        self._holds, self._when_held = True, when_held
+        self._send(Hold(holds=True))
+
+    def release(self) -> None:
+        """Nothing waits any more."""
+        self._holds, self._when_held = False, None
+        self._send(Hold(holds=False))
+
+    @property
+    def pieces(self) -> int:
+        """Of the journal so far."""
+        return self._pieces
+
+    def written(self, pieces: int) -> None:
+        """Another host has so many pieces of the journal."""
+        if pieces > self._written:
+            self._written = pieces
+            self._send(Written(pieces))
+
+    def follow(self, data: bytes, number: int, commands: int) -> None:
+        """While it stands by: a piece of the journal of the coordinator that serves."""
+        self._journal.append(data)
+        self._pieces, self._given, self._taken = number, commands, commands
+        self._send(Piece(data))
+
+    def promote(self, places: Mapping[int, str]) -> None:
+        """It serves from now on.
+
+        Args:
+            places: of ranks on other hosts, in words.
+        """
+        self._stands_by, self.places = False, places
+        self._commands = Outbox(self._taken)
+        self._send(Promote(places))
+
+    def _send(self, message: object) -> None:
+        """To the process that serves now; the next one learns it at its start."""
         if self._writer is not None:
-            self._writer.write(pack(Command(what)))
+            self._writer.write(pack(message))
 
     async def rank_ended(self, rank: int, code: int) -> None:
         """A rank's process has ended; waits until a coordinator that serves knows.
@@ -256,10 +314,16 @@ class KeptCoordinator:
             shows=self.on_message is not None,
             copy=self._copy,
             journal=tuple(self._journal),
+            pieces=self._pieces,
+            holds=self._holds,
+            stands_by=self._stands_by,
         )
-        for message in (begin, *map(Command, self._commands.rest())):
-            writer.write(pack(message))
         self._writer = writer
+        self._send(begin)
+        for message in map(Command, self._commands.rest()):
+            self._send(message)
+        self._send(Written(self._written))
+        self._held()
         if self._is_stopping:
             self._end_process()
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -286,13 +350,19 @@ class KeptCoordinator:
 
     def _handle(self, message: Any, writer: asyncio.StreamWriter) -> None:
         if isinstance(message, Journal):
-            self._journal.append(message.entries)
+            self._journal.append(message.data)
+            self._pieces += 1
             self._taken = message.commands
+            self.on_piece(message.data, self._pieces, message.commands)
             self._barren = 0 if message.is_of_ranks else self._barren
             self._commands.acknowledge(message.commands)
             self._wake()
         elif isinstance(message, Copy):
-            self._copy, self._journal = message.record, []
+            self._copy = message.record
+            since = self._pieces - message.pieces  # that it does not stand for
+            del self._journal[: len(self._journal) - since]
+        elif isinstance(message, Holds):
+            self._held()
         elif isinstance(message, Status):
             self.status = message
             self.told_to_end |= message.told_to_end
@@ -311,6 +381,11 @@ class KeptCoordinator:
         elif isinstance(message, FirstBatch) and self.on_first_batch is not None:
             self.on_first_batch()
             self.on_first_batch = None
+
+    def _held(self) -> None:
+        if self._when_held is not None:
+            self._when_held()
+            self._when_held = None
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -1,8 +1,8 @@
 """Messages of the launcher and its coordinator, over a pair of sockets.
 
 The pair is between these two processes alone, parent and child, so what travels is
-pickled: entries of the journal and copies of the record, which the launcher keeps
-without looking into them.
+pickled, as copies of the record are. Pieces of the journal are msgpack, since they go
+to other hosts as well. The launcher looks into neither.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Begin:
         places: of ranks on other hosts, in words.
         shows: every message is wanted, for a display.
         copy: of the record, pickled; None: the run begins.
-        journal: entries since then, pickled in pieces.
+        journal: pieces since then.
+        pieces: of the journal in all.
+        holds: see `Hold`.
+        stands_by: another host's coordinator serves, of which `Piece` comes.
     """
 
     world_size: int
@@ -45,6 +48,9 @@ class Begin:
     shows: bool
     copy: bytes | None
     journal: tuple[bytes, ...]
+    pieces: int = 0
+    holds: bool = False
+    stands_by: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,37 @@ class Fenced:
     """To it: the process of this rank does not run any more."""
 
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """To it: what follows from a piece waits for `Written` from now on, or not.
+
+    That it does it answers, after all pieces from which anybody was told something.
+    """
+
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """To it: another host has so many pieces of the journal."""
+
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """To it, while it stands by: what the coordinator that serves took."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """To it: it serves from now on; ranks of other hosts are at these places."""
+
+    places: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +142,27 @@ class Journal:
     """From it, before any rank is told: what it took.
 
     Attributes:
-        entries: of the journal, pickled.
+        data: the piece.
         commands: inputs of the launcher that were taken since the run began.
         is_of_ranks: any of the entries came from a rank.
     """
 
-    entries: bytes
+    data: bytes
     commands: int
     is_of_ranks: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """From it: the record as it is after the last entry, pickled."""
+    """From it: the record as it is after so many pieces of the journal, pickled."""
 
     record: bytes
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """From it: the answer to a `Hold`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from enum import Enum
 from typing import Final, final
 
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
@@ -30,21 +31,37 @@ from elche.runtime.coordinator_process.link import (
     Ended,
     Fenced,
     FirstBatch,
+    Hold,
+    Holds,
     Journal,
     Link,
     Logged,
     Lost,
+    Piece,
+    Promote,
     Seen,
     Status,
     Stop,
     Stopped,
+    Written,
 )
+from elche.runtime.coordinator_process.pieces import pack_piece, replay_piece
 from elche.runtime.process.coordinator import CoordinatorServer
 
 COPY_ENTRIES: Final = 1024
 """After so many entries a copy of the record takes their place in the launcher."""
+TOLD_PIECES: Final = 64
+"""After so many of the journal they say how many instructions each rank has."""
 _FREQUENT = BatchesDone, StepsDone, WindowClosed, WindowReduced
 """Events of which the launcher hears with the next `Tick`, if they change anything."""
+
+
+class _Phase(Enum):
+    """Of a coordinator's life."""
+
+    STANDS_BY = "another host's serves, and this one stands where that stands"
+    BEGINS = "it is about to serve"
+    SERVES = "ranks come to it"
 
 
 @final
@@ -62,6 +79,8 @@ class CoordinatorChild:
         self._is_over = asyncio.Event()
         self._status = Status()
         self._entries = 0
+        self._phase = _Phase.STANDS_BY if begin.stands_by else _Phase.BEGINS
+        self._is_promoted = asyncio.Event()
         record = _restored(begin)
         server = CoordinatorServer(begin.world_size, begin.key, record=record)
         server.on_entries = self._write
@@ -71,15 +90,20 @@ class CoordinatorChild:
         server.on_first_batch = lambda: link.send(FirstBatch())
         if begin.shows:
             server.on_message = lambda message: link.send(Seen(message))
+        server.gate.pieces, server.gate.holds = begin.pieces, begin.holds
         self._server = server
 
     async def serve(self, listener: socket.socket) -> None:
         """Serves ranks until the launcher says that the run is over, or ends."""
         loop = asyncio.get_running_loop()
-        self._server.fence_lost()
+        loop.add_reader(self._link.fileno(), self._receive)
+        if self._phase is _Phase.STANDS_BY:
+            self._handle_pending()
+            await self._is_promoted.wait()
+        self._server.gate.act(self._server.fence_lost)
         self._say_status()
         await self._server.start(listener=listener)
-        loop.add_reader(self._link.fileno(), self._receive)
+        self._phase = _Phase.SERVES
         self._handle_pending()
         await self._is_over.wait()
         await self._server.stop()
@@ -100,12 +124,39 @@ class CoordinatorChild:
         asyncio.get_running_loop().call_soon(self._handle_pending)
 
     def _handle_pending(self) -> None:
-        while self._pending:
+        server, gate = self._server, self._server.gate
+        while self._pending and self._phase is not _Phase.BEGINS:
             message = self._pending.popleft()
             if isinstance(message, Command):
-                self._server.take_from(LAUNCHER, None, [message.what])
+                server.take_from(LAUNCHER, None, [message.what])
+            elif isinstance(message, Written):
+                gate.written(message.pieces)
+            elif isinstance(message, Hold):
+                self._hold(message)
+            elif isinstance(message, Piece):
+                self._follow(message)
+            elif isinstance(message, Promote):
+                server.record.places |= message.places
+                self._phase = _Phase.BEGINS
+                self._is_promoted.set()
             elif isinstance(message, Stop):
                 self._is_over.set()
+
+    def _hold(self, message: Hold) -> None:
+        gate = self._server.gate
+        if message.holds:
+            gate.holds = True
+            self._link.send(Holds())
+        else:
+            gate.open()
+
+    def _follow(self, piece: Piece) -> None:
+        """Stands where the coordinator stands that serves on another host."""
+        record = self._server.record
+        replay_piece(record, piece.data)
+        self._server.gate.pieces += 1
+        self._entries += 1
+        self._copy_now_and_then()
 
     def _have_fenced(self, rank: int) -> None:
         """Waits for the launcher: nobody is told before."""
@@ -124,13 +175,20 @@ class CoordinatorChild:
         record = self._server.record
         if not all(isinstance(entry.what, _FREQUENT) for entry in entries):
             self._say_status()
-        data = pickle.dumps(entries, pickle.HIGHEST_PROTOCOL)
+        gate = self._server.gate
+        gate.pieces += 1
+        data = pack_piece(entries, record, says_told=gate.pieces % TOLD_PIECES == 0)
         is_of_ranks = any(entry.source not in (None, LAUNCHER) for entry in entries)
         self._link.send(Journal(data, record.commands, is_of_ranks))
         self._entries += len(entries)
+        self._copy_now_and_then()
+
+    def _copy_now_and_then(self) -> None:
+        record, pieces = self._server.record, self._server.gate.pieces
         if self._entries >= COPY_ENTRIES and not record.core.has_more:
             self._entries = 0
-            self._link.send(Copy(pickle.dumps(record, pickle.HIGHEST_PROTOCOL)))
+            data = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
+            self._link.send(Copy(data, pieces))
 
     def _say_status(self) -> None:
         server, core = self._server, self._server.core
@@ -162,11 +220,11 @@ def _restored(begin: Begin) -> RunRecord:
             survives=begin.survives,
             several_hosts=begin.several_hosts,
         )
-        record.places |= begin.places
     else:
         record = pickle.loads(begin.copy)
+    record.places |= begin.places
     for piece in begin.journal:
-        record.replay(pickle.loads(piece))
+        replay_piece(record, piece)
     return record
 
 

@@ -1,12 +1,18 @@
 """A launcher of any host but the first: starts its ranks, and does as the first says.
 
-It ends its ranks when that one is gone; the ranks see the same on their own
-connections, and end by an error that says so.
+When that one is gone it does as the successor says, or leads itself where it is that
+one (`standby.py`), and has its ranks go to the coordinator there. Where no host goes on
+it ends its ranks.
+
+    follows host 0 ──lost──▶ there is a successor ──this host──▶ leads ───▶ run ends
+          │                         └──another──▶ comes to it ──▶ follows that one
+          └──run ends            none, or too few hosts: ends its ranks
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -14,11 +20,9 @@ import time
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from elche.comm.control.addresses import outlive_cuts
-from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
+from elche.comm.control.addresses import format_address
 from elche.coordination.liveness import BEAT_S, SILENT_S
 from elche.coordination.protocol.host_messages import (
-    FromHost,
     HostBeat,
     HostInterrupted,
     HostRefused,
@@ -27,10 +31,16 @@ from elche.coordination.protocol.host_messages import (
     RunEnded,
     SignalRank,
 )
-from elche.coordination.protocol.wire import FROM_LEADER, from_wire, to_wire
 from elche.errors import CommunicationError, ConfigError, ProtocolError
 from elche.runtime.hosts.hosts_config import HostsConfig
-from elche.runtime.process.launch import LaunchConfig, rank_environment, start_rank
+from elche.runtime.hosts.launcher_link import LauncherLink
+from elche.runtime.hosts.standby import Standby
+from elche.runtime.process.launch import (
+    MOVES,
+    LaunchConfig,
+    rank_environment,
+    start_rank,
+)
 from elche.runtime.process.launcher_watch import PIPE
 from elche.runtime.process.launchers import rank_environments
 from elche.runtime.process.rank_output import RankOutput
@@ -51,7 +61,6 @@ LAST_WORD_S: Final = 10.0
 CUT_OFF_S: Final = SILENT_S + 2 * BEAT_S
 """Silence of the first host after which the others go on without this one: that has
 seen the same from its side, and sooner."""
-_CHUNK_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +96,12 @@ async def _follow(config: LaunchConfig, hosts: HostsConfig) -> FollowResult:
         await follower.close()
 
 
-async def _connected(hosts: HostsConfig) -> _LeaderLink:
+async def _connected(hosts: HostsConfig) -> LauncherLink:
     """Connects as soon as the first host listens."""
     deadline_s = time.monotonic() + hosts.gather_s
     while True:
         try:
-            return await _LeaderLink.connect(hosts)
+            return await LauncherLink.connect(hosts.rendezvous, hosts.key)
         except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError) as error:
             if time.monotonic() > deadline_s:
                 raise CommunicationError(
@@ -103,101 +112,94 @@ async def _connected(hosts: HostsConfig) -> _LeaderLink:
 
 
 @final
-class _LeaderLink:
-    """The connection to the first host's launcher."""
-
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        codec: FrameCodec,
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._codec = codec
-
-    @staticmethod
-    async def connect(hosts: HostsConfig) -> _LeaderLink:
-        """Connects, and reads its greeting.
-
-        Raises:
-            OSError: nothing listens there.
-        """
-        opening = asyncio.open_connection(*hosts.rendezvous)
-        reader, writer = await asyncio.wait_for(opening, LAST_WORD_S)
-        outlive_cuts(writer.get_extra_info("socket"))
-        reading = reader.readexactly(GREETING_BYTES)
-        try:
-            greeting = await asyncio.wait_for(reading, LAST_WORD_S)
-            codec = FrameCodec(hosts.key, nonce_of(greeting), is_server=False)
-        except BaseException:
-            writer.close()
-            raise
-        return _LeaderLink(reader, writer, codec)
-
-    def send(self, message: FromHost) -> None:
-        """Sends a message, if the connection is there."""
-        if not self._writer.is_closing():
-            self._writer.write(self._codec.encode(to_wire(message)))
-
-    async def receive(self) -> list[Any]:
-        """Messages that have come; none: the connection has ended."""
-        while True:
-            try:
-                data = await self._reader.read(_CHUNK_BYTES)
-            except OSError:
-                return []
-            found = [from_wire(m, FROM_LEADER) for m in self._codec.feed(data)]
-            if found or not data:
-                return found
-
-    def close(self) -> None:
-        """Ends the connection."""
-        self._writer.close()
-
-    def abort(self) -> None:
-        """Ends it, with what is not sent."""
-        self._writer.transport.abort()
-
-
-@final
 class _Follower:
     """This host's ranks in a run that another host leads."""
 
     def __init__(
-        self, config: LaunchConfig, hosts: HostsConfig, link: _LeaderLink
+        self, config: LaunchConfig, hosts: HostsConfig, link: LauncherLink
     ) -> None:
         self._config = config
         self._hosts = hosts
         self._link = link
-        self._ranks = range(0)
         self._processes: dict[int, RankProcess] = {}
         self._watchers: list[asyncio.Task[None]] = []
-        self._pipe = os.pipe()  # this process alone has the end that it writes to
+        self._pipes: dict[
+            int, int
+        ] = {}  # to each rank; this process alone has that end
+        self._standby = None if hosts.is_open else Standby(hosts)
         self._output = RankOutput(config.on_line, config.display, lambda: True)
         self._signal: signal.Signals | None = None
         self._heard_s = time.monotonic()
         self._is_silent = self._is_cut_off = False
         self._is_needed = True
+        self._leader = f"host 0 at {hosts.meeting}"
+        self._why_alone = ""  # where another host was to go on
 
     async def run(self) -> FollowResult:
         """From this host's coming to the run's end."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._interrupt, number)
-        self._link.send(self._hosts.joins(self._config.world_size))
-        receiving = asyncio.ensure_future(self._receive())
-        listening = asyncio.ensure_future(self._watch_silence())
-        try:
-            result = await receiving
-        finally:
-            listening.cancel()
-        ends_by_itself = result is None and not self._is_cut_off
+        standby = self._standby
+        ports = () if standby is None else standby.ports
+        self._link.send(self._hosts.joins(self._config.world_size, ports))
+        result = await self._follow()
+        if result is None and standby is not None and standby.successor is not None:
+            result = await self._go_on(standby)
+        # Ranks end by themselves where no other coordinator may come to be.
+        ends_by_itself = result is None and not (self._is_cut_off or self._may_move)
         await self._end_ranks(GRACE_S if ends_by_itself else 0.0)
         await self._output.finish()
         if result is None:
             result = self._lost()
         return result
+
+    async def _follow(self) -> FollowResult | None:
+        """Does as the leading launcher says; see `_receive`."""
+        watching = asyncio.ensure_future(self._watch_silence())
+        try:
+            return await self._receive()
+        finally:
+            watching.cancel()
+
+    async def _go_on(self, standby: Standby) -> FollowResult | None:
+        """The first host is lost: this one leads, or goes to the one that does.
+
+        Returns:
+            How the run ended; None: this host has no part in it any more.
+        """
+        running = [r for r, p in self._processes.items() if p.returncode is None]
+        if not running or self._signal is not None:
+            return None
+        self._link.abort()
+        logger.warning("%s", self._loss())
+        number = standby.successor
+        if number == self._hosts.node_rank:
+            ended = await standby.lead(self._processes, self._move_ranks)
+            self._why_alone = standby.why_not
+            if ended is None:
+                return None
+            return FollowResult(ended.exit_code, ended.reason)
+        link = await standby.come()
+        self._why_alone = standby.why_not
+        if link is None:
+            return None
+        self._link, self._is_needed, self._is_cut_off = link, True, False
+        self._leader = f"host {number} at {format_address(*standby.coordinator)}"
+        self._move_ranks(standby.coordinator)
+        await standby.close()
+        for rank, process in self._processes.items():
+            if process.returncode is not None:
+                link.send(RankEnded(rank=rank, code=process.returncode))
+        self._heard()
+        return await self._follow()
+
+    def _move_ranks(self, address: tuple[str, int]) -> None:
+        """Another coordinator serves, there."""
+        line = f"{format_address(*address)}\n".encode()
+        for pipe in self._pipes.values():
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                os.write(pipe, line)
 
     async def close(self) -> None:
         """Kills what still runs, and closes what is open."""
@@ -206,8 +208,10 @@ class _Follower:
             await asyncio.wait(self._watchers)
         self._output.close()
         self._link.close()
-        for descriptor in self._pipe:
+        for descriptor in self._pipes.values():
             os.close(descriptor)
+        if self._standby is not None:
+            await self._standby.close()
 
     def _lost(self) -> FollowResult:
         if not self._processes:
@@ -215,17 +219,27 @@ class _Follower:
                 f"host 0 at {self._hosts.meeting} did not take this host: it has "
                 "ended, has another --key-file, or its run has begun without this host"
             )
-        where = f"host 0 at {self._hosts.meeting}"
-        if self._is_cut_off:
-            reason = (
-                f"{where} has been silent for {CUT_OFF_S:g} s, and the others go on"
-            )
-            return FollowResult(1, f"{reason}: it is stopped, or the link to it is cut")
+        if self._why_alone:
+            return FollowResult(1, f"{self._loss()}; {self._why_alone}")
+        if self._is_cut_off or self._may_move:
+            return FollowResult(1, self._loss())
         codes = (p.returncode or 0 for p in self._processes.values())
         code = next((128 - c if c < 0 else c for c in codes if c), 1)
-        return FollowResult(
-            code, f"lost {where}: its launcher has ended, or the link to it is cut"
-        )
+        return FollowResult(code, self._loss())
+
+    def _loss(self) -> str:
+        """What has become of the first host, in words."""
+        if self._is_cut_off:
+            return (
+                f"{self._leader} has been silent for {CUT_OFF_S:g} s, and the others "
+                "go on: it is stopped, or the link to it is cut"
+            )
+        return f"lost {self._leader}: its launcher has ended, or the link to it is cut"
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether ranks wait for another host's coordinator when they lose theirs."""
+        return self._standby is not None and bool(self._standby.run)
 
     async def _receive(self) -> FollowResult | None:
         """Does as the first host's launcher says until the run ends.
@@ -256,6 +270,7 @@ class _Follower:
                 if isinstance(message, HostRefused) and self._signal is not None:
                     return FollowResult(128 + self._signal, message.reason)
                 await self._take(message)
+            self._report()
 
     async def _take(self, message: Any) -> None:
         if isinstance(message, HostRefused):
@@ -267,6 +282,8 @@ class _Follower:
             send_signal(self._processes[message.rank], number)
         elif isinstance(message, HostBeat):
             self._is_needed = message.is_needed
+        elif self._standby is not None:
+            self._standby.take(message)
 
     async def _start(self, welcome: HostWelcome) -> None:
         config, hosts = self._config, self._hosts
@@ -277,12 +294,18 @@ class _Follower:
         )
         # Of elche alone: another host says how the run is, not what starts here.
         told = {n: v for n, v in welcome.environment if n.startswith("ELCHE_")}
-        told |= {"ELCHE_LISTEN": hosts.own_address(), PIPE: str(self._pipe[0])}
+        told |= {"ELCHE_LISTEN": hosts.own_address()}
+        told |= {MOVES: "1"} if welcome.run else {}
+        if self._standby is not None:
+            self._standby.begin(welcome)
         for place, rank in enumerate(ranks):
-            environment = rank_environment(config, place, environments[place] | told)
+            watched, self._pipes[rank] = os.pipe()
+            own = environments[place] | told | {PIPE: str(watched)}
+            environment = rank_environment(config, place, own)
             process = await start_rank(
-                config, place, environment, self._pipe[0], self._output, place
+                config, place, environment, watched, self._output, place
             )
+            os.close(watched)
             self._processes[rank] = process
             watching = self._watch(rank, process)
             self._watchers.append(asyncio.ensure_future(watching))
@@ -324,22 +347,30 @@ class _Follower:
         if self._is_silent:
             self._is_silent = False
             silent_s = now_s - self._heard_s
-            logger.warning("host 0 is heard again, after %.0f s", silent_s)
+            logger.warning("%s is heard again, after %.0f s", self._leader, silent_s)
         self._heard_s = now_s
+
+    def _report(self) -> None:
+        """Says that this host lives, and what it has, where another may succeed."""
+        if self._standby is not None and self._may_move:
+            self._link.send(self._standby.took)
 
     async def _watch_silence(self) -> None:
         """Says that the first host is silent; ends this one where the others go on."""
         while True:
             await asyncio.sleep(BEAT_S)
+            self._report()
             silent_s = time.monotonic() - self._heard_s
-            if not self._is_needed and silent_s >= CUT_OFF_S:
+            standby = self._standby
+            has_successor = standby is not None and standby.successor is not None
+            if silent_s >= CUT_OFF_S and (has_successor or not self._is_needed):
                 self._is_cut_off = True
                 self._link.abort()
                 return
             if self._processes and silent_s >= SILENT_S and not self._is_silent:
                 self._is_silent = True
                 logger.warning(
-                    "host 0 at %s has been silent for %.0f s, and training waits: it "
-                    "is stopped, or the link to it is cut",
-                    *(self._hosts.meeting, silent_s),
+                    "%s has been silent for %.0f s, and training waits: it is stopped, "
+                    "or the link to it is cut",
+                    *(self._leader, silent_s),
                 )

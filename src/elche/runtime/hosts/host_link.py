@@ -18,8 +18,10 @@ from elche.comm.control.frames import (
 )
 from elche.coordination.protocol.host_messages import (
     FromLeader,
+    HostComes,
     HostInterrupted,
     HostJoins,
+    HostTook,
     RankEnded,
     SignalRank,
 )
@@ -39,6 +41,12 @@ class LinkOwner(Protocol):
     def take_host(self, host: HostJoins, link: HostLink) -> None:
         """A launcher presents itself."""
 
+    def host_comes(self, host: HostComes, link: HostLink) -> None:
+        """A launcher comes whose leading host is lost."""
+
+    def took(self, link: HostLink, message: HostTook) -> None:
+        """It lives, and has so much of what it was sent."""
+
     def rank_ended(self, link: HostLink, message: RankEnded) -> None:
         """A rank's process has ended there."""
 
@@ -54,11 +62,11 @@ class RemoteProcess:
     """A rank's process on another host, seen through that host's launcher.
 
     Args:
-        link: to that launcher.
+        link: to that launcher; None: it is gone, and has ended.
         rank: which.
     """
 
-    def __init__(self, link: HostLink, rank: int) -> None:
+    def __init__(self, link: HostLink | None, rank: int) -> None:
         self._link = link
         self._rank = rank
         self._has_ended = asyncio.Event()
@@ -67,6 +75,7 @@ class RemoteProcess:
 
     def send_signal(self, number: int, /) -> None:
         """Has a signal sent; one that is to be killed has ended soon, or is gone."""
+        assert self._link is not None
         self._link.send(SignalRank(rank=self._rank, number=int(number)))
         if number == signal.SIGKILL:
             asyncio.get_running_loop().call_later(ANSWER_S, self.end, KILLED)
@@ -139,15 +148,24 @@ class HostLink(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def abort(self) -> None:
+        """Ends it, with what is not sent."""
+        if self._transport is not None:
+            self._transport.abort()
+
     def _drop_stranger(self) -> None:
         if self.host is None:
             self.close()
 
     def _take(self, message: Any) -> None:
-        if (self.host is None) != isinstance(message, HostJoins):
+        if (self.host is None) != isinstance(message, HostJoins | HostComes):
             raise ProtocolError(f"a launcher sent {message!r} out of turn")
         if isinstance(message, HostJoins):
             self._owner.take_host(message, self)
+        elif isinstance(message, HostComes):
+            self._owner.host_comes(message, self)
+        elif isinstance(message, HostTook):
+            self._owner.took(self, message)
         elif isinstance(message, RankEnded):
             self._owner.rank_ended(self, message)
         elif isinstance(message, HostInterrupted):

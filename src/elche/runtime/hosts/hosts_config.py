@@ -17,6 +17,7 @@ from elche.comm.control.addresses import (
 )
 from elche.coordination.protocol.host_messages import OPEN, HostJoins
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
+from elche.coordination.succession import can_be_succeeded
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.hosts.remote_start import RemoteStart
 from elche.runtime.hosts.versions import installed_versions
@@ -42,6 +43,7 @@ class HostsConfig:
         gather_s: deadline for all hosts to come.
         remote: the other hosts are started from here; None: by somebody else.
         invitation: what follows the address in the command by which others join.
+        witness: where one listens that has a vote; None: there is none.
     """
 
     nnodes: int
@@ -52,6 +54,7 @@ class HostsConfig:
     gather_s: float = GATHER_S
     remote: RemoteStart | None = None
     invitation: str = ""
+    witness: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         if self.nnodes != OPEN and self.nnodes < 2:
@@ -77,6 +80,16 @@ class HostsConfig:
         return self.nnodes == OPEN
 
     @property
+    def may_be_succeeded(self) -> bool:
+        """Whether another host may go on without the first one.
+
+        Not where that one started the others: they write to it what their ranks print.
+        """
+        has_witness = self.witness is not None
+        can = can_be_succeeded(self.nnodes, has_witness=has_witness)
+        return can and self.remote is None
+
+    @property
     def meeting(self) -> str:
         """Where the hosts meet, in words."""
         return format_address(*self.rendezvous)
@@ -92,8 +105,13 @@ class HostsConfig:
             told = ""
         return self.advertise or told or own_address(self.rendezvous[0])
 
-    def joins(self, ranks: int) -> HostJoins:
-        """How this launcher presents itself and its ranks."""
+    def joins(self, ranks: int, ports: tuple[int, ...] = ()) -> HostJoins:
+        """How this launcher presents itself and its ranks.
+
+        Args:
+            ranks: how many.
+            ports: where it would be met as a successor.
+        """
         return HostJoins(
             node_rank=self.node_rank,
             nnodes=self.nnodes,
@@ -104,6 +122,7 @@ class HostsConfig:
                 ("elche's protocol", str(PROTOCOL_VERSION)),
                 *installed_versions().items(),
             ),
+            ports=ports,
         )
 
     def listener(self) -> socket.socket:

@@ -27,9 +27,11 @@ from elche.coordination.liveness import BEAT_S
 from elche.coordination.protocol.events import HostLeaves, HostLost
 from elche.coordination.protocol.host_messages import (
     HostBeat,
+    HostComes,
     HostInterrupted,
     HostJoins,
     HostRefused,
+    HostTook,
     HostWelcome,
     RankEnded,
     RunEnded,
@@ -139,6 +141,13 @@ class LateHosts:
             self._say(f"{host} is here, and waits until the first epoch has begun")
         else:
             self._take_in(link)
+
+    def host_comes(self, host: HostComes, link: HostLink) -> None:
+        """A launcher of another run comes."""
+        self._refuse(link, f"host {host.node_rank} has come for another run")
+
+    def took(self, link: HostLink, message: HostTook) -> None:
+        """Nothing is to be taken."""
 
     def _take_in(self, link: HostLink) -> None:
         host, server = link.host, self._server

@@ -7,10 +7,11 @@ other hosts' launchers come to the port to which all ranks come afterwards.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from elche.comm.control.addresses import format_address
@@ -19,18 +20,24 @@ from elche.coordination.liveness import BEAT_S
 from elche.coordination.protocol.events import HostLeaves, HostLost
 from elche.coordination.protocol.host_messages import (
     HostBeat,
+    HostComes,
     HostInterrupted,
     HostJoins,
+    HostKept,
     HostRefused,
+    HostTook,
     HostWelcome,
     RankEnded,
     RunEnded,
+    VoteAsked,
 )
 from elche.errors import CommunicationError, ConfigError, ElcheError, ProtocolError
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.hosts.host_link import ANSWER_S, KILLED, HostLink, RemoteProcess
+from elche.runtime.hosts.host_views import HostViews
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.remote_start import DEFAULT_SSH, RemoteLaunchers
+from elche.runtime.hosts.witness import ask_witness
 from elche.runtime.process.rank_processes import (
     GRACE_S,
     RankProcess,
@@ -56,7 +63,7 @@ class Leader:
         self._first = config.joins(own_ranks)
         self._links: dict[int, HostLink] = {}
         self._processes: dict[int, RemoteProcess] = {}
-        self._ranks: dict[int, range] = {}
+        self._ranks: Mapping[int, Sequence[int]] = {}
         self._is_complete: asyncio.Future[None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._is_over = False
@@ -65,6 +72,10 @@ class Leader:
         self._leaving: dict[HostLink, signal.Signals] = {}
         self._server: KeptCoordinator | None = None
         self._run_processes: RankProcesses | None = None
+        self._views: HostViews | None = None
+        self._awaited: Mapping[int, HostJoins] = {}
+        self._run = ""
+        self._arrived = asyncio.Event()
 
     @property
     def address(self) -> str:
@@ -89,6 +100,8 @@ class Leader:
             for rank in self._ranks[node_rank]
         }
         self._server, self._run_processes = server, processes
+        if self._views is not None:
+            self._views.attach(server, processes.give_up, _say)
 
     async def gather(self) -> None:
         """Waits for all hosts.
@@ -99,6 +112,9 @@ class Leader:
         """
         config, loop = self._config, asyncio.get_running_loop()
         self._is_complete = loop.create_future()
+        if config.witness is not None:  # it is there
+            question = VoteAsked(run="", node_rank=0, view=0)
+            await ask_witness(config.witness, config.key, question)
         self.listener = config.listener()
         gathering = await loop.create_server(
             lambda: HostLink(self, config.key), sock=self.listener.dup()
@@ -115,16 +131,18 @@ class Leader:
                 f"hosts {missing} did not come to {config.meeting} within "
                 f"{config.gather_s:g} s"
             )
-            await self._refuse(reason)
+            await self.refuse(reason)
             raise CommunicationError(reason) from None
         except (ElcheError, asyncio.CancelledError) as error:
-            await self._refuse(str(error) or "interrupted on host 0")
+            await self.refuse(str(error) or "interrupted on host 0")
             raise
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
             gathering.close()
         hosts = [link.host for link in self._links.values() if link.host is not None]
         self._ranks = ranks_by_host([self._first, *hosts])
+        if config.may_be_succeeded:
+            self._views = HostViews(config, self._links, self._ranks)
         self._beating = loop.create_task(self._beat())
 
     async def _invite(self, meeting: str) -> None:
@@ -187,9 +205,10 @@ class Leader:
             self._processes.update({rank: RemoteProcess(link, rank) for rank in ranks})
             link.send(
                 HostWelcome(
-                    first=ranks.start,
+                    first=ranks[0],
                     world_size=self.world_size,
                     environment=tuple(environment.items()),
+                    run="" if self._views is None else self._views.run,
                 )
             )
             if link.closed.is_set():  # since it has come
@@ -202,7 +221,14 @@ class Leader:
         if process is None:
             raise ProtocolError(f"{link.host} speaks for rank {message.rank}")
         process.end(message.code)
+        if self._views is not None and not self._running(link):
+            self._views.end(_number_of(link))
         self._end_if_left(link)
+
+    def took(self, link: HostLink, message: HostTook) -> None:
+        """Another host lives, and has so much of the journal."""
+        if self._views is not None:
+            self._views.take(_number_of(link), message)
 
     def interrupted(self, link: HostLink, message: HostInterrupted) -> None:
         """Another host's launcher was sent a signal."""
@@ -261,6 +287,8 @@ class Leader:
         if self._is_gathering:  # it may come again
             self._links.pop(host.node_rank, None)
         running = self._running(link)
+        if self._views is not None:
+            self._views.lose(host.node_rank)
         for process in running.values():
             process.end(KILLED)
         if running and self._server is not None:
@@ -275,9 +303,10 @@ class Leader:
         for link in self._links.values():
             link.send(RunEnded(code=code, reason=reason))
         closed = [asyncio.ensure_future(x.closed.wait()) for x in self._links.values()]
-        _, waiting = await asyncio.wait(closed, timeout=ANSWER_S)
-        for task in waiting:
-            task.cancel()
+        if closed:
+            _, waiting = await asyncio.wait(closed, timeout=ANSWER_S)
+            for task in waiting:
+                task.cancel()
         for link in self._links.values():
             link.close()
         if self._remote is not None:
@@ -286,13 +315,14 @@ class Leader:
     def _of(self, link: HostLink) -> dict[int, RemoteProcess]:
         """Processes of a host."""
         assert link.host is not None
-        ranks = self._ranks.get(link.host.node_rank, range(0))
+        ranks = self._ranks.get(link.host.node_rank, ())
         return {r: self._processes[r] for r in ranks if r in self._processes}
 
     def _running(self, link: HostLink) -> dict[int, RemoteProcess]:
         return {r: p for r, p in self._of(link).items() if p.returncode is None}
 
-    async def _refuse(self, reason: str) -> None:
+    async def refuse(self, reason: str) -> None:
+        """Ends all launchers that are here, before the run has begun."""
         self._is_over = True
         for link in self._links.values():
             link.send(HostRefused(reason=reason))
@@ -307,6 +337,91 @@ class Leader:
             await asyncio.sleep(BEAT_S)
             for link in self._links.values():
                 link.send(HostBeat(is_needed=self._is_needed(link)))
+            if self._views is not None:
+                self._views.beat()
+
+    @property
+    def links(self) -> Mapping[int, HostLink]:
+        """Of the other hosts, by their node ranks."""
+        return self._links
+
+    def await_hosts(
+        self,
+        run: str,
+        hosts: Mapping[int, HostJoins],
+        ranks: Mapping[int, Sequence[int]],
+    ) -> None:
+        """The host that led is lost: takes in those that come to this one.
+
+        Args:
+            run: which they come for.
+            hosts: that may come.
+            ranks: of all hosts of the run.
+        """
+        self._run, self._awaited, self._ranks = run, hosts, ranks
+        self._is_complete = asyncio.get_running_loop().create_future()
+
+    async def arrival(self, timeout_s: float) -> None:
+        """Waits a while until another one has come."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._arrived.wait(), timeout_s)
+        self._arrived.clear()
+
+    def host_comes(self, host: HostComes, link: HostLink) -> None:
+        """A launcher comes whose leading host is lost."""
+        number = host.node_rank
+        is_due = self._is_gathering and number in self._awaited.keys() - self._links
+        if not is_due or host.run != self._run:
+            link.send(HostRefused(reason="the run goes on without this host"))
+            link.close()
+            return
+        link.host = self._awaited[number]
+        self._links[number] = link
+        self._arrived.set()
+
+    def lead_on(
+        self,
+        server: KeptCoordinator,
+        processes: RankProcesses,
+        own: Mapping[int, RankProcess],
+    ) -> None:
+        """Goes on with the hosts that have come; the others are lost.
+
+        Args:
+            server: this host's coordinator, which stands by.
+            processes: takes the ranks' processes.
+            own: those of this host.
+        """
+        assert self._is_complete is not None
+        self._is_complete.set_result(None)
+        self._server, self._run_processes = server, processes
+        places = {}
+        for number, ranks in sorted(self._ranks.items()):
+            link = self._links.get(number)
+            for rank in ranks:
+                process = own.get(rank)
+                if process is None:
+                    process = self._processes[rank] = RemoteProcess(link, rank)
+                    if link is None:
+                        process.end(KILLED)
+                    places[rank] = f" on {self._awaited.get(number, 'host 0')}"
+                processes.add(rank, process)
+        _say(f"{self._first} leads the run now, with hosts {sorted(self._links)}")
+        server.promote(places)
+        for number, ranks in sorted(self._ranks.items()):
+            if number not in (self._first.node_rank, *self._links):
+                why = (
+                    f"host {number} is lost: its launcher has ended, or its link is cut"
+                )
+                server.take(HostLost(ranks=tuple(ranks), why=why))
+        for link in self._links.values():
+            link.send(HostKept(port=server.address[1]))
+        self._beating = asyncio.get_running_loop().create_task(self._beat())
+
+
+def _number_of(link: HostLink) -> int:
+    assert link.host is not None
+    return link.host.node_rank
 
 
 def _say(line: str) -> None:

@@ -17,8 +17,9 @@ import socket
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,7 +33,7 @@ from elche.comm.control.frames import (
     FrameCodec,
 )
 from elche.comm.control.key_file import KEY_BYTES
-from elche.coordination.journal import Entry, RunRecord
+from elche.coordination.journal import Entry, RankStream, RunRecord
 from elche.coordination.liveness import SILENT_S, Liveness
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -56,6 +57,7 @@ from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.coordination.protocol.wire import FROM_WORKERS, from_wire, to_wire
 from elche.errors import ProtocolError
+from elche.runtime.coordinator_process.write_gate import WriteGate
 from elche.runtime.process.launchers import rank_environments
 from elche.runtime.report.files import write_story
 
@@ -88,6 +90,7 @@ class CoordinatorServer:
         core: the decisions.
         record: what must not be forgotten.
         on_entries: called with what was taken, before anybody is told because of it.
+        gate: holds what follows until that is written.
         on_change: called when ranks have come or gone, or were told to end.
         sees_ends: :meth:`rank_ended` is called for each process.
         on_lost: called with a rank without which the run goes on, before anybody is
@@ -109,6 +112,8 @@ class CoordinatorServer:
         self.core = self.record.core
         self.on_entries: Callable[[list[Entry]], None] = lambda entries: None
         self.on_change: Callable[[], None] = lambda: None
+        self.gate = WriteGate()
+        self._clock_s = 0.0  # of the run, against that of this host
         self._liveness = Liveness(TICK_S)
         self._fenced: set[int] = set()
         self._patience_s = STALLED_S
@@ -140,6 +145,8 @@ class CoordinatorServer:
         loop = asyncio.get_running_loop()
         if listener is None:
             listener = listen(host, port)
+        if self.record.now_s:  # where no coordinator served, no time has passed
+            self._clock_s = self.record.now_s - loop.time()
         self._server = await loop.create_server(
             lambda: _Connection(self, self._key), sock=listener
         )
@@ -189,7 +196,7 @@ class CoordinatorServer:
         Connections are served between slices; what they bring waits for the last one.
         """
         loop, core = asyncio.get_running_loop(), self.core
-        now_s = loop.time()
+        now_s = loop.time() + self._clock_s
         told: dict[int, list[Instruction]] = defaultdict(list)
         self._sort(self.record.go_on(now_s), told)
         taken: list[_Taken] = []
@@ -204,10 +211,8 @@ class CoordinatorServer:
                 self._say_refused(what)
         if entries:
             self.on_entries(entries)
-        self.fence_lost()
-        for rank, instructions in told.items():
-            self._deliver(rank, instructions)
-        self._answer(taken)
+        sent = [(r, self._connections.get(r), each) for r, each in told.items()]
+        self.gate.act(partial(self._send, sent, taken, self._acks_due(taken)))
         if core.has_more:
             loop.call_soon(self._go_on)
 
@@ -226,22 +231,35 @@ class CoordinatorServer:
             said = what.rank, what.error
             logger.warning("rank %d did not join the run: %s", *said)
 
-    def _answer(self, taken: Sequence[_Taken]) -> None:
-        """Answers who waits for a published value, and says what was taken of whom."""
-        asked: dict[int, _Connection] = {}
-        for source, connection, what in taken:
+    def _send(
+        self,
+        told: Sequence[tuple[int, _Connection | None, Sequence[Instruction]]],
+        taken: Sequence[_Taken],
+        acks: Mapping[_Connection, int],
+    ) -> None:
+        """What was decided, when all that it follows from is written."""
+        self.fence_lost()
+        for rank, connection, instructions in told:
+            self._deliver(rank, connection, instructions)
+        for _, _, what in taken:
             if isinstance(what, StoreSet):
                 for waiting in self._waiting.pop(what.key, set()):
                     waiting.send_value(what.key, what.value)
+        for each, count in acks.items():
+            each.send({"type": "Ack", "taken": count})
+
+    def _acks_due(self, taken: Sequence[_Taken]) -> dict[_Connection, int]:
+        """How many messages were taken of ranks that ask, or were long not told."""
+        asked: dict[_Connection, RankStream] = {}
+        for source, connection, what in taken:
             stream = None if source is None else self.record.streams.get(source)
             if source is None or connection is None or stream is None:
                 continue
             if what is None or stream.taken - stream.acknowledged >= ACK_EVERY:
-                asked[source] = connection
-        for source, connection in asked.items():
-            stream = self.record.streams[source]
+                asked[connection] = stream
+        for stream in asked.values():
             stream.acknowledged = stream.taken
-            connection.send({"type": "Ack", "taken": stream.taken})
+        return {each: stream.taken for each, stream in asked.items()}
 
     def fence_lost(self) -> None:
         """Has the processes of ranks that are lost ended, once."""
@@ -305,7 +323,8 @@ class CoordinatorServer:
         if hello.stream:
             self._resume(hello, connection)
         elif self.record.end is not None:
-            self._deliver(rank, [replace(self.record.end, rank=rank)])
+            told = [replace(self.record.end, rank=rank)]
+            self.gate.act(partial(self._deliver, rank, connection, told))
         self.on_change()
         return True
 
@@ -314,8 +333,9 @@ class CoordinatorServer:
         stream = self.record.streams.get(hello.rank)
         if stream is not None and stream.name == hello.stream:
             stream.told.acknowledge(hello.received)
-            connection.send({"type": "Resumed", "taken": stream.taken})
-            connection.send(*map(to_wire, stream.told.rest()))
+            lacks = map(to_wire, stream.told.rest())
+            resumed = {"type": "Resumed", "taken": stream.taken}
+            self.gate.act(partial(connection.send, resumed, *lacks))
         else:
             connection.send({"type": "Resumed", "taken": 0})
             self.take(StreamBegun(hello.rank, hello.stream))
@@ -355,13 +375,19 @@ class CoordinatorServer:
     def store_get(self, key: str, connection: _Connection) -> None:
         """Answers with a value now or as soon as it is published."""
         if key in self.record.store:
-            connection.send_value(key, self.record.store[key])
+            value = self.record.store[key]
+            self.gate.act(partial(connection.send_value, key, value))
         else:
             self._waiting[key].add(connection)
 
-    def _deliver(self, rank: int, instructions: Sequence[Instruction]) -> None:
-        connection = self._connections.get(rank)
-        if connection is None:
+    def _deliver(
+        self,
+        rank: int,
+        connection: _Connection | None,
+        instructions: Sequence[Instruction],
+    ) -> None:
+        """To a rank that has not come anew since, which takes all that it lacks."""
+        if connection is None or self._connections.get(rank) is not connection:
             return
         connection.send(*map(to_wire, instructions))
         aborts = (i for i in instructions if isinstance(i, Abort))
@@ -379,7 +405,7 @@ class CoordinatorServer:
             silent = self._liveness.tick()
             self._say_silent(silent)
             self.take(Tick(), *(Silent(rank=r, silent_s=SILENT_S) for r in silent))
-            self._say_stalled(now_s)
+            self._say_stalled(now_s + self._clock_s)
 
     def _say_silent(self, ranks: Sequence[int]) -> None:
         """Where the run does not go on without them, it waits for them."""

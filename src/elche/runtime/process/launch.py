@@ -22,7 +22,7 @@ from typing import Any, Protocol, final
 
 from elche.comm.control.addresses import format_address, listen
 from elche.comm.control.key_file import KEY_BYTES
-from elche.errors import ConfigError
+from elche.errors import CommunicationError, ConfigError
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.late_hosts import LateHosts
@@ -38,11 +38,13 @@ from elche.runtime.report.trace_parts import TRACE, join_parts
 LOOPBACK = "127.0.0.1"
 RESUMES = "ELCHE_COORDINATOR_KEPT"
 """Tells ranks that the coordinator is started anew when it dies."""
+MOVES = "ELCHE_COORDINATOR_MOVES"
+"""Tells ranks that another host's may go on in its place."""
 JOINS = "ELCHE_JOINS"
 """Tells a rank that it is to join a run under way."""
 REJOIN = "ELCHE_REJOIN"
 """Tells ranks that others may join them."""
-OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", JOINS, REJOIN, RESUMES
+OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", JOINS, REJOIN, RESUMES, MOVES
 
 
 class Network(Protocol):
@@ -191,6 +193,7 @@ def launch(
 
     Raises:
         ConfigError: a device does not exist.
+        CommunicationError: the other hosts are lost, and may go on without this one.
     """
     if config.devices is not None:
         _check_devices(config.devices)
@@ -286,7 +289,7 @@ async def _launch(
             await store.close()
     result = LaunchResult(
         processes.exit_codes(),
-        processes.interruption or server.aborted or "",
+        processes.given_up or processes.interruption or server.aborted or "",
         processes.terminated,
         processes.failed_first(),
         processes.signal or 0,
@@ -295,7 +298,10 @@ async def _launch(
     )
     for each in (leader, late):
         if each is not None:
-            await each.end(result.exit_code, result.reason)
+            code = 1 if processes.given_up else result.exit_code
+            await each.end(code, result.reason)
+    if processes.given_up:
+        raise CommunicationError(processes.given_up)
     return result
 
 

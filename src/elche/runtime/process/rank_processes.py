@@ -58,6 +58,7 @@ class RankProcesses:
     Attributes:
         signal: the first signal that a launcher was sent, if any.
         interruption: that in words, "" if none was.
+        given_up: why this side of the hosts may not go on, "" if it may.
         ended: ranks in the order in which their processes ended.
         terminated: ranks that had to be ended here.
         failed_s: when the first failure was seen, by the monotonic clock.
@@ -73,7 +74,7 @@ class RankProcesses:
         server.on_lost = self._fence
         self.signal: signal.Signals | None = None
         self._signalled: set[str] = set()
-        self.interruption = ""
+        self.interruption = self.given_up = ""
         self.ended: list[int] = []
         self.terminated: tuple[int, ...] = ()
         self.failed_s: float | None = None
@@ -128,6 +129,13 @@ class RankProcesses:
         if heed or is_alone:
             heed_s = OWN_END_S
         self._waits_s.put_nowait((None, heed_s))
+
+    def give_up(self, why: str) -> None:
+        """This side of the hosts may not go on: what it has left of ranks ends."""
+        self.given_up = why
+        for process in self._processes.values():
+            send_signal(process, signal.SIGTERM)
+        self._waits_s.put_nowait((None, HEED_S))
 
     def _fence(self, rank: int) -> None:
         """The others go on without a rank: it must not come back, as a stopped one.

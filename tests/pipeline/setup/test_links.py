@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from typing import Any
 
@@ -48,7 +49,11 @@ def timed(by_memory: bool) -> list[list[float]]:
 
     Transport.send = slow  # type: ignore[method-assign]
     try:
-        return measure_links(peers.transport, [0, 1, 2], 1 << 16, TIMEOUT_S)
+        found = measure_links(peers.transport, [0, 1, 2], 1 << 18, TIMEOUT_S)
+        peers.exchange(None, TIMEOUT_S, "the others")
+        ways = peers.transport.memory.incoming.values()
+        assert all(os.fstat(way._descriptor).st_blocks * 512 <= 1 << 16 for way in ways)
+        return found
     finally:
         Transport.send = send  # type: ignore[method-assign]
         peers.close()

@@ -55,3 +55,15 @@ def test_positions_move_up_and_the_number_of_batches_stays() -> None:
     assert batches_of(course.positions(7)) == [[114, 115, *range(119, 124)]]
     course.ended(ended([]))
     assert course.is_over
+
+
+def test_what_a_dead_rank_had_of_an_open_batch_is_left_once() -> None:
+    sizes, keys = BatchSizes.of([4] * 6), list(range(100, 124))
+    course = EpochCourse(4, keys, sizes, PartRanges(((0, 24),)), 0, None)
+    course.ended(ended([(6, 7), (8, 24)], steps=4), open_batch=[(4, 8)])
+    assert course.open_samples == 3
+    resumed = EpochCourse.from_state(course.state_dict(7))
+    assert resumed.samples_before == -4
+    batches = batches_of(resumed.positions(7))
+    assert [key for batch in batches for key in batch] == list(range(104, 124))
+    assert len(batches) == 5

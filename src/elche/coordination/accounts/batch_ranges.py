@@ -201,6 +201,17 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
     return [*parts[1:], (first, last)] if parts else []
 
 
+def without(ranges: Iterable[Range], others: Iterable[Range]) -> list[Range]:
+    """What of the ranges is in none of the others."""
+    found, taken = [], sorted(others)
+    for start, stop in ranges:
+        for first, last in (*taken, (stop, stop)):
+            if start < min(first, stop):
+                found.append((start, min(first, stop)))
+            start = max(start, last)
+    return found
+
+
 def named(ranges: Iterable[Range]) -> str:
     """Batches in words, as in "3, 5 to 7"; "none" without any."""
     return (

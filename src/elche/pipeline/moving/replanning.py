@@ -189,8 +189,9 @@ class Planner:
         self._steps += 1
 
     def learn(self, profiled: LayerCosts) -> None:
-        """Takes new profiles of the layers."""
-        self.profiled = replace(profiled, memory=self._limits)
+        """Takes new profiles of the layers; messages take what they took before."""
+        link = profiled.link if self.profiled is None else self.profiled.link
+        self.profiled = replace(profiled, link=link, memory=self._limits)
         self.measured = None
 
     def take(self, reports: Sequence[Any], may_move: bool) -> Change | None:

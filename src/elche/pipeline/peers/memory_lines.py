@@ -185,6 +185,10 @@ class IncomingMemory:
             del self._arrived[tag]
         return message
 
+    def empty(self) -> None:
+        """Gives back to the system what has been taken; nothing is under way."""
+        self._give_back(_HEADER_BYTES, len(self._memory))
+
     def close(self) -> None:
         """Gives the memory up."""
         if self._descriptor >= 0:

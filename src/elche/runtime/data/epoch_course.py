@@ -9,7 +9,12 @@ from typing import Any
 import msgpack
 import torch
 
-from elche.coordination.accounts.batch_ranges import BatchSizes, Range, joined
+from elche.coordination.accounts.batch_ranges import (
+    BatchSizes,
+    Range,
+    joined,
+    without,
+)
 from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.coordination.protocol.instructions import EndEpoch
 from elche.errors import ConfigError
@@ -107,9 +112,9 @@ class EpochCourse:
         """All of the part but these ranges of it is done.
 
         Of ``open_batch`` the backward pass is to come: here it will, and who goes on
-        from what is saved now trains on it again.
+        from what is saved now trains on it again. What a dead rank had of it is left.
         """
-        self._open = self._left.origins_of(open_batch).ranges
+        self._open = self._left.origins_of(without(open_batch, left)).ranges
         self._left = self._left.origins_of(left)
         self._is_whole = False
 

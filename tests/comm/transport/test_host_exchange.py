@@ -13,6 +13,7 @@ from elche.comm.transport.host_exchange import HostExchange, HostLeaders
 from elche.errors import CommunicationError
 from tests.comm.averaging.cases.overlap_cases import meeting
 from tests.comm.transport.cases.host_sums import (
+    handed_over_twice,
     kept_sum,
     kinds_of_buckets,
     late,
@@ -95,6 +96,14 @@ def test_a_sum_stays_while_another_host_may_lack_it(ranks3: RankPool) -> None:
         torch.testing.assert_close(first, sum(each[0] for each in sent))
         assert torch.equal(ahead, first)
         torch.testing.assert_close(last, sum(each[1] for each in sent))
+
+
+def test_who_was_handed_a_sum_can_hand_it_on(ranks3: RankPool) -> None:
+    """Where whoever had it dies before all that lacked it have taken it."""
+    found = ranks3.run(handed_over_twice, case_setup=meeting, env=of("aab"))
+    total = sum(messages_of(rank, 2, torch.float64)[1] for rank in range(3))
+    for (each,), factor in zip(found, (2.0, 1.0, 1.0), strict=True):
+        torch.testing.assert_close(each, factor * total)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elche import session
+from elche.comm.transport import exchange
 from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import HostExchange
 from elche.runtime.process.coordinator import serve_in_thread
@@ -20,6 +21,7 @@ from tests.distributed.cases.tasks import (
     plain,
     shared,
 )
+from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -149,3 +151,24 @@ def test_hosts_of_one_rank_each_sum_by_gloo(ranks3: RankPool) -> None:
     task = task_of()
     found = ranks3.run(by_hosts, task, case_setup=serve_in_thread, env=of("abc"))
     assert {kind for _, kinds in found for kind in kinds} == {GlooExchange.__name__}
+
+
+def with_another_processor(task: Task) -> tuple[Trace, set[str]]:
+    """The last rank's is one on which memory is not shared."""
+    before = exchange.may_share_memory
+    if this_place().rank == 2:
+        exchange.may_share_memory = lambda: False
+    try:
+        return by_hosts(task)
+    finally:
+        exchange.may_share_memory = before
+
+
+def test_all_sum_by_gloo_beside_a_host_of_another_processor(ranks3: RankPool) -> None:
+    task = task_of()
+    env = of("aab")
+    found = ranks3.run(
+        with_another_processor, task, case_setup=serve_in_thread, env=env
+    )
+    assert {kind for _, kinds in found for kind in kinds} == {GlooExchange.__name__}
+    assert difference(found[0][0].state, reference_of(task).state) <= 1e-12

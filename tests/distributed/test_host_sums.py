@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
@@ -172,3 +173,39 @@ def test_all_sum_by_gloo_beside_a_host_of_another_processor(ranks3: RankPool) ->
     )
     assert {kind for _, kinds in found for kind in kinds} == {GlooExchange.__name__}
     assert difference(found[0][0].state, reference_of(task).state) <= 1e-12
+
+
+def without_each_in_turn(task: Task) -> list[int]:
+    """Open files of this rank after each of some steps from which one is left out."""
+    import elche
+    from tests.distributed.cases.tasks import build
+    from tests.harness.settings import nested
+
+    elche.setup(*build(task), policy="sync", **nested(task.options))
+    run = session.current_run()
+    assert run is not None
+    worker, sync, found = run.worker, run._synchroniser, []
+    for number in range(1, 7):
+        group = worker.group_without((2 + number % 2,), number)
+        sync.share_with(group)
+        if group is not None:
+            assert sync.reducer is not None
+            buckets = sync.reducer._pass.buckets
+            for bucket in buckets:
+                bucket.send(0, 1.0)
+            for bucket in buckets:
+                bucket.finish(0)
+                assert isinstance(bucket.exchange, HostExchange)
+        elche.barrier()
+        found.append(len(os.listdir("/proc/self/fd")))
+    elche.shutdown()
+    return found
+
+
+def test_now_this_rank_and_now_that_is_left_out(ranks4: RankPool) -> None:
+    """Whoever was in a group that the others have ended begins another with them."""
+    found = ranks4.run(
+        without_each_in_turn, task_of(), case_setup=serve_in_thread, env=of("aabb")
+    )
+    for files in found:
+        assert files[2:4] == files[4:]

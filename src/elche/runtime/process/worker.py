@@ -238,14 +238,15 @@ class Worker:
         """
         if not left_out:
             return self.group
+        ranks = [rank for rank in self.members if rank not in left_out]
+        if self._others is not None and self._others.ranks != ranks:
+            self._others.close()  # as all others of it do, also where left out now
+            self._others = None
+            end_left_groups(0.0)  # of its hosts' leaders
         if self.rank in left_out:
             return None
-        ranks = [rank for rank in self.members if rank not in left_out]
-        if self._others is not None and self._others.ranks == ranks:
-            return self._others
         if self._others is not None:
-            self._others.close()
-            self._others = None
+            return self._others
         if len(ranks) == 1:
             return Group.alone(self.timeout_s)
         name = f"{self._generation}/without/{number}"

@@ -13,7 +13,9 @@ from elche import session
 from elche.comm.transport import exchange
 from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import HostExchange
+from elche.comm.transport.process_group import Group
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.windows.synchroniser import warn_of_codec
 from tests.distributed.cases.tasks import (
     Task,
     Trace,
@@ -209,3 +211,13 @@ def test_now_this_rank_and_now_that_is_left_out(ranks4: RankPool) -> None:
     )
     for files in found:
         assert files[2:4] == files[4:]
+
+
+@pytest.mark.parametrize(("hosts", "warns"), [("a", True), ("ab", False)])
+def test_a_codec_is_warned_of_on_one_host_alone(
+    hosts: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Group.alone(1.0)
+    group.shares_host, group._hosts = True, tuple(hosts)
+    warn_of_codec(group, "int8")
+    assert ("codec 'int8' costs time and saves none" in caplog.text) == warns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,9 @@ class Lone:
 
     def wait_until(self, ready: Callable[[], bool], *_: Any) -> None:
         assert any(ready() for _ in range(100))
+
+    def leave(self) -> None:
+        """As the leaders' group is left with that of all."""
 
     def wait(self, work: Late, what: str) -> None:
         try:
@@ -143,11 +147,8 @@ def test_sums_that_come_a_pass_later_go_by_gloo(ranks3: RankPool) -> None:
     assert found == [("HostExchange", "GlooExchange")] * 3
 
 
-@pytest.mark.parametrize("error", ["", "a connection is closed"])
-@pytest.mark.parametrize("looks", [1, 2, 3, 4])
-def test_who_has_waited_has_handed_the_sum_on(looks: int, error: str) -> None:
-    # Once: a sum that ended between two looks was the leader's alone, until it looked
-    # again, and in the next pass it waited for its host to have read it.
+def begun(looks: int, error: str) -> tuple[HostLeaders, HostExchange]:
+    """A message that this rank, which leads its host alone, has written."""
     group: Any = Lone(looks, error)
     leaders = HostLeaders(group, lambda _: group)
     leaders._leaders, leaders.members = group, [0]
@@ -155,6 +156,24 @@ def test_who_has_waited_has_handed_the_sum_on(looks: int, error: str) -> None:
     exchange = HostExchange(group, leaders, memory, 4, torch.float32, 1)
     exchange.contribution(0).fill_(2.0)
     exchange.begin(0)
+    return leaders, exchange
+
+
+def test_memory_of_what_is_under_way_is_let_go_with_the_group() -> None:
+    leaders, exchange = begun(100, "")
+    leaders.drive()
+    known = weakref.ref(exchange)
+    leaders._leave()
+    del exchange
+    assert known() is None  # before any collection of cycles
+
+
+@pytest.mark.parametrize("error", ["", "a connection is closed"])
+@pytest.mark.parametrize("looks", [1, 2, 3, 4])
+def test_who_has_waited_has_handed_the_sum_on(looks: int, error: str) -> None:
+    # Once: a sum that ended between two looks was the leader's alone, until it looked
+    # again, and in the next pass it waited for its host to have read it.
+    _, exchange = begun(looks, error)
     if error:
         with pytest.raises(CommunicationError, match=f"a test: {error}"):
             exchange.wait("a test")

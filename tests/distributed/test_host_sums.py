@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
 import torch
 
 from elche import session
+from elche.comm.transport import exchange
 from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import HostExchange
+from elche.comm.transport.process_group import Group
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.windows.synchroniser import warn_of_codec
 from tests.distributed.cases.tasks import (
     Task,
     Trace,
@@ -20,6 +24,7 @@ from tests.distributed.cases.tasks import (
     plain,
     shared,
 )
+from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -149,3 +154,70 @@ def test_hosts_of_one_rank_each_sum_by_gloo(ranks3: RankPool) -> None:
     task = task_of()
     found = ranks3.run(by_hosts, task, case_setup=serve_in_thread, env=of("abc"))
     assert {kind for _, kinds in found for kind in kinds} == {GlooExchange.__name__}
+
+
+def with_another_processor(task: Task) -> tuple[Trace, set[str]]:
+    """The last rank's is one on which memory is not shared."""
+    before = exchange.may_share_memory
+    if this_place().rank == 2:
+        exchange.may_share_memory = lambda: False
+    try:
+        return by_hosts(task)
+    finally:
+        exchange.may_share_memory = before
+
+
+def test_all_sum_by_gloo_beside_a_host_of_another_processor(ranks3: RankPool) -> None:
+    task = task_of()
+    env = of("aab")
+    found = ranks3.run(
+        with_another_processor, task, case_setup=serve_in_thread, env=env
+    )
+    assert {kind for _, kinds in found for kind in kinds} == {GlooExchange.__name__}
+    assert difference(found[0][0].state, reference_of(task).state) <= 1e-12
+
+
+def without_each_in_turn(task: Task) -> list[int]:
+    """Open files of this rank after each of some steps from which one is left out."""
+    import elche
+    from tests.distributed.cases.tasks import build
+    from tests.harness.settings import nested
+
+    elche.setup(*build(task), policy="sync", **nested(task.options))
+    run = session.current_run()
+    assert run is not None
+    worker, sync, found = run.worker, run._synchroniser, []
+    for number in range(1, 7):
+        group = worker.group_without((2 + number % 2,), number)
+        sync.share_with(group)
+        if group is not None:
+            assert sync.reducer is not None
+            buckets = sync.reducer._pass.buckets
+            for bucket in buckets:
+                bucket.send(0, 1.0)
+            for bucket in buckets:
+                bucket.finish(0)
+                assert isinstance(bucket.exchange, HostExchange)
+        elche.barrier()
+        found.append(len(os.listdir("/proc/self/fd")))
+    elche.shutdown()
+    return found
+
+
+def test_now_this_rank_and_now_that_is_left_out(ranks4: RankPool) -> None:
+    """Whoever was in a group that the others have ended begins another with them."""
+    found = ranks4.run(
+        without_each_in_turn, task_of(), case_setup=serve_in_thread, env=of("aabb")
+    )
+    for files in found:
+        assert files[2:4] == files[4:]
+
+
+@pytest.mark.parametrize(("hosts", "warns"), [("a", True), ("ab", False)])
+def test_a_codec_is_warned_of_on_one_host_alone(
+    hosts: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Group.alone(1.0)
+    group.shares_host, group._hosts = True, tuple(hosts)
+    warn_of_codec(group, "int8")
+    assert ("codec 'int8' costs time and saves none" in caplog.text) == warns

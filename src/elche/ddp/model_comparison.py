@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elche.comm.tensors.unshareable import unshareable_module, why_unshareable
-from elche.comm.transport.exchange import may_share
+from elche.comm.transport.exchange import agree_to_share, can_share
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.ddp.group import TorchGroup
 from elche.errors import ConfigError, MismatchError
@@ -116,8 +116,8 @@ def share_host(group: TorchGroup, peers: Sequence[Peer]) -> None:
 
     A wait in it sees no connection end, so it looks after their processes.
     """
-    on_cpu = all(peer.device == "cpu" for peer in peers)
-    group.shares_host = on_cpu and may_share(("CPU",) * len(peers))
+    on_cpu = bool(peers) and all(peer.device == "cpu" for peer in peers)
+    group.shares_host = agree_to_share(group, on_cpu and can_share("CPU"))
     group.watch([peer.pid for peer in peers])
 
 

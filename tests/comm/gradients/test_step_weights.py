@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.comm.gradients.step_weights import reference_of
+from elche.comm.gradients.step_weights import StepWeights, reference_of
 
 weights = st.floats(1e-9, 1e15)
 
@@ -34,3 +35,21 @@ def test_a_step_has_the_same_bits_whatever_the_last_one_weighed(
         return float(sent.mul_(reference / total))
 
     assert mean_with(reference_of(last)) == mean_with(reference_of(total))
+
+
+class After:
+    """The group after a death, whose source has sums multiplied by 3."""
+
+    world_size, shares_host = 2, False
+
+    def broadcast(self, tensor: torch.Tensor, what: str, source: int) -> None:
+        if source == 1:
+            tensor.fill_(3.0)
+
+
+def test_who_was_handed_sums_can_hand_them_on() -> None:
+    """With what they are multiplied by, where another death comes before all have."""
+    group: Any = After()
+    weights = StepWeights([], group)
+    assert weights.go_on_in(group, source=1) == 3.0
+    assert weights.go_on_in(group, source=0) == 3.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.comm.transport.exchange import Exchange, GlooExchange, SharedExchange
+from elche.comm.transport.shared_memory import map_together
 from elche.errors import CommunicationError, ProtocolError
 from tests.comm.bus import Bus
 
@@ -105,3 +108,20 @@ def test_a_wait_for_a_rank_that_has_not_come_names_it() -> None:
     assert not first.poll()
     with pytest.raises(CommunicationError, match=r"a test; ranks that did .* 1$"):
         first.wait("a test")
+
+
+class Dying:
+    """A group in which a rank dies while memory is shared."""
+
+    rank, world_size = 0, 2
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
+        raise CommunicationError("a rank has died")
+
+
+def test_no_file_stays_open_where_a_rank_dies_while_memory_is_shared() -> None:
+    group: Any = Dying()
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CommunicationError, match="a rank has died"):
+        map_together(group, 64)
+    assert len(os.listdir("/proc/self/fd")) == files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from elche.comm.transport.host_exchange import HostExchange, HostLeaders
 from elche.errors import CommunicationError
 from tests.comm.averaging.cases.overlap_cases import meeting
 from tests.comm.transport.cases.host_sums import (
+    handed_over_twice,
     kept_sum,
     kinds_of_buckets,
     late,
@@ -57,6 +59,9 @@ class Lone:
     def wait_until(self, ready: Callable[[], bool], *_: Any) -> None:
         assert any(ready() for _ in range(100))
 
+    def leave(self) -> None:
+        """As the leaders' group is left with that of all."""
+
     def wait(self, work: Late, what: str) -> None:
         try:
             work.wait()
@@ -97,6 +102,14 @@ def test_a_sum_stays_while_another_host_may_lack_it(ranks3: RankPool) -> None:
         torch.testing.assert_close(last, sum(each[1] for each in sent))
 
 
+def test_who_was_handed_a_sum_can_hand_it_on(ranks3: RankPool) -> None:
+    """Where whoever had it dies before all that lacked it have taken it."""
+    found = ranks3.run(handed_over_twice, case_setup=meeting, env=of("aab"))
+    total = sum(messages_of(rank, 2, torch.float64)[1] for rank in range(3))
+    for (each,), factor in zip(found, (2.0, 1.0, 1.0), strict=True):
+        torch.testing.assert_close(each, factor * total)
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_all_sum_by_gloo_where_one_cannot_map(victim: int) -> None:
     with RankPool(3) as pool:  # the fault stays in its process
@@ -134,11 +147,8 @@ def test_sums_that_come_a_pass_later_go_by_gloo(ranks3: RankPool) -> None:
     assert found == [("HostExchange", "GlooExchange")] * 3
 
 
-@pytest.mark.parametrize("error", ["", "a connection is closed"])
-@pytest.mark.parametrize("looks", [1, 2, 3, 4])
-def test_who_has_waited_has_handed_the_sum_on(looks: int, error: str) -> None:
-    # Once: a sum that ended between two looks was the leader's alone, until it looked
-    # again, and in the next pass it waited for its host to have read it.
+def begun(looks: int, error: str) -> tuple[HostLeaders, HostExchange]:
+    """A message that this rank, which leads its host alone, has written."""
     group: Any = Lone(looks, error)
     leaders = HostLeaders(group, lambda _: group)
     leaders._leaders, leaders.members = group, [0]
@@ -146,6 +156,24 @@ def test_who_has_waited_has_handed_the_sum_on(looks: int, error: str) -> None:
     exchange = HostExchange(group, leaders, memory, 4, torch.float32, 1)
     exchange.contribution(0).fill_(2.0)
     exchange.begin(0)
+    return leaders, exchange
+
+
+def test_memory_of_what_is_under_way_is_let_go_with_the_group() -> None:
+    leaders, exchange = begun(100, "")
+    leaders.drive()
+    known = weakref.ref(exchange)
+    leaders._leave()
+    del exchange
+    assert known() is None  # before any collection of cycles
+
+
+@pytest.mark.parametrize("error", ["", "a connection is closed"])
+@pytest.mark.parametrize("looks", [1, 2, 3, 4])
+def test_who_has_waited_has_handed_the_sum_on(looks: int, error: str) -> None:
+    # Once: a sum that ended between two looks was the leader's alone, until it looked
+    # again, and in the next pass it waited for its host to have read it.
+    _, exchange = begun(looks, error)
     if error:
         with pytest.raises(CommunicationError, match=f"a test: {error}"):
             exchange.wait("a test")

@@ -157,12 +157,12 @@ def test_who_does_not_fit_is_refused_by_name_and_the_run_goes_on(
 
 @pytest.mark.slow
 def test_a_run_that_takes_in_nobody_says_so(open_run: Callable[..., OpenRun]) -> None:
-    run = open_run("auto")
+    run = open_run("cadence alone")
     first = run.begin("--speeds", "1,1")
-    first.wait_for(r"no host can join this run: none can join policy='auto'")
+    first.wait_for(r"no host can join this run: none can join survive=False")
     other = run.join("host1")
     assert other.end() == 2
-    said = r"cannot join the run under way: none can join\s+policy='auto'"
+    said = r"cannot join the run under way: none can join\s+survive=False"
     assert re.search(said, other.output), other.output
     first.process.send_signal(signal.SIGTERM)
     assert first.end() == 143, first.output

@@ -355,15 +355,16 @@ class Bucket:
         kept = last.to("cpu", copy=lacks)  # gloo may still write into the last
         group.broadcast(kept, WHAT, source)
         if lacks:
-            if self.kept is not None:
-                self.kept.copy_(kept)
+            if self.kept is None:  # its host may never get it
+                self.kept = torch.empty_like(last)
+            self.kept.copy_(kept)
             self._total, self._is_summed = kept.to(last.device), True
             self.summed = self._views(self._total)
 
     @property
     def _last_sum(self) -> torch.Tensor | None:
         """The sum as it came last; None where all ranks can still form it."""
-        if isinstance(self.exchange, HostExchange):
+        if self.kept is None and isinstance(self.exchange, HostExchange):
             return self.exchange.last_sum
         return self.kept
 

@@ -118,9 +118,10 @@ class StepWeights:
         factor = torch.tensor([self._factor], dtype=torch.float64, device="cpu")
         if source is not None:
             group.broadcast(factor, WHAT, source)
+        self._factor = float(factor)  # this rank may be the source of the next group
         self._group, self._reference = group, 0.0
         self._open()
-        return float(factor)
+        return self._factor
 
     def _agreed(self) -> float:
         """The ranks' weights together."""

@@ -374,16 +374,21 @@ def open_exchange(
     return GlooExchange(group, numel, dtype, device, sides)
 
 
-def may_share(device_names: tuple[str, ...]) -> bool:
-    """Whether ranks with these devices may try: all of them compute on the CPU.
+def agree_to_share(group: Members, own: bool) -> bool:
+    """Whether all ranks may share memory with others of their hosts; with all of them.
 
-    Only on processors that let other cores see writes in order.
+    Each on its own device, and processor: hosts may differ.
     """
-    return len(device_names) > 1 and all(map(can_share, device_names))
+    mine = torch.tensor([int(own)], device="cpu")
+    group.all_reduce(mine, "agreeing whether memory may be shared")
+    return group.world_size > 1 and int(mine) == group.world_size
 
 
 def can_share(device_name: str) -> bool:
-    """Whether a rank with this device may share memory with others of its kind."""
+    """Whether a rank with this device may share memory with others of its host.
+
+    Only on the CPU, and on processors that let other cores see writes in order.
+    """
     return device_name.startswith("CPU") and may_share_memory()
 
 

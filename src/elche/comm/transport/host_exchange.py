@@ -109,8 +109,13 @@ class HostLeaders:
         self._leaders.wait(work, what)
 
     def _leave(self) -> None:
-        """Nothing is begun any more; what is under way is left to itself."""
+        """Nothing is begun any more; what is under way is left to itself.
+
+        Its memory is let go: the group and this know each other, and may stay for long.
+        """
         leaders, self._leaders = self._leaders, None
+        self._waiting.clear()
+        self._under_way.clear()
         if leaders is not None:
             leaders.leave()
 

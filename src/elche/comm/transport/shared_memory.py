@@ -81,14 +81,16 @@ def map_together(group: Members, size_bytes: int, source: int = 0) -> mmap.mmap 
     if group.rank == source:
         mine = os.getpid(), descriptor, token, host
         where[group.rank] = torch.tensor(mine, device="cpu")
-    group.all_reduce(where, "sharing memory")
-    pid, number, token, host_of_memory = where[source].tolist()
-    same_host = host_of_memory == host
-    memory = _map(pid, number, token, size_bytes) if same_host else None
-    missing = torch.tensor([int(memory is None)], device="cpu")
-    group.all_reduce(missing, "agreeing on shared memory")
-    if descriptor >= 0:
-        os.close(descriptor)
+    try:
+        group.all_reduce(where, "sharing memory")
+        pid, number, token, host_of_memory = where[source].tolist()
+        same_host = host_of_memory == host
+        memory = _map(pid, number, token, size_bytes) if same_host else None
+        missing = torch.tensor([int(memory is None)], device="cpu")
+        group.all_reduce(missing, "agreeing on shared memory")
+    finally:  # also where a rank dies meanwhile
+        if descriptor >= 0:
+            os.close(descriptor)
     if int(missing):
         group.shares_host = False
         return None

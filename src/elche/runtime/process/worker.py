@@ -18,7 +18,7 @@ import torch
 
 from elche.comm.control.control_channel import ControlChannel, heeds_key
 from elche.comm.transport.device_group import open_device_group
-from elche.comm.transport.exchange import can_share, may_share
+from elche.comm.transport.exchange import agree_to_share, can_share
 from elche.comm.transport.host_exchange import HostLeaders
 from elche.comm.transport.process_group import (
     Group,
@@ -144,9 +144,8 @@ class Worker:
         """Forms the generation's process group."""
         self._generation = welcome.generation
         self._note_transport(transport)
-        shares = self.can_share and may_share(welcome.devices)
         self._group = group = self._formed(welcome.generation)
-        self.let_share(shares)
+        self.let_share(agree_to_share(group, self.can_share))
         on_cpu = any(name.startswith("CPU") for name in welcome.devices)
         if transport == "auto" and not on_cpu and group.world_size > 1:
             device = self.placement.device
@@ -239,14 +238,15 @@ class Worker:
         """
         if not left_out:
             return self.group
+        ranks = [rank for rank in self.members if rank not in left_out]
+        if self._others is not None and self._others.ranks != ranks:
+            self._others.close()  # as all others of it do, also where left out now
+            self._others = None
+            end_left_groups(0.0)  # of its hosts' leaders
         if self.rank in left_out:
             return None
-        ranks = [rank for rank in self.members if rank not in left_out]
-        if self._others is not None and self._others.ranks == ranks:
-            return self._others
         if self._others is not None:
-            self._others.close()
-            self._others = None
+            return self._others
         if len(ranks) == 1:
             return Group.alone(self.timeout_s)
         name = f"{self._generation}/without/{number}"

@@ -302,7 +302,9 @@ class Synchroniser:
 
 def warn_of_codec(group: Group, codec: str) -> None:
     """Says on the first rank where a codec that was asked for brings nothing."""
-    if codec not in ("auto", "fp32") and group.shares_host and group.rank == 0:
+    if codec in ("auto", "fp32") or not group.shares_host:
+        return
+    if len(set(group.hosts())) == 1 and group.rank == 0:
         logger.warning(
             "codec %r costs time and saves none where all ranks share a host's memory: "
             "leave codec out there",

@@ -158,3 +158,30 @@ def kinds_of_buckets() -> tuple[str, str]:
             bucket.open(group, delayed=delayed)
             found.append(type(bucket.exchange).__name__)
     return found[0], found[1]
+
+
+def handed_over_twice() -> list[torch.Tensor]:
+    """The second sum: rank 0 takes it from the last rank, and gives it to rank 1."""
+    with joined_hosts() as group:
+        parameter = nn.Parameter(torch.ones(NUMEL, dtype=torch.float64))
+        bucket = Bucket([parameter])
+        bucket.open(group, keeps_sums=True)
+        parameter.grad = messages_of(group.rank, 2, torch.float64)[0]
+        bucket.send(0, 1.0)
+        bucket.finish(0)
+        bucket.reclaim()
+        group.all_reduce(torch.zeros(1), "all have the first sum")
+        parameter.grad = messages_of(group.rank, 2, torch.float64)[1]
+        bucket.send(0, 1.0)
+        has_it = group.rank == group.world_size - 1
+        assert bucket.exchange is not None
+        if has_it:
+            bucket.finish(0)
+        elif group.rank == 0:  # it leads its host
+            group.wait_until(bucket.exchange.poll, "the sum")
+        bucket.take_over(group, group.world_size - 1, lacks=not has_it)
+        if group.rank == 0:
+            bucket.rescale(2.0)  # as `p.grad` is changed
+        bucket.take_over(group, 0, lacks=group.rank == 1)
+        group.all_reduce(torch.zeros(1), "the end")
+    return [] if not bucket.summed else [bucket.summed[0].detach().clone()]

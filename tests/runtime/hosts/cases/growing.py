@@ -1,6 +1,6 @@
 """Trains until it is told to stop, whoever comes and goes.
 
-`growing.py FOLDER POLICY [RATE [EPOCHS]]`
+`growing.py FOLDER POLICY [RATE [EPOCHS]]`; "POLICY alone" takes in nobody.
 
 Files in the folder tell it: "begin", "stop", "fail". Samples are counted three times:
 by what loops were handed, by the model, and by elche.
@@ -24,7 +24,8 @@ from elche.runtime.rank_settings import checksum
 
 SAMPLES = 640
 WITHIN_S = 100.0
-folder, policy, rate = Path(sys.argv[1]), sys.argv[2], float([*sys.argv, "1"][3])
+folder, rate = Path(sys.argv[1]), float([*sys.argv, "1"][3])
+policy, *alone = sys.argv[2].split()
 epochs = int(sys.argv[4]) if len(sys.argv) > 4 else 100_000
 
 
@@ -69,7 +70,11 @@ optimizer: Any = torch.optim.SGD(
 )
 loader: Any = DataLoader(TensorDataset(torch.arange(SAMPLES)), 16, shuffle=True)
 model, optimizer, loader = elche.setup(
-    *(model, optimizer, loader), policy=policy, timeout_s=60.0, leave_out=False
+    *(model, optimizer, loader),
+    policy=policy,
+    timeout_s=60.0,
+    leave_out=False,
+    survive=not alone,
 )
 epoch = -1
 with (folder / f"handed-{os.environ['RANK']}.txt").open("w") as handed:

@@ -148,13 +148,14 @@ class Standby:
     async def lead(
         self,
         own: Mapping[int, RankProcess],
-        on_lead: Callable[[tuple[str, int]], None],
+        on_lead: Callable[[tuple[str, int], RankProcesses], None],
     ) -> LaunchResult | None:
         """Leads the run to its end, if this host may.
 
         Args:
             own: processes of this host's ranks.
-            on_lead: called with the coordinator's address when it serves.
+            on_lead: called when it leads, with the coordinator's address and all ranks'
+                processes.
 
         Returns:
             How the run has ended; None: see ``why_not``.
@@ -173,7 +174,7 @@ class Standby:
                 return None
             processes = RankProcesses(server)
             leader.lead_on(server, processes, own)
-            on_lead(server.address)
+            on_lead(server.address, processes)
             processes.handle_signals()
             try:
                 await processes.wait()

@@ -22,7 +22,7 @@ from elche.coordination.protocol.host_messages import (
     VoteAsked,
 )
 from elche.coordination.succession import has_majority
-from elche.errors import CommunicationError, ProtocolError
+from elche.errors import CommunicationError, ConfigError, ProtocolError
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.hosts.host_link import HostLink
 from elche.runtime.hosts.hosts_config import HostsConfig
@@ -48,6 +48,9 @@ class Standby:
     Args:
         config: this launcher's place.
 
+    Raises:
+        ConfigError: others are to reach it at what is no address of this host.
+
     Attributes:
         view: of the hosts, as the leading one has last said; None: it has not.
         run: the run's name, "" where no host succeeds another.
@@ -58,7 +61,13 @@ class Standby:
     def __init__(self, config: HostsConfig) -> None:
         self._config = config
         address = config.own_address()
-        self._sockets = reserve(address), reserve(address)
+        try:
+            self._sockets = reserve(address), reserve(address)
+        except OSError as error:
+            raise ConfigError(
+                f"expected --advertise or ELCHE_LISTEN to be an address of this host, "
+                f"got {address}: {error.strerror or error}"
+            ) from error
         self._server: KeptCoordinator | None = None
         self._pieces = 0
         self._world_size = 0

@@ -21,6 +21,7 @@ from elche.runtime.hosts.follower import follow_leader
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.leader import Leader
 from elche.runtime.hosts.remote_start import RemoteStart
+from elche.runtime.hosts.standby import Standby
 from elche.runtime.process.launch import LaunchConfig
 from tests.harness.printing import Printing
 from tests.runtime.hosts.launchers import (
@@ -256,6 +257,8 @@ def test_an_address_that_is_not_this_hosts_is_said() -> None:
     mapped = replace(config, rendezvous=("192.0.2.1", 0), advertise="127.0.0.1")
     with mapped.listener() as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"--advertise .* this host, got 192\.0\.2"):
+        Standby(replace(config, node_rank=1, advertise="192.0.2.1"))
 
 
 STUB_SSH = """#!/bin/sh

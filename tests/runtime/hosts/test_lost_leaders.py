@@ -149,6 +149,48 @@ def test_the_new_leader_leads(tmp_path: Path) -> None:
 
 
 @SLOW
+@pytest.mark.parametrize(("stopped", "signalled"), [(3, 1), (1, 2)])
+def test_a_signal_while_hosts_come_to_the_new_leader_is_heeded(
+    tmp_path: Path, stopped: int, signalled: int
+) -> None:
+    """They wait for a launcher that is stopped; host 1's ends all, another leaves."""
+    with launched(counting(tmp_path, "cadence", speeds=("1",) * 4)) as hosts:
+        wait_for_successor(hosts)
+        os.kill(hosts[stopped].process.pid, signal.SIGSTOP)
+        hosts[0].process.kill()
+        hosts[signalled].wait_for("lost host 0")
+        assert "leads the run now" not in hosts[1].output
+        hosts[signalled].process.send_signal(signal.SIGTERM)
+        hosts[stopped].process.send_signal(signal.SIGCONT)
+        assert hosts[signalled].end() == 143, hosts[signalled].output
+        if signalled == 1:
+            assert [host.end() for host in hosts[2:]] == [143, 143]
+        else:
+            assert "and has left the run" in hosts[2].output
+            rest = [hosts[1], hosts[3]]
+            wait_for_all(rest, "is one of 2 at", 2)
+            end_run(tmp_path, rest)
+            check_once(tmp_path, rest, world=2)
+
+
+@SLOW
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_leading_launcher_that_is_stopped_and_goes_on_later_ends(
+    tmp_path: Path, policy: str
+) -> None:
+    """Its ranks and coordinator live meanwhile."""
+    with launched(counting(tmp_path, policy, speeds=("1", "1", "1"))) as hosts:
+        wait_for_successor(hosts)
+        os.kill(hosts[0].process.pid, signal.SIGSTOP)
+        wait_for_all(hosts[1:], "is one of 2 at", 2)
+        os.kill(hosts[0].process.pid, signal.SIGCONT)
+        assert hosts[0].end() == 1, hosts[0].output
+        end_run(tmp_path, hosts[1:])
+    assert "host 0 ends its part of the run" in " ".join(hosts[0].output.split())
+    check_once(tmp_path, hosts[1:], world=2)
+
+
+@SLOW
 @pytest.mark.parametrize(
     ("at_once", "says"),
     [

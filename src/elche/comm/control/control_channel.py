@@ -393,8 +393,11 @@ class ControlChannel:
             self._has_resumed = False
             while not self._has_resumed:
                 self._socket.close()
+                address = self._reconnect.address
                 try:
                     self._use(*self._reconnect())
+                    if self._reconnect.address != address:  # it has moved meanwhile
+                        continue
                     refusals += 1
                     self._put(self._codec.encode(self._hello()))
                     self._await_resumed(deadline_s)

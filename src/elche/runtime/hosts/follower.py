@@ -50,6 +50,7 @@ from elche.runtime.process.rank_processes import (
     OWN_END_S,
     SIGNALS,
     RankProcess,
+    RankProcesses,
     send_signal,
 )
 
@@ -130,7 +131,7 @@ class _Follower:
         self._output = RankOutput(config.on_line, config.display, lambda: True)
         self._signal: signal.Signals | None = None
         self._heard_s = time.monotonic()
-        self._is_silent = self._is_cut_off = False
+        self._is_silent = self._is_cut_off = self._is_untold = False
         self._is_needed = True
         self._leader = f"host 0 at {hosts.meeting}"
         self._why_alone = ""  # where another host was to go on
@@ -175,7 +176,7 @@ class _Follower:
         logger.warning("%s", self._loss())
         number = standby.successor
         if number == self._hosts.node_rank:
-            ended = await standby.lead(self._processes, self._move_ranks)
+            ended = await standby.lead(self._processes, self._lead)
             self._why_alone = standby.why_not
             if ended is None:
                 return None
@@ -185,6 +186,7 @@ class _Follower:
         if link is None:
             return None
         self._link, self._is_needed, self._is_cut_off = link, True, False
+        self._is_untold = self._signal is not None
         self._leader = f"host {number} at {format_address(*standby.coordinator)}"
         self._move_ranks(standby.coordinator)
         await standby.close()
@@ -193,6 +195,11 @@ class _Follower:
                 link.send(RankEnded(rank=rank, code=process.returncode))
         self._heard()
         return await self._follow()
+
+    def _lead(self, address: tuple[str, int], processes: RankProcesses) -> None:
+        self._move_ranks(address)
+        if self._signal is not None:  # while it waited for the others
+            processes.interrupt(self._signal)
 
     def _move_ranks(self, address: tuple[str, int]) -> None:
         """Another coordinator serves, there."""
@@ -282,6 +289,9 @@ class _Follower:
             send_signal(self._processes[message.rank], number)
         elif isinstance(message, HostBeat):
             self._is_needed = message.is_needed
+            if self._is_untold:  # what came while it went to this leader
+                self._is_untold = False
+                self._tell_signal()
         elif self._standby is not None:
             self._standby.take(message)
 
@@ -324,9 +334,13 @@ class _Follower:
             self._link.close()
             return
         self._signal = number
-        self._link.send(HostInterrupted(number=int(number)))
+        self._tell_signal()
         loop, end_s = asyncio.get_running_loop(), OWN_END_S + KILL_AFTER_S
         loop.call_later(end_s, self._signal_all, signal.SIGKILL)
+
+    def _tell_signal(self) -> None:
+        assert self._signal is not None
+        self._link.send(HostInterrupted(number=int(self._signal)))
 
     async def _end_ranks(self, grace_s: float) -> None:
         """Waits for the ranks a while; terminates, and then kills, who stays."""

@@ -22,7 +22,7 @@ from elche.coordination.protocol.host_messages import (
     VoteAsked,
 )
 from elche.coordination.succession import has_majority
-from elche.errors import CommunicationError, ProtocolError
+from elche.errors import CommunicationError, ConfigError, ProtocolError
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.hosts.host_link import HostLink
 from elche.runtime.hosts.hosts_config import HostsConfig
@@ -48,6 +48,9 @@ class Standby:
     Args:
         config: this launcher's place.
 
+    Raises:
+        ConfigError: others are to reach it at what is no address of this host.
+
     Attributes:
         view: of the hosts, as the leading one has last said; None: it has not.
         run: the run's name, "" where no host succeeds another.
@@ -58,7 +61,13 @@ class Standby:
     def __init__(self, config: HostsConfig) -> None:
         self._config = config
         address = config.own_address()
-        self._sockets = reserve(address), reserve(address)
+        try:
+            self._sockets = reserve(address), reserve(address)
+        except OSError as error:
+            raise ConfigError(
+                f"expected --advertise or ELCHE_LISTEN to be an address of this host, "
+                f"got {address}: {error.strerror or error}"
+            ) from error
         self._server: KeptCoordinator | None = None
         self._pieces = 0
         self._world_size = 0
@@ -148,13 +157,14 @@ class Standby:
     async def lead(
         self,
         own: Mapping[int, RankProcess],
-        on_lead: Callable[[tuple[str, int]], None],
+        on_lead: Callable[[tuple[str, int], RankProcesses], None],
     ) -> LaunchResult | None:
         """Leads the run to its end, if this host may.
 
         Args:
             own: processes of this host's ranks.
-            on_lead: called with the coordinator's address when it serves.
+            on_lead: called when it leads, with the coordinator's address and all ranks'
+                processes.
 
         Returns:
             How the run has ended; None: see ``why_not``.
@@ -173,7 +183,7 @@ class Standby:
                 return None
             processes = RankProcesses(server)
             leader.lead_on(server, processes, own)
-            on_lead(server.address)
+            on_lead(server.address, processes)
             processes.handle_signals()
             try:
                 await processes.wait()

@@ -59,7 +59,11 @@ async def _answer(
     nonce = secrets.token_bytes(NONCE_BYTES)
     codec = FrameCodec(key, nonce, is_server=True)
     writer.write(MAGIC + nonce)
+    read_bytes = 0
     while data := await reader.read(HELLO_BYTES):
+        read_bytes += len(data)
+        if read_bytes > HELLO_BYTES:
+            raise ProtocolError("expected a host that asks, got a flood")
         for message in codec.feed(data):
             asked = from_wire(message, FROM_HOSTS)
             if not isinstance(asked, VoteAsked):

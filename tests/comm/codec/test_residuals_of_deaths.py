@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elche.comm.codec.codec import CODECS
 from elche.comm.codec.coded_exchange import CodedExchange, residual_of_a_rank
-from elche.comm.codec.host_routes import spans_hosts
+from elche.comm.transport.host_exchange import spans_hosts
 from tests.comm.peers import Wire, exchanges, message, poll_all, summed
 from tests.harness.reached import reach
 

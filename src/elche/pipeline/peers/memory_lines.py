@@ -109,6 +109,13 @@ class OutgoingMemory:
             at += aligned(tensor.nbytes)
         self._words[_WRITTEN] = number + 1
 
+    def empty(self) -> None:
+        """Gives its memory back to the system; all that was sent has been taken.
+
+        The receiver may not: the next message may be on its way into it.
+        """
+        _give_back(self._memory, _HEADER_BYTES, len(self._memory))
+
     def close(self) -> None:
         """The receiver sees that no more comes."""
         self._words[_CLOSED] = 1
@@ -168,7 +175,7 @@ class IncomingMemory:
             at = _slot(number, self._slot_bytes)
             tag, message, end = self._read(at)
             if tag >= NO_STEP_TAGS:
-                self._give_back(at, end)
+                _give_back(self._memory, at, end)
             self._arrived[tag].append(message)
             number += 1
             self._words[_TAKEN] = number
@@ -185,10 +192,6 @@ class IncomingMemory:
             del self._arrived[tag]
         return message
 
-    def empty(self) -> None:
-        """Gives back to the system what has been taken; nothing is under way."""
-        self._give_back(_HEADER_BYTES, len(self._memory))
-
     def close(self) -> None:
         """Gives the memory up."""
         if self._descriptor >= 0:
@@ -200,13 +203,6 @@ class IncomingMemory:
         size_bytes = _HEADER_BYTES + SLOTS * self._slot_bytes
         self._memory = mmap.mmap(self._descriptor, size_bytes)
         self._words = memoryview(self._memory).cast("q")
-
-    def _give_back(self, begin: int, end: int) -> None:
-        """Has no memory behind whole pages, until they are written again."""
-        page = mmap.PAGESIZE
-        begin, end = -(-begin // page) * page, end // page * page
-        if end > begin:
-            self._memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def _read(self, at: int) -> tuple[int, Message, int]:
         """The message of a slot, with its tag, and where it ends."""
@@ -282,6 +278,14 @@ class MemoryLines:
             other.close()
         # Else the memory stays until the garbage collector comes by.
         self.outgoing, self.incoming = {}, {}
+
+
+def _give_back(memory: mmap.mmap, begin: int, end: int) -> None:
+    """Has no memory behind whole pages, until they are written again."""
+    page = mmap.PAGESIZE
+    begin, end = -(-begin // page) * page, end // page * page
+    if end > begin:
+        memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
 
 def _slot(number: int, slot_bytes: int) -> int:

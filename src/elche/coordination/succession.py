@@ -1,4 +1,4 @@
-"""Which hosts go on where the hosts of a run lose each other. Pure.
+"""The decision which hosts go on where the hosts of a run lose each other. Pure.
 
 The leading host's launcher sends *views*: who is in the run, and which host succeeds
 it. Each host says which view it has. A view is *settled* when the successor that it

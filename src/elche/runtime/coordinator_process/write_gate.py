@@ -1,4 +1,4 @@
-"""What follows from the journal, held until a successor has that as well."""
+"""The gate that holds what follows from the journal until a successor has that too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host keeps so that it can lead the run if the host that leads is lost."""
+"""The standby of a host: all it needs to lead the run if the leading host is lost."""
 
 from __future__ import annotations
 

@@ -454,13 +454,13 @@ def test_what_a_rank_is_told_in_one_breath_comes_in_one_piece(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces: list[list[str]] = []
-    send = coordinator._Connection.send
+    send = coordinator.RankConnection.send
 
-    def watched(self: coordinator._Connection, *messages: dict[str, Any]) -> None:
+    def watched(self: coordinator.RankConnection, *messages: dict[str, Any]) -> None:
         pieces.append([message["type"] for message in messages])
         send(self, *messages)
 
-    monkeypatch.setattr(coordinator._Connection, "send", watched)
+    monkeypatch.setattr(coordinator.RankConnection, "send", watched)
     with closing(served.channel(0)) as first, closing(served.channel(1)) as second:
         channels = (first, second)
         for rank, channel in enumerate(channels):

@@ -18,19 +18,15 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from elche.comm.control.addresses import format_address, listen, outlive_cuts
+from elche.comm.control.addresses import format_address, listen
 from elche.comm.control.control_channel import heeds_key
 from elche.comm.control.frames import (
-    HELLO_BYTES,
     HELLO_WITHIN_S,
-    MAGIC,
-    NONCE_BYTES,
-    FrameCodec,
 )
 from elche.comm.control.key_file import KEY_BYTES
 from elche.coordination.journal import Entry, RankStream, RunRecord
@@ -40,12 +36,10 @@ from elche.coordination.protocol.events import (
     Disconnected,
     Event,
     Failed,
-    Left,
     Silent,
     StepsDone,
     Tick,
 )
-from elche.coordination.protocol.field_checks import brief
 from elche.coordination.protocol.inputs import (
     AllMortal,
     Input,
@@ -55,8 +49,8 @@ from elche.coordination.protocol.inputs import (
 )
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import ACK_EVERY
-from elche.coordination.protocol.wire import FROM_WORKERS, from_wire, to_wire
-from elche.errors import ProtocolError
+from elche.coordination.protocol.wire import to_wire
+from elche.runtime.coordinator_process.rank_connection import Hello, RankConnection
 from elche.runtime.coordinator_process.write_gate import WriteGate
 from elche.runtime.process.launchers import rank_environments
 from elche.runtime.report.files import write_story
@@ -69,12 +63,11 @@ STALLED_S = 10.0
 takes twice as long."""
 GONE_S = 1.0
 """Within which the launcher sees how a process has ended, once its connection has."""
-STACK_CHARS = 2000
 STORY = "ELCHE_STORY"
 """Beside rank 0: the file to which the story of the run is written at its end."""
 
 
-_Taken: TypeAlias = "tuple[int | None, _Connection | None, Input | None]"
+_Taken: TypeAlias = "tuple[int | None, RankConnection | None, Input | None]"
 
 
 class CoordinatorServer:
@@ -119,11 +112,11 @@ class CoordinatorServer:
         self._patience_s = STALLED_S
         self.on_lost: Callable[[int], None] = lambda rank: None
         self._world_size = world_size
-        self._strangers: dict[_Connection, float] = {}
+        self._strangers: dict[RankConnection, float] = {}
         self._key = key
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, RankConnection] = {}
         self._inputs: deque[_Taken] = deque()
-        self._waiting: dict[str, set[_Connection]] = defaultdict(set)
+        self._waiting: dict[str, set[RankConnection]] = defaultdict(set)
         self._server: asyncio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._has_ended = self.record.end is not None
@@ -148,7 +141,7 @@ class CoordinatorServer:
         if self.record.now_s:  # where no coordinator served, no time has passed
             self._clock_s = self.record.now_s - loop.time()
         self._server = await loop.create_server(
-            lambda: _Connection(self, self._key), sock=listener
+            lambda: RankConnection(self, self._key), sock=listener
         )
         self._ticker = loop.create_task(self._tick())
         address = self._server.sockets[0].getsockname()
@@ -176,7 +169,7 @@ class CoordinatorServer:
     def take_from(
         self,
         source: int | None,
-        connection: _Connection | None,
+        connection: RankConnection | None,
         inputs: Sequence[Input | None],
     ) -> None:
         """The same of inputs from a rank's stream, or the launcher's.
@@ -233,9 +226,9 @@ class CoordinatorServer:
 
     def _send(
         self,
-        told: Sequence[tuple[int, _Connection | None, Sequence[Instruction]]],
+        told: Sequence[tuple[int, RankConnection | None, Sequence[Instruction]]],
         taken: Sequence[_Taken],
-        acks: Mapping[_Connection, int],
+        acks: Mapping[RankConnection, int],
     ) -> None:
         """What was decided, when all that it follows from is written."""
         self.fence_lost()
@@ -248,9 +241,9 @@ class CoordinatorServer:
         for each, count in acks.items():
             each.send({"type": "Ack", "taken": count})
 
-    def _acks_due(self, taken: Sequence[_Taken]) -> dict[_Connection, int]:
+    def _acks_due(self, taken: Sequence[_Taken]) -> dict[RankConnection, int]:
         """How many messages were taken of ranks that ask, or were long not told."""
-        asked: dict[_Connection, RankStream] = {}
+        asked: dict[RankConnection, RankStream] = {}
         for source, connection, what in taken:
             stream = None if source is None else self.record.streams.get(source)
             if source is None or connection is None or stream is None:
@@ -300,15 +293,15 @@ class CoordinatorServer:
                 self._has_ended = True
             told[instruction.rank].append(instruction)
 
-    def meet(self, connection: _Connection) -> None:
+    def meet(self, connection: RankConnection) -> None:
         """A connection was made; its Hello is due within a few seconds."""
         self._strangers[connection] = asyncio.get_running_loop().time()
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: RankConnection) -> None:
         """A connection has ended."""
         self._strangers.pop(connection, None)
 
-    def admit(self, hello: Hello, connection: _Connection) -> bool:
+    def admit(self, hello: Hello, connection: RankConnection) -> bool:
         """A connection says which rank it is, and where it stands in its stream.
 
         A rank that connects after the end of the run gets the reason at once: it may
@@ -328,7 +321,7 @@ class CoordinatorServer:
         self.on_change()
         return True
 
-    def _resume(self, hello: Hello, connection: _Connection) -> None:
+    def _resume(self, hello: Hello, connection: RankConnection) -> None:
         """A rank that can come again, from where its stream stands."""
         stream = self.record.streams.get(hello.rank)
         if stream is not None and stream.name == hello.stream:
@@ -359,7 +352,7 @@ class CoordinatorServer:
         self._connections.pop(rank, None)
         self.on_change()
 
-    def lost(self, rank: int, connection: _Connection) -> None:
+    def lost(self, rank: int, connection: RankConnection) -> None:
         """A rank's connection has ended."""
         if self._connections.get(rank) is connection:
             del self._connections[rank]
@@ -372,7 +365,7 @@ class CoordinatorServer:
             else:
                 self.take(Disconnected(rank=rank))
 
-    def store_get(self, key: str, connection: _Connection) -> None:
+    def store_get(self, key: str, connection: RankConnection) -> None:
         """Answers with a value now or as soon as it is published."""
         if key in self.record.store:
             value = self.record.store[key]
@@ -383,7 +376,7 @@ class CoordinatorServer:
     def _deliver(
         self,
         rank: int,
-        connection: _Connection | None,
+        connection: RankConnection | None,
         instructions: Sequence[Instruction],
     ) -> None:
         """To a rank that has not come anew since, which takes all that it lacks."""
@@ -425,128 +418,6 @@ class CoordinatorServer:
             told = self.core.doing, self._patience_s, late
             logger.warning("the run has been %s for %g s: %s", *told)
             self._patience_s *= 2
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Who a connection says it is.
-
-    Attributes:
-        rank: which.
-        stream: name of its stream, of which it has ``received`` instructions; "" where
-            it cannot come again.
-    """
-
-    rank: int
-    stream: str
-    received: int
-
-
-class _Connection(asyncio.Protocol):
-    """One worker's connection, as the server sees it."""
-
-    def __init__(self, server: CoordinatorServer, key: bytes) -> None:
-        self._server = server
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._codec = FrameCodec(key, self._nonce, is_server=True)
-        self._transport: asyncio.Transport | None = None
-        self._rank: int | None = None
-        self._source: int | None = None  # stays when the rank has left
-        self._unknown_bytes = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        outlive_cuts(transport.get_extra_info("socket"))
-        self._server.meet(self)
-        transport.write(MAGIC + self._nonce)
-
-    def data_received(self, data: bytes) -> None:
-        self._unknown_bytes += len(data) if self._rank is None else 0
-        if self._unknown_bytes > HELLO_BYTES:
-            self.drop("expected a Hello, got a flood")
-            return
-        inputs: list[Input | None] = []
-        source = self._source
-        try:
-            try:
-                for message in self._codec.feed(data):
-                    inputs += self._inputs(message)
-                    source = self._source
-            finally:
-                if inputs:
-                    self._server.take_from(source, self, inputs)
-        except ProtocolError as error:
-            self.drop(str(error))
-
-    def drop(self, reason: str) -> None:
-        """Closes a connection that does not keep to the protocol, and counts it."""
-        self._server.dropped += 1
-        logger.warning("dropped a connection of rank %s: %s", self._rank, reason)
-        self.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._server.forget(self)
-        if self._rank is not None:
-            self._server.lost(self._rank, self)
-            self._rank = None
-
-    def send(self, *messages: dict[str, Any]) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(b"".join(map(self._codec.encode, messages)))
-
-    def send_value(self, key: str, value: bytes) -> None:
-        self.send({"type": "StoreValue", "key": key, "value": value})
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-    def _inputs(self, message: Any) -> list[Input | None]:
-        """Decodes a message into an input; handles hello and store requests itself."""
-        kind = message.get("type") if isinstance(message, dict) else None
-        if kind == "Flush" and self._source is not None:
-            return [None]
-        if self._rank is None:
-            hello = _hello_of(message) if kind == "Hello" else None
-            if hello is None or not self._server.admit(hello, self):
-                raise ProtocolError(
-                    f"expected a Hello of a new rank, got {brief(message)}"
-                )
-            self._rank = self._source = hello.rank
-        elif kind == "StoreSet":
-            key, value = message.get("key"), message.get("value")
-            if not isinstance(key, str) or not isinstance(value, bytes):
-                raise ProtocolError("expected StoreSet with a key and bytes")
-            return [StoreSet(key, value)]
-        elif kind == "Ack":
-            received = message.get("received")
-            if type(received) is not int:
-                raise ProtocolError(f"expected Ack with a number, got {brief(message)}")
-            self._server.acknowledge(self._rank, received)
-        elif kind == "StoreGet":
-            self._server.store_get(str(message.get("key")), self)
-        elif kind == "Beat":
-            stack = str(message.get("stack"))[:STACK_CHARS]
-            self._server.beat(self._rank, stack, waits=bool(message.get("waits")))
-        else:
-            event = from_wire(message, FROM_WORKERS)
-            if event.rank != self._rank:
-                raise ProtocolError(f"rank {self._rank} speaks for rank {event.rank}")
-            if isinstance(event, Left):
-                self._server.release(self._rank)
-                self._rank = None
-            return [event]
-        return []
-
-
-def _hello_of(message: dict[str, Any]) -> Hello | None:
-    """What a Hello says; None if it is none."""
-    rank, stream = message.get("rank"), message.get("stream", "")
-    received = message.get("received", 0)
-    if type(rank) is int and type(stream) is str and type(received) is int:
-        return Hello(rank, stream, received)
-    return None
 
 
 @contextlib.contextmanager

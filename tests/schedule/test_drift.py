@@ -20,6 +20,7 @@ from elche.schedule.drift import (
     measured_costs,
     replan,
     times_of,
+    usual_times,
 )
 from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.generators.schedules import make_schedule
@@ -60,7 +61,7 @@ def all_slowed(costs: PipelineCosts, factors: list[float]) -> PipelineCosts:
     return costs
 
 
-def test_times_are_medians_without_waiting_and_with_messages() -> None:
+def test_times_are_means_without_waiting_and_with_messages() -> None:
     rows = [
         *(("0F0", 0.0, 2.0, 0.5), ("0SEND_F0", 2.0, 2.5, 0.0)),
         *(("0F1", 3.0, 5.0, 0.0), ("0SEND_F1", 5.0, 5.25, 0.0)),
@@ -71,6 +72,11 @@ def test_times_are_medians_without_waiting_and_with_messages() -> None:
     found = times_of(trace, [waited for *_, waited in rows])
     # F: 2 - 0.5 + 0.5 and 2 + 0.25; B: 10 - 6 and 2.
     assert found == {0: (pytest.approx(2.125), pytest.approx(3.0), 0.0, 0.0)}
+
+
+def test_one_odd_step_of_several_does_not_count() -> None:
+    steps = [{1: (2.0, 3.0, 0.0, 0.0)}, {1: (9.0, 9.0, 0.0, 0.0)}]
+    assert usual_times([*steps, {1: (2.5, 2.0, 0.0, 0.0)}]) == {1: (2.5, 3.0, 0.0, 0.0)}
 
 
 def test_measured_times_take_the_place_of_planned_ones() -> None:

@@ -32,9 +32,11 @@ StageTimes = tuple[float, float, float, float]
 def times_of(
     trace: Sequence[tuple[StageAction, float, float]], waited: Sequence[float]
 ) -> dict[int, StageTimes]:
-    """What the stages of one rank took, by stage: medians over the microbatches.
+    """What the stages of one rank took in a step: means over the microbatches.
 
-    A message keeps its rank busy, too; its time counts with the computation before it.
+    A step lasts as long as all of them together, the slow first ones too: medians leave
+    those out, and forecast too little. A message keeps its rank busy, too; its time
+    counts with the computation before it.
 
     Args:
         trace: each action with begin and end.
@@ -53,8 +55,21 @@ def times_of(
     for key, parts in zip(keys, works, strict=True):
         found.setdefault(key, []).append(sum(parts))
     return {
-        stage: _four([median(found.get((stage, kind), [0.0])) for kind in _KINDS])
+        stage: _four([fmean(found.get((stage, kind), [0.0])) for kind in _KINDS])
         for stage in sorted({stage for stage, _ in keys})
+    }
+
+
+def usual_times(steps: Sequence[Mapping[int, StageTimes]]) -> dict[int, StageTimes]:
+    """What stages take in most of several steps: medians, so that no odd step counts.
+
+    Args:
+        steps: the times of the same stages in each.
+    """
+    return {
+        stage: _four([median(kind) for kind in zip(*each, strict=True)])
+        for stage in steps[0]
+        if (each := [one[stage] for one in steps])
     }
 
 

@@ -116,17 +116,19 @@ class Changes:
         wanted = _UNCHANGED
         if self._pending is not None:
             wanted = _MOVES if self._pending.moves else _RESCHEDULES
-        times = None
+        times, span_s = None, 0.0
         if is_timed:
             times = self.planner.report(executor.trace, executor.waited_s)
+            span_s = executor.trace[-1][2] - executor.trace[0][1]
         wants_cut = self.passes.pauses.wants_cut()
-        return [wanted, self.optimizers is not None, times, wants_cut]
+        return [wanted, self.optimizers is not None, times, wants_cut, span_s]
 
-    def look(self, reports: Sequence[Any]) -> Forecast | None:
+    def look(self, reports: Sequence[Any], duration_s: float) -> Forecast | None:
         """Takes the other ranks' times, and what they want to change.
 
         Args:
             reports: of all ranks.
+            duration_s: of the step, with what comes before and after its actions.
 
         Returns:
             What steps will take, if times have come.
@@ -134,11 +136,12 @@ class Changes:
         self.planner.ended()
         self._agreed = max(one[0] for one in reports)
         self.passes.step_done(wants_cut=reports[0][3])
-        times = [reports[rank][2] for rank in self._groups.members]
+        mine = [reports[rank] for rank in self._groups.members]
+        times, ends_s = [one[2] for one in mine], duration_s - max(x[4] for x in mine)
         if self._pending is not None or any(one is None for one in times):
             return None
         may_move = self._moves_by_itself and all(one[1] for one in reports)
-        self._pending = self.planner.take(times, may_move)
+        self._pending = self.planner.take(times, ends_s, may_move)
         return self.planner.forecast
 
     def carry_out(self, parts: Parts) -> Parts | None:

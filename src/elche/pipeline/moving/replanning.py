@@ -7,8 +7,10 @@ here talks to anybody. Ranks are seats here: places in the order of this replica
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, final
 
 from elche.errors import ConfigError
@@ -26,6 +28,7 @@ from elche.schedule.drift import (
     measured_costs,
     replan,
     times_of,
+    usual_times,
 )
 from elche.schedule.planning.layer_costs import (
     LayerCosts,
@@ -40,6 +43,8 @@ from elche.schedule.timing import simulate
 
 FIRST_STEPS = 2
 """Steps of a plan that are not looked at: they may compile."""
+TIMED_STEPS = 3
+"""So many in a row are timed then, and the last so many make the forecast."""
 SUGGESTED_GAIN = 0.1
 PAYBACK_STEPS = 200
 ASSUMED_BYTES_PER_S = 100e6
@@ -103,6 +108,8 @@ class Planner:
         self.measured: PipelineCosts | None = None
         self.forecast: Forecast | None = None
         self._watch = DriftWatch(costs, config.drift_threshold)
+        self._timed: deque[dict[int, StageTimes]] = deque(maxlen=TIMED_STEPS)
+        self._ends_s: deque[float] = deque(maxlen=TIMED_STEPS)
         self._steps = 0
 
     def adopt(self, change: Change) -> None:
@@ -110,6 +117,7 @@ class Planner:
         self.places = change.places or self.places
         self.plan, self.costs = change.plan, change.costs
         self.measured, self.forecast, self._steps = None, None, 0
+        self._timed.clear()
         self._watch = DriftWatch(change.costs, self._config.drift_threshold)
 
     def place(
@@ -176,7 +184,8 @@ class Planner:
         every = self._config.replan_every
         if self._steps < FIRST_STEPS:
             return False
-        return self.measured is None or (every > 0 and self._steps % every == 0)
+        is_new = len(self._timed) < TIMED_STEPS
+        return is_new or (every > 0 and self._steps % every == 0)
 
     def report(
         self, trace: Sequence[tuple[StageAction, float, float]], waited: Sequence[float]
@@ -193,12 +202,16 @@ class Planner:
         link = profiled.link if self.profiled is None else self.profiled.link
         self.profiled = replace(profiled, link=link, memory=self._limits)
         self.measured = None
+        self._timed.clear()
 
-    def take(self, reports: Sequence[Any], may_move: bool) -> Change | None:
+    def take(
+        self, reports: Sequence[Any], ends_s: float, may_move: bool
+    ) -> Change | None:
         """Takes the times of all ranks of a step.
 
         Args:
             reports: of each.
+            ends_s: what the step took before its first action and after its last.
             may_move: whether layers may move without being asked.
 
         Returns:
@@ -209,13 +222,15 @@ class Planner:
             for report in reports
             for stage, forward, whole, inputs, weights in report
         }
-        planned = self._watch.planned
-        measured = measured_costs(self.costs, times)
-        self.measured = measured
-        self.forecast = Forecast(*arrivals(self.plan.schedule, measured))
-        if not self._config.replan_every:
+        self._timed.append(times)
+        self._ends_s.append(max(0.0, ends_s))
+        self.measured = measured_costs(self.costs, usual_times(self._timed))
+        arrivals_s, makespan_s = arrivals(self.plan.schedule, self.measured)
+        self.forecast = Forecast(arrivals_s, makespan_s + median(self._ends_s))
+        if not self._config.replan_every or len(self._timed) < TIMED_STEPS:
             return None
-        drifted = self._watch.observe(measured)
+        planned = self._watch.planned
+        drifted = self._watch.observe(measured_costs(self.costs, times))
         if drifted is None:
             return None
         change = self._answer(drift_between(planned, drifted), drifted)

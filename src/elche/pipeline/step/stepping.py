@@ -140,9 +140,10 @@ class Stepping:
         if tied is not None:
             with self._communicator.ending_on_failure():
                 tied.sum_gradients(earlier, self._config.timeout_s)
-        self._patience.ended(time.monotonic() - started_s)
+        duration_s = time.monotonic() - started_s
+        self._patience.ended(duration_s)
         self.steps += 1
-        forecast = self._changes.look(reports)
+        forecast = self._changes.look(reports, duration_s)
         if forecast is not None:
             self._patience.foresee(forecast)
         losses = self.replicas.losses(told)

@@ -39,6 +39,8 @@ from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of
 
 WAIT_S = 60.0
+KILLS = 12
+"""Each costs the start of a process: seconds on a busy machine."""
 PAIR = Cluster(
     run=SimulatedRun(samples=160, batch_size=8, policy="sync"),
     devices=(Device(seconds_per_sample=0.01, count=2),),
@@ -151,7 +153,7 @@ def test_it_is_killed_at_any_moment_and_goes_on_from_copies() -> None:
     begun: set[int] = set()
     with launcher() as run, ThreadPoolExecutor(1) as training:
         ended = training.submit(both, run, 1500, lambda rank, number: begun.add(number))
-        while not ended.done():
+        while not ended.done() and run.kills < KILLS:
             number = len(begun)
             until(lambda: len(begun) > number or ended.done())  # noqa: B023 - at once
             time.sleep(0.01 * secrets.randbelow(20))  # any moment

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.coordination.hosts import host_refusal, ranks_by_host
+from elche.coordination.hosts import (
+    PROTOCOL,
+    host_refusal,
+    in_own_words,
+    ranks_by_host,
+)
 from elche.coordination.protocol.host_messages import OPEN, HostJoins, HostWelcome
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.protocol.wire import (
     FROM_HOSTS,
     FROM_LEADER,
     from_wire,
     to_wire,
 )
+from elche.errors import ProtocolError
 
 FIRST = HostJoins(
     node_rank=0,
@@ -82,3 +90,52 @@ def test_messages_come_as_they_were_sent() -> None:
     welcome = HostWelcome(first=2, world_size=5, environment=(("A", "b"),))
     assert from_wire(to_wire(OTHER), FROM_HOSTS) == OTHER
     assert from_wire(to_wire(welcome), FROM_LEADER) == welcome
+
+
+ANYTHING = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(
+    version=st.none() | st.integers(0, 99).filter(lambda v: v != PROTOCOL_VERSION),
+    changed=st.dictionaries(
+        st.sampled_from(["nnodes", "ranks", "address", "ports", "speed", "rack"]),
+        ANYTHING,
+        min_size=1,
+    ),
+    lacking=st.sets(st.sampled_from(["nnodes", "ranks", "address", "ports"])),
+)
+def test_another_version_is_named_whatever_its_other_fields_are(
+    version: int | None, changed: dict[str, Any], lacking: set[str]
+) -> None:
+    own = ((PROTOCOL, str(PROTOCOL_VERSION)), *FIRST.versions)
+    theirs = () if version is None else ((PROTOCOL, str(version)),)
+    wire = to_wire(replace(OTHER, versions=theirs)) | changed
+    wire = {name: each for name, each in wire.items() if name not in lacking}
+    joined = from_wire(in_own_words(wire), FROM_HOSTS)
+    assert host_refusal(joined, [replace(FIRST, versions=own)]) == (
+        f"host 1 (b) has elche's protocol {version}, host 0 (a) has "
+        f"{PROTOCOL_VERSION}; install the same on every host"
+    )
+
+
+@given(wire=ANYTHING | st.dictionaries(st.text(max_size=3), ANYTHING))
+def test_other_messages_are_read_as_they_are(wire: Any) -> None:
+    assert in_own_words(wire) is wire
+
+
+@pytest.mark.parametrize("versions", [None, 1, [1], [[[], "a"]], [["a", "b", "c"]]])
+def test_a_launcher_whose_versions_are_none_is_not_understood(versions: Any) -> None:
+    wire = to_wire(OTHER) | {"versions": versions, "rack": 1}
+    with pytest.raises(ProtocolError, match="HostJoins: expected fields"):
+        from_wire(in_own_words(wire), FROM_HOSTS)
+
+
+def test_a_launcher_of_this_version_has_its_fields() -> None:
+    same = replace(OTHER, versions=((PROTOCOL, str(PROTOCOL_VERSION)),))
+    assert from_wire(in_own_words(to_wire(same)), FROM_HOSTS) == same
+    with pytest.raises(ProtocolError, match="HostJoins: expected fields"):
+        from_wire(in_own_words(to_wire(same) | {"rack": 1}), FROM_HOSTS)

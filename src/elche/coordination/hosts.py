@@ -4,8 +4,39 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+from typing import Any, Final
 
 from elche.coordination.protocol.host_messages import OPEN, HostJoins
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
+from elche.coordination.protocol.wire import to_wire
+
+PROTOCOL: Final = "elche's protocol"
+"""Among the versions of a host."""
+_OF_ALL_VERSIONS: Final = "node_rank", "name", "versions"
+
+
+def in_own_words(wire: Any) -> Any:
+    """What a launcher says of itself, in this version's fields where it has another.
+
+    So it is refused by its version, and not for a field that it has or lacks.
+
+    Args:
+        wire: any message, as it came.
+
+    Returns:
+        The same if it is another message, or of this version.
+    """
+    if not isinstance(wire, dict) or wire.get("type") != HostJoins.__name__:
+        return wire
+    try:
+        version = dict(wire["versions"]).get(PROTOCOL)
+    except (KeyError, TypeError, ValueError):
+        return wire
+    if version == str(PROTOCOL_VERSION):
+        return wire
+    blank = HostJoins(node_rank=-1, nnodes=0, ranks=0, name="", address="", versions=())
+    said = {name: wire[name] for name in _OF_ALL_VERSIONS if name in wire}
+    return to_wire(blank) | said
 
 
 def host_refusal(joined: HostJoins, hosts: Iterable[HostJoins]) -> str:
@@ -16,7 +47,13 @@ def host_refusal(joined: HostJoins, hosts: Iterable[HostJoins]) -> str:
         hosts: those that have come before, the first one among them.
     """
     known = {host.node_rank: host for host in hosts}
-    first = known[0]
+    first, theirs = known[0], dict(joined.versions)
+    for name, version in first.versions:  # first: the rest is in this version's words
+        if theirs.get(name) != version:
+            return (
+                f"{joined} has {name} {theirs.get(name)}, host 0 ({first.name}) has "
+                f"{version}; install the same on every host"
+            )
     if joined.nnodes != first.nnodes:
         if OPEN in (joined.nnodes, first.nnodes):
             return (
@@ -38,13 +75,6 @@ def host_refusal(joined: HostJoins, hosts: Iterable[HostJoins]) -> str:
         )
     if joined.ranks < 1:
         return f"{joined} has {joined.ranks} ranks, expected at least one"
-    theirs = dict(joined.versions)
-    for name, version in first.versions:
-        if theirs.get(name) != version:
-            return (
-                f"{joined} has {name} {theirs.get(name)}, host 0 ({first.name}) has "
-                f"{version}; install the same on every host"
-            )
     for host, other in ((joined, first), (first, joined)):
         if is_loopback_address(host.address) > is_loopback_address(other.address):
             return (

@@ -141,7 +141,7 @@ def test_a_stranger_is_dropped_and_counted_and_disturbs_nobody(
             }[what]
             stranger.sendall(sent)
             assert read_to_end(stranger) == b""
-        assert served.server.dropped == 1
+        assert served.server.drops.count == 1
 
     honest_run(served, intrude)
     assert served.server.core.aborted is None
@@ -154,7 +154,7 @@ def test_a_rank_that_is_taken_cannot_be_taken_over(served: Served) -> None:
             pytest.raises(CommunicationError, match="lost the coordinator"),
         ):
             second.receive(WAIT_S, "anything")
-        assert served.server.dropped == 1
+        assert served.server.drops.count == 1
 
     honest_run(served, intrude)
     assert served.server.core.aborted is None
@@ -170,7 +170,7 @@ def test_a_hello_of_a_rank_that_cannot_be_is_dropped(
             nonce = nonce_of(stranger.recv(GREETING_BYTES, socket.MSG_WAITALL))
             stranger.sendall(hello_of(served.key, rank)(nonce))
             assert read_to_end(stranger) == b""
-        assert served.server.dropped == 1
+        assert served.server.drops.count == 1
 
     honest_run(served, intrude)
 
@@ -192,7 +192,7 @@ def test_a_message_that_cannot_be_read_drops_the_connection(
         channel._send(message)
         with pytest.raises(CommunicationError, match="lost the coordinator"):
             channel.receive(WAIT_S, "anything")
-    assert served.server.dropped == 1
+    assert served.server.drops.count == 1
     assert [r for r in caplog.records if r.name == "asyncio"] == []
 
 

@@ -14,12 +14,14 @@ from elche.comm.transport.host_exchange import HostExchange, HostLeaders
 from elche.errors import CommunicationError
 from tests.comm.averaging.cases.overlap_cases import meeting
 from tests.comm.transport.cases.host_sums import (
+    NUMEL,
     handed_over_twice,
     kept_sum,
     kinds_of_buckets,
     late,
     messages_of,
     not_mapped,
+    probed,
     summed,
     written_too_early,
 )
@@ -108,6 +110,13 @@ def test_who_was_handed_a_sum_can_hand_it_on(ranks3: RankPool) -> None:
     total = sum(messages_of(rank, 2, torch.float64)[1] for rank in range(3))
     for (each,), factor in zip(found, (2.0, 1.0, 1.0), strict=True):
         torch.testing.assert_close(each, factor * total)
+
+
+def test_a_probe_goes_the_way_that_gradients_go(ranks3: RankPool) -> None:
+    found = ranks3.run(probed, case_setup=meeting, env=of("aab"))
+    assert all(found_s > 0.0 for found_s, *_ in found)
+    assert all(between < NUMEL for _, between, _ in found)
+    assert [leaders for *_, leaders in found] == [NUMEL, 0, NUMEL]
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

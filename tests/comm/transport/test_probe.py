@@ -25,6 +25,7 @@ class SlowGroup:
     world_size: int = 4
     rank: int = 1
     shares_host = False
+    host_leaders = None
     now_s: float = 0.0
     sent: list[int] = field(default_factory=list)
 

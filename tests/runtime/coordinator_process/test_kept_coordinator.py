@@ -17,19 +17,30 @@ from typing import Any
 import pytest
 
 from elche.comm.control.control_channel import ControlChannel
-from elche.coordination.protocol.events import BarrierReached, Left
+from elche.coordination.journal import Entry, RunRecord
+from elche.coordination.protocol.events import BarrierReached, Left, Tick
 from elche.coordination.protocol.inputs import RankAdded
 from elche.coordination.protocol.instructions import BarrierPassed, Regroup, Welcome
 from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.errors import CommunicationError
 from elche.runtime.coordinator_process import kept_coordinator
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
-from elche.runtime.coordinator_process.link import Begin, Command, Fenced, Link, pack
-from elche.runtime.coordinator_process.serving import CoordinatorChild
+from elche.runtime.coordinator_process.link import (
+    Begin,
+    Command,
+    Copy,
+    Fenced,
+    Link,
+    pack,
+)
+from elche.runtime.coordinator_process.pieces import pack_piece
+from elche.runtime.coordinator_process.serving import COPY_ENTRIES, CoordinatorChild
 from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of
 
 WAIT_S = 60.0
+KILLS = 12
+"""Each costs the start of a process: seconds on a busy machine."""
 PAIR = Cluster(
     run=SimulatedRun(samples=160, batch_size=8, policy="sync"),
     devices=(Device(seconds_per_sample=0.01, count=2),),
@@ -142,7 +153,7 @@ def test_it_is_killed_at_any_moment_and_goes_on_from_copies() -> None:
     begun: set[int] = set()
     with launcher() as run, ThreadPoolExecutor(1) as training:
         ended = training.submit(both, run, 1500, lambda rank, number: begun.add(number))
-        while not ended.done():
+        while not ended.done() and run.kills < KILLS:
             number = len(begun)
             until(lambda: len(begun) > number or ended.done())  # noqa: B023 - at once
             time.sleep(0.01 * secrets.randbelow(20))  # any moment
@@ -208,6 +219,31 @@ def test_two_words_of_one_death_hold_nobody_up() -> None:
 
     with ours, theirs:
         assert asyncio.run(read_twice()) == [Command(RankAdded())]
+
+
+def test_a_copy_is_made_however_soon_they_die() -> None:
+    """Of what each one has been handed at its beginning, too."""
+    record, tick = RunRecord(2, survives=True), Entry(None, Tick(), 1.0)
+    ours, theirs = socket.socketpair()
+    begin = Begin(
+        world_size=2,
+        key=b"k" * 32,
+        survives=True,
+        several_hosts=False,
+        places={},
+        shows=False,
+        copy=None,
+        journal=(pack_piece([tick], record),) * COPY_ENTRIES,
+        pieces=COPY_ENTRIES,
+    )
+
+    async def written() -> list[object]:
+        CoordinatorChild(Link(theirs), begin)._server.take(Tick())
+        return Link(ours).receive()
+
+    with ours, theirs:
+        copies = [m for m in asyncio.run(written()) if isinstance(m, Copy)]
+    assert [copy.pieces for copy in copies] == [COPY_ENTRIES + 1]
 
 
 def test_who_has_a_wrong_key_is_not_taken_and_gives_up() -> None:

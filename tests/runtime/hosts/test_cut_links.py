@@ -91,7 +91,7 @@ def test_a_host_that_is_cut_off_is_outlived(
         assert 8.0 < max(map(float, found)) - cut_s < 13.0
         assert hosts[1].end() == 1
         end_run(tmp_path, hosts[:1])
-    said = r"host 0 at 10.77.0.1:29500 has been silent for 12 s, and the others go on"
+    said = r"host 0 at 10.77.0.1:29500 has been silent for 12 s, and others may go on"
     assert said in hosts[1].output
     assert "died: going on with ranks 0, 1" in hosts[0].output
     assert "by shared memory" in hosts[0].output

@@ -42,6 +42,14 @@ OTHER_TORCH = (
     "h.installed_versions = lambda: {'elche': h.installed_versions.__name__};"
     "from elche.cli.main import main; main()",
 )
+OTHER_PROTOCOL = (
+    "-c",
+    "from elche.runtime.hosts import hosts_config, launcher_link as link;"
+    "hosts_config.PROTOCOL_VERSION, own = 1, link.to_wire;"
+    "link.to_wire = lambda message: {'rack': 7} | {"
+    "name: each for name, each in own(message).items() if name != 'ports'};"
+    "from elche.cli.main import main; main()",
+)
 TRAINING = """
 import torch
 import elche
@@ -123,6 +131,8 @@ def test_a_launcher_that_dies_ends_all_by_name(tmp_path: Path, at: int) -> None:
         if at == 0:
             assert re.search(r"lost host 0 at 127\.0\.0\.1:\d+: its launcher", text)
             assert "lost the coordinator" in text
+            assert "host 0 with --resume, from the last checkpoint in a --check" in text
+            assert "outlive that with `elche witness` on a third machine" in text
         else:
             assert "is told: rank 1 failed: the launcher of host 1 (" in text
 
@@ -175,6 +185,16 @@ def test_other_versions_are_refused_by_name_on_both_hosts(tmp_path: Path) -> Non
         assert [host.end() for host in hosts] == [2, 2]
         for host in hosts:
             assert re.search(r"host 1 \(.*\) has elche <lambda>, host 0", host.output)
+
+
+def test_another_protocol_is_refused_by_name_on_both_hosts(tmp_path: Path) -> None:
+    """A launcher that says of itself what this version does not know."""
+    skewed = cluster(tmp_path, "waits", entries=(("-m", "elche"), OTHER_PROTOCOL))
+    with launched(skewed) as hosts:
+        assert [host.end() for host in hosts] == [2, 2]
+        for host in hosts:
+            said = r"host 1 \(.*\) has elche's protocol 1, host 0 \(.*\) has \d+; in"
+            assert re.search(said, host.output), host.output
 
 
 def test_another_key_is_no_host_of_the_run(tmp_path: Path) -> None:

@@ -374,6 +374,41 @@ def test_a_witness_where_it_is_none_is_refused(words: str, match: str) -> None:
     assert re.search(match, " ".join(ended.output.split())), ended.output
 
 
+def ranks_of(launcher: int) -> list[int]:
+    """Processes of a launcher's ranks, which run the Trainer's script."""
+    path = Path(f"/proc/{launcher}/task/{launcher}/children")
+    children = [*map(int, path.read_text().split())]
+    words = {each: Path(f"/proc/{each}/cmdline").read_bytes() for each in children}
+    return [each for each in children if TRAINER.name.encode() in words[each]]
+
+
+@SLOW
+def test_a_signal_in_the_first_moment_of_a_new_leader_is_as_ever(
+    tmp_path: Path,
+) -> None:
+    """Its ranks have not come yet: it is not known that they save, and end then."""
+    words = (str(TRAINER), "cadence", str(tmp_path / "checkpoints"))
+    three = Cluster(tmp_path, ranks=(("--nproc", "1"),) * 3, script=words)
+    with launched(three) as hosts:
+        hosts[0].wait_for(NAMED)
+        for host in hosts:
+            host.wait_for("20 batches")
+        ranks = [rank for host in hosts[1:] for rank in ranks_of(host.process.pid)]
+        assert len(ranks) == 2
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        hosts[0].process.kill()
+        hosts[1].wait_for("leads the run now")
+        hosts[1].process.send_signal(signal.SIGTERM)
+        time.sleep(1.0)  # it has been sent before they come
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
+        assert [host.end() for host in hosts[1:]] == [143, 143], hosts[1].output
+        assert hosts[1].wait_for(r"ended by (.*)\n")[0].startswith("SIGTERM: ")
+        assert not any("Traceback" in host.output for host in hosts[1:])
+    assert list(tmp_path.glob("checkpoints/*/manifest.json"))
+
+
 @SLOW
 def test_a_trainer_ends_with_a_checkpoint_under_the_new_leader(tmp_path: Path) -> None:
     words = (str(TRAINER), "cadence", str(tmp_path / "checkpoints"))

@@ -46,3 +46,20 @@ async def _strangers() -> None:
     assert await ask_witness(address, key, first)  # nobody else has the vote
     assert not await ask_witness(address, key, QUESTION)
     serving.cancel()
+
+
+def test_strangers_do_not_fill_its_log(caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(asyncio.wait_for(_many_strangers(64), 30.0))
+    said = [r.getMessage() for r in caplog.records if "dropped" in r.getMessage()]
+    assert len(said) == 7
+    assert said[-1].endswith("not authentic (another key or run?) (64 so far)")
+
+
+async def _many_strangers(count: int) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, key = listener.getsockname(), secrets.token_bytes(KEY_BYTES)
+    serving = asyncio.create_task(serve_witness(listener, key))
+    for _ in range(count):
+        with pytest.raises(CommunicationError, match="does not answer"):
+            await ask_witness(address, secrets.token_bytes(KEY_BYTES), QUESTION)
+    serving.cancel()

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from elche.comm.transport.exchange import open_exchange
+from elche.comm.transport.host_exchange import open_by_hosts
 from elche.comm.transport.process_group import Group
 
 FIRST_ELEMENTS = 1 << 12
@@ -23,6 +23,8 @@ MOST_S = 0.1
 
 def probe_reduction_s(group: Group, numel: int) -> float:
     """Seconds of one float32 reduction of ``numel`` elements, together with all ranks.
+
+    As gradients are summed: over hosts, inside them first.
 
     Messages grow until one takes a while, so that a slow link is not kept busy for
     longer than it must. The quickest of a few of the longest counts: what the link
@@ -49,7 +51,7 @@ def _quickest(group: Group, numel: int, rounds: int = ROUNDS) -> tuple[float, fl
 
     All ranks know the second one, and decide by it alone.
     """
-    exchange = open_exchange(group, numel, torch.float32, torch.device("cpu"), sides=2)
+    exchange = open_by_hosts(group, numel, torch.float32, torch.device("cpu"))
     quickest_s = slowest_s = float("inf")
     spent_s = taken_s = 0.0
     for number in range(rounds + 1):
@@ -62,10 +64,9 @@ def _quickest(group: Group, numel: int, rounds: int = ROUNDS) -> tuple[float, fl
             spent_s += last_s
         if number == rounds or (number and spent_s + slowest_s > MOST_S):
             break
-        side = number % 2
         started_s = time.perf_counter()
-        exchange.contribution(side).zero_()
-        exchange.begin(side)
+        exchange.contribution(0).zero_()
+        exchange.begin(0)
         exchange.finish("probing the link")
         taken_s = time.perf_counter() - started_s
         quickest_s = min(quickest_s, taken_s)

@@ -51,6 +51,8 @@ MOST_DEATHS: Final = 10
 """So many that took nothing from a rank died of what they were handed."""
 ANSWER_S: Final = 10.0
 STOP_S: Final = 5.0
+BEHIND_BYTES: Final = 8 << 20
+"""Of the journal, for one that stands by to read: it is stopped, or in a bad way."""
 
 
 @final
@@ -125,6 +127,8 @@ class KeptCoordinator:
         self._running: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._pid = -1
+        self._most_unread_bytes = 0
+        self._news = asyncio.Event()
 
     @property
     def aborted(self) -> str | None:
@@ -198,9 +202,26 @@ class KeptCoordinator:
 
     def follow(self, data: bytes, number: int, commands: int) -> None:
         """While it stands by: a piece of the journal of the coordinator that serves."""
+        if self._gave_up:
+            return
         self._journal.append(data)
         self._pieces, self._given, self._taken = number, commands, commands
         self._send(Piece(data))
+        self._end_if_behind()
+
+    def _end_if_behind(self) -> None:
+        """Another takes the place of one that is stopped and reads nothing."""
+        writer = self._writer
+        if writer is None:
+            return
+        unread_bytes = writer.transport.get_write_buffer_size()
+        if unread_bytes > self._most_unread_bytes:
+            logger.warning(
+                "the coordinator that stands by has not read %d bytes of the journal",
+                unread_bytes,
+            )
+            self._writer = None
+            self._end_process()
 
     def promote(self, places: Mapping[int, str]) -> None:
         """It serves from now on.
@@ -211,6 +232,12 @@ class KeptCoordinator:
         self._stands_by, self.places = False, places
         self._commands = Outbox(self._taken)
         self._send(Promote(places))
+
+    async def news(self, timeout_s: float) -> None:
+        """Waits a while until the status has changed."""
+        self._news.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._news.wait(), timeout_s)
 
     def _send(self, message: object) -> None:
         """To the process that serves now; the next one learns it at its start."""
@@ -293,7 +320,9 @@ class KeptCoordinator:
 
     def _give_up(self, why: str) -> None:
         """Ranks see that nobody listens any more, and end."""
-        logger.error("%s: the run ends", why)
+        comes = "this host can lead no more" if self._stands_by else "the run ends"
+        logger.error("%s: %s", why, comes)
+        self._journal.clear()
         self._gave_up = why
         self._listener.close()
         self._wake()
@@ -320,6 +349,8 @@ class KeptCoordinator:
         )
         self._writer = writer
         self._send(begin)
+        unread_bytes = writer.transport.get_write_buffer_size()
+        self._most_unread_bytes = unread_bytes + BEHIND_BYTES
         for message in map(Command, self._commands.rest()):
             self._send(message)
         self._send(Written(self._written))
@@ -358,7 +389,7 @@ class KeptCoordinator:
             self._commands.acknowledge(message.commands)
             self._wake()
         elif isinstance(message, Copy):
-            self._copy = message.record
+            self._copy, self._barren = message.record, 0
             since = self._pieces - message.pieces  # that it does not stand for
             del self._journal[: len(self._journal) - since]
         elif isinstance(message, Holds):
@@ -366,6 +397,7 @@ class KeptCoordinator:
         elif isinstance(message, Status):
             self.status = message
             self.told_to_end |= message.told_to_end
+            self._news.set()
         elif isinstance(message, Lost):
             self.on_lost(message.rank)
             writer.write(pack(Fenced(message.rank)))

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
 from elche.comm.control.addresses import outlive_cuts
+from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import HELLO_BYTES, MAGIC, NONCE_BYTES, FrameCodec
 from elche.coordination.protocol.events import Left
 from elche.coordination.protocol.field_checks import brief
 from elche.coordination.protocol.inputs import Input, StoreSet
 from elche.coordination.protocol.wire import FROM_WORKERS, from_wire
 from elche.errors import ProtocolError
-
-logger = logging.getLogger(__name__)
 
 STACK_CHARS: Final = 2000
 
@@ -41,10 +39,10 @@ class ConnectionServer(Protocol):
     """The server of the connections, as these use it.
 
     Attributes:
-        dropped: connections that kept to no protocol.
+        drops: connections that kept to no protocol.
     """
 
-    dropped: int
+    drops: DropLog
 
     def meet(self, connection: RankConnection) -> None:
         """A connection was made."""
@@ -126,8 +124,7 @@ class RankConnection(asyncio.Protocol):
 
     def drop(self, reason: str) -> None:
         """Closes a connection that does not keep to the protocol, and counts it."""
-        self._server.dropped += 1
-        logger.warning("dropped a connection of rank %s: %s", self._rank, reason)
+        self._server.drops.add(f"a connection of rank {self._rank}", reason)
         self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

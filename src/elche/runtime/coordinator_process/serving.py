@@ -78,7 +78,7 @@ class CoordinatorChild:
         self._pending: deque[object] = deque()
         self._is_over = asyncio.Event()
         self._status = Status()
-        self._entries = 0
+        self._entries = len(begin.journal)  # a copy is due, however soon they die
         self._phase = _Phase.STANDS_BY if begin.stands_by else _Phase.BEGINS
         self._is_promoted = asyncio.Event()
         record = _restored(begin)

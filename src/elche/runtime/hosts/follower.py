@@ -59,6 +59,11 @@ logger = logging.getLogger(__name__)
 RETRY_S: Final = 0.2
 LAST_WORD_S: Final = 10.0
 """For the first host's launcher to say how the run has ended, when all ranks have."""
+REMEDY: Final = (
+    "where no host goes on with the run, start all again, host 0 with --resume, from "
+    "the last checkpoint in a --checkpoint-dir that all of them see"
+)
+FOR_TWO: Final = "; two hosts outlive that with `elche witness` on a third machine"
 CUT_OFF_S: Final = SILENT_S + 2 * BEAT_S
 """Silence of the first host after which the others go on without this one: that has
 seen the same from its side, and sooner."""
@@ -196,9 +201,10 @@ class _Follower:
         self._heard()
         return await self._follow()
 
-    def _lead(self, address: tuple[str, int], processes: RankProcesses) -> None:
+    async def _lead(self, address: tuple[str, int], processes: RankProcesses) -> None:
         self._move_ranks(address)
-        if self._signal is not None:  # while it waited for the others
+        await processes.come()
+        if self._signal is not None:  # since host 0 was lost
             processes.interrupt(self._signal)
 
     def _move_ranks(self, address: tuple[str, int]) -> None:
@@ -226,19 +232,20 @@ class _Follower:
                 f"host 0 at {self._hosts.meeting} did not take this host: it has "
                 "ended, has another --key-file, or its run has begun without this host"
             )
-        if self._why_alone:
-            return FollowResult(1, f"{self._loss()}; {self._why_alone}")
-        if self._is_cut_off or self._may_move:
-            return FollowResult(1, self._loss())
+        reason = "; ".join(filter(None, [self._loss(), self._why_alone, REMEDY]))
+        if self._hosts.nnodes == 2 and not self._may_move:
+            reason += FOR_TWO
+        if self._why_alone or self._is_cut_off or self._may_move:
+            return FollowResult(1, reason)
         codes = (p.returncode or 0 for p in self._processes.values())
         code = next((128 - c if c < 0 else c for c in codes if c), 1)
-        return FollowResult(code, self._loss())
+        return FollowResult(code, reason)
 
     def _loss(self) -> str:
         """What has become of the first host, in words."""
         if self._is_cut_off:
             return (
-                f"{self._leader} has been silent for {CUT_OFF_S:g} s, and the others "
+                f"{self._leader} has been silent for {CUT_OFF_S:g} s, and others may "
                 "go on: it is stopped, or the link to it is cut"
             )
         return f"lost {self._leader}: its launcher has ended, or the link to it is cut"

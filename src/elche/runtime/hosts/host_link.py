@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import signal
 from typing import Any, Final, Protocol, final
 
 from elche.comm.control.addresses import outlive_cuts
+from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import (
     HELLO_BYTES,
     HELLO_WITHIN_S,
@@ -16,6 +16,7 @@ from elche.comm.control.frames import (
     NONCE_BYTES,
     FrameCodec,
 )
+from elche.coordination.hosts import in_own_words
 from elche.coordination.protocol.host_messages import (
     FromLeader,
     HostComes,
@@ -28,15 +29,19 @@ from elche.coordination.protocol.host_messages import (
 from elche.coordination.protocol.wire import FROM_HOSTS, from_wire, to_wire
 from elche.errors import ProtocolError
 
-logger = logging.getLogger(__name__)
-
 KILLED: Final = -int(signal.SIGKILL)
 ANSWER_S: Final = 5.0
 """For another host's launcher to say that a rank which it is to kill has ended."""
 
 
 class LinkOwner(Protocol):
-    """Takes what comes from the other hosts' launchers."""
+    """Takes what comes from the other hosts' launchers.
+
+    Attributes:
+        drops: connections that kept to no protocol.
+    """
+
+    drops: DropLog
 
     def take_host(self, host: HostJoins, link: HostLink) -> None:
         """A launcher presents itself."""
@@ -127,10 +132,10 @@ class HostLink(asyncio.Protocol):
             if self._unknown_bytes > HELLO_BYTES:
                 raise ProtocolError("expected a host's launcher, got a flood")
             for message in self._codec.feed(data):
-                self._take(from_wire(message, FROM_HOSTS))
+                self._take(from_wire(in_own_words(message), FROM_HOSTS))
         except ProtocolError as error:
             peer = self._transport and self._transport.get_extra_info("peername")
-            logger.warning("dropped a launcher at %s: %s", peer, error)
+            self._owner.drops.add(f"a launcher at {peer}", error)
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

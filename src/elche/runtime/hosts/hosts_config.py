@@ -15,6 +15,7 @@ from elche.comm.control.addresses import (
     listen,
     own_address,
 )
+from elche.coordination.hosts import PROTOCOL
 from elche.coordination.protocol.host_messages import OPEN, HostJoins
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.succession import can_be_succeeded
@@ -119,7 +120,7 @@ class HostsConfig:
             name=platform.node(),
             address=self.own_address(),
             versions=(
-                ("elche's protocol", str(PROTOCOL_VERSION)),
+                (PROTOCOL, str(PROTOCOL_VERSION)),
                 *installed_versions().items(),
             ),
             ports=ports,

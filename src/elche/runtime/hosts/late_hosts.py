@@ -22,6 +22,7 @@ from enum import Enum
 from typing import Final, final
 
 from elche.comm.control.addresses import format_address
+from elche.comm.control.drop_log import DropLog
 from elche.coordination.hosts import host_refusal
 from elche.coordination.liveness import BEAT_S
 from elche.coordination.protocol.events import HostLeaves, HostLost
@@ -78,6 +79,9 @@ class LateHosts:
         server: the run's coordinator, which numbers ranks.
         processes: takes those of the others.
         say: takes a line for the user.
+
+    Attributes:
+        drops: see `LinkOwner`.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class LateHosts:
         self._count = 0
         self._listening: asyncio.Server | None = None
         self._beating: asyncio.Task[None] | None = None
+        self.drops = DropLog()
 
     async def listen(self, environment: Mapping[str, str]) -> None:
         """Begins to listen, and says how others join.

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from elche.comm.control.addresses import format_address
+from elche.comm.control.drop_log import DropLog
 from elche.coordination.hosts import host_refusal, ranks_by_host
-from elche.coordination.liveness import BEAT_S
+from elche.coordination.liveness import BEAT_S, SILENT_S
 from elche.coordination.protocol.events import HostLeaves, HostLost
 from elche.coordination.protocol.host_messages import (
     HostBeat,
@@ -34,7 +35,7 @@ from elche.coordination.protocol.host_messages import (
 from elche.errors import CommunicationError, ConfigError, ElcheError, ProtocolError
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.hosts.host_link import ANSWER_S, KILLED, HostLink, RemoteProcess
-from elche.runtime.hosts.host_views import HostViews
+from elche.runtime.hosts.host_views import SILENT_BEATS, HostViews
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.remote_start import DEFAULT_SSH, RemoteLaunchers
 from elche.runtime.hosts.witness import ask_witness
@@ -56,6 +57,7 @@ class Leader:
 
     Attributes:
         listener: where the hosts have come, for the run's coordinator.
+        drops: see `LinkOwner`.
     """
 
     def __init__(self, config: HostsConfig, own_ranks: int) -> None:
@@ -76,6 +78,8 @@ class Leader:
         self._awaited: Mapping[int, HostJoins] = {}
         self._run = ""
         self._arrived = asyncio.Event()
+        self._quiet: dict[HostLink, int] = {}  # beats since it was last heard
+        self.drops = DropLog()
 
     @property
     def address(self) -> str:
@@ -229,6 +233,7 @@ class Leader:
         """Another host lives, and has so much of the journal."""
         if self._views is not None:
             self._views.take(_number_of(link), message)
+        self._quiet[link] = 0
 
     def interrupted(self, link: HostLink, message: HostInterrupted) -> None:
         """Another host's launcher was sent a signal."""
@@ -339,6 +344,20 @@ class Leader:
                 link.send(HostBeat(is_needed=self._is_needed(link)))
             if self._views is not None:
                 self._views.beat()
+            elif self._run:
+                self._end_silent()
+
+    def _end_silent(self) -> None:
+        """Ends links of silent hosts without which the run goes on that this one leads.
+
+        From when they have come: their ranks may be in a long step, and not here yet.
+        """
+        for link in self._links.values():
+            quiet = self._quiet[link] = self._quiet.get(link, 0) + 1
+            is_here = not link.closed.is_set()
+            if quiet >= SILENT_BEATS and is_here and not self._is_needed(link):
+                _say(f"{link.host} has been silent for {SILENT_S:g} s")
+                link.abort()
 
     @property
     def links(self) -> Mapping[int, HostLink]:
@@ -379,7 +398,7 @@ class Leader:
         self._links[number] = link
         self._arrived.set()
 
-    def lead_on(
+    async def lead_on(
         self,
         server: KeptCoordinator,
         processes: RankProcesses,
@@ -414,6 +433,7 @@ class Leader:
                     f"host {number} is lost: its launcher has ended, or its link is cut"
                 )
                 server.take(HostLost(ranks=tuple(ranks), why=why))
+        await server.news(ANSWER_S)  # by which it is known what a signal leads to
         for link in self._links.values():
             link.send(HostKept(port=server.address[1]))
         self._beating = asyncio.get_running_loop().create_task(self._beat())

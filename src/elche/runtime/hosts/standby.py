@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -157,14 +157,14 @@ class Standby:
     async def lead(
         self,
         own: Mapping[int, RankProcess],
-        on_lead: Callable[[tuple[str, int], RankProcesses], None],
+        on_lead: Callable[[tuple[str, int], RankProcesses], Awaitable[None]],
     ) -> LaunchResult | None:
         """Leads the run to its end, if this host may.
 
         Args:
             own: processes of this host's ranks.
             on_lead: called when it leads, with the coordinator's address and all ranks'
-                processes.
+                processes; heeds signals until it returns.
 
         Returns:
             How the run has ended; None: see ``why_not``.
@@ -179,13 +179,14 @@ class Standby:
         server = self._server
         try:
             if not await self._may_lead(leader) or server.aborted is not None:
+                self.why_not = self.why_not or f"it cannot lead: {server.aborted}"
                 await leader.refuse(self.why_not)
                 return None
             processes = RankProcesses(server)
-            leader.lead_on(server, processes, own)
-            on_lead(server.address, processes)
-            processes.handle_signals()
+            await leader.lead_on(server, processes, own)
             try:
+                await on_lead(server.address, processes)
+                processes.handle_signals()
                 await processes.wait()
             finally:
                 await processes.close()

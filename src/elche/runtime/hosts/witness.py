@@ -10,6 +10,7 @@ import socket
 from typing import Final
 
 from elche.comm.control.addresses import format_address
+from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import (
     HELLO_BYTES,
     HELLO_WITHIN_S,
@@ -31,7 +32,7 @@ ASK_S: Final = 5.0
 
 async def serve_witness(listener: socket.socket, key: bytes) -> None:
     """Answers launchers that have this key, until it is cancelled."""
-    witness = Witness()
+    witness, drops = Witness(), DropLog()
 
     async def answer(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -42,7 +43,7 @@ async def serve_witness(listener: socket.socket, key: bytes) -> None:
                 _answer(witness, key, reader, writer), HELLO_WITHIN_S
             )
         except (OSError, asyncio.TimeoutError, ProtocolError) as error:
-            logger.warning("dropped %s: %s", peer, error or "it asked nothing")
+            drops.add(str(peer), error or "it asked nothing")
         finally:
             writer.close()
 

@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 from elche.comm.control.addresses import format_address, listen
 from elche.comm.control.control_channel import heeds_key
+from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import (
     HELLO_WITHIN_S,
 )
@@ -123,7 +124,7 @@ class CoordinatorServer:
         self.on_end: Callable[[str], None] = lambda kind: None
         self.on_first_batch: Callable[[], None] | None = None
         self.on_message: Callable[[Event | Instruction], None] | None = None
-        self.dropped = 0
+        self.drops = DropLog()
         self.has_admitted = False
         self.sees_ends = True
         self.told_to_end: set[int] = set()  # because of another rank, or of none

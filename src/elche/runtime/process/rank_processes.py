@@ -24,6 +24,8 @@ LATE_S = (3.0, 4.0)
 HEED_S = 4.0
 """For all after another signal: with KILL_AFTER_S, less than `docker stop` waits."""
 KILL_AFTER_S = 5.0
+COME_S = 5.0
+"""For ranks to come to a coordinator that has just moved here."""
 OWN_END_S = 30.0
 """For ranks that end by themselves after a signal, perhaps with a last checkpoint;
 one that trains alone, and does not say so, may be such a rank."""
@@ -91,6 +93,18 @@ class RankProcesses:
         for number in SIGNALS:
             with contextlib.suppress(NotImplementedError):
                 loop.add_signal_handler(number, self.interrupt, number)
+
+    async def come(self) -> None:
+        """Waits a while until instructions reach all ranks that run.
+
+        Where the coordinator has moved here it is not known before who heeds signals.
+        """
+        deadline_s = time.monotonic() + COME_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            ranks = [r for r, p in self._processes.items() if p.returncode is None]
+            if all(map(self._server.is_connected, ranks)):
+                return
+            await self._server.news(left_s)
 
     def interrupt(self, number: signal.Signals, where: str = "") -> None:
         """A launcher was sent a signal: all ranks are told; its second one kills them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from elche.comm.transport.host_exchange import (
     leaders_of,
     open_by_hosts,
 )
+from elche.comm.transport.probe import probe_reduction_s
 from elche.comm.transport.process_group import Group, end_left_groups
 from elche.errors import CommunicationError, ProtocolError
 from tests.comm.averaging.cases.overlap_cases import joined
@@ -130,6 +132,33 @@ def written_too_early() -> str:
                 said = str(error)
         group.all_reduce(torch.zeros(1), "the end")
     return said
+
+
+def probed() -> tuple[float, int, int]:
+    """What a probe says, and the longest messages between all and between leaders."""
+    longest = {"all": 0, "leaders": 0}
+
+    def watch(group: Group, name: str) -> None:
+        begin = group.all_reduce_async
+
+        def watched(tensor: torch.Tensor) -> Any:
+            longest[name] = max(longest[name], tensor.numel())
+            return begin(tensor)
+
+        group.all_reduce_async = watched  # type: ignore[method-assign]
+
+    with joined_hosts() as group:
+        form = group.host_leaders._form
+
+        def formed(ranks: Sequence[int]) -> Group:
+            watch(made := form(ranks), "leaders")
+            return made
+
+        group.host_leaders._form = formed
+        watch(group, "all")
+        found_s = probe_reduction_s(group, NUMEL)
+        group.all_reduce(torch.zeros(1), "the end")
+    return found_s, longest["all"], longest["leaders"]
 
 
 def late(rank: int) -> str:

@@ -22,6 +22,8 @@ from tests.pipeline.cases.pipeline_cases import (
 )
 
 Counts = tuple[int, ...]
+STEPS = 3
+"""Trained on each partition; the third one is timed, on a rank without layers, too."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class MoveWork:
     """What to train, and how the layers move meanwhile.
 
     Attributes:
-        partitions: layers of each place; two steps are trained on each.
+        partitions: layers of each place; `STEPS` are trained on each.
         placements: the rank of each place, None where it stays.
         built: from "modules", "meta" modules or "factories".
         registered: whether the optimizer is registered once, or given each time.
@@ -105,7 +107,7 @@ def trained_alone(given: MoveWork) -> tuple[dict[str, torch.Tensor], list[float]
     optimizer = optimizer_of(kind, whole.named_parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     losses = []
-    for step in range(2 * len(given.partitions)):
+    for step in range(STEPS * len(given.partitions)):
         x, y = data_for(given.work, step)
         optimizer.zero_grad()
         total, begin = 0.0, 0
@@ -164,7 +166,7 @@ def moved(given: MoveWork) -> Moved:
                 placements.append(pipe.schedule.placement)
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             holds = holds and held == {id(p) for p in pipe.parameters()}
-            for step in range(2 * index, 2 * index + 2):
+            for step in range(STEPS * index, STEPS * (index + 1)):
                 x, y = data_for(given.work, step)
                 pipe.zero_grad()
                 out = pipe.step(

@@ -8,6 +8,7 @@ from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
 from tests.pipeline.cases.pipeline_cases import furthest
 from tests.pipeline.cases.pipeline_move_cases import (
+    STEPS,
     Counts,
     MoveWork,
     accumulated,
@@ -29,7 +30,7 @@ def _check(pool: RankPool, given: MoveWork) -> list[list[Counts]]:
     state, losses = trained_alone(given)
     found = pool.run(moved, given, case_setup=serve_in_thread)
     assert furthest(found[0].state, state) <= 1e-12
-    steps = 2.0 * len(given.partitions)
+    steps = float(STEPS * len(given.partitions))
     for one in found:
         assert one.losses == pytest.approx(losses, rel=1e-12)
         assert one.kept

@@ -118,8 +118,9 @@ class Changes:
             wanted = _MOVES if self._pending.moves else _RESCHEDULES
         times, span_s = None, 0.0
         if is_timed:
-            times = self.planner.report(executor.trace, executor.waited_s)
-            span_s = executor.trace[-1][2] - executor.trace[0][1]
+            trace = executor.trace
+            times = self.planner.report(trace, executor.waited_s)
+            span_s = trace[-1][2] - trace[0][1] if trace else 0.0  # no layers here
         wants_cut = self.passes.pauses.wants_cut()
         return [wanted, self.optimizers is not None, times, wants_cut, span_s]
 

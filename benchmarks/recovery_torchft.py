@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,13 @@ SYNC_EVERY = 8
 """Batches of a window."""
 LIGHTHOUSE = {
     "quorum_tick_ms": 10,
-    "heartbeat_timeout_ms": 500,
-    "join_timeout_ms": 200,
+    "heartbeat_timeout_ms": 500,  # with two ranks, who then are half of those known
+    "join_timeout_ms": 100,  # with more: a rank that does not come in time is left out
 }
-BEAT = timedelta(milliseconds=50)
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(milliseconds=500)
+"""Of a sum, which a death inside it does not end before."""
+PATIENCE = timedelta(seconds=60)
+"""For what is under way at the start alone: ranks that come, and take the model."""
 STEPS_BEFORE = 3 * SYNC_EVERY
 TRAINED = "trained"
 
@@ -49,7 +52,7 @@ class Rank:
         ranks: of all.
         folder: of the run.
         victim: the rank that dies.
-        delay_s: after `STEPS_BEFORE` steps of the whole group.
+        delay_s: after `STEPS_BEFORE` steps in a row of the whole group.
     """
 
     def __init__(
@@ -78,9 +81,9 @@ class Rank:
             },
             min_replica_size=1,
             use_async_quorum=False,
-            timeout=TIMEOUT,
-            quorum_timeout=TIMEOUT,
-            connect_timeout=TIMEOUT,
+            timeout=PATIENCE,
+            quorum_timeout=PATIENCE,
+            connect_timeout=PATIENCE,
             rank=0,
             world_size=1,
             store_addr=LOOPBACK,
@@ -88,7 +91,6 @@ class Rank:
             lighthouse_addr=lighthouse,
             replica_id=str(self._number),
             hostname=LOOPBACK,
-            heartbeat_interval=BEAT,
         )
         parent = os.getppid()
         with LocalSGD(manager, model, optimizer, SYNC_EVERY):
@@ -97,7 +99,7 @@ class Rank:
                 if manager.errored() is None:
                     self._stepped(manager.num_participants())
                 if os.getppid() != parent:
-                    break
+                    return
 
     def _stepped(self, members: int) -> None:
         """A batch is trained, and the last average was one of so many ranks."""
@@ -106,31 +108,35 @@ class Rank:
             if self._number == self._victim and self._steps == STEPS_BEFORE:
                 killed_at = self._folder / KILLED
                 threading.Timer(self._delay_s, die, [killed_at]).start()
-        elif self._steps and not self._is_through:
-            at_s = time.monotonic()
-            if not (self._folder / KILLED).exists():
+            return
+        at_s = time.monotonic()
+        if not (self._folder / KILLED).exists():
+            if self._steps >= STEPS_BEFORE:
                 sys.exit(f"rank {self._number}: {members} ranks, and none was killed")
+            self._steps = 0  # they still come
+        elif not self._is_through:
             self._is_through = True
-            (self._folder / f"{TRAINED}{self._number}").write_text(repr(at_s))
-            print(TRAINED, flush=True)
+            written = self._folder / f"new{self._number}"
+            written.write_text(repr(at_s))
+            written.rename(self._folder / f"{TRAINED}{self._number}")
 
 
 def main() -> None:
     """``PYTHON recovery_torchft.py RANKS FOLDER VICTIM DELAY_S``: one kill."""
-    ranks, victim = int(sys.argv[1]), int(sys.argv[3])
+    ranks, folder, victim = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, **LIGHTHOUSE)
     port = lighthouse.address().rpartition(":")[2]
     where = f"http://{LOOPBACK}:{port}"
     command = [sys.executable, *sys.argv, where]
-    processes = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
-        for rank in range(ranks)
-    ]
+    processes = [subprocess.Popen([*command, str(rank)]) for rank in range(ranks)]
     try:
-        for rank, process in enumerate(processes):
-            assert process.stdout is not None
-            if rank != victim and process.stdout.readline() != f"{TRAINED}\n":
-                sys.exit(f"rank {rank} was lost")
+        while len([*folder.glob(f"{TRAINED}*")]) < ranks - 1:
+            ended = {r for r, each in enumerate(processes) if each.poll() is not None}
+            if (folder / KILLED).exists():
+                ended.discard(victim)
+            if ended:
+                sys.exit(f"ranks {sorted(ended)} were lost")
+            time.sleep(0.05)
     finally:
         for process in processes:
             process.kill()
@@ -144,4 +150,8 @@ if __name__ == "__main__":
     else:
         ranks, folder, victim, delay_s, lighthouse, number = sys.argv[1:]
         own = Rank(int(number), int(ranks), Path(folder), int(victim), float(delay_s))
-        own.train(lighthouse)
+        try:
+            own.train(lighthouse)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)  # threads of torchft may hold the interpreter

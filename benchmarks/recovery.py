@@ -5,9 +5,10 @@ whole time (the kill to the next trained batch of the slowest survivor) stand it
 until the slowest survivor knows of the death, until it has formed the new group, and
 until it has trained on its next batch.
 
-``--beside`` measures what starts all ranks anew instead, from the kill to the last
-rank's first step: torch's DistributedDataParallel under torchrun, from nothing, and
-`elche run --max-restarts`, from its last checkpoint.
+``--beside`` measures others instead, from the kill to the first step of the last rank.
+All ranks start anew under torchrun, with torch's DistributedDataParallel from nothing,
+and under `elche run --max-restarts`, from its last checkpoint. torchft's survivors go
+on, where ``--torchft PYTHON`` has it: see `recovery_torchft.py`.
 """
 
 from __future__ import annotations
@@ -51,10 +52,12 @@ from tests.harness.rank_pool import RankPool
 ON_S = 1.0
 """So long survivors train on, so that each has trained before one breaks off."""
 TORCHRUN = "-m", "torch.distributed.run", "--standalone"
+TORCHFT_RUN = Path(__file__).with_name("recovery_torchft.py")
 ELCHE_RUN = (
     *("-m", "elche", "run"),
     *("--checkpoint-every", "0.5", "--checkpoint-dir"),
 )
+TORCHFT = "torchft"
 BESIDE_S = 300.0
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -143,26 +146,30 @@ def one(
 
 
 def beside(
-    kind: str, ranks: int, draws: random.Random, folder: Path
+    kind: str, ranks: int, draws: random.Random, folder: Path, torchft: str = ""
 ) -> dict[str, float]:
-    """One kill of a run that is started anew; seconds from it to the last first step.
+    """One kill of a run of another kind; seconds from it to the last first step.
 
     Args:
-        kind: ``"torch"``, or elche's policy.
+        kind: ``"torch"``, `TORCHFT`, or elche's policy where all are started anew.
         ranks: how many.
         draws: who dies, and when.
         folder: an empty one.
+        torchft: the interpreter that has it.
     """
-    command = [*ELCHE_RUN, str(folder / CHECKPOINTS), "--nproc"]
-    if kind == "torch":
-        command = [*TORCHRUN, "--nproc-per-node"]
+    victim, delay_s = draws.randrange(1, ranks), draws.uniform(0.0, 0.3)
+    python, many = sys.executable, str(ranks)
+    anew = [many, "--max-restarts", "1", recovery_rank.__file__, kind]
+    if kind == TORCHFT:
+        python, command = torchft, [str(TORCHFT_RUN), many]
+    elif kind == "torch":
+        command = [*TORCHRUN, "--nproc-per-node", *anew]
     else:
         (folder / CHECKPOINTS).mkdir()  # nobody dies before the first one is written
-    victim, delay_s = draws.randrange(1, ranks), draws.uniform(0.0, 0.3)
-    command += [str(ranks), "--max-restarts", "1", recovery_rank.__file__]
+        command = [*ELCHE_RUN, str(folder / CHECKPOINTS), "--nproc", *anew]
     with (folder / "output").open("w+") as output:
         ended = subprocess.run(
-            [sys.executable, *command, kind, str(folder), str(victim), repr(delay_s)],
+            [python, *command, str(folder), str(victim), repr(delay_s)],
             env={**os.environ, **ENVIRONMENT},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -171,7 +178,7 @@ def beside(
         )
         output.seek(0)
         trained = [float(path.read_text()) for path in folder.glob("trained*")]
-        if ended.returncode or len(trained) != ranks:
+        if ended.returncode or len(trained) != ranks - (kind == TORCHFT):
             raise SystemExit(f"{kind} was lost:\n{output.read()}")
     return {"total_s": max(trained) - float((folder / KILLED).read_text())}
 
@@ -192,12 +199,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4])
     parser.add_argument("--policy", nargs="+", default=["sync", "cadence", "async"])
     parser.add_argument("--transport", nargs="+", default=["auto", "gloo"])
-    parser.add_argument("--beside", action="store_true", help="what starts anew, alone")
+    parser.add_argument("--beside", action="store_true", help="others, alone")
+    parser.add_argument(
+        "--torchft", metavar="PYTHON", help="with torchft, for --beside"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
-    kinds = ["torch", *asked.policy]
-    names = [(kind, "anew") for kind in kinds]
+    if asked.torchft and not asked.beside:
+        parser.error("--torchft is a row of --beside; give both")
+    names = [(kind, "anew") for kind in ("torch", *asked.policy)]
+    names += [(TORCHFT, "gloo")] * bool(asked.torchft)
     if not asked.beside:
         names = [*itertools.product(asked.policy, asked.transport)]
     cells = []
@@ -207,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 if asked.beside:
-                    runs.append(beside(policy, ranks, draws, folder))
+                    runs.append(beside(policy, ranks, draws, folder, asked.torchft))
                 else:
                     runs.append(one(ranks, policy, transport, draws, folder / KILLED))
         cell = {"ranks": ranks, "policy": policy, "transport": transport}

@@ -3,6 +3,7 @@
     python -m benchmarks.hosts                              # about eight minutes
     python -m benchmarks.hosts --speeds 1,0.5,1,0.25 --ranks-per-host 2
     python -m benchmarks.hosts --model mlp --codec int8 --seconds 60 --pairs 3
+    python -m benchmarks.hosts --speeds 1,0.5 --witness --link-delay-ms 0.5
 
 Every host is a network namespace with a launcher of its own (`elche run --nnodes`) and
 a cable that `tc tbf` limits (Linux, root); one host is an `elche run` of all ranks,
@@ -22,6 +23,11 @@ epoch is waited for: a run 50 times as long as a reduction loses 2 % by it. The 
 model, gpt-small at 2.5 ms per sample, is so small that seconds are long enough; its sum
 takes about as long as a batch of 32 on all devices, as that of ten million parameters
 does where such a batch takes four seconds.
+
+``--witness`` pairs something else: two hosts with a standby, as a witness in a third
+namespace lets them have, and without. A standby costs time because ranks hear nothing
+of the coordinator before it has that in its journal: a round trip between launchers.
+It stands by from a second or so after ranks have come.
 """
 
 from __future__ import annotations
@@ -51,6 +57,12 @@ from elche.errors import ConfigError
 
 Pair = dict[str, HostsRun]
 ONE, SEVERAL = "one host", "several hosts"
+ALONE, STANDBY = "no standby", "standby"
+
+
+def places(config: HostsConfig) -> tuple[str, str]:
+    """What is measured, and beside what."""
+    return (STANDBY, ALONE) if config.has_witness else (SEVERAL, ONE)
 
 
 def measure(
@@ -61,7 +73,7 @@ def measure(
     for number in range(pairs):
         controls.append(_control(config, number))
         for policy in policies:
-            if policy != "sync" or number == 0:
+            if policy != "sync" or number == 0 or config.has_witness:
                 runs[policy].append(_pair(config, policy, number))
     controls.append(_control(config, pairs))
     return controls, runs
@@ -76,12 +88,15 @@ def _control(config: HostsConfig, number: int) -> float:
 def _pair(config: HostsConfig, policy: str, number: int) -> Pair:
     """Each pair begins with the other place."""
     pair: Pair = {}
-    for place in (ONE, SEVERAL) if number % 2 else (SEVERAL, ONE):
+    bench, order = config.bench, places(config)
+    cables = config.hosts + config.has_witness
+    for place in order[::-1] if number % 2 else order:
         if place == ONE:
             pair[place] = run_policy(config, policy, number, None)
-        else:
-            with slow_link(config.hosts, config.bench.link_mbit) as link:
-                pair[place] = run_policy(config, policy, number, link)
+            continue
+        with slow_link(cables, bench.link_mbit, bench.link_delay_ms) as link:
+            stands_by = place == STANDBY
+            pair[place] = run_policy(config, policy, number, link, stands_by=stands_by)
         run = pair[place]
         _say(
             f"pair {number}, {policy} on {place}: {run.samples_per_s:.1f} samples/s, "
@@ -106,23 +121,24 @@ def report(
         f"{len(kept)} of {len(controls) - 1} pairs undisturbed; {CONTROL} delivers at "
         f"best {max(controls) / declared:.3f} of what devices declare"
     )
-    heads = "one host", "hosts", "ratio", "95 % interval", "of indep"
+    ours, theirs = places(config)
+    heads = theirs, ours, "ratio", "95 % interval", "of indep"
     rest = "windows", "anchor", "MB/window", "overrun"
-    form = "{:8} {:>9} {:>9} {:>6} {:>15} {:>8} {:>8} {:>6} {:>10} {:>8}"
+    form = "{:8} {:>10} {:>13} {:>6} {:>15} {:>8} {:>8} {:>6} {:>10} {:>8}"
     print(form.format("policy", *heads, *rest))
     figures: dict[str, Any] = {}
     for policy, pairs in runs.items():
-        row = _row([pairs[at] for at in kept if at < len(pairs)], max(controls))
+        row = _row(config, [pairs[at] for at in kept if at < len(pairs)], max(controls))
         if row is None:
             print(f"{policy:8} no pair is left")
             continue
         figures[policy] = row
-        last = pairs[-1][SEVERAL]
+        last = pairs[-1][ours]
         print(
             form.format(
                 policy,
-                f"{row[ONE]:.1f}",
-                f"{row[SEVERAL]:.1f}",
+                f"{row[theirs]:.1f}",
+                f"{row[ours]:.1f}",
                 f"{row['ratio']:.3f}",
                 "one pair"
                 if row["pairs"] == 1
@@ -137,12 +153,15 @@ def report(
     return figures
 
 
-def _row(pairs: Sequence[Pair], best: float) -> dict[str, Any] | None:
+def _row(
+    config: HostsConfig, pairs: Sequence[Pair], best: float
+) -> dict[str, Any] | None:
     """The figures of a policy's pairs that count; rates are means."""
+    ours, theirs = places(config)
     rates = {
-        place: [pair[place].samples_per_s for pair in pairs] for place in (ONE, SEVERAL)
+        place: [pair[place].samples_per_s for pair in pairs] for place in (theirs, ours)
     }
-    found = ratio_of(rates[SEVERAL], rates[ONE])
+    found = ratio_of(rates[ours], rates[theirs])
     if found is None:
         return None
     means = {place: sum(each) / len(each) for place, each in rates.items()}
@@ -151,7 +170,7 @@ def _row(pairs: Sequence[Pair], best: float) -> dict[str, Any] | None:
         **means,
         "ratio": values.pop("mean"),
         **values,
-        "of_indep": means[SEVERAL] / best,
+        "of_indep": means[ours] / best,
         "overrun": max(run.overrun for pair in pairs for run in pair.values()),
     }
 
@@ -171,12 +190,14 @@ def _config(asked: argparse.Namespace) -> HostsConfig:
         solo_seconds=asked.control_seconds,
         ms_per_sample=asked.ms_per_sample,
         link_mbit=asked.link_mbit,
+        link_delay_ms=asked.link_delay_ms,
         codec=asked.codec,
     )
     return HostsConfig(
         bench=bench,
         ranks_per_host=asked.ranks_per_host,
         overhead_target=asked.overhead_target,
+        has_witness=asked.witness,
     )
 
 
@@ -186,6 +207,8 @@ def main() -> int:
     parser.add_argument("--speeds", default="1,0.5,0.25", help="of the ranks")
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--link-mbit", type=float, default=100.0)
+    parser.add_argument("--link-delay-ms", type=float, default=0.0, help="one way")
+    parser.add_argument("--witness", action="store_true", help="pair standby and none")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each run")

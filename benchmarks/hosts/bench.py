@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Sequence
@@ -15,7 +16,14 @@ from elche.demo import contender
 from elche.demo.contender import ContenderSpec
 from elche.demo.verdict import CONTROL
 from elche.errors import ConfigError, RemoteRankError
-from tests.runtime.hosts.launchers import Cluster, launched
+from tests.runtime.hosts.launchers import (
+    NAMED,
+    Cluster,
+    launched,
+    with_witness,
+    witnessing,
+    write_key,
+)
 
 POLICIES = ("cadence", "async", "sync")
 START_S = 60.0
@@ -32,14 +40,16 @@ class HostsConfig:
         bench: devices, model, link and lengths of runs, as `benchmarks.links` has them.
         ranks_per_host: how many ranks that follow each other are on one host.
         overhead_target: of windows; None: elche's default.
+        has_witness: two hosts are measured with one, and so a standby, and without.
 
     Raises:
-        ConfigError: the ranks do not fill two hosts or more.
+        ConfigError: the ranks do not fill two hosts or more, or not two with a witness.
     """
 
     bench: LinkBenchConfig
     ranks_per_host: int = 1
     overhead_target: float | None = None
+    has_witness: bool = False
 
     def __post_init__(self) -> None:
         ranks, each = len(self.bench.speeds), self.ranks_per_host
@@ -47,6 +57,11 @@ class HostsConfig:
             raise ConfigError(
                 f"expected --speeds of two or more hosts with {each} ranks each, got "
                 f"{ranks} ranks"
+            )
+        if self.has_witness and self.hosts != 2:
+            raise ConfigError(
+                f"--witness compares two hosts with and without a standby, which "
+                f"{self.hosts} have in any case; give the --speeds of two"
             )
 
     @property
@@ -78,6 +93,8 @@ class HostsConfig:
         options: dict[str, Any] = {"codec": self.bench.codec}
         if self.overhead_target is not None and name != "sync":
             options["windows"] = {"overhead_target": self.overhead_target}
+        if self.has_witness:  # a standby needs all ranks to have the model
+            options["leave_out"] = False
         counter = str(SENT_BYTES) if linked else None
         return replace(spec, options=options, sent_counter=counter)
 
@@ -109,10 +126,23 @@ def run_control(config: HostsConfig, seed: int) -> float:
 
 
 def run_policy(
-    config: HostsConfig, policy: str, seed: int, link: Link | None
+    config: HostsConfig,
+    policy: str,
+    seed: int,
+    link: Link | None,
+    *,
+    stands_by: bool = False,
 ) -> HostsRun:
-    """A run under a policy: on hosts of their own behind a link, or on one host."""
-    found = _results(config, policy, seed, link)
+    """A run under a policy: on hosts of their own behind a link, or on one host.
+
+    Args:
+        config: what is measured.
+        policy: under which.
+        seed: of parameters, data and order.
+        link: of the hosts; None: there is one.
+        stands_by: the last place on the link has a witness, by which host 1 stands by.
+    """
+    found = _results(config, policy, seed, link, stands_by=stands_by)
     first = found[0]
     windows = int(first["windows"])
     return HostsRun(
@@ -125,20 +155,35 @@ def run_policy(
 
 
 def _results(
-    config: HostsConfig, name: str, seed: int, link: Link | None
+    config: HostsConfig,
+    name: str,
+    seed: int,
+    link: Link | None,
+    *,
+    stands_by: bool = False,
 ) -> list[dict[str, Any]]:
     """What each rank wrote."""
     with tempfile.TemporaryDirectory(prefix="elche-") as folder_name:
         folder = Path(folder_name)
         spec = config.spec(name, seed, folder, linked=link is not None)
         (folder / "spec.json").write_text(spec.to_json())
-        with launched(_cluster(config, folder, link)) as hosts:
+        write_key(folder / "key")
+        cluster = _cluster(config, folder, link)
+        with contextlib.ExitStack() as stack:
+            if link is not None and stands_by:
+                third = link.ranks[config.hosts][1], link.command(config.hosts)
+                _, where = stack.enter_context(witnessing(folder, *third))
+                cluster = with_witness(cluster, where)
+            hosts = stack.enter_context(launched(cluster, makes_key=False))
             codes = [host.end() for host in hosts]
             said = "\n".join(host.output[-2000:] for host in hosts)
+            is_named = NAMED in hosts[0].output
         if any(codes):
             errors = sorted(folder.glob("stderr-*.txt"))
             said += "\n".join(path.read_text()[-2000:] for path in errors)
             raise RemoteRankError(f"{name} ended with codes {codes}:\n{said}")
+        if stands_by and not is_named:
+            raise RemoteRankError(f"{name} ended before a host stood by:\n{said}")
         paths = [folder / f"result-{r}.json" for r in range(len(config.bench.speeds))]
         return [json.loads(path.read_text()) for path in paths]
 

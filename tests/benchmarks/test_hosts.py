@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hosts.__main__ import ONE, SEVERAL, report
+from benchmarks.hosts.__main__ import ALONE, ONE, SEVERAL, STANDBY, report
 from benchmarks.hosts.bench import HostsConfig, HostsRun
 from benchmarks.hosts.pairs import ratio_of, undisturbed
 from benchmarks.links.bench import LinkBenchConfig
@@ -56,6 +56,8 @@ def test_ranks_fill_two_hosts_or_more() -> None:
         config(1, 1, 1, ranks_per_host=2)
     with pytest.raises(ConfigError, match="two or more hosts with 2 ranks each, got 2"):
         config(1, 1, ranks_per_host=2)
+    with pytest.raises(ConfigError, match="without a standby, which 3 have"):
+        config(1, 1, 1, has_witness=True)
 
 
 def test_all_train_the_same_but_for_the_place(tmp_path: Path) -> None:
@@ -94,3 +96,17 @@ def test_the_table_is_of_undisturbed_pairs(capsys: pytest.CaptureFixture[str]) -
     assert "2 of 3 pairs undisturbed" in shown
     assert "0.980 to 0.980" in shown
     assert "sync     no pair is left" in shown
+
+
+def test_a_standby_is_beside_none(capsys: pytest.CaptureFixture[str]) -> None:
+    two = config(1, 0.5, has_witness=True)
+    best = sum(two.bench.rates)
+    pair = {
+        ALONE: HostsRun(100.0, 20, 12, 5e5, 0.001),
+        STANDBY: HostsRun(98.0, 20, 12, 5e5, 0.002),
+    }
+    found = report(two, [best] * 3, {"sync": [pair, pair]})
+    assert found["sync"]["ratio"] == pytest.approx(0.98)
+    assert found["sync"]["of_indep"] == pytest.approx(98.0 / best)
+    heads = capsys.readouterr().out.splitlines()[3].split()
+    assert heads[:4] == ["policy", *ALONE.split(), STANDBY]

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from elche.demo import compare
-from elche.demo.batches import SegmentSampler, SplitBatches, split_edges
+from elche.demo.batches import SegmentSampler, SplitBatches, sampler_of, split_edges
 from elche.demo.compare import Devices, run_contender, whole_batches
 from elche.demo.contender import ContenderSpec
 from elche.errors import ConfigError, RemoteRankError
+from elche.runtime.data.sample_order import GENERATORS_ONLY
 from elche.runtime.process.launch import LaunchResult
 from tests.demo.fake_runs import rank_result, run_of
 
@@ -52,6 +53,12 @@ def test_parts_of_a_batch_meet_and_cover_it() -> None:
         sorted(whole[i * 32 : i * 32 + 32]) for i in range(3)
     ]
     assert split_edges(32, (1.0, 0.25))[1:] == [26, 32]
+
+
+def test_one_part_is_in_the_order_of_several() -> None:
+    whole, parts = sampler_of(96, 1, seed=3), sampler_of(96, 4, seed=3)
+    assert list(whole) == [sample for _ in range(4) for sample in parts]
+    assert type(whole) in GENERATORS_ONLY  # else a run ends with its first rank
 
 
 def test_overrun_is_that_of_the_worst_rank() -> None:

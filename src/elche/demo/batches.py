@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import RandomSampler, Sampler
 
 
 def split_edges(batch_size: int, shares: Sequence[float]) -> list[int]:
@@ -36,12 +36,26 @@ class SegmentSampler(Sampler[int]):
         return len(self._parts[self._next % len(self._parts)])
 
 
+Order = RandomSampler | SegmentSampler
+
+
+def sampler_of(num_samples: int, segments: int, seed: int) -> Order:
+    """One shuffled order in so many parts; of one part torch's own, the same.
+
+    With that a run outlives its first rank, which alone has the state of any other.
+    """
+    if segments > 1:
+        return SegmentSampler(num_samples, segments, seed)
+    generator = torch.Generator().manual_seed(seed)
+    return RandomSampler(range(num_samples), generator=generator)
+
+
 class SplitBatches(Sampler[list[int]]):
     """Each rank's part of every global batch, by fixed shares."""
 
     def __init__(
         self,
-        sampler: SegmentSampler,
+        sampler: Order,
         batch_size: int,
         shares: Sequence[float],
         rank: int,

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from elche import session, session_state
 from elche.config import DELAYED_SYNC
-from elche.demo.batches import SegmentSampler, SplitBatches
+from elche.demo.batches import SplitBatches, sampler_of
 from elche.demo.delayed_contender import DelayedTraining
 from elche.demo.models import (
     OPTIMIZERS,
@@ -138,7 +138,7 @@ class Contender:
         self._optimizers = self._workload.optimizers(self._model, spec.optimizer)
         groups = [group for each in self._optimizers for group in each.param_groups]
         self._rates = [(group, float(group["lr"])) for group in groups]
-        self._sampler = SegmentSampler(spec.samples, spec.segments, spec.seed)
+        self._sampler = sampler_of(spec.samples, spec.segments, spec.seed)
         self._loss_scale = 1.0
         self._done_samples = 0
         self._train_s = 0.0

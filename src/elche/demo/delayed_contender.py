@@ -9,7 +9,7 @@ from torch.utils.data import Subset
 
 from elche import session
 from elche.config import DELAYED_SYNC
-from elche.demo.batches import SegmentSampler
+from elche.demo.batches import Order
 from elche.demo.models import Workload, learning_rate_scale
 from elche.errors import DeadlineError
 from elche.runtime.emulation import EmulationHandle
@@ -30,7 +30,7 @@ class DelayedTraining:
     def __init__(
         self,
         workload: Workload,
-        sampler: SegmentSampler,
+        sampler: Order,
         *,
         batch_size: int,
         optimizer: str,

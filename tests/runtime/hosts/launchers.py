@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.harness.printing import Printing
 
 WAIT_S = 100.0
 ELCHE = ("-m", "elche")
+NAMED = "the run goes on without host 0 if that is lost"
+"""Says the leading host when another one stands by."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,36 @@ def launched(cluster: Cluster, *, makes_key: bool = True) -> Iterator[list[Print
             if host.process.poll() is None:
                 host.process.kill()
             host.process.wait()
+
+
+@contextmanager
+def witnessing(
+    folder: Path, address: str = "127.0.0.1", prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[Printing, str]]:
+    """A witness with the hosts' key, and its address."""
+    where, key = f"{address}:{free_port() if not prefix else 29501}", folder / "key"
+    output = folder / "witness.txt"
+    words = (*prefix, sys.executable, *ELCHE, "witness")
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [*words, "--listen", where, "--key-file", str(key)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    witness = Printing(process, output, WAIT_S)
+    try:
+        witness.wait_for("elche witness: listens at")
+        yield witness, where
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert witness.end() == 130, witness.output
+
+
+def with_witness(cluster: Cluster, where: str) -> Cluster:
+    """The same hosts, which know of a witness."""
+    ranks = [[*each, "--witness", where] for each in cluster.ranks]
+    return replace(cluster, ranks=ranks)
 
 
 def write_key(path: Path) -> None:

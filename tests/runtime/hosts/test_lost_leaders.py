@@ -6,10 +6,8 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +19,12 @@ from elche.cli.main import main
 from elche.errors import ConfigError
 from tests.harness.printing import Printing
 from tests.runtime.hosts.launchers import (
-    WAIT_S,
+    NAMED,
     Cluster,
     free_port,
     launched,
+    with_witness,
+    witnessing,
     write_key,
 )
 from tests.runtime.hosts.test_host_deaths import (
@@ -39,7 +39,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
 SLOW = pytest.mark.slow
 LEADS = r"host {} \(.*\) leads the run now, with hosts \[(.*)\]"
-NAMED = "the run goes on without host 0 if that is lost"
 GOES_ON_S = 10.0
 """After a launcher's end; a host that is cut off is waited for 12 s before."""
 
@@ -54,35 +53,6 @@ def after(hosts: list[Printing], world: int, since_s: float, within_s: float) ->
     """Waits until these train as a smaller group, in time."""
     found = wait_for_all(hosts, rf"is one of {world} at (\d+\.\d+)", world)
     assert max(map(float, found)) - since_s < within_s
-
-
-@contextmanager
-def witnessing(
-    folder: Path, address: str = "127.0.0.1", prefix: tuple[str, ...] = ()
-) -> Iterator[tuple[Printing, str]]:
-    """A witness with the hosts' key, and its address."""
-    where, key = f"{address}:{free_port() if not prefix else 29501}", folder / "key"
-    output = folder / "witness.txt"
-    words = (*prefix, sys.executable, "-m", "elche", "witness")
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [*words, "--listen", where, "--key-file", str(key)],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    witness = Printing(process, output, WAIT_S)
-    try:
-        witness.wait_for("elche witness: listens at")
-        yield witness, where
-    finally:
-        process.send_signal(signal.SIGINT)
-        assert witness.end() == 130, witness.output
-
-
-def with_witness(cluster: Cluster, where: str) -> Cluster:
-    ranks = [[*each, "--witness", where] for each in cluster.ranks]
-    return replace(cluster, ranks=ranks)
 
 
 @pytest.mark.parametrize(

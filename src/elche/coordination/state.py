@@ -55,6 +55,7 @@ SLICE_INSTRUCTIONS = 512
 
 RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
 
+_Told: TypeAlias = Iterable[Instruction | None]
 _Work: TypeAlias = tuple[Event, Steps] | None
 
 
@@ -98,9 +99,7 @@ class Coordinator:
         self._end = RunEnd(self._membership)
         self._story = Story()
         self._work: _Work = None
-        self._handlers: dict[
-            type[Event], Callable[..., Iterable[Instruction | None]]
-        ] = {
+        self._handlers: dict[type[Event], Callable[..., _Told]] = {
             Join: self._join,
             JoinReady: self._be_ready,
             EpochOpened: self._open_epoch,
@@ -232,7 +231,7 @@ class Coordinator:
             self._membership.check()
             self._epochs.check()
 
-    def _join(self, event: Join, now_s: float) -> Iterable[Instruction | None]:
+    def _join(self, event: Join, now_s: float) -> _Told:
         if not self._membership.is_elastic and event.rank not in self._membership.ranks:
             return self._membership.greet(event, self.why_closed)
         if event.version != PROTOCOL_VERSION:
@@ -293,9 +292,7 @@ class Coordinator:
                 told += (one for one in self._join(join, now_s) if one is not None)
         return told
 
-    def _open_epoch(
-        self, event: EpochOpened, now_s: float
-    ) -> Iterable[Instruction | None]:
+    def _open_epoch(self, event: EpochOpened, now_s: float) -> _Told:
         epochs = self._running()
         if self._membership.left:
             return self._end.abort(left_before(event, self._membership.left))

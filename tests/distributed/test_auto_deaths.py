@@ -14,7 +14,7 @@ import pytest
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_calibration, auto_policy
-from elche.coordination.sync import sync_policy
+from elche.coordination.sync import step_grants
 from tests.distributed.cases.auto_deaths import (
     BUILDING,
     EPOCHS,
@@ -78,7 +78,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wanted]]:
 
     monkeypatch.setattr(auto_policy, "Chooser", Wanted)
     monkeypatch.setattr(auto_calibration.Calibration, "_goes_on", goes_on)
-    monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
+    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 1)
     yield Wanted
     Wanted.choices, Wanted.steps = (WINDOWS,), 2

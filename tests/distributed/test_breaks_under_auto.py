@@ -14,7 +14,7 @@ from elche import session
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_calibration, auto_policy
-from elche.coordination.sync import sync_policy
+from elche.coordination.sync import step_grants
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.window_epoch import WindowEpoch
@@ -107,7 +107,7 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(Windows, "policy", request.param)
     monkeypatch.setattr(auto_policy, "Chooser", Windows)
     monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
-    monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
+    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     return str(request.param)
 
 

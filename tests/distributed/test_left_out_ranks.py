@@ -20,7 +20,7 @@ from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_policy
 from elche.coordination.auto.auto_calibration import MOST_STEPS
 from elche.coordination.protocol.events import StepsDone
-from elche.coordination.sync import left_out, step_gauge, sync_policy
+from elche.coordination.sync import left_out, step_gauge, step_grants
 from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
@@ -149,7 +149,7 @@ def decided_by_given_times(monkeypatch: pytest.MonkeyPatch) -> None:
         take(policy, replace(event, busy_s=busy_s, sync_wait_s=0.0, warm=True))
 
     monkeypatch.setattr(SyncPolicy, "_take", timed)
-    monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
+    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     monkeypatch.setattr(step_gauge, "SETTLING_GRANTS", 2)
     monkeypatch.setattr(step_gauge, "MEASURED_STEPS", 4)
     monkeypatch.setattr(step_gauge, "MEASURED_S", 0.0)

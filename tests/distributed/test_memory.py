@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche import session
-from elche.comm.gradients.sum_memory import give_back_freed
+from elche.comm.gradients.buckets.sum_memory import give_back_freed
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from elche.comm.gradients import bucket_pass
+from elche.comm.gradients.buckets import bucket_pass
 from elche.runtime import sync_epoch, window_epoch
 from elche.runtime.process.worker import Worker
 

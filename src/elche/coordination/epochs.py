@@ -26,6 +26,7 @@ from elche.coordination.protocol.instructions import (
     Instruction,
     MetricsReported,
 )
+from elche.coordination.roster import refusal
 from elche.coordination.story import Story
 from elche.errors import MismatchError, ProtocolError
 
@@ -75,11 +76,6 @@ class Epochs:
         return self._policy.mortal_by(rank)
 
     @property
-    def may_admit(self) -> bool:
-        """Whether nothing is under way that a rank that joins would miss."""
-        return self.is_under_way and self._policy.is_quiet
-
-    @property
     def is_paused(self) -> bool:
         """Whether all ranks wait to go on with an epoch that was cut."""
         return self._before is not None and self.all_wait
@@ -95,20 +91,20 @@ class Epochs:
         first = min(self._membership.ranks)
         return self.handle(EpochCut(rank=first, epoch=self.number), now_s)
 
-    def differs(self, event: EpochOpened) -> str:
-        """What a rank that has joined opens differently than others have, or ""."""
-        others = {
-            rank: each for rank, each in self._opened.items() if rank < event.rank
-        }
-        return opened_differently({**others, event.rank: event})
-
     def open(self, event: EpochOpened, now_s: float) -> Steps:
         """A rank asks for the next epoch; begins it if all have.
+
+        One that has joined and opens it differently ends, and the others go on.
 
         Raises:
             MismatchError: ranks do not begin it alike.
             ProtocolError: it is not the next one, or the rank has asked before.
         """
+        if event.rank in self._membership.roster.fresh:
+            before = {r: each for r, each in self._opened.items() if r < event.rank}
+            difference = opened_differently({**before, event.rank: event})
+            if difference:
+                return iter([refusal(event.rank, difference)])
         again = event.rank in self._opened and not self._membership.has_changed
         expected = self.number + (not event.continues)
         if event.continues and self.number < 0:
@@ -239,13 +235,44 @@ class Epochs:
         self._policy.remove(rank)
         return self._ending.confirm(rank)
 
-    def make_room(self, wanted: bool) -> list[Instruction]:
+    def make_room(self) -> list[Instruction]:
         """Says whether ranks wait to be taken in, which may take some preparation."""
-        return self._policy.make_room(wanted)
+        membership = self._membership
+        wait = membership.awaits_cut  # an epoch may be granted whole
+        if membership.is_elastic:
+            wait = bool(membership.roster.newcomers)
+        return self._policy.make_room(wait)
 
-    def add(self, joins: Sequence[Join]) -> list[Instruction]:
+    def take_in(self, now_s: float) -> Steps:
+        """Takes in ranks that wait, where all pause, and cuts the epoch for that.
+
+        An elastic run does where nothing is under way that they would miss.
+        """
+        membership = self._membership
+        if membership.is_elastic:
+            if membership.roster.newcomers:
+                yield from self._admit(now_s)
+                yield from self.make_room()
+        elif not membership.awaits_cut:
+            pass
+        elif self.is_under_way:
+            yield from self.cut(now_s)
+        elif self.is_paused and membership.roster.ready:
+            joins, told = membership.admit_ready()
+            yield from self._add(joins, now_s)
+            yield from told
+
+    def _admit(self, now_s: float) -> list[Instruction]:
+        may_admit = self.is_under_way and self._policy.is_quiet
+        if not may_admit or self._membership.roster.pending:
+            return []
+        joins, told = self._membership.admit()
+        return [*told, *self._add(joins, now_s)]
+
+    def _add(self, joins: Sequence[Join], now_s: float) -> list[Instruction]:
         """Ranks join the epoch under way, or what is left of it."""
         for member in as_members(joins):
+            self._story.decided("joins", now_s, member.rank)
             self._policy.add(member)
         begun = joins if self.is_under_way else ()
         return [self._begin_for(join.rank) for join in begun]

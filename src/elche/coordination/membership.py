@@ -20,6 +20,7 @@ from elche.coordination.protocol.events import (
     Tick,
 )
 from elche.coordination.protocol.instructions import Instruction, Welcome
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.roster import Roster, refusal
 from elche.errors import ProtocolError
 
@@ -46,7 +47,7 @@ class Membership:
         self, world_size: int, *, is_elastic: bool, grows: bool = False
     ) -> None:
         self._world_size = world_size
-        self._is_elastic = is_elastic
+        self.is_elastic = is_elastic
         self._grows = grows
         self.ranks = set(range(world_size))
         self.left: dict[int, Left] = {}
@@ -97,7 +98,7 @@ class Membership:
             return was_waiting and isinstance(event, Disconnected)
         if isinstance(event, JoinReady):
             return any(join.rank == event.rank for join in self.roster.newcomers)
-        may_join = self._is_elastic or self._grows
+        may_join = self.is_elastic or self._grows
         return isinstance(event, Join) and may_join and event.rank >= 0
 
     def keep_waiting(self, join: Join) -> bool:
@@ -169,8 +170,20 @@ class Membership:
         """Whether ranks are to leave where the epoch under way is cut."""
         return bool(self.leaving) and not (self.left or self.roster.pending)
 
-    def greet(self, join: Join) -> list[Instruction]:
-        """A rank asks to join where an epoch is cut: it waits, if it fits."""
+    def greet(self, join: Join, why_closed: str) -> list[Instruction]:
+        """A rank asks to join where an epoch is cut: it waits, if it may and fits.
+
+        Args:
+            join: what it says of itself.
+            why_closed: why no rank can join; "" if one can.
+        """
+        if join.version != PROTOCOL_VERSION:
+            why_closed = (
+                f"it uses protocol version {join.version}, not {PROTOCOL_VERSION}"
+            )
+        if why_closed:
+            said = f"rank {join.rank} cannot join the run under way: {why_closed}"
+            return [refusal(join.rank, said)]
         difference = what_differs([next(iter(self._joins.values())), join])
         if difference:
             return [refusal(join.rank, difference)]

@@ -1,10 +1,11 @@
 """The coordination core: ``handle(event, now_s) -> instructions``.
 
 Who takes part is in `elche.coordination.membership`, epochs in
-`elche.coordination.epochs`, and what happens inside one is its policy's; here are
-barriers, deadlines and how a run ends. The core never reads a clock and never does I/O:
-the shell (`elche.runtime.process.coordinator`) feeds it and carries out what it
-answers. Each decision leaves a line in the story, which every error prints.
+`elche.coordination.epochs`, what happens inside one is its policy's, and how a run ends
+is in `elche.coordination.run_end`; here is what each event means to them. The core
+never reads a clock and never does I/O: the shell
+(`elche.runtime.process.coordinator`) feeds it and carries out what it answers. Each
+decision leaves a line in the story, which every error prints.
 
 What is decided for each of many ranks because of one event is decided in slices, so
 that the shell is not held up: ``handle`` answers with the first slice, ``go_on`` with
@@ -14,10 +15,8 @@ the others. No event is handled before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TypeAlias
 
-from elche.coordination.accounts.batch_ranges import Range
 from elche.coordination.agreement import (
     disagreement,
     left_before,
@@ -47,21 +46,16 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
-from elche.coordination.roster import refusal
+from elche.coordination.run_end import Deadline, Mortality, RunEnd
 from elche.coordination.story import Story
-from elche.errors import (
-    ElcheError,
-    MismatchError,
-    NonFiniteError,
-    ProtocolError,
-    TransitionError,
-)
+from elche.errors import ProtocolError, TransitionError
 
 SLICE_INSTRUCTIONS = 512
 """Some 10 ms of work."""
 
 RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
 
+_Told: TypeAlias = Iterable[Instruction | None]
 _Work: TypeAlias = tuple[Event, Steps] | None
 
 
@@ -94,22 +88,18 @@ class Coordinator:
         slice_instructions: int = SLICE_INSTRUCTIONS,
     ) -> None:
         self._slice_instructions = slice_instructions
-        self._is_elastic = elastic
         self._several_hosts = several_hosts
-        self._mortal_by = "" if survives else "a run without a launcher of elche's"
-        self._set_mortal_by = self._own_sampler = ""
         self.lost: set[int] = set()
-        self._timeout_s = timeout_s
         self._membership = Membership(world_size, is_elastic=elastic, grows=survives)
         self._epochs: Epochs | None = None
         self._barriers = Barriers()
-        self._waiting_since_s: float | None = None
+        by = "" if survives else "a run without a launcher of elche's"
+        self._mortality = Mortality(self._membership, by)
+        self._deadline = Deadline(self._membership, self._barriers, timeout_s)
+        self._end = RunEnd(self._membership)
         self._story = Story()
-        self.aborted: str | None = None
         self._work: _Work = None
-        self._handlers: dict[
-            type[Event], Callable[..., Iterable[Instruction | None]]
-        ] = {
+        self._handlers: dict[type[Event], Callable[..., _Told]] = {
             Join: self._join,
             JoinReady: self._be_ready,
             EpochOpened: self._open_epoch,
@@ -138,19 +128,24 @@ class Coordinator:
     @property
     def waiting_since_s(self) -> float | None:
         """Since when nothing has come of ranks that others wait for; None: not so."""
-        return self._waiting_since_s if self._is_waiting() else None
+        return self._deadline.since_s(self._epochs)
 
     @property
     def doing(self) -> str:
         """What the run does now, in words."""
-        return self._doing()
+        return self._deadline.doing(self._epochs)
+
+    @property
+    def aborted(self) -> str | None:
+        """Why the run was ended; None: it was not."""
+        return self._end.reason
 
     @property
     def why_closed(self) -> str:
         """Why no rank can join the run now, in words; "" if one can."""
         if self._epochs is None or self._membership.left or self.aborted is not None:
             return "that has not begun, or is at its end"
-        by = self._mortal_by or self._set_mortal_by
+        by = self._mortality.by
         return f"none can join {by}" if by else ""
 
     @property
@@ -175,7 +170,7 @@ class Coordinator:
             self._story.decided("no such rank in this run", now_s, event.rank)
             return []
         if self.aborted is not None:
-            return self._after_abort(event)
+            return self._end.answer(event)
         self._work = event, self._answer(event, now_s)
         return self.go_on(now_s)
 
@@ -190,25 +185,11 @@ class Coordinator:
         event, steps = self._work
         try:
             instructions, self._work = self._slice(event, steps)
-        except MismatchError as error:
-            self._work = None
-            instructions = self._abort(str(error), kind="mismatch")
-        except NonFiniteError as error:
-            self._work = None
-            instructions = self._abort(
-                str(error),
-                error.rank,
-                kind="non_finite",
-                batches=error.batches,
-                part=error.part,
-            )
         except Exception as error:
             self._work = None
-            what = str(error) if isinstance(error, ElcheError) else repr(error)
-            wrapped = TransitionError(what, self.story(event.rank)[-12:])
-            instructions = self._abort(str(wrapped), kind="protocol")
+            instructions = self._end.refuse(error, self.story(event.rank)[-12:])
         if not isinstance(event, Tick):
-            self._waiting_since_s = now_s
+            self._deadline.heard(now_s)
         for instruction in instructions:
             self._story.told(instruction, now_s)
         return instructions
@@ -229,13 +210,10 @@ class Coordinator:
         if self._epochs is not None:
             yield from self._epochs.heard(event)
         yield from handler(event, now_s)
-        yield from self._make_room()
-        yield from self._let_go(now_s)
-        if not self._is_elastic:
-            yield from self._take_in(now_s)
-        elif self._membership.roster.newcomers:
-            yield from self._admit(now_s)
-            yield from self._make_room()
+        if self._epochs is not None:
+            yield from self._epochs.make_room()
+            yield from self._let_go(self._epochs, now_s)
+            yield from self._epochs.take_in(now_s)
 
     def story(self, rank: int | None = None) -> list[str]:
         """Recent messages from and to a rank; of all ranks when None."""
@@ -253,11 +231,11 @@ class Coordinator:
             self._membership.check()
             self._epochs.check()
 
-    def _join(self, event: Join, now_s: float) -> Iterable[Instruction | None]:
-        if not self._is_elastic and event.rank not in self._membership.ranks:
-            return self._greet(event)
+    def _join(self, event: Join, now_s: float) -> _Told:
+        if not self._membership.is_elastic and event.rank not in self._membership.ranks:
+            return self._membership.greet(event, self.why_closed)
         if event.version != PROTOCOL_VERSION:
-            return self._abort(
+            return self._end.abort(
                 f"rank {event.rank} uses protocol version {event.version}, expected "
                 f"{PROTOCOL_VERSION}: install one elche version everywhere"
             )
@@ -265,56 +243,31 @@ class Coordinator:
             return self._go_on_after_end(now_s) if self.is_finished else []
         difference = self._membership.take(event)
         if difference:
-            return self._abort(difference, kind="mismatch")
+            return self._end.abort(difference, kind="mismatch")
         return self._begin_run() if self._membership.is_complete else []
 
-    def _greet(self, event: Join) -> list[Instruction]:
-        """A rank asks to join the run under way: it may, or hears why not."""
-        why = self.why_closed
-        if event.version != PROTOCOL_VERSION:
-            why = f"it uses protocol version {event.version}, not {PROTOCOL_VERSION}"
-        if why:
-            said = f"rank {event.rank} cannot join the run under way: {why}"
-            return [refusal(event.rank, said)]
-        return self._membership.greet(event)
-
     def _be_ready(self, event: JoinReady, now_s: float) -> list[Instruction]:
-        """A rank that waits to join: the epoch is cut for it, see `_take_in`."""
+        """A rank that waits to join: the epoch is cut for it."""
         if event.rank in self._membership.ranks:
             raise ProtocolError(f"rank {event.rank} is in the run")
         self._membership.roster.ready.add(event.rank)
         return []
-
-    def _take_in(self, now_s: float) -> Steps:
-        """Cuts the epoch for ranks that wait, and takes them in where all pause."""
-        epochs, membership = self._epochs, self._membership
-        if epochs is None or not membership.awaits_cut:
-            return
-        if epochs.is_under_way:
-            yield from epochs.cut(now_s)
-        elif epochs.is_paused and membership.roster.ready:
-            joins, told = membership.admit_ready()
-            for join in joins:
-                self._story.decided("joins", now_s, join.rank)
-            yield from epochs.add(joins)
-            yield from told
 
     def _begin_run(self) -> Steps:
         """All ranks have joined."""
         joins = self._membership.joined()
         difference = disagreement(joins)
         if difference:
-            yield from self._abort(difference, kind="mismatch")
+            yield from self._end.abort(difference, kind="mismatch")
             return
         yield None
         settings = settings_of(joins[0])
-        self._timeout_s = settings.config.timeout_s
+        self._deadline.allow(settings.config.timeout_s)
         nccl = "" if self._several_hosts else over_nccl(joins)
-        self._set_mortal_by = settings.config.mortal_by or settings.mortal_by or nccl
-        self._own_sampler = settings.own_sampler
+        self._mortality.begin_run(settings, nccl)
         self._membership.min_ranks = settings.config.min_ranks
         if self._membership.is_short:
-            yield from self._abort(
+            yield from self._end.abort(
                 f"expected min_ranks of at most {len(joins)}, with which the run "
                 f"begins, got {settings.config.min_ranks}",
                 kind="config",
@@ -323,14 +276,14 @@ class Coordinator:
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         yield None
-        yield from self._membership.begin(outlives=self._may_outlive)
+        yield from self._membership.begin(outlives=self._mortality.may_outlive)
 
     def _go_on_after_end(self, now_s: float) -> list[Instruction]:
         """Every rank has left: the same processes may begin another run."""
         told: list[Instruction] = [*self._membership.roster.turn_away()]
         if self._membership.is_awaited:
             if self._membership.has_changed:
-                return self._abort(
+                return self._end.abort(
                     "ranks have died in the run before, left or joined it, and another "
                     "elche.setup of the same processes needs those that it began with"
                 )
@@ -339,16 +292,10 @@ class Coordinator:
                 told += (one for one in self._join(join, now_s) if one is not None)
         return told
 
-    def _open_epoch(
-        self, event: EpochOpened, now_s: float
-    ) -> Iterable[Instruction | None]:
+    def _open_epoch(self, event: EpochOpened, now_s: float) -> _Told:
         epochs = self._running()
         if self._membership.left:
-            return self._abort(left_before(event, self._membership.left))
-        if event.rank in self._membership.roster.fresh:
-            difference = epochs.differs(event)
-            if difference:  # it ends, and the others go on
-                return [refusal(event.rank, difference)]
+            return self._end.abort(left_before(event, self._membership.left))
         return epochs.open(event, now_s)
 
     def _in_epoch(self, event: Event, now_s: float) -> Steps:
@@ -356,7 +303,7 @@ class Coordinator:
 
     def _barrier(self, event: BarrierReached, now_s: float) -> list[Instruction]:
         if self._membership.left:
-            return self._abort(
+            return self._end.abort(
                 f"rank {event.rank} waits at barrier {event.name!r}, but ranks "
                 f"{sorted(self._membership.left)} have left"
             )
@@ -367,21 +314,16 @@ class Coordinator:
         if event.rank in self._membership.roster.fresh:
             self._story.decided(f"failed: {event.error}", now_s, event.rank)
             return self._lose(event.rank, now_s)
-        how = "failed:" if event.exit_code is None else "called"
-        return self._abort(
-            f"rank {event.rank} {how} {event.error}",
-            event.rank,
-            event.traceback,
-            exit_code=event.exit_code,
-        )
+        return self._end.fail(event)
 
     def _interrupted(self, event: Interrupted, now_s: float) -> list[Instruction]:
-        return self._abort(f"interrupted: the launcher was sent {event.by}")
+        return self._end.abort(f"interrupted: the launcher was sent {event.by}")
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
         epochs = self._epochs
         is_inside = epochs is not None and epochs.is_under_way
-        if self._is_elastic and is_inside and not self._why_mortal(event.rank):
+        may_lose = self._membership.is_elastic and is_inside
+        if may_lose and not self._why_mortal(event.rank):
             return self._lose(event.rank, now_s)
         self._membership.left[event.rank] = event
         if self.is_finished:
@@ -390,46 +332,32 @@ class Coordinator:
             epochs.owes(event.rank) or epochs.is_opening
         )
         if is_missed or self._barriers:
-            return self._abort(
-                f"rank {event.rank} has left while others were {self._doing()}"
+            return self._end.abort(
+                f"rank {event.rank} has left while others were {self.doing}"
             )
         return []
 
     def _disconnected(self, event: Disconnected, now_s: float) -> list[Instruction]:
         membership = self._membership
-        if event.rank in membership.left or self.is_finished:
+        was_member = event.rank in membership.ranks  # or it waited to be taken in
+        if not was_member or event.rank in membership.left or self.is_finished:
             return []
-        if event.rank not in membership.ranks:
-            return []  # it waited to be taken in
         why = self._why_mortal(event.rank)
         if not why:
             return self._lose(event.rank, now_s)
-        if self._is_through:
+        if self._mortality.is_over(self._epochs):
             return self._leave(Left(rank=event.rank), now_s)  # all is committed
-        return self._abort(
+        return self._end.abort(
             f"rank {event.rank} is gone: its connection ended while the run was "
-            f"{self._doing()}; look at that rank's own output ({why}; {RESTART})",
+            f"{self.doing}; look at that rank's own output ({why}; {RESTART})",
             event.rank,
         )
-
-    @property
-    def _is_through(self) -> bool:
-        """Whether ranks have left in order, and all that was trained is committed."""
-        epochs = self._epochs
-        is_between = epochs is None or not epochs.is_under_way
-        return self._may_outlive and bool(self._membership.left) and is_between
-
-    @property
-    def _may_outlive(self) -> bool:
-        """Whether the run goes on without ranks at all."""
-        return self._is_elastic or not (self._mortal_by or self._set_mortal_by)
 
     def _silent(self, event: Silent, now_s: float) -> list[Instruction]:
         """A rank is stopped: dead, where the run goes on; else it has `timeout_s`."""
         if self._why_mortal(event.rank):
             return []
-        why = f"silent for {event.silent_s:g} s"
-        self._story.decided(why, now_s, event.rank)
+        self._story.decided(f"silent for {event.silent_s:g} s", now_s, event.rank)
         return self._lose(event.rank, now_s)
 
     def _host_lost(self, event: HostLost, now_s: float) -> Iterable[Instruction]:
@@ -437,7 +365,7 @@ class Coordinator:
         membership = self._membership
         ranks = sorted({*event.ranks} & membership.ranks - membership.left.keys())
         if ranks and not self.outlives(*ranks):
-            if self._is_through:
+            if self._mortality.is_over(self._epochs):
                 left = [Left(rank=rank) for rank in ranks]
                 return [told for each in left for told in self._leave(each, now_s)]
             why = self._why_mortal(ranks[0])
@@ -454,10 +382,10 @@ class Coordinator:
         leaving |= dict.fromkeys(ranks, event.by)
         return []
 
-    def _let_go(self, now_s: float) -> Steps:
+    def _let_go(self, epochs: Epochs, now_s: float) -> Steps:
         """Cuts the epoch for ranks that are to leave; they go where all wait."""
-        epochs, membership = self._epochs, self._membership
-        if epochs is None or not membership.may_let_go:
+        membership = self._membership
+        if not membership.may_let_go:
             return
         if epochs.is_under_way:
             yield from epochs.cut(now_s)
@@ -484,27 +412,11 @@ class Coordinator:
 
     def end_with_any_rank(self, why: str) -> None:
         """A death ends every run of these processes from now on, because of this."""
-        self._mortal_by = self._mortal_by or why
+        self._mortality.end_with_any_rank(why)
 
     def _why_mortal(self, rank: int) -> str:
         """Why the run does not go on without a rank; "" if it does."""
-        epochs, membership = self._epochs, self._membership
-        if not self._may_outlive:
-            what = self._mortal_by or self._set_mortal_by
-            return f"the death of a rank ends {what}"
-        why = "" if self._is_elastic or epochs is None else epochs.mortal_by(rank)
-        if why:
-            return why
-        if self._own_sampler and rank == min(membership.ranks, default=rank):
-            return (
-                f"rank {rank} drew the samples' order from the script's own "
-                f"{self._own_sampler}, which no other rank can go on with"
-            )
-        if epochs is None or (epochs.number < 0 and not self._is_elastic):
-            return "no rank may die before the first epoch has begun"
-        if not epochs.may_lose or len(membership.ranks) < 2 or membership.left:
-            return "ranks have left, and no new group can form"
-        return ""
+        return self._mortality.why(rank, self._epochs)
 
     def _lose(self, rank: int, now_s: float) -> list[Instruction]:
         """A rank is dead: the others form a new group without it."""
@@ -517,24 +429,6 @@ class Coordinator:
         told = self._running().lose(rank)
         return [*told, *self._membership.lose(rank, in_order=in_order)]
 
-    def _make_room(self) -> list[Instruction]:
-        epochs, membership = self._epochs, self._membership
-        if epochs is None:
-            return []
-        if self._is_elastic:
-            return epochs.make_room(bool(membership.roster.newcomers))
-        return epochs.make_room(membership.awaits_cut)  # an epoch may be granted whole
-
-    def _admit(self, now_s: float) -> list[Instruction]:
-        """Takes in ranks that have come, when nothing is under way with the others."""
-        epochs, membership = self._epochs, self._membership
-        if epochs is None or not epochs.may_admit or membership.roster.pending:
-            return []
-        joins, told = membership.admit()
-        for join in joins:
-            self._story.decided("joins", now_s, join.rank)
-        return [*told, *epochs.add(joins)]
-
     def _regrouped(self, event: Regrouped, now_s: float) -> Steps:
         epochs, roster = self._running(), self._membership.roster
         is_last = roster.take(event)
@@ -546,75 +440,9 @@ class Coordinator:
         yield from epochs.regrouped(now_s)
 
     def _tick(self, event: Tick, now_s: float) -> list[Instruction]:
-        if self._waiting_since_s is None or not self._is_waiting():
-            self._waiting_since_s = now_s
-            return []
-        if now_s - self._waiting_since_s < self._timeout_s:
-            return [] if self._epochs is None else self._epochs.release(now_s)
-        return self._abort(
-            f"nothing came for {self._timeout_s:g} s while the run was "
-            f"{self._doing()}; raise timeout_s if a batch really takes so long",
-            kind="deadline",
-        )
-
-    def _is_waiting(self) -> bool:
-        """Whether somebody waits for somebody: between epochs ranks may be idle."""
-        epochs, membership = self._epochs, self._membership
-        if membership.is_joining or self._barriers:
-            return True
-        return epochs is not None and (
-            epochs.is_under_way or epochs.is_opening or epochs.withholds
-        )
-
-    def _doing(self) -> str:
-        epochs = self._epochs
-        if epochs is None and not self._membership.is_joining:
-            return "in a Pipeline, or before elche.setup"
-        if epochs is None:
-            return f"waiting for ranks {self._membership.missing} to join"
-        if epochs.is_opening and not epochs.is_under_way:
-            return f"waiting for {epochs.waiting_to_open()}"
-        if self._barriers:
-            return f"waiting for {self._barriers.waiting_for(self._membership.ranks)}"
-        if epochs.is_under_way:
-            return f"waiting for {epochs.waiting_for()}"
-        return "between epochs"
-
-    def _abort(
-        self,
-        reason: str,
-        failed_rank: int | None = None,
-        traceback: str = "",
-        kind: str = "remote",
-        batches: tuple[Range, ...] = (),
-        part: tuple[int, ...] = (),
-        exit_code: int | None = None,
-    ) -> list[Instruction]:
-        self.aborted = reason
-        self._abort_message = Abort(
-            rank=-1,
-            reason=reason,
-            failed_rank=failed_rank,
-            traceback=traceback,
-            kind=kind,
-            batches=batches,
-            part=part,
-            exit_code=exit_code,
-        )
-        waiting = {join.rank for join in self._membership.roster.take_newcomers()}
-        told = sorted(self._membership.ranks | waiting)
-        return [self._abort_for(rank) for rank in told]
-
-    def _abort_for(self, rank: int) -> Abort:
-        return replace(self._abort_message, rank=rank)
-
-    def _after_abort(self, event: Event) -> list[Instruction]:
-        if isinstance(event, (Left, Disconnected)):
-            self._membership.left[event.rank] = Left(rank=event.rank)
-            return []
-        if isinstance(event, (Join, EpochOpened, BarrierReached)):
-            return [self._abort_for(event.rank)]
-        return []
+        if why := self._deadline.exceeded(self._epochs, now_s):
+            return self._end.abort(why, kind="deadline")
+        return [] if self._epochs is None else self._epochs.release(now_s)
 
     def _running(self) -> Epochs:
         if self._epochs is None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from elche.comm.gradients.buckets import size_bytes
+from elche.comm.gradients.buckets.bucket import size_bytes
 from elche.comm.model_buffers.buffers import BufferWatch
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch import nn
 
-from elche.comm.gradients.bucket_contract import PassOptions
+from elche.comm.gradients.buckets.bucket_contract import PassOptions
 from elche.comm.gradients.graph_capture import refuse_capture
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.tensors.nested import outputs_in

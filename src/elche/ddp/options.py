@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from elche.comm.gradients.bucket_contract import Strategy
-from elche.comm.gradients.buckets import size_bytes
+from elche.comm.gradients.buckets.bucket import size_bytes
+from elche.comm.gradients.buckets.bucket_contract import Strategy
 from elche.ddp.weighted_reducer import LossReduction
 from elche.errors import ConfigError
 from elche.torch_internals.batches import to_device

@@ -20,9 +20,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from elche.comm.gradients.bucket_contract import Closed, PassOptions
-from elche.comm.gradients.bucket_pass import BucketPass
-from elche.comm.gradients.buckets import BucketInfo
+from elche.comm.gradients.buckets.bucket import BucketInfo
+from elche.comm.gradients.buckets.bucket_contract import Closed, PassOptions
+from elche.comm.gradients.buckets.bucket_pass import BucketPass
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.ddp.accumulated import Accumulated

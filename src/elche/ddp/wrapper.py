@@ -21,8 +21,8 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
-from elche.comm.gradients.bucket_contract import Strategy
-from elche.comm.gradients.buckets import BucketInfo
+from elche.comm.gradients.buckets.bucket import BucketInfo
+from elche.comm.gradients.buckets.bucket_contract import Strategy
 from elche.comm.transport.process_group import Group
 from elche.ddp.group import TorchGroup, as_group
 from elche.ddp.in_group import ModelInGroup, Wrapped

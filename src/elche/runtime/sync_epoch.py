@@ -9,7 +9,8 @@ from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from elche.comm.gradients.reducer import GradientReducer, Lost, StepPart
+from elche.comm.gradients.part_weights import Lost, StepPart
+from elche.comm.gradients.reducer import GradientReducer
 from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import PassBegun, WindowReduced
 from elche.coordination.protocol.instructions import (

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.gradients.buckets import Bucket
-from elche.comm.gradients.reducer import GradientReducer, StepPart
+from elche.comm.gradients.buckets.bucket import Bucket
+from elche.comm.gradients.part_weights import StepPart
+from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.transport.exchange import SharedExchange
 from elche.errors import ConfigError
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm.gradients.bucket_contract import PassOptions
-from elche.comm.gradients.buckets import Bucket, make_buckets, size_bytes
+from elche.comm.gradients.buckets.bucket import Bucket, make_buckets, size_bytes
+from elche.comm.gradients.buckets.bucket_contract import PassOptions
 from elche.ddp.options import MIB, cap_bytes
 from elche.errors import ConfigError
 from tests.comm.bus import Bus
@@ -59,7 +59,7 @@ def test_sums_keep_shape_strides_and_flags(
     for group in Bus(2).groups():
         dense = torch.zeros(2, 3, 4, 5, dtype=dtype).permute(order)
         bucket = Bucket([nn.Parameter(dense), parameter(3, dtype)])
-        bucket.open(group, staged=staged)
+        bucket.open(group, PassOptions(1, staged=staged))
         bucket.parameters[0].grad = torch.ones_like(dense) * (group.rank + 1)
         ranks.append(bucket)
     for bucket, scale in zip(ranks, (0.5, 0.25), strict=True):
@@ -80,7 +80,7 @@ def test_a_scale_of_zero_sends_zeros_not_zero_times_something() -> None:
     buckets = []
     for group, value in ((first, float("nan")), (second, 3.0)):
         bucket = Bucket([parameter(2)])
-        bucket.open(group)
+        bucket.open(group, PassOptions(1))
         bucket.parameters[0].grad = torch.full((2,), value)
         buckets.append(bucket)
     buckets[0].send(1, 0.0)

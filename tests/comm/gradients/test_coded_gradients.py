@@ -14,7 +14,8 @@ from torch import nn
 
 from elche.comm.codec.codec import CODECS
 from elche.comm.codec.codec_message import CodedMessage
-from elche.comm.gradients.reducer import GradientReducer, StepPart
+from elche.comm.gradients.part_weights import StepPart
+from elche.comm.gradients.reducer import GradientReducer
 from elche.errors import MismatchError
 from tests.comm.thread_group import ThreadGroup, on_ranks
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elche.comm.gradients.reducer import GradientReducer, StepPart
+from elche.comm.gradients.part_weights import StepPart
+from elche.comm.gradients.reducer import GradientReducer
 from tests.comm.thread_group import ThreadGroup, on_ranks
 
 Gradients = list[torch.Tensor | None]

@@ -26,7 +26,7 @@ from elche.coordination.protocol.instructions import (
     SwitchPolicy,
     Welcome,
 )
-from elche.coordination.sync import sync_policy
+from elche.coordination.sync import step_grants
 from tests.coordination.test_joining import FOUNDERS, Meeting, Member, plan_of
 from tests.harness.reached import reach
 
@@ -209,7 +209,7 @@ class Growing(Meeting):
 def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wanted]]:
     """Choices come as a test wants, after few measurements."""
     monkeypatch.setattr(auto_policy, "Chooser", Wanted)
-    monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
+    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 1)
     monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 4)
     yield Wanted

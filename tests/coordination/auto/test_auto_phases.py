@@ -26,7 +26,7 @@ from elche.coordination.protocol.instructions import (
     Instruction,
     SwitchPolicy,
 )
-from elche.coordination.sync import sync_policy
+from elche.coordination.sync import step_grants
 from elche.sim.cluster import Cluster as SimulatedCluster
 from tests.sim.checks import simulate
 from tests.sim.test_auto import changed_link, cluster_of
@@ -253,7 +253,7 @@ def test_a_death_before_one_rank_trains_alone(
     """The others choose anew: it does all the same, or steps are tried again."""
     monkeypatch.setattr(Turns, "alone", (False, True, last))
     monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 4)
-    monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
+    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     monkeypatch.setattr(auto_policy, "Chooser", Turns)
     members = [Member(rank, "CPU", 3) for rank in range(4)]
     policy = AutoPolicy(members, Settings(config=RunConfig(policy="auto"), epochs=2))

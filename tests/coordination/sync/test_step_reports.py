@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
-from elche.comm.gradients.reducer import StepPart
+from elche.comm.gradients.part_weights import StepPart
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import Event, StepsDone

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche.checkpoint.keeper import CheckpointKeeper
-from elche.comm.gradients.bucket_contract import Closed
-from elche.comm.gradients.bucket_pass import BucketPass
-from elche.comm.gradients.buckets import Bucket
+from elche.comm.gradients.buckets.bucket import Bucket
+from elche.comm.gradients.buckets.bucket_contract import Closed
+from elche.comm.gradients.buckets.bucket_pass import BucketPass
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.transport import host_exchange

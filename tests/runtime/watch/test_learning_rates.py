@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 import elche
 from elche import session
 from elche.coordination.auto import auto_calibration, auto_policy
-from elche.coordination.sync import sync_policy
+from elche.coordination.sync import step_grants
 from elche.errors import ConfigError
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.window_epoch import WindowEpoch
@@ -178,7 +178,7 @@ def leaves_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` goes to windows inside the first epoch."""
     monkeypatch.setattr(auto_policy, "Chooser", Windows)
     monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
-    monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
+    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
 
 
 @pytest.mark.usefixtures("leaves_sync")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from elche.errors import ConfigError
 from elche.torch_internals.held import accumulated_hooks
 
 
@@ -93,6 +94,42 @@ class GradientHooks:
             return True
         hooks[handle.id] = hooks.pop(handle.id)  # torch runs them as inserted
         return False
+
+
+def refuse_gradient(parameter: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+    """Refuses a gradient that cannot be reduced.
+
+    Args:
+        parameter: whose.
+        name: of the parameter.
+        dtype: of the parameter when buckets were made.
+
+    Raises:
+        ConfigError: it has none, or one of another kind than a message has.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        raise ConfigError(
+            f"{name}: a hook took its gradient away before it was "
+            "reduced; step after the backward pass"
+        )
+    if gradient.is_sparse or gradient.layout is not torch.strided:
+        raise ConfigError(
+            f"{name}: its gradient is sparse, which cannot be reduced; use sparse=False"
+        )
+    if gradient.requires_grad:
+        raise ConfigError(
+            f"{name}: its gradient came from a backward with "
+            "create_graph=True, which a reduction cannot be differentiated "
+            "through; use torch.autograd.grad, or put that backward into no_sync() "
+            "of a DistributedDataParallel"
+        )
+    if gradient.dtype is not dtype:
+        raise ConfigError(
+            f"{name}: expected a gradient of {dtype}, as its "
+            f"parameter was when buckets were made, got {gradient.dtype}; convert "
+            "a model between epochs, on every rank"
+        )
 
 
 def _remove(handles: list[Any]) -> None:

@@ -4,12 +4,13 @@ Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / 
 the group sums, which gives the gradient of the mean over the union batch of N samples,
 whatever the shares. With weights of the user's (tokens, say) it is w_r / Σw, which
 :mod:`elche.comm.gradients.step_weights` agrees on. How that is done, bucket by bucket
-and out of place, is :mod:`elche.comm.gradients.bucket_pass`; here is when, and with
-what weight. Then ``p.grad`` becomes a view of the reduced bucket. What a rank has sent
-is kept until the next backward's reduction. Cost: two gradient copies, the sum, which
-is ``p.grad``, and what this rank sent (in shared memory), or its own gradients; outside
-of shared memory a third where others may die, the sum as it came, for whoever lacks it
-(over several hosts that is in each host's memory, once for all its ranks).
+and out of place, is :mod:`elche.comm.gradients.buckets.bucket_pass`, and with what
+weight :mod:`elche.comm.gradients.part_weights`; here is when. Then ``p.grad`` becomes a
+view of the reduced bucket. What a rank has sent is kept until the next backward's
+reduction. Cost: two gradient copies, the sum, which is ``p.grad``, and what this rank
+sent (in shared memory), or its own gradients; outside of shared memory a third where
+others may die, the sum as it came, for whoever lacks it (over several hosts that is in
+each host's memory, once for all its ranks).
 A ``p.grad`` kept by reference stays as it is, as in plain training. Where ranks hold
 parameters in other memory formats (channels last on a GPU, say), the sum is copied into
 the gradient that is there instead.
@@ -20,57 +21,26 @@ why this one exists.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from elche.comm.gradients.backward_end import at_backward_end
-from elche.comm.gradients.bucket_contract import Closed, PassOptions
-from elche.comm.gradients.bucket_pass import BucketPass
-from elche.comm.gradients.gradient_factor import GradientFactor
+from elche.comm.gradients.buckets.bucket_contract import Closed, PassOptions
+from elche.comm.gradients.buckets.bucket_layout import formats_agree
+from elche.comm.gradients.buckets.bucket_pass import BucketPass
+from elche.comm.gradients.part_weights import Lost, PartWeights, StepPart
 from elche.comm.gradients.residual_state import packed, unpacked
-from elche.comm.gradients.step_weights import StepWeights
 from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError
 
-
-class StepPart(NamedTuple):
-    """This rank's part of a step, as its gradients are weighed.
-
-    Attributes:
-        scale: n_r / N; 0 for a rank without samples, which sends zeros.
-        active_ranks: ranks that have samples in this step.
-        weight: what the user says that this part weighs, None where its samples do.
-            Without :meth:`GradientReducer.weigh_by_user` only whether it is 0 counts.
-        label: the step, for whoever looks at a pass of it.
-    """
-
-    scale: float
-    active_ranks: int
-    weight: float | None = None
-    label: Any = None
-
-
 Look = Callable[[Any, dict[int, int]], None]
 """Takes the step's label, and how many gradients each parameter got in the pass, by its
 index and in order of the first."""
-
-
-class Lost(NamedTuple):
-    """What of a backward pass is missing: ranks whose loop has left send zeros.
-
-    Attributes:
-        samples: part of the samples.
-        ranks: part of the ranks that have samples.
-    """
-
-    samples: float = 0.0
-    ranks: float = 0.0
 
 
 class GradientReducer:
@@ -113,9 +83,7 @@ class GradientReducer:
         self._pass = BucketPass(self._parameters, names, group, options, self)
         self._in_hand: StepPart | None = None
         self._part: StepPart | None = None
-        self._scale = 0.0
-        self._weights: StepWeights | None = None
-        self._sums: GradientFactor | None = None
+        self._weights = PartWeights(self._parameters, group, norms)
         self._holds = False
         self._lost: Callable[[Any, int], Lost] | None = None
         self._keeps_buffers = False
@@ -126,25 +94,15 @@ class GradientReducer:
         self._late: StepPart | None = None
         self._looked_at = 0
         self._passed: Any = None
-        self._active_ranks = 1.0
         self._is_delayed = False
 
     def weigh_by_user(self) -> None:
         """Steps are weighted by what each rank says; before :meth:`attach`."""
-        self._weights = StepWeights(self._parameters, self._group)
+        self._weights.weigh_by_user()
 
     def sum_losses(self) -> None:
-        """Losses are sums over samples, not means; before :meth:`attach`.
-
-        The gradient of the sum over the union batch is the sum of the ranks' gradients.
-        But in a second backward pass before the optimizer's step ``p.grad`` already
-        holds the sum of the first, on every rank, and must not be added up again. So
-        the reduction is a plain mean over the ranks that have samples, and what a pass
-        adds is multiplied by their number before it gets to ``p.grad``. A part that
-        weighs nothing adds nothing there, and what was accumulated before takes part in
-        the mean.
-        """
-        self._sums = GradientFactor(self._parameters)
+        """Losses are sums over samples, not means; before :meth:`attach`."""
+        self._weights.sum_losses()
 
     def delay(self) -> None:
         """Sums come one pass later, with the next one's end; before :meth:`attach`.
@@ -211,26 +169,10 @@ class GradientReducer:
         """
         if not self._parameters:
             raise ConfigError("the model has no parameter that requires a gradient")
-        if not self._formats_agree():
+        if not formats_agree(self._parameters, self._group):
             self._pass.forget_strides()
-        if self._weights is not None:
-            self._weights.attach()
+        self._weights.attach()
         self._pass.attach()
-        if self._sums is not None:
-            self._sums.attach()
-
-    def _formats_agree(self) -> bool:
-        """Whether all ranks hold every parameter in the same memory format."""
-        strided = [
-            (index, parameter.stride())
-            for index, parameter in enumerate(self._parameters)
-            if not parameter.is_contiguous()
-        ]
-        formats = torch.zeros(self._group.world_size, dtype=torch.int64, device="cpu")
-        if strided:
-            formats[self._group.rank] = zlib.crc32(repr(strided).encode())
-        self._group.all_reduce(formats, "comparing memory formats")
-        return len(set(formats.tolist())) == 1
 
     def state_dict(self) -> dict[str, Any] | None:
         """What a codec left out so far on this rank; None without a codec."""
@@ -247,10 +189,7 @@ class GradientReducer:
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
-        if self._sums is not None:
-            self._sums.detach()
-        if self._weights is not None:
-            self._weights.detach()
+        self._weights.detach()
         self._pass.detach()
 
     def begin_step(self, part: StepPart) -> None:
@@ -292,38 +231,12 @@ class GradientReducer:
             self._weigh(self._in_hand)
 
     def _weigh(self, part: StepPart | None, ranks: float = 0.0) -> None:
-        """Sets all that depends on the step; None: none is under way.
-
-        Args:
-            part: of the step.
-            ranks: that have samples, where losses are sums and gradients multiplied by
-                that have come already; 0: as the part says.
-        """
+        """Sets all that depends on the step; None: none is under way."""
         self._part = part
         if part is None:
-            self._weigh_nothing()
-            return
-        self._scale = part.scale
-        if self._sums is not None:
-            ranks = self._active_ranks = ranks or float(max(1, part.active_ranks))
-            self._sums.value = 0.0 if part.weight == 0.0 else ranks
-            self._scale = float(part.scale > 0) / ranks
-        loss_weight = self._scale
-        if self._weights is not None and part.weight is not None:
-            loss_weight = part.weight if part.scale > 0.0 else 0.0
-            self._weights.begin_step(loss_weight)
-        elif part.weight == 0.0:
-            loss_weight = 0.0
-        if self._norms is not None:
-            self._norms.weigh(loss_weight)
-
-    def _weigh_nothing(self) -> None:
-        if self._sums is not None:
-            self._sums.value = 1.0
-        if self._weights is not None:
-            self._weights.end_step()
-        if self._norms is not None:
-            self._norms.weigh(None)
+            self._weights.weigh_nothing()
+        else:
+            self._weights.weigh(part, ranks)
 
     def run_beneath(self, work: Callable[[], None] | None) -> None:
         """Does some work once, when the next backward pass that is reduced begins.
@@ -426,9 +339,7 @@ class GradientReducer:
             )
         if self._buffers is not None:
             self._buffers.go_on_in(group, source, lacks=lacks)
-        factor = 1.0
-        if self._weights is not None:
-            factor = self._weights.go_on_in(group, source)
+        factor = self._weights.go_on_in(group, source)
         if lacks and (part := self._part) is not None:
             self._look_once(part)
             self._passed = part.label
@@ -447,9 +358,9 @@ class GradientReducer:
             self._in_hand = alive(self._in_hand)
         part = self._in_hand if late is None else alive(late)
         ranks = 0.0
-        if self._sums is not None and self.part_under_way is not None:
+        if self._weights.are_of_sums and self.part_under_way is not None:
             self._refuse_accumulated()
-            ranks = self._active_ranks
+            ranks = self._weights.ranks
         self._weigh(part, ranks)
 
     def _refuse_accumulated(self) -> None:
@@ -501,11 +412,8 @@ class GradientReducer:
         work, self._beneath = self._beneath, None
         if work is not None:
             work()
-        if self._weights is None:
-            self._sends = self._scale != 0.0
-            return self._scale
-        scale = self._weights.open_pass(side)
-        self._pass.wait_s += self._weights.wait_s
+        scale, wait_s = self._weights.open_pass(side)
+        self._pass.wait_s += wait_s
         self._sends = scale != 0.0
         return scale
 
@@ -526,19 +434,16 @@ class GradientReducer:
         self._look_once(part)
         if part.active_ranks == 0:
             self._refuse_accumulated()
-        factor = 1.0
-        if self._weights is not None:
-            factor = self._weights.close_pass()
-        elif self._lost is not None:
+        lost = Lost()
+        if self._lost is not None:
             lost = self._lost(part.label, self._pass.passes)
-            missing = lost.samples if self._sums is None else lost.ranks
-            factor = 1.0 / (1.0 - missing) if missing < 1.0 else 1.0
+        factor = self._weights.close_pass(lost)
         if self._is_delayed:
             self._late = part
         elif self._buffers is not None:
-            mine = self._keeps_buffers or self._scale != 0.0
+            mine = self._keeps_buffers or self._weights.scale != 0.0
             self._buffers.average(part.active_ranks, mine=mine)
         self._passed = part.label
-        if part is not self._in_hand or self._sums is not None:
+        if part is not self._in_hand or self._weights.are_of_sums:
             self._weigh(self._in_hand)
         return Closed(factor=factor)

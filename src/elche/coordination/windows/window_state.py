@@ -12,6 +12,7 @@ from elche.coordination.accounts.epoch_plan import (
     FixedWindows,
     RecordedWindows,
     WindowPlan,
+    WindowPlans,
 )
 from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.policy import EpochTotals, Member
@@ -22,7 +23,6 @@ from elche.coordination.windows.pacing import Pace, Pacing
 from elche.coordination.windows.reductions import Reduction, Reductions
 from elche.coordination.windows.throttle import Throttle
 from elche.coordination.windows.window_book import WindowBook
-from elche.coordination.windows.window_plans import WindowPlans
 
 
 class WindowState:

@@ -134,44 +134,22 @@ def _trace(
 ) -> CallTrace:
     shapes = ShapeEnv(duck_shape=False)
     mode = FakeTensorMode(shape_env=shapes)
-    # Forward changes no buffer of the model (BatchNorm counts its batches).
-    named = dict((*model.named_parameters(), *model.named_buffers()))
-    state = {
-        id(one): mode.from_tensor(
-            one if one.device == device else torch.empty_like(one, device=device),
-            static_shapes=True,
-        )
-        for one in named.values()
-    }
-    before = {key: version(fake) for key, fake in state.items()}
+    stand_ins = _StandIns(model, mode, device)
     fakes = [mode.from_tensor(one, symbolic_context=_dynamic(one)) for one in arguments]
     symbols = [[size.node.expr for size in fake.shape] for fake in fakes]
     outputs: list[Any] = []
-
     watch = ModuleCalls(model, whole)
 
     def forward(*tensors: torch.Tensor) -> list[Any]:
         # In here: the tracer has set a hook of its own before.
-        with watch.patched(), _standing_in(model, state):
+        with watch.patched(), stand_ins.patched():
             given = arguments.filled(tensors)
             found = traced_forward(model, given) if is_cached else model(**given)
             outputs.append(found)
         return tree_leaves(outputs[-1])
 
-    try:
-        with torch.enable_grad(), mode:
-            made = make_fx(forward, pre_dispatch=True)(*fakes)
-    except ConfigError:
-        raise
-    except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        reason = f"{type(error).__name__}: {first}"
-        if isinstance(error, GuardOnDataDependentSymNode):
-            reason = f"values of tensors decide what runs ({reason})"
-        raise ConfigError(
-            f"forward of {watch.inside} cannot be traced with this sample: {reason}; "
-            f"{REMEDY}"
-        ) from error
+    with _refusing(watch), torch.enable_grad(), mode:
+        made = make_fx(forward, pre_dispatch=True)(*fakes)
     fixed = [[_fixed_size(size) for size in fake.shape] for fake in fakes]
     if not fixed or fixed[0][0] is not None:
         raise ConfigError(
@@ -184,49 +162,99 @@ def _trace(
     guards = [] if is_cached else [one.expr for one in shapes.guards]
     arguments.learn_sizes(symbols, fixed, guards)
     nothing = torch.empty(0, device="cpu")
-    output = tree_map(lambda one: nothing, outputs[-1])
-    real = {id(state[id(one)]): one for one in named.values()}
     return CallTrace(
         graph=made.graph,
-        used={
-            node.target: real.get(id(getattr(made, node.target)))
-            for node in made.graph.nodes
-            if node.op == "get_attr"
-        },
-        changed={
-            name: one
-            for name, one in named.items()
-            if version(state[id(one)]) != before[id(one)]
-        },
+        used=stand_ins.used(made),
+        changed=stand_ins.changed(),
         arguments=arguments,
-        output=output,
+        output=tree_map(lambda one: nothing, outputs[-1]),
         device=device,
         is_cached=is_cached,
     )
 
 
 @contextmanager
-def _standing_in(
-    model: nn.Module, others: Mapping[int, torch.Tensor]
-) -> Iterator[None]:
-    """Puts other tensors, by id, in the place of parameters and buffers, and back.
+def _refusing(calls: ModuleCalls) -> Iterator[None]:
+    """Says where forward was when the tracer could not go on.
 
-    `torch.func.functional_call` leaves them in a module that stands in two places.
+    Raises:
+        ConfigError: it could not.
     """
-    slots = [
-        (held, name, one)
-        for module in model.modules()
-        for held in (held_parameters(module), held_buffers(module))
-        for name, one in held.items()
-        if one is not None
-    ]
     try:
-        for held, name, one in slots:
-            held[name] = others[id(one)]
         yield
-    finally:
-        for held, name, one in slots:
-            held[name] = one
+    except ConfigError:
+        raise
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        reason = f"{type(error).__name__}: {first}"
+        if isinstance(error, GuardOnDataDependentSymNode):
+            reason = f"values of tensors decide what runs ({reason})"
+        raise ConfigError(
+            f"forward of {calls.inside} cannot be traced with this sample: {reason}; "
+            f"{REMEDY}"
+        ) from error
+
+
+@final
+class _StandIns:
+    """Fake tensors for parameters and buffers: forward changes none of the model's.
+
+    BatchNorm, for one, counts its batches.
+
+    Args:
+        model: whose.
+        mode: makes them.
+        device: where they seem to be.
+    """
+
+    def __init__(
+        self, model: nn.Module, mode: FakeTensorMode, device: torch.device
+    ) -> None:
+        self._model = model
+        self._named = dict((*model.named_parameters(), *model.named_buffers()))
+        self._fakes = {
+            id(one): mode.from_tensor(
+                one if one.device == device else torch.empty_like(one, device=device),
+                static_shapes=True,
+            )
+            for one in self._named.values()
+        }
+        self._versions = {key: version(fake) for key, fake in self._fakes.items()}
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Puts them into the model, and the model's own back.
+
+        `torch.func.functional_call` leaves them in a module that stands in two places.
+        """
+        slots = [
+            (held, name, one)
+            for module in self._model.modules()
+            for held in (held_parameters(module), held_buffers(module))
+            for name, one in held.items()
+            if one is not None
+        ]
+        try:
+            for held, name, one in slots:
+                held[name] = self._fakes[id(one)]
+            yield
+        finally:
+            for held, name, one in slots:
+                held[name] = one
+
+    def used(self, made: fx.GraphModule) -> dict[str, torch.Tensor | None]:
+        """What a trace refers to, by its names; None for a constant of its own."""
+        real = {id(self._fakes[id(one)]): one for one in self._named.values()}
+        names = [node.target for node in made.graph.nodes if node.op == "get_attr"]
+        return {name: real.get(id(getattr(made, name))) for name in names}
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        """What forward has written to, by the model's names."""
+        return {
+            name: one
+            for name, one in self._named.items()
+            if version(self._fakes[id(one)]) != self._versions[id(one)]
+        }
 
 
 def _fixed_size(size: Any) -> int | None:

@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from elche.comm.gradients.reducer import StepPart
+from elche.comm.gradients.part_weights import StepPart
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.events import Regrouped
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle

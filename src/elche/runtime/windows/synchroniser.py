@@ -17,7 +17,8 @@ from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.codec.codec_choice import codec_in
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.gradients.gradient_window import GradientWindow
-from elche.comm.gradients.reducer import GradientReducer, StepPart
+from elche.comm.gradients.part_weights import StepPart
+from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.norm.norm_scope import NormScope

@@ -32,6 +32,11 @@ Choice = Callable[[int, float], tuple[int, float, bool]]
 if unknown), and whether one waits for memory only."""
 
 
+_Target = tuple[list[float], int, float, int]
+"""Times at which codes are ready, the place of one among them seen from that of the
+code which it waits for, the link between, and its rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What a free rank prefers.
@@ -95,15 +100,10 @@ class ListScheduler:
             Codes of each rank; empty as soon as they would take `most` or longer.
         """
         heap = [(0.0, rank) for rank in range(len(self.rows))]
-        weights, count = self.weights, self.count
-        durations, releases = self.table.durations, self.table.releases
-        links, rank_of = self.table.links, self.table.rank_of
-        forward_at, backward_at = self.forward_at, self.backward_at
-        rows, held, patience = self.rows, self.held, self.rule.patience
-        last = self.table.num_stages - 1
-        free_at = [0.0] * len(heap)
         wake_at = [0.0] * len(heap)
-        spare = self._spare(most)
+        execute = self._executor(heap, wake_at, self._spare(most))
+        weights, count, durations = self.weights, self.count, self.table.durations
+        patience = self.rule.patience
         while heap:
             now, rank = heap[0]
             if now != wake_at[rank]:
@@ -114,13 +114,35 @@ class ListScheduler:
                 length = durations[(weights[rank][0] >> 3) // count * 8 + W]
                 if blocked or ready_at - now >= patience * length:
                     code = weights[rank].popleft()
-            if code < 0:
-                wake_at[rank] = ready_at
-                if ready_at < math.inf:
-                    heapreplace(heap, (ready_at, rank))
-                else:
-                    heappop(heap)
+            if code >= 0:
+                if not execute(rank, code):
+                    return []
                 continue
+            wake_at[rank] = ready_at
+            if ready_at < math.inf:
+                heapreplace(heap, (ready_at, rank))
+            else:
+                heappop(heap)
+        return self.rows
+
+    def _executor(
+        self, heap: list[tuple[float, int]], wake_at: list[float], spare: list[float]
+    ) -> Callable[[int, int], bool]:
+        """Runs a code on the rank on top of the heap; False once none may wait longer.
+
+        Args:
+            heap: ranks by the time at which they choose next.
+            wake_at: that time.
+            spare: time that each rank may yet wait.
+        """
+        count, rows, held, weights = self.count, self.rows, self.held, self.weights
+        durations, releases = self.table.durations, self.table.releases
+        forward_at, backward_at = self.forward_at, self.backward_at
+        next_forward, next_backward = self.next_forward, self.next_backward
+        targets = self._targets()
+        free_at = [0.0] * len(heap)
+
+        def execute(rank: int, code: int) -> bool:
             index, kind = code >> 3, code & 7
             stage = index // count
             # The rank may have waited for something better; that does not delay this.
@@ -130,35 +152,43 @@ class ListScheduler:
                 if at > end:
                     spare[rank] -= at - end
                     if spare[rank] <= 0:
-                        return []
+                        return False
                     end = at
             end += durations[stage * 8 + kind]
             rows[rank].append(code)
             held[rank] -= releases[stage * 8 + kind]
             free_at[rank] = wake_at[rank] = end
             heapreplace(heap, (end, rank))
-            if kind == W:
-                continue
             if kind == F:
-                self.next_forward[stage] += 1
-                if stage == last:
-                    backward_at[index] = end
-                    continue
-                other = rank_of[stage + 1]
-                at = forward_at[index + count] = end + links[stage]
-            else:
-                self.next_backward[stage] += 1
+                next_forward[stage] += 1
+            elif kind != W:
+                next_backward[stage] += 1
                 if kind == I:
                     weights[rank].append(code - I + W)
-                if stage == 0:
-                    continue
-                other = rank_of[stage - 1]
-                at = backward_at[index - count] = end + links[stage - 1]
-            if at < wake_at[other] > free_at[other]:
-                at = max(at, free_at[other])
-                wake_at[other] = at
-                heappush(heap, (at, other))
-        return rows
+            target = targets[stage * 8 + kind]
+            if target is not None:
+                arrivals, shift, link, other = target
+                at = arrivals[index + shift] = end + link
+                if at < wake_at[other] > free_at[other]:
+                    wake_at[other] = at = max(at, free_at[other])
+                    heappush(heap, (at, other))
+            return True
+
+        return execute
+
+    def _targets(self) -> list[_Target | None]:
+        """What waits for each code, by stage and kind, as `durations` are; or None."""
+        count, forward_at, backward_at = self.count, self.forward_at, self.backward_at
+        links, rank_of = self.table.links, self.table.rank_of
+        targets: list[_Target | None] = [None for _ in self.table.durations]
+        for stage, rank in enumerate(rank_of):
+            if stage:
+                before = backward_at, -count, links[stage - 1], rank_of[stage - 1]
+                targets[stage * 8 + I] = targets[stage * 8 + B] = before
+                after = forward_at, count, links[stage - 1], rank
+                targets[(stage - 1) * 8 + F] = after
+        targets[(len(rank_of) - 1) * 8 + F] = backward_at, 0, 0.0, rank_of[-1]
+        return targets
 
     def by_rule(self) -> Choice:
         """Chooses freely among the stages of a rank."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.comm.gradients.buckets import Bucket
+from elche.comm.gradients.buckets.bucket import Bucket
+from elche.comm.gradients.buckets.bucket_contract import PassOptions
 from elche.comm.transport import shared_memory
 from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import (
@@ -184,7 +185,7 @@ def kinds_of_buckets() -> tuple[str, str]:
     with joined_hosts() as group:
         for delayed in (False, True):
             bucket = Bucket([nn.Parameter(torch.ones(NUMEL))])
-            bucket.open(group, delayed=delayed)
+            bucket.open(group, PassOptions(1, delayed=delayed))
             found.append(type(bucket.exchange).__name__)
     return found[0], found[1]
 
@@ -194,7 +195,7 @@ def handed_over_twice() -> list[torch.Tensor]:
     with joined_hosts() as group:
         parameter = nn.Parameter(torch.ones(NUMEL, dtype=torch.float64))
         bucket = Bucket([parameter])
-        bucket.open(group, keeps_sums=True)
+        bucket.open(group, PassOptions(1, keeps_sums=True))
         parameter.grad = messages_of(group.rank, 2, torch.float64)[0]
         bucket.send(0, 1.0)
         bucket.finish(0)

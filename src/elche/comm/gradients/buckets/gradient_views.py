@@ -9,8 +9,8 @@ from typing import final
 import torch
 from torch import nn
 
-from elche.comm.gradients.bucket_contract import Closed
-from elche.comm.gradients.buckets import Bucket
+from elche.comm.gradients.buckets.bucket import Bucket
+from elche.comm.gradients.buckets.bucket_contract import Closed
 
 
 @final

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import nn
 
-from elche.comm.gradients.bucket_contract import Closed
-from elche.comm.gradients.buckets import Bucket
-from elche.comm.gradients.gradient_views import HandedOut
+from elche.comm.gradients.buckets.bucket_contract import Closed
+from elche.comm.gradients.buckets.bucket_queue import BucketQueue
+from elche.comm.gradients.buckets.gradient_views import HandedOut
 
 
 @final
@@ -45,35 +45,29 @@ class LateSums:
         self._first = self._take()
 
     def follow(
-        self,
-        side: int,
-        closed: Closed,
-        buckets: Sequence[Bucket],
-        handed_out: HandedOut,
-        send: Callable[[], None],
+        self, closed: Closed, queue: BucketQueue, scale: float, handed_out: HandedOut
     ) -> float:
         """Hands out those of the last pass, and sends the gradients of this one.
 
         Args:
-            side: of the exchanges.
             closed: what was agreed on in this pass.
-            buckets: that carry both.
+            queue: of buckets that carry both.
+            scale: what this rank's gradients are multiplied by.
             handed_out: gives the last sums to the parameters.
-            send: sends every bucket.
 
         Returns:
             Seconds of waiting.
         """
         own = self._take()
-        wait_s = self.hand_out(buckets, handed_out)
+        wait_s = self.hand_out(queue, handed_out)
         sums = self._take()
         self._put(own)
-        send()
-        self._under_way = side, closed
+        queue.send(scale, is_end=True)
+        self._under_way = queue.side, closed
         self._put(sums)
         return wait_s
 
-    def hand_out(self, buckets: Sequence[Bucket], handed_out: HandedOut) -> float:
+    def hand_out(self, queue: BucketQueue, handed_out: HandedOut) -> float:
         """Waits for those that are owed, which become `p.grad`; for so many seconds."""
         first, self._first = self._first, None
         if first is not None:
@@ -83,13 +77,10 @@ class LateSums:
         side, closed = self._under_way
         self._under_way = None
         started_s = time.perf_counter()
-        for bucket in buckets:
-            bucket.finish(side)
+        queue.finish(side)
         wait_s = time.perf_counter() - started_s
-        keeps = all(bucket.is_finite for bucket in buckets)
-        for bucket in buckets:
-            bucket.settle(keeps=keeps)
-        handed_out.hand_out(buckets, closed)
+        queue.settle()
+        handed_out.hand_out(queue.buckets, closed)
         return wait_s
 
     def _take(self) -> list[torch.Tensor | None]:

@@ -13,7 +13,7 @@ that is lent anew in every pass, so a gradient that is accumulated into a view o
 read while the next is reduced.
 
 How gradients weigh, and what else is agreed in a pass, is the owner's
-(:class:`elche.comm.gradients.bucket_contract.Owner`).
+(:class:`elche.comm.gradients.buckets.bucket_contract.Owner`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from elche.comm.gradients.backward_end import at_backward_end
-from elche.comm.gradients.bucket_contract import Closed, Owner, PassOptions
-from elche.comm.gradients.buckets import Bucket, BucketInfo, make_buckets
-from elche.comm.gradients.gradient_counts import GradientCounts
-from elche.comm.gradients.gradient_hooks import GradientHooks
-from elche.comm.gradients.gradient_views import HandedOut
+from elche.comm.gradients.buckets.bucket import Bucket, BucketInfo
+from elche.comm.gradients.buckets.bucket_contract import Closed, Owner, PassOptions
+from elche.comm.gradients.buckets.bucket_queue import BucketQueue
+from elche.comm.gradients.buckets.gradient_counts import GradientCounts
+from elche.comm.gradients.buckets.gradient_order import GradientOrder
+from elche.comm.gradients.buckets.gradient_views import HandedOut
+from elche.comm.gradients.buckets.late_sums import LateSums
+from elche.comm.gradients.buckets.sum_memory import give_back_freed
+from elche.comm.gradients.gradient_hooks import GradientHooks, refuse_gradient
 from elche.comm.gradients.graph_capture import refuse_capture
-from elche.comm.gradients.late_sums import LateSums
-from elche.comm.gradients.sum_memory import give_back_freed
 from elche.comm.transport.shared_memory import Members
 from elche.errors import CommunicationError, ConfigError, RankLostError
 
@@ -51,8 +53,7 @@ class BucketPass:
         owner: decides when and with what weight; held weakly.
 
     Attributes:
-        buckets: in order of reduction.
-        order: indices of the parameters in that order.
+        order: indices of the parameters in the order of reduction.
         passes: passes so far.
         closed: of them, those whose sums this rank has.
         on_lost: forms another group where a rank has died, and calls
@@ -77,34 +78,36 @@ class BucketPass:
         self._owner = weakref.ref(owner)
         self._index = {id(p): at for at, p in enumerate(self._parameters)}
         self._dtypes = [parameter.dtype for parameter in self._parameters]
-        self._place: dict[int, tuple[Bucket, int]] = {}
+        self._queue = BucketQueue()
+        self._order = GradientOrder(len(self._parameters))
         self._hooks = GradientHooks(self._parameters)
         self._deferred: list[int] = []
-        self._undefined: set[int] = set()
-        self._never_defined: frozenset[int] = frozenset()
         self._lock = threading.RLock()
-        self._observed: dict[int, None] | None = {}
         self._counts = GradientCounts(
-            self._names, is_static=options.static_graph, learns=options.learns_counts
+            self._names,
+            is_static=options.static_graph,
+            learns=options.learns_counts,
+            has_zeros=options.undefined_is_zero,
         )
         self._handed_out = HandedOut(as_views=options.as_views)
         self._broken = ""
         self._scale = 0.0
-        self._side = 0
-        self._next = 0
-        self._summed = 0
         self._is_open = False
         self._is_taken = False
         self._awaits_end = False
         self._late = LateSums(self._parameters)
         self._next_order: list[int] | None = None
-        self.buckets: list[Bucket] = []
         self.order: list[int] = []
         self.passes = self.closed = 0
         self.on_lost: Callable[[], None] | None = None
         self.wait_s = 0.0
         self.has_sums = False
         self.launched_early = 0
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """In order of reduction."""
+        return self._queue.buckets
 
     @property
     def is_open(self) -> bool:
@@ -119,13 +122,13 @@ class BucketPass:
     @property
     def is_ordered(self) -> bool:
         """Whether buckets follow an observed order."""
-        return self._observed is None
+        return self._order.is_agreed
 
     @property
     def extra_bytes(self) -> int:
         """Memory of the buckets, and of gradients kept for them."""
         kept = int(self._options.as_views or self._options.delayed)
-        return sum(bucket.extra_bytes(kept) for bucket in self.buckets)
+        return self._queue.extra_bytes(kept)
 
     @property
     def came(self) -> dict[int, int]:
@@ -134,15 +137,7 @@ class BucketPass:
 
     def infos(self) -> tuple[BucketInfo, ...]:
         """What each bucket holds, in order of reduction."""
-        names = {id(p): n for p, n in zip(self._parameters, self._names, strict=True)}
-        return tuple(
-            bucket.info(
-                index,
-                self._options.cap_bytes,
-                [names[id(p)] for p in bucket.parameters],
-            )
-            for index, bucket in enumerate(self.buckets)
-        )
+        return self._queue.infos(self._names, self._options.cap_bytes)
 
     def attach(self, order: Sequence[int] | None = None) -> None:
         """Allocates buckets, together with all ranks, and hooks every parameter.
@@ -152,7 +147,7 @@ class BucketPass:
                 ranks.
         """
         if order is not None:
-            self._observed = None
+            self._order.settle()
         self._build(order or range(len(self._parameters))[::-1])
         me = weakref.WeakMethod(self._on_gradient)
 
@@ -170,43 +165,19 @@ class BucketPass:
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
         self._hooks.detach()
-        for bucket in self.buckets:
-            bucket.retire()
+        self._queue.retire()
 
     def _build(self, order: Sequence[int]) -> None:
-        left = self.residuals()
         self.order = list(order)
-        parameters = [self._parameters[at] for at in self.order]
-        self.buckets = make_buckets(parameters, self._options.cap_bytes)
-        for bucket in self.buckets:
-            bucket.open(
-                self._group,
-                staged=self._options.staged,
-                keeps_strides=self._options.keeps_strides,
-                codec=self._options.codec,
-                delayed=self._options.delayed,
-                keeps_sums=self._options.keeps_sums,
-            )
-            for index, parameter in enumerate(bucket.parameters):
-                self._place[id(parameter)] = bucket, index
-
-        self.load_residuals(left)
+        self._queue.build(self._parameters, self.order, self._group, self._options)
 
     def residuals(self) -> dict[int, torch.Tensor]:
         """What a codec left out of gradients so far, flat, by their parameters' ids."""
-        pairs = [
-            pair
-            for bucket in self.buckets
-            for pair in zip(bucket.parameters, bucket.residuals(), strict=False)
-        ]
-        return {id(parameter): left for parameter, left in pairs}
+        return self._queue.residuals()
 
     def load_residuals(self, left: Mapping[int, torch.Tensor]) -> None:
         """Goes on from those of other buckets."""
-        for bucket in self.buckets:
-            known = [left[id(p)] for p in bucket.parameters if id(p) in left]
-            if known:
-                bucket.load_residuals(known)
+        self._queue.load_residuals(left)
 
     def forget_strides(self) -> None:
         """Before :meth:`attach`: ranks lay their parameters out differently."""
@@ -220,7 +191,7 @@ class BucketPass:
     @property
     def _is_late(self) -> bool:
         """Whether the next pass to close leaves its sums under way."""
-        is_first = self._observed is not None or self._counts.only_counts
+        is_first = not self._order.is_agreed or self._counts.only_counts
         return self._options.delayed and not is_first
 
     def drain(self) -> bool:
@@ -232,7 +203,7 @@ class BucketPass:
         if not self._late.are_owed:
             return False
         try:
-            self.wait_s += self._late.hand_out(self.buckets, self._handed_out)
+            self.wait_s += self._late.hand_out(self._queue, self._handed_out)
         except CommunicationError as error:
             self._fail(error)
             raise
@@ -277,9 +248,8 @@ class BucketPass:
         """
         self._awaits_end = False
         self._deferred = []
-        self._counts.begin()
-        for bucket in self.buckets:
-            bucket.pending = self._expected_in(bucket)
+        self._counts.begin_again()
+        self._queue.expect(self._counts.awaits)
 
     def abandon(self) -> bool:
         """Gives up a pass that an error broke off; whether there was one."""
@@ -298,67 +268,33 @@ class BucketPass:
             is_undefined = parameter.grad is None and not self._hooks.was_taken(index)
             is_final = self._hooks.runs_last(index)
             if is_final and not is_undefined:
-                self._refuse_gradient(parameter, index)
+                refuse_gradient(parameter, self._names[index], self._dtypes[index])
             if not self._is_open:
                 self._open()
             if is_undefined:
-                self._undefined.add(index)
+                self._counts.undefined.add(index)
             self.await_end()
-            if self._observed is not None:  # of several gradients the last one counts
-                self._observed.pop(index, None)
-                self._observed[index] = None
+            if not self._order.is_agreed:
+                self._order.observe(index)
             if not is_final:  # hooks registered since the step began come after this
                 self._deferred.append(index)
                 return
             self._count(index)
-            if self._options.strategy == "overlapped":
-                self._launch(lambda bucket: not bucket.pending)
-                self._sum()
-
-    def _refuse_gradient(self, parameter: torch.Tensor, index: int) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            raise ConfigError(
-                f"{self._names[index]}: a hook took its gradient away before it was "
-                "reduced; step after the backward pass"
-            )
-        if gradient.is_sparse or gradient.layout is not torch.strided:
-            raise ConfigError(
-                f"{self._names[index]}: its gradient is sparse, which cannot be "
-                "reduced; use sparse=False"
-            )
-        if gradient.requires_grad:
-            raise ConfigError(
-                f"{self._names[index]}: its gradient came from a backward with "
-                "create_graph=True, which a reduction cannot be differentiated "
-                "through; use torch.autograd.grad, or put that backward into no_sync() "
-                "of a DistributedDataParallel"
-            )
-        expected = self._dtypes[index]
-        if gradient.dtype is not expected:
-            raise ConfigError(
-                f"{self._names[index]}: expected a gradient of {expected}, as its "
-                f"parameter was when buckets were made, got {gradient.dtype}; convert "
-                "a model between epochs, on every rank"
-            )
+            # A first pass that is to be static only counts.
+            if self._options.strategy == "overlapped" and not self._counts.only_counts:
+                self._queue.send(self._scale)
+                if self._queue.sum_arrived():
+                    self._handed_out.let_go()
 
     def _count(self, index: int) -> None:
         """Takes note of a gradient; the bucket is full when none is pending."""
-        bucket, place = self._place[id(self._parameters[index])]
-        if index in self._undefined and self._is_zero_undefined(index):
+        bucket, place = self._queue.places[index]
+        if index in self._counts.undefined and self._counts.is_zero(index):
             bucket.zeros.add(place)
         is_pending = place in bucket.pending
-        is_sent = not is_pending and self._has_gone(bucket)
+        is_sent = not is_pending and self._queue.has_sent(bucket)
         if self._counts.take(index, is_pending=is_pending, is_sent=is_sent):
             bucket.pending.discard(place)
-
-    def _is_zero_undefined(self, index: int) -> bool:
-        """Whether none counts as zeros; in a static graph if the first pass had one."""
-        is_known = not self._counts.only_counts and index not in self._never_defined
-        return self._options.undefined_is_zero and is_known
-
-    def _has_gone(self, bucket: Bucket) -> bool:
-        return any(bucket is sent for sent in self.buckets[: self._next])
 
     def _open(self) -> None:
         refuse_capture()
@@ -367,10 +303,8 @@ class BucketPass:
                 f"an earlier reduction failed ({self._broken}); form a new group with "
                 "the ranks that are left"
             )
-        self._side = 1 - self._side
-        self._next = self._summed = 0
+        self._queue.begin()
         self._counts.begin()
-        self._undefined.clear()
         self._is_open = True
         self.passes += 1
         self._is_taken = False
@@ -379,8 +313,8 @@ class BucketPass:
         except CommunicationError as error:
             self._fail(error)
             raise
-        for bucket in self.buckets:
-            bucket.pending = self._expected_in(bucket)
+        self._queue.expect(self._counts.awaits)
+        for bucket in self._queue.buckets:
             bucket.zeros.clear()
 
     def _enter(self) -> None:
@@ -392,40 +326,16 @@ class BucketPass:
         assert owner is not None
         while not self._is_taken:
             try:
-                self._scale = owner.open_pass(self._side)
+                self._scale = owner.open_pass(self._queue.side)
                 started_s = time.perf_counter()
-                for bucket in () if self._late.are_under_way else self.buckets:
-                    bucket.reclaim()
+                if not self._late.are_under_way:
+                    self._queue.reclaim()
                 self.wait_s += time.perf_counter() - started_s
                 return
             except RankLostError:
                 if self.on_lost is None:
                     raise
             self.on_lost()
-
-    def _expected_in(self, bucket: Bucket) -> set[int]:
-        """Places in a bucket that get a gradient in this pass."""
-        return {
-            place
-            for place, parameter in enumerate(bucket.parameters)
-            if self._counts.awaits(self._index[id(parameter)])
-        }
-
-    def _launch(self, is_ready: Callable[[Bucket], bool]) -> None:
-        """Sends what is ready, in the order that all ranks keep."""
-        if self._counts.only_counts and self._awaits_end:
-            return  # the first pass only counts
-        while self._next < len(self.buckets) and is_ready(self.buckets[self._next]):
-            self.buckets[self._next].send(self._side, self._scale)
-            self._next += 1
-
-    def _sum(self) -> None:
-        """Sums what has arrived; in order, as every rank sends in that order."""
-        while self._summed < self._next:
-            if not self.buckets[self._summed].advance(self._side):
-                break
-            self._summed += 1
-            self._handed_out.let_go()
 
     def _on_end(self) -> None:
         """End of a backward pass."""
@@ -434,15 +344,15 @@ class BucketPass:
         if self._is_open:
             for index in deferred:
                 parameter = self._parameters[index]
-                if parameter.grad is not None or index not in self._undefined:
-                    self._refuse_gradient(parameter, index)
+                if parameter.grad is not None or index not in self._counts.undefined:
+                    refuse_gradient(parameter, self._names[index], self._dtypes[index])
                 self._count(index)
             self._close()
 
     def _close(self) -> None:
         """Reduces what is left, waits, and hands out."""
         self._is_open = False
-        self.launched_early = self._next
+        self.launched_early = self._queue.sent
         self.has_sums = True
         try:
             if self._is_late:
@@ -455,11 +365,9 @@ class BucketPass:
                 self._counts.end()
                 return
             self.closed += 1
-            keeps = all(bucket.is_finite for bucket in self.buckets)
-            for bucket in self.buckets:
-                bucket.settle(keeps=keeps)
+            self._queue.settle()
             if closed.hand_out:
-                self._handed_out.hand_out(self.buckets, closed)
+                self._handed_out.hand_out(self._queue.buckets, closed)
             if self._next_order is not None:
                 self._reorder(self._next_order)
                 self._next_order = None
@@ -469,8 +377,6 @@ class BucketPass:
         except CommunicationError as error:
             self._fail(error)
             raise
-        if self._counts.only_counts:
-            self._never_defined = frozenset(self._undefined)
         self._counts.end()
 
     def _reduced(self) -> Closed | None:
@@ -482,12 +388,11 @@ class BucketPass:
         assert owner is not None
         while not self._is_taken:
             try:
-                self._launch(lambda bucket: True)
-                for bucket in self.buckets[self._summed :]:
-                    bucket.finish(self._side)
-                if self._observed is not None:
+                self._queue.send(self._scale, is_end=True)
+                self._queue.finish(self._queue.side)
+                if not self._order.is_agreed:
                     self._end_first()
-                return owner.close_pass(self._side)
+                return owner.close_pass(self._queue.side)
             except RankLostError:
                 if self.on_lost is None:
                     raise
@@ -515,42 +420,28 @@ class BucketPass:
             factor: what they are multiplied by.
         """
         if source is not None:
-            for bucket in self.buckets:
-                bucket.take_over(group, source, lacks=lacks)
+            self._queue.take_over(group, source, lacks=lacks)
         if lacks:
-            for bucket in self.buckets:
-                bucket.finish(self._side)
             self._handed_out.hand_out(self.buckets, Closed(factor=factor))
             self._is_taken = True
             self.closed += 1
-            if self._observed is not None:
+            if not self._order.is_agreed:
                 self._counts.learn()
         self._group = group
-        self._next = self._summed = 0
-        if self._is_ordered_alike():  # by now all have the sums of the last pass
+        if self._order.is_alike(group):  # by now all have the sums of the last pass
             self._build(self.order)
         else:  # some ranks have not come to it
-            self._observed = self._observed or {}
+            self._order.observe_anew()
             self._build(range(len(self._parameters))[::-1])
-
-    def _is_ordered_alike(self) -> bool:
-        """Whether all ranks follow an observed order, or none does."""
-        ordered = torch.tensor([int(self.is_ordered)], device="cpu")
-        self._group.all_reduce(ordered, "comparing the order of gradients")
-        return int(ordered) in (0, self._group.world_size)
 
     def _close_late(self) -> None:
         """Sends this pass's gradients, and hands out the sums of the one before."""
         owner = self._owner()
         assert owner is not None
-        closed = owner.close_pass(self._side)
+        closed = owner.close_pass(self._queue.side)
         self.has_sums = self._late.are_owed
         self.wait_s += self._late.follow(
-            self._side,
-            closed,
-            self.buckets,
-            self._handed_out,
-            lambda: self._launch(lambda bucket: True),
+            closed, self._queue, self._scale, self._handed_out
         )
         self._counts.end()
 
@@ -564,23 +455,12 @@ class BucketPass:
         Buckets that went before all their gradients had come, on any rank, go again:
         everybody has taken the first sum when this has been agreed on.
         """
-        assert self._observed is not None
         self._next_order = None
-        count, group = len(self._parameters), self._group
-        rows = torch.zeros(group.world_size + 1, count, dtype=torch.int64, device="cpu")
-        if self._observed:
-            seen = [*self._observed]
-            unseen = [at for at in range(count) if at not in self._observed]
-            rows[group.rank] = torch.tensor(seen + unseen, device="cpu") + 1
-        for index in self._counts.late:
-            rows[-1, index] = 1
-        group.all_reduce(rows, "agreeing on the order of gradients")
-        *orders, late = rows.tolist()
-        self._send_again(index for index, ranks in enumerate(late) if ranks)
-        for order in filter(any, orders):
+        late, order = self._order.agree(self._counts.late, self._group)
+        self._queue.send_again(late, self._scale)
+        if order is not None:
             self._counts.learn()
-            self._next_order = [index - 1 for index in order]
-            break
+            self._next_order = order
 
     def _reorder(self, order: Sequence[int]) -> None:
         """Makes buckets anew, when all ranks have closed the first pass.
@@ -591,19 +471,10 @@ class BucketPass:
         try:
             closed = torch.zeros(1, device="cpu")
             self._group.all_reduce(closed, "ending the first backward pass")
-            self._observed = None
+            self._order.settle()
             self._build(order)
         except RankLostError:
             if self.on_lost is None:
                 raise
             self.on_lost()
         give_back_freed()
-
-    def _send_again(self, late: Iterable[int]) -> None:
-        lacking = {id(self._place[id(self._parameters[index])][0]) for index in late}
-        again = [bucket for bucket in self.buckets if id(bucket) in lacking]
-        for bucket in again:
-            bucket.settle(keeps=False)
-            bucket.send(self._side, self._scale)
-        for bucket in again:
-            bucket.finish(self._side)

@@ -26,13 +26,15 @@ class PassOptions:
             times in one pass, and unused parameters are known.
         learns_counts: parameters may get several gradients in one pass. Which ones is
             learned in the first; buckets that went too early in it are sent again.
-        staged: messages pass through host memory, for ranks on unlike devices.
+        staged: messages are host memory, into and out of which gradients are copied,
+            because other ranks hold them on another kind of device.
         keeps_strides: in a message a parameter lies as in memory; False: as its shape
             says, for ranks of other memory formats. Then ``as_views`` must be False.
         codec: how float32 and half precision gradients travel, with error feedback.
-        delayed: sums are handed out at the end of the next pass; strategy
-            "synchronous".
-        keeps_sums: a sum is kept as it came until the next one has.
+        delayed: sums are handed out at the end of the next pass, so that a message is
+            filled before all ranks have taken the last one; strategy "synchronous".
+        keeps_sums: a sum is kept as it came until the next one has, for ranks that lack
+            it when another has died.
         undefined_is_zero: a parameter that backward comes to without a gradient (a
             function's backward returned None) has one of zeros after the reduction, as
             with torch's wrapper (in a static graph if the first backward brought one);

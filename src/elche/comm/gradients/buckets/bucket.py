@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -24,7 +24,9 @@ from torch import nn
 from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.codec_opening import open_coded_exchange
 from elche.comm.codec.coded_exchange import residual_of_a_rank
-from elche.comm.gradients.sum_memory import SumMemory
+from elche.comm.gradients.buckets.bucket_contract import PassOptions
+from elche.comm.gradients.buckets.bucket_layout import BucketLayout
+from elche.comm.gradients.buckets.sum_memory import SumMemory
 from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
 from elche.comm.transport.host_exchange import HostExchange, open_by_hosts
@@ -89,14 +91,11 @@ class Bucket:
     _lender: SumMemory | None = None
     _sums_apart: bool = False
     _is_summed: bool = False
-    _sizes: list[int] = field(default_factory=list)
-    _shapes: list[torch.Size] = field(default_factory=list)
-    _is_plain: bool = False
+    _layout: BucketLayout = field(init=False)
     _group: Members | None = None
     _coded: BackgroundExchange | None = None
     _side: int = 0
     _staged: bool = False
-    _keeps_strides: bool = True
     kept: torch.Tensor | None = None
 
     @property
@@ -142,46 +141,27 @@ class Bucket:
             device=first.device,
         )
 
-    def open(
-        self,
-        group: Members,
-        *,
-        staged: bool = False,
-        keeps_strides: bool = True,
-        codec: str = "fp32",
-        delayed: bool = False,
-        keeps_sums: bool = False,
-    ) -> None:
+    def open(self, group: Members, options: PassOptions) -> None:
         """Makes the exchange, together with all ranks.
 
         Args:
             group: the process group.
-            staged: the message is host memory, into and out of which gradients are
-                copied, because other ranks hold them on another kind of device.
-            keeps_strides: a gradient lies in the message as its parameter in memory;
-                False: as its shape says.
-            codec: how float32 gradients, and those of half precision, travel.
-            delayed: a message is filled before all ranks have taken the last one.
-            keeps_sums: a sum is kept as it came until the next, for ranks that lack it
-                when another has died.
+            options: how gradients are packed and sent.
         """
-        first = self.parameters[0]
-        dtype, device = _real(first.dtype), first.device
-        self._sizes = [*map(_real_numel, self.parameters), len(self.parameters)]
-        self._shapes = [parameter.shape for parameter in self.parameters]
-        self._is_plain = not first.is_complex() and all(
-            parameter.is_contiguous() for parameter in self.parameters
+        first, staged = self.parameters[0], options.staged
+        self._layout = BucketLayout(
+            self.parameters, keeps_strides=options.keeps_strides
         )
-        numel = sum(self._sizes)
+        dtype, device, numel = self._layout.dtype, first.device, self._layout.numel
         wire = wire_dtype(first.dtype)
         exchange: Exchange
-        if codec != "fp32" and wire is torch.float32 and group.world_size > 1:
+        if options.codec != "fp32" and wire is torch.float32 and group.world_size > 1:
             staged = dtype is not wire or device.type != "cpu"
             exchange = open_coded_exchange(
                 cast(Group, group),
                 numel + 1,  # the factor comes last
                 wire,
-                codec,
+                options.codec,
                 SIDES,
                 exact=len(self.parameters),
                 sums=1 if staged else SIDES,
@@ -190,17 +170,17 @@ class Bucket:
             self._coded = exchange
         else:
             where = torch.device("cpu") if staged else device
-            if delayed:  # nobody would drive the leaders' sums between two passes
+            if options.delayed:  # none would drive leaders' sums between two passes
                 exchange = open_exchange(group, numel, dtype, where, shared_sides=SIDES)
             else:
-                sums = 2 if keeps_sums else 1
+                sums = 2 if options.keeps_sums else 1
                 exchange = open_by_hosts(group, numel, dtype, where, sums=sums)
             self._lender = SumMemory(numel, dtype, device)
             self._sums_apart = exchange.keeps_contribution and not staged
-        if keeps_sums and group.world_size > 1 and not exchange.keeps_contribution:
+        is_kept = options.keeps_sums and group.world_size > 1
+        if is_kept and not exchange.keeps_contribution:
             self.kept = torch.zeros(numel, dtype=dtype, device=device)
-        self.exchange, self._group = exchange, group
-        self._staged, self._keeps_strides = staged, keeps_strides
+        self.exchange, self._group, self._staged = exchange, group, staged
         if self._lender is not None and not self._sums_apart:
             self._lay_message(self._lender)
             return
@@ -209,7 +189,7 @@ class Bucket:
             if staged:
                 sent = torch.zeros(numel, dtype=dtype, device=device)
             self._flat.append(sent)
-            self.sent.append(self._views(sent))
+            self.sent.append(self._layout.views(sent))
 
     def _lay_message(self, lender: SumMemory) -> None:
         """Lays the next message, and its sum, where nobody views the last ones."""
@@ -219,16 +199,7 @@ class Bucket:
         else:
             assert isinstance(self.exchange, GlooExchange)
             sent = self.exchange.renew(0, lender.lend)
-        self._flat, self.sent = [sent], [self._views(sent)]
-
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """A view per parameter, shaped like it, and the flags."""
-        *parts, flags = flat.split(self._sizes)
-        if self._is_plain:  # quick: lent memory is laid out in every pass
-            return [*map(torch.Tensor.view, parts, self._shapes), flags]
-        strided = self._keeps_strides
-        pairs = zip(parts, self.parameters, strict=True)
-        return [*(_shaped_like(part, p, strided=strided) for part, p in pairs), flags]
+        self._flat, self.sent = [sent], [self._layout.views(sent)]
 
     @torch.no_grad()
     def send(self, side: int, scale: float) -> None:
@@ -305,7 +276,7 @@ class Bucket:
                 self._total.copy_(found[: self._total.numel()])
             elif self._coded is not None:
                 self._total = found[: self._total.numel()]
-                self.summed = self._views(self._total)
+                self.summed = self._layout.views(self._total)
             if self.kept is not None:
                 self.kept.copy_(self._total)
         else:
@@ -314,7 +285,7 @@ class Bucket:
             self._total = self._lender.lend()
             self.exchange.sum_into(0, self._total.numel(), self._total)
             self.exchange.release()
-            self.summed = self._views(self._total)
+            self.summed = self._layout.views(self._total)
         self._is_summed = True
 
     def _decoded(self) -> torch.Tensor:
@@ -359,7 +330,7 @@ class Bucket:
                 self.kept = torch.empty_like(last)
             self.kept.copy_(kept)
             self._total, self._is_summed = kept.to(last.device), True
-            self.summed = self._views(self._total)
+            self.summed = self._layout.views(self._total)
 
     @property
     def _last_sum(self) -> torch.Tensor | None:
@@ -383,19 +354,15 @@ class Bucket:
             coded.rollback()
             return
         unused = [index for index, used in enumerate(self.used()) if not used]
-        before = self._residual_parts(coded.state_dict()) if unused else []
+        before = self._layout.parts(coded.state_dict()["residual"]) if unused else []
         coded.release()
         lost = [index for index in unused if bool(before[index].any())]
         if lost:  # their sums are not handed out: what was left out is still left
             state = coded.state_dict()
-            left = self._residual_parts(state)
+            left = self._layout.parts(state["residual"])
             for index in lost:
                 left[index].copy_(before[index])
             coded.load_state_dict(state)
-
-    def _residual_parts(self, state: dict[str, Any]) -> Sequence[torch.Tensor]:
-        """A view per parameter of the residual, as the exchange has it."""
-        return torch.split(state["residual"], self._sizes[:-1])
 
     def residuals(self) -> list[torch.Tensor]:
         """What earlier passes left out, per parameter and flat; empty without codec.
@@ -405,23 +372,18 @@ class Bucket:
         if self._coded is None:
             return []
         left = residual_of_a_rank(self._coded.state_dict())
-        return [part.reshape(-1) for part in self._shaped(left)]
+        return [part.reshape(-1) for part in self._layout.shaped_parts(left)]
 
     def load_residuals(self, left: Sequence[torch.Tensor]) -> None:
         """Goes on from those of other buckets."""
         if self._coded is not None:
             state = {"own": (0, 0), "world_size": 1, "ranks": 1}
             residual = torch.cat(list(left))
-            for into, part in zip(self._shaped(residual), left, strict=True):
+            for into, part in zip(
+                self._layout.shaped_parts(residual), left, strict=True
+            ):
                 into.copy_(part.view(into.shape))
             self._coded.load_state_dict({**state, "residual": residual})
-
-    def _shaped(self, residual: torch.Tensor) -> list[torch.Tensor]:
-        """A view per parameter of a residual, which lies as the message does."""
-        parts = residual.split(self._sizes[:-1])
-        pairs = zip(parts, self.parameters, strict=True)
-        strided = self._keeps_strides
-        return [_shaped_like(part, p, strided=strided) for part, p in pairs]
 
     def retire(self) -> None:
         """There is no other pass: nothing is done for one that was broken off."""
@@ -475,33 +437,3 @@ def _fill(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
 def size_bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a message: a complex number travels as two real ones."""
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
-def _real_numel(tensor: torch.Tensor) -> int:
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-def _shaped_like(
-    flat: torch.Tensor, parameter: torch.Tensor, *, strided: bool
-) -> torch.Tensor:
-    """A view of ``flat`` with the parameter's shape, and its strides if dense."""
-    if parameter.is_complex():
-        flat = torch.view_as_complex(flat.view(-1, 2))
-    if not strided or parameter.is_contiguous() or not _is_dense(parameter):
-        return flat.view(parameter.shape)
-    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a permutation of dimensions makes the tensor contiguous."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

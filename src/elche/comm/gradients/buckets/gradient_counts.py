@@ -25,21 +25,29 @@ class GradientCounts:
             an error.
         learns: in the first pass gradients may come after their bucket has gone, which
             is then sent again; in later ones it waits until the end.
+        has_zeros: a parameter that backward comes to without a gradient has one of
+            zeros; in a static graph if the first pass had one for it.
 
     Attributes:
         late: parameters that got one in this pass after their bucket had gone.
+        undefined: parameters that backward has come to without one in this pass.
     """
 
-    def __init__(self, names: Sequence[str], *, is_static: bool, learns: bool) -> None:
+    def __init__(
+        self, names: Sequence[str], *, is_static: bool, learns: bool, has_zeros: bool
+    ) -> None:
         self._names = names
         self._is_static = is_static
         self._learns = learns
+        self._has_zeros = has_zeros
         self._seen: dict[int, int] = {}
         self._expected: dict[int, int] | None = None
         self._several: frozenset[int] = frozenset()
         self._unused: frozenset[int] | None = None
         self._problem = ""
+        self._never_defined: frozenset[int] = frozenset()
         self.late: set[int] = set()
+        self.undefined: set[int] = set()
 
     @property
     def only_counts(self) -> bool:
@@ -60,7 +68,12 @@ class GradientCounts:
         self._unused = indices if self._unused is None else self._unused & indices
 
     def begin(self) -> None:
-        """A pass begins, or begins again."""
+        """A pass begins."""
+        self.undefined.clear()
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """All gradients of a pass will come once more."""
         self._seen, self._problem, self.late = {}, "", set()
 
     def awaits(self, index: int) -> bool:
@@ -68,6 +81,11 @@ class GradientCounts:
         if self._expected is not None:
             return index in self._expected
         return self._unused is None or index not in self._unused
+
+    def is_zero(self, index: int) -> bool:
+        """Whether a parameter that is undefined has a gradient of zeros."""
+        is_known = not self.only_counts and index not in self._never_defined
+        return self._has_zeros and is_known
 
     def take(self, index: int, *, is_pending: bool, is_sent: bool) -> bool:
         """Takes note of a gradient.
@@ -109,6 +127,8 @@ class GradientCounts:
             ConfigError: gradients came that the reduction lacks.
         """
         self._unused = None
+        if self.only_counts:
+            self._never_defined = frozenset(self.undefined)
         if self._is_static and self._seen:
             self._compare()
         for index in sorted(self.late):

@@ -1,0 +1,1 @@
+"""Buckets of gradients, and one reduction of all of them per backward pass."""

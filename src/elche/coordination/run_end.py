@@ -1,0 +1,227 @@
+"""Ends of a run: deaths that it does not outlive, its deadline, its abort. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import final
+
+from elche.coordination.agreement import Settings
+from elche.coordination.epochs import Epochs
+from elche.coordination.gathering import Barriers
+from elche.coordination.membership import Membership
+from elche.coordination.protocol.events import (
+    BarrierReached,
+    Disconnected,
+    EpochOpened,
+    Event,
+    Failed,
+    Join,
+    Left,
+)
+from elche.coordination.protocol.instructions import Abort, Instruction
+from elche.errors import ElcheError, MismatchError, NonFiniteError, TransitionError
+
+
+@final
+class Mortality:
+    """Why a run does not go on without a rank, if it does not.
+
+    Args:
+        membership: who takes part.
+        by: what the death of any rank ends, whatever the settings are; "".
+    """
+
+    def __init__(self, membership: Membership, by: str) -> None:
+        self._membership = membership
+        self._by = by
+        self._set_by = self._own_sampler = ""
+
+    def begin_run(self, settings: Settings, nccl: str) -> None:
+        """Takes the settings of the run that begins.
+
+        Args:
+            settings: what the ranks agreed on.
+            nccl: policy and transport in words, where steps are reduced by it; "".
+        """
+        self._set_by = settings.config.mortal_by or settings.mortal_by or nccl
+        self._own_sampler = settings.own_sampler
+
+    def end_with_any_rank(self, why: str) -> None:
+        """A death ends every run of these processes from now on, because of this."""
+        self._by = self._by or why
+
+    @property
+    def by(self) -> str:
+        """What the death of any rank ends, in words; "" if it ends nothing."""
+        return self._by or self._set_by
+
+    @property
+    def may_outlive(self) -> bool:
+        """Whether the run goes on without ranks at all."""
+        return self._membership.is_elastic or not self.by
+
+    def why(self, rank: int, epochs: Epochs | None) -> str:
+        """Why the run does not go on without a rank; "" if it does."""
+        membership = self._membership
+        if not self.may_outlive:
+            return f"the death of a rank ends {self.by}"
+        is_elastic = membership.is_elastic
+        why = "" if is_elastic or epochs is None else epochs.mortal_by(rank)
+        if why:
+            return why
+        if self._own_sampler and rank == min(membership.ranks, default=rank):
+            return (
+                f"rank {rank} drew the samples' order from the script's own "
+                f"{self._own_sampler}, which no other rank can go on with"
+            )
+        if epochs is None or (epochs.number < 0 and not is_elastic):
+            return "no rank may die before the first epoch has begun"
+        if not epochs.may_lose or len(membership.ranks) < 2 or membership.left:
+            return "ranks have left, and no new group can form"
+        return ""
+
+    def is_over(self, epochs: Epochs | None) -> bool:
+        """Whether ranks have left in order, and all that was trained is committed."""
+        is_between = epochs is None or not epochs.is_under_way
+        return self.may_outlive and bool(self._membership.left) and is_between
+
+
+@final
+class Deadline:
+    """Whom ranks wait for, since when nothing has come of them, and how long at most.
+
+    Args:
+        membership: who takes part.
+        barriers: who waits at which.
+        timeout_s: for so long.
+    """
+
+    def __init__(
+        self, membership: Membership, barriers: Barriers, timeout_s: float
+    ) -> None:
+        self._membership = membership
+        self._barriers = barriers
+        self._timeout_s = timeout_s
+        self._since_s: float | None = None
+
+    def allow(self, timeout_s: float) -> None:
+        """Ranks are waited for so long from now on."""
+        self._timeout_s = timeout_s
+
+    def heard(self, now_s: float) -> None:
+        """Something has come."""
+        self._since_s = now_s
+
+    def since_s(self, epochs: Epochs | None) -> float | None:
+        """Since when nothing has come of ranks that others wait for; None: not so."""
+        return self._since_s if self._is_waiting(epochs) else None
+
+    def exceeded(self, epochs: Epochs | None, now_s: float) -> str:
+        """Time has passed; what was waited for too long, in words, or ""."""
+        since_s = self.since_s(epochs)
+        if since_s is None:
+            self._since_s = since_s = now_s
+        if now_s - since_s < self._timeout_s:
+            return ""
+        return (
+            f"nothing came for {self._timeout_s:g} s while the run was "
+            f"{self.doing(epochs)}; raise timeout_s if a batch really takes so long"
+        )
+
+    def _is_waiting(self, epochs: Epochs | None) -> bool:
+        """Whether somebody waits for somebody: between epochs ranks may be idle."""
+        if self._membership.is_joining or self._barriers:
+            return True
+        return epochs is not None and (
+            epochs.is_under_way or epochs.is_opening or epochs.withholds
+        )
+
+    def doing(self, epochs: Epochs | None) -> str:
+        """What the run does now, in words."""
+        if epochs is None and not self._membership.is_joining:
+            return "in a Pipeline, or before elche.setup"
+        if epochs is None:
+            return f"waiting for ranks {self._membership.missing} to join"
+        if epochs.is_opening and not epochs.is_under_way:
+            return f"waiting for {epochs.waiting_to_open()}"
+        if self._barriers:
+            return f"waiting for {self._barriers.waiting_for(self._membership.ranks)}"
+        if epochs.is_under_way:
+            return f"waiting for {epochs.waiting_for()}"
+        return "between epochs"
+
+
+@final
+class RunEnd:
+    """The abort of a run, which every rank receives.
+
+    Args:
+        membership: who takes part.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._sent: Abort | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run was ended; None: it was not."""
+        return None if self._sent is None else self._sent.reason
+
+    def abort(
+        self, reason: str, rank: int | None = None, kind: str = "remote"
+    ) -> list[Instruction]:
+        """Ends the run, because of a rank if it is one's fault."""
+        return self._send(Abort(rank=-1, reason=reason, failed_rank=rank, kind=kind))
+
+    def fail(self, event: Failed) -> list[Instruction]:
+        """Ends the run as a rank has ended."""
+        how = "failed:" if event.exit_code is None else "called"
+        return self._send(
+            Abort(
+                rank=-1,
+                reason=f"rank {event.rank} {how} {event.error}",
+                failed_rank=event.rank,
+                traceback=event.traceback,
+                exit_code=event.exit_code,
+            )
+        )
+
+    def refuse(self, error: Exception, story: list[str]) -> list[Instruction]:
+        """Ends the run for an event that nothing can be decided on.
+
+        Args:
+            error: why.
+            story: of who sent it.
+        """
+        if isinstance(error, MismatchError):
+            return self.abort(str(error), kind="mismatch")
+        if isinstance(error, NonFiniteError):
+            return self._send(
+                Abort(
+                    rank=-1,
+                    reason=str(error),
+                    failed_rank=error.rank,
+                    kind="non_finite",
+                    batches=error.batches,
+                    part=error.part,
+                )
+            )
+        what = str(error) if isinstance(error, ElcheError) else repr(error)
+        return self.abort(str(TransitionError(what, story)), kind="protocol")
+
+    def _send(self, abort: Abort) -> list[Instruction]:
+        """To every rank, and to those that wait to join."""
+        self._sent = abort
+        waiting = {join.rank for join in self._membership.roster.take_newcomers()}
+        told = sorted(self._membership.ranks | waiting)
+        return [replace(abort, rank=rank) for rank in told]
+
+    def answer(self, event: Event) -> list[Instruction]:
+        """What an event leads to after the end."""
+        if isinstance(event, (Left, Disconnected)):
+            self._membership.left[event.rank] = Left(rank=event.rank)
+        elif isinstance(event, (Join, EpochOpened, BarrierReached)):
+            assert self._sent is not None
+            return [replace(self._sent, rank=event.rank)]
+        return []

@@ -1,0 +1,283 @@
+"""Grants of steps under ``sync``: how many, how far ahead, and in which shares. Pure.
+
+Steps are granted to all ranks alike and ahead of every rank's loader, so no rank ever
+waits for a message and a change of shares names a step that no loader has drawn
+yet. Early grants are one step long, so that the first measurements count
+at once; later ones cover about ``GRANT_S`` seconds. The first steps of unequal devices
+are granted one by one: their shares are guesses, and waiting for a message costs less
+than another step that everybody waits for the slowest device in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import final
+
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.epoch_plan import EpochPlan
+from elche.coordination.accounts.ledger import EpochLedger
+from elche.coordination.agreement import Settings
+from elche.coordination.policy import Member
+from elche.coordination.protocol.events import EpochLeft, StepsDone
+from elche.coordination.protocol.instructions import GrantSteps
+from elche.coordination.sync.left_out import LeftOutRanks
+from elche.coordination.sync.step_book import Granted
+from elche.coordination.sync.step_reports import EARLY
+from elche.coordination.sync.step_shares import StepShares
+from elche.errors import ProtocolError
+
+GRANT_S = 0.1
+MAX_GRANT_STEPS = 64
+ALL_RANKS = -1
+FIRST_STEPS = 2
+"""One that is not timed (compilation), and one that is."""
+
+
+@final
+class StepGrants:
+    """Steps of an epoch, from their grant to their commit.
+
+    Args:
+        members: all ranks, in order.
+        settings: what the ranks agreed on.
+        shares: the members' parts of each.
+        left_out: who takes no part in them.
+
+    Attributes:
+        world_size: ranks that there are numbers for.
+        ledger: the place of every step.
+        until: the first step that has not been granted.
+        committed_until: the first that is not committed.
+        is_single: a step is granted only when the last one is done.
+        fetches_early: loops ask for the next batch before a step's backward pass.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        settings: Settings,
+        shares: StepShares,
+        left_out: LeftOutRanks,
+    ) -> None:
+        self._shares = shares
+        self._left_out = left_out
+        self._epoch = -1
+        self.world_size = max(member.rank for member in members) + 1
+        self._ahead_steps = max(member.horizon_batches for member in members) + 2
+        self._record: EpochPlan | None = None
+        self._planned: deque[tuple[int, int, list[int]]] | None = None
+        self._granted: deque[Granted] = deque()  # and not committed, oldest first
+        self.ledger = EpochLedger(BatchSizes(()), [ALL_RANKS])
+        self.until = self.committed_until = 0
+        self._step_s = math.inf
+        self._has_said_none = False
+        self.is_single = self.fetches_early = False
+        is_known = shares.is_fixed or settings.config.speed_hints is not None
+        self._guesses = not is_known and len({member.device for member in members}) > 1
+
+    def __bool__(self) -> bool:
+        """Whether any steps are under way."""
+        return bool(self._granted)
+
+    @property
+    def oldest(self) -> Granted | None:
+        """The grant that is completed next."""
+        return self._granted[0] if self._granted else None
+
+    def begin_epoch(self, epoch: int, sizes: BatchSizes, plan: str) -> None:
+        """Nothing of it is granted yet; with a plan its steps are, in its shares."""
+        self._epoch = epoch
+        self._record = EpochPlan(
+            policy="sync", world_size=self.world_size, sizes=list(sizes.runs)
+        )
+        self._planned = None
+        if plan:
+            self._guesses = False
+            recorded = EpochPlan.from_text(plan, "sync", self.world_size, sizes)
+            self._planned = deque(recorded.steps)
+        self._granted.clear()
+        self.ledger = EpochLedger(sizes, [ALL_RANKS])
+        self.until = self.committed_until = 0
+        self._has_said_none = False
+
+    def follow(self, members: Mapping[int, int]) -> None:
+        """The members are others now, each with its loader's horizon."""
+        self.world_size = max(self.world_size, max(members) + 1)
+        self._ahead_steps = max(members.values()) + 2
+
+    def take(self, report: StepsDone) -> None:
+        """A rank has run its part of the next grant that it owes.
+
+        Raises:
+            ProtocolError: it was not given that.
+        """
+        rank = report.rank
+        grant = next((each for each in self._granted if each.owes(rank)), None)
+        if grant is None:
+            raise ProtocolError(f"rank {rank} reports steps it was not granted")
+        if (report.start, report.stop) != (grant.start, grant.stop):
+            raise ProtocolError(
+                f"rank {rank} reports steps {report.start}..{report.stop - 1}, "
+                f"granted were {grant.start}..{grant.stop - 1}"
+            )
+        samples = grant.shares[rank] * grant.steps
+        if report.samples != samples:
+            raise ProtocolError(
+                f"rank {rank} claims {report.samples} samples, granted {samples}"
+            )
+        grant.reports[rank] = report
+        grant.missing -= 1
+        self.fetches_early |= report.unknown == EARLY
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone: its reports are not waited for any more."""
+        for grant in self._granted:
+            grant.missing -= grant.owes(rank)
+
+    def leave(self, event: EpochLeft) -> None:
+        """A rank's loop has left the epoch: it reports no more, and trains no more.
+
+        Raises:
+            ProtocolError: it claims work that it was not given, or no finite times.
+        """
+        owed = [grant for grant in self._granted if grant.owes(event.rank)]
+        samples = sum(
+            grant.shares[event.rank] * max(0, min(grant.stop, event.step) - grant.start)
+            for grant in owed
+        )
+        times_s = (
+            *(event.busy_s, event.data_wait_s),
+            *(event.transfer_s, event.sync_wait_s),
+        )
+        if event.samples != samples or not all(map(math.isfinite, times_s)):
+            raise ProtocolError(
+                f"rank {event.rank} left epoch {event.epoch} after step {event.step} "
+                f"and claims {event.samples} samples in {times_s} s since its last "
+                f"report, granted were {samples}"
+            )
+        for grant in owed:
+            grant.missing -= 1
+            grant.left.add(event.rank)
+
+    def silent(self, members: Iterable[int]) -> list[int]:
+        """Members that have not reported the oldest grant."""
+        oldest = self.oldest
+        return [] if oldest is None else [r for r in members if oldest.owes(r)]
+
+    def complete(self) -> Granted:
+        """All ranks have run the oldest grant, which is committed."""
+        grant = self._granted.popleft()
+        self.ledger.train(ALL_RANKS, grant.start, grant.stop)
+        self.ledger.close(ALL_RANKS)
+        self.ledger.stage()
+        self.ledger.commit()
+        self.committed_until = grant.stop
+        self._guesses &= grant.stop < FIRST_STEPS
+        return grant
+
+    def measured(self, step_s: float) -> None:
+        """The slowest rank takes so long for a step."""
+        self._step_s = step_s
+
+    def settle(self, done: int, lost: Mapping[int, int]) -> None:
+        """The group has changed: steps before ``done`` are done, later ones void.
+
+        Args:
+            done: the first that is not in the model that all go on with.
+            lost: ranks whose part is missing, each from a step on.
+        """
+        kept: deque[Granted] = deque()
+        for grant in self._granted:
+            cuts = (done, *lost.values())
+            inside = {cut for cut in cuts if grant.start < cut < grant.stop}
+            start = grant.start
+            for stop in sorted({grant.stop, *inside}):
+                if start >= done:
+                    break
+                part = replace(grant, start=start, stop=stop, is_settled=True)
+                if (start, stop) != (grant.start, grant.stop):
+                    part.reports = {}
+                gone = {rank for rank, first in lost.items() if first <= start}
+                part.lost = grant.lost | gone
+                kept.append(part)
+                start = stop
+        self._granted = kept
+        self.ledger.give_back(ALL_RANKS)
+        if done > self.committed_until:
+            self.ledger.lease_range(ALL_RANKS, self.committed_until, done)
+        self.until = done
+        self._record = self._planned = None  # of another membership
+
+    @property
+    def plan(self) -> str:
+        """The epoch's steps and shares so far, to be replayed; "" if none can."""
+        return "" if self._record is None else self._record.to_text()
+
+    def top_up(self, ranks: Collection[int]) -> list[GrantSteps]:
+        """Grants steps until the loaders' horizon and two grants are covered."""
+        told: list[GrantSteps] = []
+        steps = 1
+        if self._step_s > 0 and math.isfinite(self._step_s):
+            steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
+        left_out = self._left_out
+        is_single = self.is_single or self._guesses or left_out.is_trying
+        steps = 1 if left_out.is_trying or self.is_single else steps
+        while self.ledger.pooled and not left_out.is_leaving:
+            ahead = self.ledger.leased(ALL_RANKS)
+            oldest = self.oldest.steps if self.oldest is not None else 1
+            most = self._ahead_steps + (oldest - 1) + (steps - 1)
+            if ahead >= (1 if is_single else most) + self.fetches_early:
+                break
+            start, stop, shares = self._next_steps(steps)
+            if self._record is not None:
+                self._record.steps.append((start, stop, list(shares)))
+            self.until, self._has_said_none = stop, False
+            told += self._tell(ranks, start, stop, shares)
+            grant = Granted(start, stop, shares, len(ranks), left_out=left_out.ranks)
+            self._granted.append(grant)
+        return told
+
+    def say_none(self, ranks: Collection[int]) -> list[GrantSteps]:
+        """Tells loops that fetch early that none are granted for now.
+
+        Else they would wait for a grant to report their last step, and it for them.
+        """
+        waits = self.fetches_early and self._granted and self.ledger.pooled
+        if not waits or self._has_said_none:
+            return []
+        self._has_said_none = True
+        return self._tell(ranks, self.until, self.until, ())
+
+    def _tell(
+        self, ranks: Collection[int], start: int, stop: int, shares: tuple[int, ...]
+    ) -> list[GrantSteps]:
+        first = GrantSteps(
+            rank=0, epoch=self._epoch, start=start, stop=stop, shares=shares
+        )
+        return [replace(first, rank=rank) for rank in sorted(ranks)]
+
+    def _next_steps(self, most: int) -> tuple[int, int, tuple[int, ...]]:
+        """The next steps and their shares: as planned, or as speeds are now."""
+        if self._planned:
+            start, stop, planned = self._planned.popleft()
+            self.ledger.lease_range(ALL_RANKS, start, stop)
+            return start, stop, tuple(planned)
+        samples, _ = self.ledger.sizes.run_of(self.until)
+        granted = self.ledger.leased(ALL_RANKS)
+        trial = self._shares.trial(samples, self.world_size, granted)
+        if trial is not None:
+            most = 1
+        start, stop = self.ledger.lease(ALL_RANKS, most, equal_sizes=True)
+        return start, stop, trial or self._shares.of(samples, self.world_size)
+
+    def check(self, members: Iterable[int]) -> None:
+        """Asserts that every step is in one place, and who owes what."""
+        self.ledger.check()
+        oldest = self.oldest
+        if oldest is not None:
+            assert oldest.start == self.committed_until
+            silent = self.silent(members)
+            assert oldest.is_settled or len(silent) == oldest.missing, oldest

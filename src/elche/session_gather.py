@@ -61,7 +61,7 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
             f"batch weighs under elche.setup says weight_of=), got {weight!r}"
         )
     if isinstance(run, Run):
-        return run.gather_rows(tensor)
+        return run.collectives.gather_rows(tensor)
     if run is None and by_hand is not None:
         return by_hand.gather_rows(tensor, 1.0 if weight is None else float(weight))
     return tensor
@@ -125,7 +125,7 @@ def gather_rows(
     rows = rows if rows.dim() else rows[None]
     run, by_hand = process.run, current_manual_run()
     if isinstance(run, Run):
-        return run.gather_rows(rows, call, is_of_batch=is_of_batch)
+        return run.collectives.gather_rows(rows, call, is_of_batch=is_of_batch)
     if run is None and by_hand is not None:
         return by_hand.gather_rows(rows, 1.0)
     if run is None and read_placement().world_size > 1:

@@ -16,8 +16,8 @@ from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_calibration, auto_policy
 from elche.coordination.sync import step_grants
 from elche.errors import ElcheError
+from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.coordinator import serve_in_thread
-from elche.runtime.window_epoch import WindowEpoch
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested

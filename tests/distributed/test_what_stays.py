@@ -13,10 +13,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import elche
 from elche import session
 from elche.errors import CommunicationError, ConfigError, ElcheError
-from elche.runtime import run_epochs
+from elche.runtime.epochs import epoch_execution
+from elche.runtime.epochs.sync_epoch import SyncEpoch
+from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.coordinator import serve_in_thread
-from elche.runtime.sync_epoch import SyncEpoch
-from elche.runtime.window_epoch import WindowEpoch
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
@@ -75,7 +75,7 @@ def _fail_in_setup(model: Any, optimizer: Any, loader: Any, options: Any) -> boo
         raise ConfigError("no such loader")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run_epochs, "LeasedBatches", refuse)
+        patched.setattr(epoch_execution, "LeasedBatches", refuse)
         with pytest.raises(ElcheError, match="no such loader"):
             elche.setup(model, optimizer, loader, **nested(options))
     elche.shutdown()

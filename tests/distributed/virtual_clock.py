@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from elche.comm.gradients.buckets import bucket_pass
-from elche.runtime import sync_epoch, window_epoch
+from elche.runtime.epochs import step_account, sync_epoch, window_epoch
 from elche.runtime.process.worker import Worker
 
 
@@ -31,7 +31,7 @@ class VirtualClock:
 def virtual_clock() -> Iterator[VirtualClock]:
     """This rank's epochs measure by such a clock; deadlines stay real."""
     clock: Any = VirtualClock()
-    modules: tuple[Any, ...] = (bucket_pass, sync_epoch, window_epoch)
+    modules: tuple[Any, ...] = (bucket_pass, step_account, sync_epoch, window_epoch)
     before = [module.time for module in modules]
     sleep = Worker.sleep_until_told
 

@@ -56,6 +56,7 @@ LAYERS = {
     "elche.integrations": Layer.SURFACE,
     "elche.session": Layer.SURFACE,
     "elche.session_checkpoint": Layer.SURFACE,
+    "elche.session_config": Layer.SURFACE,
     "elche.session_gather": Layer.SURFACE,
     "elche.session_metrics": Layer.SURFACE,
     "elche.session_output": Layer.SURFACE,

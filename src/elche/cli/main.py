@@ -6,30 +6,19 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import click
 
 from elche import __version__
-from elche.cli.host_options import host_options, read_hosts
 from elche.cli.join_command import join as join_command
 from elche.cli.plan_command import plan as plan_command
-from elche.cli.rank_options import (
-    checked,
-    exit_code,
-    follow,
-    names,
-    numbers,
-    rank_options,
-)
-from elche.cli.restart_options import restart_options
+from elche.cli.rank_options import checked, names, numbers, rank_options
+from elche.cli.run_command import run as run_command
 from elche.cli.schedule_command import schedule as schedule_command
 from elche.cli.witness_command import witness as witness_command
 from elche.config import POLICIES
-from elche.errors import ConfigError, ElcheError
-
-if TYPE_CHECKING:
-    from elche.runtime.process.rank_output import Display
+from elche.errors import ElcheError
 
 
 class _Friendly(click.Group):
@@ -81,151 +70,6 @@ def _as_command() -> Iterator[None]:
 @click.version_option(__version__, prog_name="elche")
 def main() -> None:
     """Train one PyTorch model on mismatched hardware, at the sum of its speeds."""
-
-
-def _display() -> Display | None:
-    """Draws a run on standard error, if that is a terminal."""
-    if not sys.stderr.isatty():
-        return None
-    from elche.monitor.live_run import open_display
-
-    return open_display()
-
-
-# What follows SCRIPT is its own, options too.
-@main.command(context_settings={"allow_interspersed_args": False})
-@rank_options
-@click.option(
-    "--ms-per-sample",
-    type=float,
-    help="Time per sample of an emulated device of speed 1; default: 1.25.",
-)
-@click.option(
-    "--fixed-ms",
-    type=float,
-    help="Time per batch of an emulated device beside its samples'; default: 0.",
-)
-@click.option(
-    "--policy",
-    type=click.Choice(POLICIES),
-    help="Policy where the script names none.",
-)
-@click.option(
-    "--story",
-    envvar="ELCHE_STORY",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File for what was said and decided (the last 50000 messages and decisions),"
-    " written when the run ends, however it ends.",
-)
-@restart_options
-@host_options
-@click.option(
-    "--rejoin",
-    type=int,
-    default=0,
-    show_default=True,
-    help="Start so many ranks at most in place of some that died while the others go"
-    " on; each joins them where they stand.",
-)
-@click.option(
-    "--min-ranks",
-    type=click.IntRange(min=1),
-    help="With --rejoin: while fewer ranks live, those pause until others have joined.",
-)
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File for the timeline of all ranks (Chrome trace, which ui.perfetto.dev"
-    " opens), written when the run ends, however it ends.",
-)
-@click.option(
-    "--quiet", is_flag=True, help="No progress; it is shown in a terminal only."
-)
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(
-    nproc: int | None,
-    devices: tuple[str, ...] | None,
-    speeds: tuple[float, ...] | None,
-    ms_per_sample: float | None,
-    fixed_ms: float | None,
-    policy: str | None,
-    story: Path | None,
-    rejoin: int,
-    min_ranks: int | None,
-    trace: Path | None,
-    quiet: bool,
-    script: str,
-    arguments: tuple[str, ...],
-    **more: Any,
-) -> None:
-    """Run SCRIPT on several devices, one process each."""
-    from elche.runtime.process.launch import LaunchConfig, python_command
-    from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
-
-    emulated = {"ms_per_sample": ms_per_sample, "fixed_ms": fixed_ms}
-    settings: dict[str, Any] = {k: v for k, v in emulated.items() if v is not None}
-    with checked():
-        if settings and speeds is None:
-            raise ConfigError(
-                "--ms-per-sample and --fixed-ms are for emulated devices; give their "
-                "--speeds, such as 1,0.25"
-            )
-        for path in (story, trace):
-            if path is not None:
-                from elche.demo.results import check_writable
-
-                check_writable(path)
-        for_one_host = {"--trace": trace, "--max-restarts": more["max_restarts"]}
-        hosts = read_hosts(more, (script, *arguments), for_one_host)
-        if hosts is not None and hosts.remote is not None:
-            if (nproc, devices, speeds) != (None, None, None):
-                raise ConfigError("--hosts says how many ranks each host has")
-            nproc = hosts.remote.own_ranks
-        follows = hosts is not None and hosts.node_rank > 0
-        config = LaunchConfig(
-            command=python_command(script, *arguments),
-            num_ranks=nproc,
-            devices=devices,
-            speeds=speeds,
-            environment={
-                **({"ELCHE_POLICY": policy} if policy else {}),
-                **({"ELCHE_MIN_RANKS": str(min_ranks)} if min_ranks else {}),
-            },
-            story_path=story,
-            trace_path=trace,
-            display=None if quiet or follows else _display(),
-            hosts=hosts,
-            rejoin=rejoin,
-            **settings,
-        )
-        if follows:
-            follow(config, "elche run")
-        result = launch_with_restarts(
-            config,
-            RestartConfig(**more),
-            lambda line: click.echo(f"elche run: {line}", err=True),
-        )
-    failed = [rank for rank, code in enumerate(result.exit_codes) if code]
-    if failed:
-        reason = result.reason.splitlines()[0] if result.reason else "see its output"
-        if result.signal and result.terminated:
-            reason += (
-                f"; ranks {list(result.terminated)} did not end in time, and were "
-                "ended: a last checkpoint may be missing"
-            )
-        codes = ", ".join(exit_code(result.exit_codes[rank]) for rank in failed)
-        click.echo(
-            f"elche run: ranks {failed} ended with codes [{codes}]: {reason}", err=True
-        )
-    elif config.world_size > 1 and not (result.have_met or result.signal):
-        click.echo(
-            f"elche run: the script ran {config.world_size} times, and no rank met "
-            "another: train through elche.setup, elche.Trainer, elche.init_group or "
-            "torch.distributed",
-            err=True,
-        )
-    sys.exit(result.exit_code)
 
 
 @main.command()
@@ -404,6 +248,7 @@ def hetero(
 
 main.add_command(join_command)
 main.add_command(plan_command)
+main.add_command(run_command)
 main.add_command(schedule_command)
 main.add_command(witness_command)
 

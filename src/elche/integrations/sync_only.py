@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elche import session
+from elche import session_config
 from elche.config import RunConfig
 from elche.errors import ConfigError
 
@@ -15,7 +15,7 @@ def sync_config(options: dict[str, Any], framework: str) -> RunConfig:
     Raises:
         ConfigError: the policy trains windows, or an option is unknown or wrong.
     """
-    config = session.run_config(None, {"leave_out": False, **options})
+    config = session_config.run_config(None, {"leave_out": False, **options})
     if config.policy != "sync":
         raise ConfigError(
             f"{framework} counts steps on every rank, and under policy "

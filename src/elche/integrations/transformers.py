@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch.utils.data import IterableDataset
 
-from elche import session, session_metrics
+from elche import session, session_config, session_metrics
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.integrations.main_evaluation import MainEvaluation
@@ -70,7 +70,7 @@ class ElcheTrainerMixin(_Base):
     def __init__(
         self, *args: Any, elche_config: RunConfig | None = None, **kwargs: Any
     ) -> None:
-        self._run_config = session.run_config(elche_config, {})
+        self._run_config = session_config.run_config(elche_config, {})
         if self._run_config.policy != "sync":
             raise ConfigError(
                 "the Trainer steps, saves and evaluates by its own count of steps, "

@@ -7,24 +7,17 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elche.comm.gradients.residual_state import is_of_gradients
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
-from elche.comm.tensors.row_gather import RowGather
-from elche.comm.transport.process_group import gather_texts
 from elche.coordination.accounts.local_batches import local_cut
-from elche.coordination.protocol.events import BarrierReached, Event, Failed, Left
-from elche.coordination.protocol.instructions import (
-    BarrierPassed,
-    EndEpoch,
-    Instruction,
-    Regroup,
-    Welcome,
-)
-from elche.errors import ConfigError, MismatchError
+from elche.coordination.protocol.events import Event, Failed, Left
+from elche.coordination.protocol.instructions import EndEpoch, Welcome
+from elche.errors import ConfigError
+from elche.runtime.epochs.run_epochs import RunEpochs
+from elche.runtime.epochs.sync_epoch import SyncEpoch
 from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.connect import connect
@@ -38,16 +31,12 @@ from elche.runtime.rank_settings import (
     state_tensors,
 )
 from elche.runtime.report.notifications import RunNotifications
-from elche.runtime.report.run_summary import RunFacts
+from elche.runtime.report.run_summary import RunFacts, headline
 from elche.runtime.report.trace_parts import write_part
-from elche.runtime.run_epochs import RankWatch, RunEpochs
-from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import RunParts, Training
-from elche.runtime.watch.optimizers_seen import OptimizersSeen
-from elche.runtime.watch.scaler_skips import ScalerSkips
-from elche.runtime.window_epoch import WindowEpoch
+from elche.runtime.user_collectives import UserCollectives
+from elche.runtime.watch.rank_watch import RankWatch
 from elche.runtime.windows.local_steps import LocalSteps
-from elche.runtime.windows.model_copies import ModelCopies
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.runtime.windows.window_sync import refuse_state
 
@@ -64,6 +53,7 @@ class Run:
         plans: what is recorded or replayed.
 
     Attributes:
+        collectives: that the user's script calls.
         iterates_loader: no batch comes from the user's own loader.
     """
 
@@ -78,18 +68,19 @@ class Run:
         self.config = training.config
         self.notifications = RunNotifications(worker.rank)
         worker.on_notification = self.notifications.handle
-        self._devices = devices = welcome.devices
+        self._devices = welcome.devices
         self._memory_bytes = welcome.memory_bytes
         self._training = training
-        skips = ScalerSkips(training.optimizer, self.notifications.scalars)
-        optimizers = OptimizersSeen(training.model, training.optimizers)
+        self._watch = watch = RankWatch(
+            worker, training, self.notifications.scalars, welcome.devices
+        )
         self._synchroniser = Synchroniser(
             training.config,
             training.model,
             training.optimizer,
             worker.group,
             worker.side_group,
-            steps=LocalSteps(training.model, optimizers),
+            steps=LocalSteps(training.model, watch.optimizers),
             is_weighed=training.weights is not None,
             delayed=training.delayed,
             keeps_sums=welcome.outlived,
@@ -100,14 +91,11 @@ class Run:
             self._synchroniser,
             self.notifications,
             plans,
-            RankWatch(
-                skips, optimizers, devices, ModelCopies(training.model, training.copies)
-            ),
+            watch,
         )
+        self.collectives = UserCollectives(worker, training.config, self._epochs)
         self.iterates_loader = False
         self._samples_resumed = 0
-        self._rows: RowGather | None = None
-        self._rows_of = -1
         self._closed = False
 
     @staticmethod
@@ -162,7 +150,7 @@ class Run:
     @property
     def progress_samples(self) -> float:
         """Samples of the run so far, the same function on every rank."""
-        self._epochs.schedulers.rates.has_read_progress = True
+        self._watch.schedulers.rates.has_read_progress = True
         return self.samples_done
 
     @property
@@ -173,13 +161,12 @@ class Run:
     @property
     def progress_steps(self) -> float:
         """Steps of the run so far, the same function on every rank."""
-        epochs = self._epochs
-        epochs.schedulers.rates.has_read_progress = True
-        return epochs.steps.at(epochs.epoch_samples)
+        self._watch.schedulers.rates.has_read_progress = True
+        return self._epochs.progress_steps
 
     def steps_left(self, steps: int) -> int:
         """How many of so many steps of the whole run are still to be taken."""
-        return self._epochs.steps.left(steps)
+        return self._watch.steps.left(steps)
 
     @property
     def was_left_early(self) -> bool:
@@ -195,7 +182,7 @@ class Run:
         held = self._synchroniser.windows or self._synchroniser.reducer
         return {
             "samples": self._samples_resumed + self._epochs.samples_kept,
-            "steps": self._epochs.steps.before,
+            "steps": self._watch.steps.before,
             "averaging": None if held is None else held.state_dict(),
         }
 
@@ -227,7 +214,7 @@ class Run:
 
     def _note_progress(self, state: dict[str, Any]) -> None:
         self._samples_resumed = state["samples"] - self._epochs.samples_before
-        self._epochs.steps.before = state["steps"]
+        self._watch.steps.before = state["steps"]
 
     @property
     def rank(self) -> int:
@@ -246,19 +233,9 @@ class Run:
 
     def agree(self, make: Callable[[], str], what: str) -> str:
         """What rank 0 makes, on every rank; called by all of them."""
-        self._meet_to_sum()
-        own = make() if self.rank == 0 else ""
-        return gather_texts(self.worker.group, own, what)[0]
+        return self.collectives.agree(make, what)
 
     can_cut = True
-
-    def check_cut(self) -> None:
-        """Refuses a checkpoint inside an epoch where none can be made.
-
-        Raises:
-            ConfigError: the run records or replays.
-        """
-        self.check_record()
 
     def check_record(self) -> None:
         """Refuses checkpoints inside epochs that are recorded or replayed.
@@ -273,6 +250,8 @@ class Run:
                 "call elche.save() between epochs"
             )
 
+    check_cut = check_record  # nothing else refuses one inside an epoch
+
     def parts(self) -> RunParts:
         """What a checkpoint is made of; between epochs, or where one is cut."""
         return self._epochs.parts(self.state_dict())
@@ -281,7 +260,7 @@ class Run:
         """What a checkpoint's manifest says of the run."""
         return {
             "samples": self._samples_resumed + self._epochs.samples_kept,
-            "steps": self._epochs.steps.at(self._epochs.epoch_samples),
+            "steps": self._epochs.progress_steps,
             "policy": self._synchroniser.policy,
             "config": self.config.as_dict(),
         }
@@ -309,12 +288,7 @@ class Run:
         Raises:
             ConfigError: the loop does something that cannot be handed over.
         """
-        self._epochs.check_hand_over()
-        return {
-            "counted": self._epochs.samples_before,
-            "trained": self._synchroniser.digest(),
-            "policy": self._synchroniser.policy,
-        }
+        return self._epochs.hand_over()
 
     def join(self) -> None:
         """Joins the run under way: waits for the others to pause, and takes over.
@@ -338,23 +312,10 @@ class Run:
         Raises:
             MismatchError: other parameters are trained here.
         """
-        if info["trained"] != self._synchroniser.digest():
-            raise MismatchError(
-                "a rank that joins would train other parameters than the others, "
-                "which have frozen, unfrozen or added some since their start"
-            )
-        self._synchroniser.build_alone(info["policy"])
-        self._epochs.load_state_dict(epochs, info["counted"])
+        self._epochs.take_over(epochs, info)
         if self._synchroniser.windows is not None:
             self._synchroniser.windows.load_state_dict(state["averaging"])
         self._note_progress(state)
-
-    def _refuse_new(self, call: str) -> None:
-        if self.worker.is_new:
-            raise ConfigError(
-                f"{call} on a rank that is to join the run: the others call it "
-                "elsewhere; call it inside `for epoch in elche.epochs(...)`"
-            )
 
     @property
     def is_in_epoch(self) -> bool:
@@ -389,7 +350,7 @@ class Run:
     @property
     def last_samples(self) -> int:
         """Samples of the batch in hand, or that the last epoch ended with."""
-        return self.samples_in_hand or self._epochs.last_samples
+        return self.samples_in_hand or self._epochs.execution.last_samples
 
     @property
     def reports(self) -> list[EndEpoch]:
@@ -398,24 +359,14 @@ class Run:
 
     def headline(self) -> str:
         """The line that names the devices and whether they differ."""
-        kinds = list(dict.fromkeys(self._devices))
-        count = len(self._devices)
-        if len(kinds) == 1:
-            what = f"{count} devices, equal: {count} x {kinds[0]}"
-        else:
-            parts = [f"{self._devices.count(kind)} x {kind}" for kind in kinds]
-            what = f"{count} devices, unequal: {', '.join(parts)}"
-        held_bytes = self._synchroniser.extra_bytes
-        models = held_bytes / max(1, self._synchroniser.trained_bytes)
-        held = f"{held_bytes / 1e6:.1f} MB ({models:.1f} models) for reductions"
-        policy, said = self._training.policy, ""
-        batch_size = self._training.loader.batch_size
-        if policy in ("cadence", "async") and batch_size is not None:
+        facts, batch_size = self.facts(), self._training.loader.batch_size
+        steps = ""
+        if facts.policy in ("cadence", "async") and batch_size is not None:
             least = min_share_samples(self._training.model)
-            cut = local_cut(self.config.windows, count, least)
+            cut = local_cut(self.config.windows, len(facts.devices), least)
             samples = cut.largest_of(batch_size)
-            said = f", steps of {samples} samples (batch_size {batch_size})"
-        return f"elche: {what}; policy {policy}{said}, {held}"
+            steps = f", steps of {samples} samples (batch_size {batch_size})"
+        return headline(facts, self._synchroniser.trained_bytes, steps)
 
     def facts(self) -> RunFacts:
         """What a summary of the run begins with."""
@@ -432,56 +383,19 @@ class Run:
 
     def steps_at(self, samples: float) -> float:
         """Steps of the run when so many samples of the epoch are trained."""
-        return self._epochs.steps.at(samples)
+        return self._watch.steps.at(samples)
 
     def check(self) -> None:
         """Raises what went wrong where nothing could be raised."""
-        self._epochs.check()
+        self._epochs.execution.check()
 
     def heeds_signals(self, heeds: bool) -> None:
         """Tells the launcher whether this rank ends by itself after a signal."""
         self.worker.heeds_signals(heeds)
 
     def barrier(self, name: str) -> None:
-        """Waits until every rank is here.
-
-        Raises:
-            ConfigError: inside a loop under ``cadence``, or on a rank that is to join.
-        """
-        self.check()
-        self._refuse_new(name)
-        if isinstance(self._epochs.under_way, WindowEpoch):
-            raise ConfigError(
-                "a barrier inside the loop would wait for ever: under policy "
-                f"{self.config.policy!r} ranks run different numbers of batches; call "
-                "it between epochs"
-            )
-        passed: list[BarrierPassed] = []
-
-        def handle(instruction: Instruction) -> None:
-            if isinstance(instruction, BarrierPassed):
-                passed.append(instruction)
-            elif isinstance(instruction, Regroup) and self.worker.on_regroup:
-                self.worker.hear_of(instruction)
-                self.worker.on_regroup()
-            elif isinstance(self._epochs.under_way, SyncEpoch):
-                self._epochs.under_way.handle(instruction)
-
-        if self.is_in_epoch:
-            self._epochs.members.meet("elche.barrier()")
-        else:
-            self.worker.regroup_if_told()
-        self.worker.send(BarrierReached(rank=self.worker.rank, name=name))
-        while not passed:
-            self.worker.receive(handle, f"all ranks at {name}")
-
-    def _meet_to_sum(self) -> None:
-        """Between epochs: a death while ranks wait for each other is outlived here.
-
-        Inside the sum that follows, for milliseconds, it ends the run.
-        """
-        if self.worker.on_regroup is not None:
-            self.barrier("sums")
+        """Waits until every rank is here; see `UserCollectives.barrier`."""
+        self.collectives.barrier(name)
 
     def follow(self, scheduler: LRScheduler) -> None:
         """Lets a scheduler follow the run's progress in windows.
@@ -489,46 +403,7 @@ class Run:
         Raises:
             ConfigError: inside the loop.
         """
-        self._epochs.schedulers.add(scheduler)
-
-    def gather_rows(
-        self,
-        tensor: torch.Tensor,
-        call: str = "elche.all_gather",
-        *,
-        is_of_batch: bool = True,
-    ) -> torch.Tensor:
-        """The rows of all ranks, weighted as the gradients of the batch in hand are.
-
-        Args:
-            tensor: this rank's rows.
-            call: of the user's, for messages.
-            is_of_batch: rows of a batch that counts for other ranks are left out.
-
-        Raises:
-            ConfigError: ranks train in windows.
-        """
-        self._refuse_new(call)
-        under_way = self._epochs.under_way
-        if isinstance(under_way, WindowEpoch):
-            raise ConfigError(
-                f"{call} inside the loop would wait for ever: under policy "
-                f"{self.config.policy!r} ranks run different numbers of batches; use "
-                "policy='sync', or call it between epochs"
-            )
-        weight = 1.0
-        if under_way is not None:
-            self._epochs.members.meet(f"{call}()")
-            self.worker.meets_in_forward = True
-            weight = under_way.weight_in_hand if is_of_batch else 1.0
-            if self.config.loss_reduction == "sum":
-                weight = float(weight > 0.0)
-        if under_way is None:
-            self._meet_to_sum()
-        if self._rows is None or self._rows_of != self.worker.generation:
-            self._rows_of = self.worker.generation
-            self._rows = RowGather(self.worker.side_group())
-        return self._rows.gather(tensor, weight, call)
+        self._watch.schedulers.add(scheduler)
 
     def epoch(self, steps: int = -1) -> Iterator[Any]:
         """Opens the next epoch on all ranks and hands out this rank's part.
@@ -558,7 +433,7 @@ class Run:
         try:
             if not isinstance(last_event, Failed):
                 self._epochs.end_iteration()
-                last_event = self._left_how(last_event)
+                last_event = self._epochs.left_how(last_event)
         finally:
             self._closed = True
             self._release()
@@ -566,18 +441,6 @@ class Run:
             write_part(self.worker.timeline)
             with contextlib.suppress(Exception):  # while there are modules to do it
                 self._epochs.end_iteration()
-
-    def _left_how(self, last_event: Event) -> Event:
-        """The same; where ranks trained windows, with what was done of the run."""
-        steps, samples = self._epochs.steps, self._epochs.samples_before
-        if not steps.has_left or self._synchroniser.windows is None:
-            return last_event
-        return Left(
-            rank=self.worker.rank,
-            batches=steps.taken,
-            samples=samples,
-            steps=steps.before,
-        )
 
     def _release(self) -> None:
         """Takes every hook off model and optimizer, the last one first."""

@@ -1,7 +1,7 @@
 """An epoch of windows on a simulated rank: execution of `WindowLoop`'s actions.
 
-What `elche.runtime.window_epoch` does with a loader, a device and collectives happens
-here in virtual time. The decisions are the same code. Pure.
+What `elche.runtime.epochs.window_epoch` does with a loader, a device and collectives
+happens here in virtual time. The decisions are the same code. Pure.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.data import Dataset
 
-from elche import session
+from elche import session, session_config
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.process.stop_signals import SignalStops, StopRequest
@@ -50,7 +50,7 @@ class Trainer:
         loss_fn: LossFn,
         **options: Any,
     ) -> None:
-        names_no_policy = session.names_no_policy(options.get("config"), options)
+        names_no_policy = session_config.names_no_policy(options.get("config"), options)
         self.config = trainer_config(options)
         self._recipe = Recipe(
             model_fn,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from elche import session
+from elche import session_config
 from elche.config import DELAYED_SYNC, RunConfig
 from elche.config_checks import check_known
 from elche.config_parts import refuse_former
@@ -237,7 +237,7 @@ def trainer_config(options: dict[str, Any]) -> TrainerConfig:
     ]
     if missing:
         raise ConfigError(f"Trainer needs {', '.join(missing)}")
-    run = session.run_config(
+    run = session_config.run_config(
         options.get("config"),
         {name: options[name] for name in options if name in run_fields - own},
     )

@@ -1,8 +1,8 @@
 """A death in any order of what ranks and coordinator do: the survivors settle it.
 
 Messages are delayed, sums arrive at some ranks and not at others, and ranks do their
-steps in any order. What a rank does here is what `elche.runtime.window_epoch` and
-`elche.runtime.windows.regrouping` do with sockets and collectives.
+steps in any order. What a rank does here is what `elche.runtime.epochs.window_epoch`
+and `elche.runtime.windows.regrouping` do with sockets and collectives.
 """
 
 from __future__ import annotations

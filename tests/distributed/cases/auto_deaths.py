@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 import elche
 from elche import session
 from elche.comm.model_buffers.known_buffers import KnownBuffers
-from elche.runtime.epoch_opening import EpochOpening
+from elche.runtime.epochs.epoch_opening import EpochOpening
+from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.run import Run
-from elche.runtime.window_epoch import WindowEpoch
 from elche.runtime.windows.synchroniser import Synchroniser
 from tests.distributed.cases.meetings import Meeting
 from tests.distributed.cases.survive_cases import (

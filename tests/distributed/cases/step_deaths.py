@@ -37,8 +37,8 @@ from elche.coordination.protocol.instructions import (
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import checksum
-from elche.runtime.step_members import StepMembers
 from elche.runtime.windows.regrouping import Regrouping
+from elche.runtime.windows.step_members import StepMembers
 from elche.runtime.windows.step_regrouping import StepRegrouping
 from tests.distributed.cases.survive_cases import Death, after, before, die
 

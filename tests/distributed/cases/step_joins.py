@@ -19,7 +19,7 @@ import elche
 from elche import session
 from elche.checkpoint.keeper import CheckpointKeeper
 from elche.coordination.protocol.events import EpochOpened, JoinReady
-from elche.runtime.step_members import StepMembers
+from elche.runtime.windows.step_members import StepMembers
 from tests.distributed.cases.joining_cases import raise_error, wait_for
 from tests.distributed.cases.step_deaths import (
     BATCH,

@@ -126,7 +126,7 @@ def train(
             for death, visit in zip(mine, visits, strict=True):
                 if death.place == "batch":
                     visit()
-        keys: Any = run._epochs._order.keys
+        keys: Any = run._epochs._opening.order.keys
         orders.append([int(key) for key in keys])
         elche.barrier()
     counts = model.count.tolist()

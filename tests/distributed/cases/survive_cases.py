@@ -36,7 +36,7 @@ from elche.coordination.protocol.events import (
     WindowReduced,
 )
 from elche.runtime.data.sample_order import SampleOrder
-from elche.runtime.epoch_opening import EpochOpening
+from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.process import heartbeat
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows import gradient_sync, model_copies

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import elche
 from elche import session
 from elche.comm.transport.process_group import Group
-from elche.runtime import epoch_opening
+from elche.runtime.epochs import epoch_opening
 from elche.runtime.report.notifications import RunNotifications
 from tests.distributed.cases.tasks import Task, Trace, build, shared
 from tests.distributed.virtual_clock import virtual_clock

@@ -15,8 +15,8 @@ from elche import session
 from elche.coordination.auto import auto_calibration, auto_policy
 from elche.coordination.sync import step_grants
 from elche.errors import ConfigError
+from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.coordinator import serve_in_thread
-from elche.runtime.window_epoch import WindowEpoch
 from tests.distributed.cases.tasks import Task, build
 from tests.distributed.test_breaks_under_auto import Windows
 from tests.harness.rank_pool import RankPool

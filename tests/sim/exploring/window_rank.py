@@ -1,6 +1,6 @@
 """One rank's process under ``cadence`` or ``async``, as a script without effects.
 
-What `elche.runtime.window_epoch`, `elche.runtime.epoch_opening` and
+What `elche.runtime.epochs.window_epoch`, `elche.runtime.epochs.epoch_opening` and
 `elche.runtime.windows.regrouping` do with sockets and collectives, with the decisions
 of the same `WindowLoop`; a model is the positions that went into it.
 """

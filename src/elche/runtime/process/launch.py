@@ -203,106 +203,168 @@ def launch(
 async def _launch(
     config: LaunchConfig, on_ready: Callable[[RankProcesses], None]
 ) -> LaunchResult:
-    network, hosts, leader = config.network, config.hosts, None
+    hosts, leader = config.hosts, None
     if hosts is not None and not hosts.is_open:
         leader = Leader(hosts, config.world_size)
         await leader.gather()
-    key = secrets.token_bytes(KEY_BYTES) if hosts is None else hosts.key
-    own_address = LOOPBACK if hosts is None else hosts.own_address()
-    world_size = config.world_size if leader is None else leader.world_size
-    is_one_host = network is None and leader is None
-    server = KeptCoordinator(
-        world_size,
-        key,
-        survives=network is None,
-        several_hosts=leader is not None,
-        listener=_listener(config, leader, own_address),
-    )
-    display = config.display
-    if display is not None:
-        server.on_message = display.see
-    ranks_here = range(config.world_size)
-    environments = rank_environments(world_size, server.address, key, ranks_here)
-    # A store is reached from loopback alone; where a network is given nobody needs it.
-    store = TorchStore() if is_one_host else None
-    if store is not None:
-        store.on_use = partial(server.end_with_any_rank, DEFAULT_GROUP)
-    processes, late = RankProcesses(server), None
-    if hosts is not None and hosts.is_open:
-        say = _say if display is None else display.print_line
-        late = LateHosts(hosts, config.world_size, server, processes, say)
-    begun = config.on_first_batch, None if late is None else late.begin
-    server.on_first_batch = partial(_call_all, begun)
-    on_ready(processes)
+    run = _LaunchedRun(config, leader)
+    on_ready(run.processes)
     if leader is not None:
-        leader.attach(server, processes)
-
-    def have_met() -> bool:
-        return server.status.has_admitted or (store is not None and store.is_used)
-
-    output = RankOutput(config.on_line, display, have_met)
-    parts = Path(tempfile.mkdtemp(prefix="elche-")) if config.trace_path else None
-    watched, held = os.pipe()  # this process alone has the end that it holds
-    own = {
-        **(store.environment() if store else {}),
-        **({} if hosts is None else {"ELCHE_LISTEN": own_address}),
-        PIPE: str(watched),
-        RESUMES: "1",
-        **({TRACE: str(parts)} if parts else {}),
-        **({REJOIN: "1"} if config.rejoin or late is not None else {}),
-    }
-    of_all = {**config.environment, RESUMES: "1"}
-    ranks = _Ranks(config, processes, server, output, [e | own for e in environments])
-
-    async def on_outlived(rank: int) -> None:
-        await ranks.replace(rank)
-        if late is not None:
-            late.outlived(rank)
-
-    processes.on_outlived = on_outlived
+        leader.attach(run.server, run.processes)
     try:
-        if late is not None:
-            told = {JOINS: "1", REJOIN: "1"}
-            told["ELCHE_COORDINATOR"] = format_address(*server.address)
-            await late.listen({**of_all, **told})
-        for place in range(config.world_size):
-            await ranks.start(place, place)
-        server.start()  # while the ranks import
-        others = () if leader is None else leader.start(of_all)
-        for rank, process in enumerate(others, config.world_size):
-            processes.add(rank, process)
-        await processes.wait()
-        await output.finish()
+        await run.go()
     finally:
-        await processes.close()
+        await run.close()
+    return await run.end()
+
+
+@final
+class _LaunchedRun:
+    """A run as its launcher holds it: the coordinator, and this host's ranks.
+
+    Args:
+        config: what to start.
+        leader: of the launchers of several hosts, which have gathered; None: of one.
+
+    Attributes:
+        server: the coordinator.
+        processes: of the ranks.
+    """
+
+    def __init__(self, config: LaunchConfig, leader: Leader | None) -> None:
+        hosts, display, count = config.hosts, config.display, config.world_size
+        key = secrets.token_bytes(KEY_BYTES) if hosts is None else hosts.key
+        own_address = LOOPBACK if hosts is None else hosts.own_address()
+        world_size = count if leader is None else leader.world_size
+        self._config, self._leader = config, leader
+        self.server = server = KeptCoordinator(
+            world_size,
+            key,
+            survives=config.network is None,
+            several_hosts=leader is not None,
+            listener=_listener(config, leader, own_address),
+        )
+        if display is not None:
+            server.on_message = display.see
+        # A store is reached from loopback alone; on a network given nobody needs it.
+        is_one_host = config.network is None and leader is None
+        self._store = TorchStore() if is_one_host else None
+        if self._store is not None:
+            self._store.on_use = partial(server.end_with_any_rank, DEFAULT_GROUP)
+        self.processes = processes = RankProcesses(server)
+        processes.on_outlived = self._outlived
+        self._late: LateHosts | None = None
+        if hosts is not None and hosts.is_open:
+            say = _say if display is None else display.print_line
+            self._late = LateHosts(hosts, count, server, processes, say)
+        begun = config.on_first_batch, None if self._late is None else self._late.begin
+        server.on_first_batch = partial(_call_all, begun)
+        self._parts = tempfile.mkdtemp(prefix="elche-") if config.trace_path else None
+        self._pipe = os.pipe()  # this process alone has the end that it holds
+        self._output = RankOutput(config.on_line, display, self._have_met)
+        own = self._variables(own_address)
+        self._places: dict[int, int] = {}  # of each rank: whose device it has
+        self._environments = [
+            each | own
+            for each in rank_environments(world_size, server.address, key, range(count))
+        ]
+
+    def _variables(self, own_address: str) -> dict[str, str]:
+        """What each rank of this host finds in its environment."""
+        config, is_open = self._config, self._late is not None
+        return {
+            **(self._store.environment() if self._store else {}),
+            **({} if config.hosts is None else {"ELCHE_LISTEN": own_address}),
+            PIPE: str(self._pipe[0]),
+            RESUMES: "1",
+            **({TRACE: self._parts} if self._parts else {}),
+            **({REJOIN: "1"} if config.rejoin or is_open else {}),
+        }
+
+    def _have_met(self) -> bool:
+        is_used = self._store is not None and self._store.is_used
+        return self.server.status.has_admitted or is_used
+
+    async def _start(self, rank: int, place: int, **more: str) -> None:
+        """Starts a rank at a place of this host, with more variables."""
+        config, output = self._config, self._output
+        self._places[rank] = place
+        own = {**self._environments[place], **more}
+        environment, pipe = rank_environment(config, place, own), self._pipe[0]
+        process = await start_rank(config, place, environment, pipe, output, rank)
+        self.processes.add(rank, process)
+
+    async def _outlived(self, rank: int) -> None:
+        """Starts another in place of a rank that has died, if the run takes more.
+
+        Not of one that is on another host.
+        """
+        config, server = self._config, self.server
+        has_ended = server.status.is_finished or server.aborted is not None
+        has_more = len(self._places) < config.world_size + config.rejoin
+        if rank in self._places and has_more and not has_ended:
+            new = server.add_rank()
+            await self._start(new, self._places[rank], RANK=str(new), **{JOINS: "1"})
+        if self._late is not None:
+            self._late.outlived(rank)
+
+    async def go(self) -> None:
+        """Starts all ranks, and waits for their end."""
+        count, of_all = self._config.world_size, {**self._config.environment}
+        of_all[RESUMES] = "1"
+        if self._late is not None:
+            told = {JOINS: "1", REJOIN: "1"}
+            told["ELCHE_COORDINATOR"] = format_address(*self.server.address)
+            await self._late.listen({**of_all, **told})
+        for place in range(count):
+            await self._start(place, place)
+        self.server.start()  # while the ranks import
+        others = () if self._leader is None else self._leader.start(of_all)
+        for rank, process in enumerate(others, count):
+            self.processes.add(rank, process)
+        await self.processes.wait()
+        await self._output.finish()
+
+    async def close(self) -> None:
+        """Ends what is still there, and writes what the run leaves."""
+        config, server = self._config, self.server
+        await self.processes.close()
         server.on_message = None
-        output.close()
-        os.close(watched)
-        os.close(held)
+        self._output.close()
+        for end in self._pipe:
+            os.close(end)
         story = await server.stop(wants_story=config.story_path is not None)
         if config.story_path is not None:
             write_story(config.story_path, story)
-        if config.trace_path is not None and parts is not None:
-            codes = processes.exit_codes()
-            _write_trace(config.trace_path, parts, server, codes)
-        if store is not None:
-            await store.close()
-    result = LaunchResult(
-        processes.exit_codes(),
-        processes.given_up or processes.interruption or server.aborted or "",
-        processes.terminated,
-        processes.failed_first(),
-        processes.signal or 0,
-        have_met(),
-        processes.failed_s,
-    )
-    for each in (leader, late):
-        if each is not None:
-            code = 1 if processes.given_up else result.exit_code
-            await each.end(code, result.reason)
-    if processes.given_up:
-        raise CommunicationError(processes.given_up)
-    return result
+        if config.trace_path is not None and self._parts is not None:
+            codes = self.processes.exit_codes()
+            _write_trace(config.trace_path, Path(self._parts), server, codes)
+        if self._store is not None:
+            await self._store.close()
+
+    async def end(self) -> LaunchResult:
+        """How the run has ended, which the other hosts are told.
+
+        Raises:
+            CommunicationError: they are lost, and may go on without this one.
+        """
+        processes = self.processes
+        given_up, aborted = processes.given_up, self.server.aborted
+        result = LaunchResult(
+            processes.exit_codes(),
+            given_up or processes.interruption or aborted or "",
+            processes.terminated,
+            processes.failed_first(),
+            processes.signal or 0,
+            self._have_met(),
+            processes.failed_s,
+        )
+        for each in (self._leader, self._late):
+            if each is not None:
+                await each.end(1 if given_up else result.exit_code, result.reason)
+        if processes.given_up:
+            raise CommunicationError(processes.given_up)
+        return result
 
 
 def _listener(
@@ -322,55 +384,6 @@ def _say(line: str) -> None:
 def _call_all(calls: Sequence[Callable[[], None] | None]) -> None:
     for call in filter(None, calls):
         call()
-
-
-@final
-class _Ranks:
-    """The ranks of this host as they are started, and those in place of dead ones.
-
-    Args:
-        config: what to start.
-        processes: takes them.
-        server: knows which ranks there are.
-        output: takes what they print.
-        environments: of each place.
-    """
-
-    def __init__(
-        self,
-        config: LaunchConfig,
-        processes: RankProcesses,
-        server: KeptCoordinator,
-        output: RankOutput,
-        environments: Sequence[Mapping[str, str]],
-    ) -> None:
-        self._config = config
-        self._processes = processes
-        self._server = server
-        self._output = output
-        self._environments = environments
-        self._places: dict[int, int] = {}  # of each rank: whose device it has
-
-    async def start(self, rank: int, place: int, **more: str) -> None:
-        """Starts a rank at a place, with more variables."""
-        config = self._config
-        self._places[rank] = place
-        own = {**self._environments[place], **more}
-        environment, pipe = rank_environment(config, place, own), int(own[PIPE])
-        process = await start_rank(config, place, environment, pipe, self._output, rank)
-        self._processes.add(rank, process)
-
-    async def replace(self, rank: int) -> None:
-        """Starts one in place of a rank that has died, if the run goes on with more.
-
-        Not of one that is on another host.
-        """
-        config, server = self._config, self._server
-        has_ended = server.status.is_finished or server.aborted is not None
-        has_more = len(self._places) < config.world_size + config.rejoin
-        if rank in self._places and has_more and not has_ended:
-            new = server.add_rank()
-            await self.start(new, self._places[rank], RANK=str(new), **{JOINS: "1"})
 
 
 async def start_rank(

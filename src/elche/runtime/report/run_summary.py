@@ -76,6 +76,25 @@ class RunSummary:
         return "\n".join([*lines, *rank_table(self.ranks)])
 
 
+def headline(facts: RunFacts, trained_bytes: int, steps: str) -> str:
+    """The line that names the devices and whether they differ.
+
+    Args:
+        facts: what is known of the run.
+        trained_bytes: of the parameters that are trained.
+        steps: what is to be said of local steps; "" where there are none.
+    """
+    kinds, count = list(dict.fromkeys(facts.devices)), len(facts.devices)
+    if len(kinds) == 1:
+        what = f"{count} devices, equal: {count} x {kinds[0]}"
+    else:
+        parts = [f"{facts.devices.count(kind)} x {kind}" for kind in kinds]
+        what = f"{count} devices, unequal: {', '.join(parts)}"
+    models = facts.reduction_bytes / max(1, trained_bytes)
+    held = f"{facts.reduction_bytes / 1e6:.1f} MB ({models:.1f} models) for reductions"
+    return f"elche: {what}; policy {facts.policy}{steps}, {held}"
+
+
 def summarise(facts: RunFacts, notifications: RunNotifications) -> RunSummary:
     """The run so far, with the figures of what has ended last."""
     last = _last_of(notifications)

@@ -12,11 +12,11 @@ from typing import Any, final
 import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from elche.comm.transport.process_group import Group
 from elche.coordination.accounts.schedule_steps import ScheduleSteps
 from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.protocol.messages import Runs
 from elche.errors import ConfigError
+from elche.runtime.process.worker import Worker
 from elche.runtime.watch.rate_watch import RateWatch
 
 
@@ -270,11 +270,12 @@ def check_scheduler(scheduler: object) -> None:
         )
 
 
-def mean_of(group: Group, metric: float) -> float:
+def mean_of(worker: Worker, metric: float) -> float:
     """The mean of a metric over all ranks; called by all of them."""
+    worker.regroup_if_told()
     total = torch.tensor(metric, dtype=torch.float64, device="cpu")
-    group.all_reduce(total, "agreeing on the metric of a scheduler")
-    return total.item() / group.world_size
+    worker.group.all_reduce(total, "agreeing on the metric of a scheduler")
+    return total.item() / worker.group.world_size
 
 
 def _steps_left(scheduler: LRScheduler) -> int | None:

@@ -16,6 +16,7 @@ from elche.comm.transport.process_group import Group, gather_texts
 from elche.coordination.protocol.instructions import LeaveOut
 from elche.errors import ConfigError
 from elche.runtime.process.worker import Worker
+from elche.runtime.rank_settings import checksum
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.resume_sync import (
     broadcast_from,
@@ -23,8 +24,7 @@ from elche.runtime.resume_sync import (
     take_schedules,
 )
 from elche.runtime.training import Training
-from elche.runtime.watch.batch_state import BatchStateWatch
-from elche.runtime.watch.optimizers_seen import OptimizersSeen
+from elche.runtime.watch.rank_watch import RankWatch
 from elche.runtime.windows.synchroniser import Synchroniser
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,7 @@ class StepMembers:
         worker: this rank's shell.
         training: what is trained.
         synchroniser: reduces its gradients.
-        optimizers: that step it.
-        batch_state: what cannot be carried to another rank.
+        watch: what is seen of this rank's loop.
         notifications: emits lines for the user.
 
     Attributes:
@@ -50,19 +49,21 @@ class StepMembers:
         worker: Worker,
         training: Training,
         synchroniser: Synchroniser,
-        optimizers: OptimizersSeen,
-        batch_state: BatchStateWatch,
+        watch: RankWatch,
         notifications: RunNotifications,
     ) -> None:
         self._worker = worker
         self._training = training
         self._synchroniser = synchroniser
-        self._optimizers = optimizers
-        self._batch_state = batch_state
+        self._watch = watch
         self._notifications = notifications
         self._left_out: tuple[int, ...] = ()
         self._changes = 0
         self.late_error: ConfigError | None = None
+
+    def checksum(self) -> str:
+        """Equal where ranks hold equal parameters; "" where they round differently."""
+        return "" if self._watch.is_mixed else checksum(self._training.model)
 
     def reset(self) -> None:
         """What reduces gradients was built anew, with all ranks."""
@@ -97,7 +98,7 @@ class StepMembers:
         Raises:
             ConfigError: some ranks are left out, and do not.
         """
-        self._batch_state.meets(call)
+        self._watch.batch_state.meets(call)
         if self._apart:
             raise ConfigError(
                 f"{call} inside the loop waits for every rank, and ranks "
@@ -112,13 +113,13 @@ class StepMembers:
             ConfigError: a GradScaler has come where ranks are left out, whose loss it
                 would scale otherwise.
         """
-        if self._apart and self._batch_state.has_scaler:
+        if self._apart and self._watch.batch_state.has_scaler:
             raise ConfigError(
                 f"a GradScaler has begun to step while ranks {self._apart} are "
                 "left out, whose own is behind; use it from the first step on, or keep "
                 "all ranks with leave_out=False"
             )
-        return self._batch_state.unknown()
+        return self._watch.batch_state.unknown()
 
     def adopt(self, source: int, epoch: int) -> None:
         """Takes over what one rank trains, with all ranks.
@@ -126,7 +127,7 @@ class StepMembers:
         Raises:
             ConfigError: optimizers have stepped on some ranks only.
         """
-        optimizers, worker = self._optimizers.all(), self._worker
+        optimizers, worker = self._watch.optimizers.all(), self._worker
         place = list(worker.group.ranks).index(source)
         counts = gather_texts(worker.group, str(len(optimizers)), "counting optimizers")
         if len(set(counts)) > 1:
@@ -135,7 +136,7 @@ class StepMembers:
                 "optimizers had stepped; leave it when all of them have, or keep all "
                 "ranks in every step with leave_out=False"
             )
-        schedulers = self._batch_state.carried_schedulers
+        schedulers = self._watch.batch_state.carried_schedulers
         followed = {id(scheduler.optimizer) for scheduler in schedulers}
         others = [each for each in optimizers if id(each) not in followed]
         before = _rates(others)

@@ -17,7 +17,9 @@ from elche.coordination.sync.lost_ranks import StepPlace
 from elche.errors import MismatchError, RankLostError
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process.worker import Worker
+from elche.runtime.training import Training, generators_of
 from elche.runtime.windows.regrouping import Regrouping
+from elche.runtime.windows.step_members import StepMembers
 from elche.runtime.windows.step_regrouping import StepRegrouping
 from elche.runtime.windows.synchroniser import Synchroniser
 
@@ -30,37 +32,49 @@ class EpochOpening:
 
     Args:
         worker: this rank's shell.
+        training: what is trained.
         synchroniser: brings it together with the other ranks.
+        members: who takes part in steps.
+        emit: takes a line for the user.
+
+    Attributes:
         order: of the samples.
         regrouping: forms groups in windows and between epochs.
         steps: forms them under ``sync``.
-        probes: measures what one reduction takes, at the start and where ranks join.
-
-    Attributes:
         epoch: the one that was opened last; -1 before the first.
     """
 
     def __init__(
         self,
         worker: Worker,
+        training: Training,
         synchroniser: Synchroniser,
-        order: SampleOrder,
-        regrouping: Regrouping,
-        steps: StepRegrouping,
-        *,
-        probes: bool,
+        members: StepMembers,
+        emit: Callable[[str], None],
     ) -> None:
         self._worker = worker
         self._synchroniser = synchroniser
-        self._order = order
-        self._regrouping = regrouping
-        self._steps = steps
+        config = training.config
+        self.order = SampleOrder(
+            training.loader,
+            [*generators_of(training.loader).values()],
+            hands_on=not config.mortal_by,
+        )
+        self.regrouping = Regrouping(
+            worker,
+            synchroniser,
+            self.order,
+            training.pauses.hand_over,
+            emit,
+            min_ranks=config.min_ranks,
+        )
+        self.steps = StepRegrouping(worker, synchroniser, self.regrouping, members)
         self._opened: EpochOpened | None = None
         self._sizes: BatchSizes | None = None
         self._builds = ""
         self._is_shared = False
         self.epoch = -1
-        self._probes = probes
+        self._probes = config.policy == "auto"
         self._probe_s = 0.0
 
     def go_to(self, epoch: int) -> None:
@@ -78,7 +92,7 @@ class EpochOpening:
         self._is_shared = False
         self._send()
         begin = self._worker.expect(BeginEpoch, "all ranks to open the epoch")
-        self._steps.begin_part()
+        self.steps.begin_part()
         self._opened = None
         return begin
 
@@ -93,7 +107,7 @@ class EpochOpening:
         assert self._opened is not None
         self._opened = opened = replace(self._opened, probe_s=self._probe_s)
         if self._worker.place == 0 and opened.sizes is None:
-            sizes = self._order.draw() if self._sizes is None else self._sizes
+            sizes = self.order.draw() if self._sizes is None else self._sizes
             self._opened = opened = replace(opened, sizes=sizes.runs)
         self._worker.send(opened)
 
@@ -110,7 +124,7 @@ class EpochOpening:
             build: builds it, with all ranks of the group that there is.
             wants_keys: this rank waits for the positions of an epoch that has begun.
         """
-        worker, regrouping = self._worker, self._regrouping
+        worker, regrouping = self._worker, self.regrouping
         self._builds, regrouping.is_building = policy, True
         has_met = False
         while not has_met:
@@ -136,7 +150,7 @@ class EpochOpening:
             MismatchError: the rank that drew them has died, and the next one draws
                 others.
         """
-        order = self._order
+        order = self.order
         try:
             if not self._is_shared:
                 order.share(self._worker.group)
@@ -167,7 +181,7 @@ class EpochOpening:
 
     def regroup(self, *, wants_keys: bool = False) -> None:
         """Forms the next group outside of windows; who waits for an epoch says so."""
-        worker, regrouping = self._worker, self._regrouping
+        worker, regrouping = self._worker, self.regrouping
         has_formed = in_steps = False
         while not has_formed:
             worker.hear_of()
@@ -178,7 +192,7 @@ class EpochOpening:
                 if in_steps:
                     reducer = self._synchroniser.reducer
                     passes = 0 if reducer is None else reducer.closed_passes
-                    self._steps.settle(group, StepPlace(passes, first=0, begun=-1))
+                    self.steps.settle(group, StepPlace(passes, first=0, begun=-1))
                 else:
                     regrouping.settle(group)
                 if regrouping.has_joined:
@@ -187,7 +201,7 @@ class EpochOpening:
         if self._opened is not None:
             self._send()
         if in_steps and (wants_keys or self._builds):  # others may be in its steps
-            self._steps.say_regrouped(self.epoch)
+            self.steps.say_regrouped(self.epoch)
             return
         worker.send(
             Regrouped(

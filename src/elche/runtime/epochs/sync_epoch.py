@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Generator, Iterator
+from typing import Any
 
-from elche.comm.gradients.part_weights import Lost, StepPart
+from elche.comm.gradients.part_weights import StepPart
 from elche.comm.gradients.reducer import GradientReducer
-from elche.coordination.accounts.delivered_times import BatchCost
-from elche.coordination.protocol.events import PassBegun, WindowReduced
+from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import (
     Adopt,
     EndEpoch,
@@ -26,7 +23,7 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.coordination.protocol.messages import Runs
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace
-from elche.coordination.sync.step_reports import EARLY, StepReports
+from elche.coordination.sync.step_reports import EARLY
 from elche.errors import (
     CommunicationError,
     ConfigError,
@@ -36,10 +33,11 @@ from elche.errors import (
 )
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
+from elche.runtime.epochs.left_ranks import LeftRanks
+from elche.runtime.epochs.step import Step, open_step
+from elche.runtime.epochs.step_account import StepAccount
+from elche.runtime.epochs.window_epoch import EpochHooks
 from elche.runtime.process.worker import Worker
-from elche.runtime.watch.live_graph import LiveGraph
-from elche.runtime.watch.nonfinite_watch import NonFiniteWatch
-from elche.runtime.window_epoch import EpochHooks
 
 LEFT_OUT_S = 1.0
 """A rank that is left out looks so often whether its run goes on."""
@@ -47,41 +45,6 @@ TOO_EARLY = (
     f"a rank has died, and {EARLY}, whose part of the epoch is over or reported: start "
     "the run anew from its last checkpoint (--max-restarts)"
 )
-
-
-class Step(NamedTuple):
-    """This rank's part of one global batch.
-
-    A rank without samples gets some to run its loop body on (the same control flow, the
-    same optimizer step), but weighs nothing. ``part`` is what of the step is its own:
-    epoch and step, its first sample and one past the last, or (). ``span`` is the part
-    of an epoch that it is a step of, among all of the run.
-    """
-
-    step: int
-    samples: int
-    shares: tuple[int, ...]
-    part: tuple[int, ...] = ()
-    span: int = 0
-
-    def weighed(self, weight: float | None) -> StepPart:
-        """How its gradients weigh.
-
-        Args:
-            weight: what the user says; None: its samples.
-        """
-        scale = self.samples / max(1, sum(self.shares))
-        active = sum(share > 0 for share in self.shares)
-        return StepPart(scale, active, weight, label=self)
-
-    def among(self, ranks: Sequence[int]) -> Step:
-        """The same without the shares of all others."""
-        shares = tuple(n if r in ranks else 0 for r, n in enumerate(self.shares))
-        return Step(self.step, self.samples, shares, self.part, self.span)
-
-    def is_same(self, other: Step | None) -> bool:
-        """Whether it is the same global batch."""
-        return other is not None and (self.span, self.step) == (other.span, other.step)
 
 
 class SyncEpoch:
@@ -111,21 +74,17 @@ class SyncEpoch:
         self._worker = worker
         self._leased = batches
         self._positions = positions
-        self._reducer = reducer
         self._min_share_samples = min_share_samples
         self._hooks = hooks
-        self._reports = StepReports(worker.rank, positions.epoch, hooks.numbers)
         self._dead = LostRanks() if hooks.steps is None else hooks.steps.lost
         self._span = self._dead.parts
-        self._is_inside = self._has_said = self._is_early = self._is_held = False
-        self._ran: deque[tuple[int, BatchCost, int]] = deque()
-        self._said_until = 0
-        self._watch_numbers()
+        self._gone = LeftRanks(worker, positions.epoch)
+        self._account = StepAccount(worker, positions, hooks, self._dead)
+        self._is_inside = self._has_said = self._is_held = False
+        self._reduce_by(reducer)
         self._granted_until = 0
         self._granted: dict[int, Step] = {}  # not done
         self._step = -1
-        self._gone: dict[int, int] = {}
-        self._announced: PassBegun | None = None
         self._is_leaving = self._is_left_out = False
         self._joins: JoinPasses | None = None
         self.end: EndEpoch | None = None
@@ -134,14 +93,12 @@ class SyncEpoch:
         self.samples_done = 0
         self.samples_in_hand = 0
         self.weight_in_hand = 0.0
-        self._began_s = self._ready_s = self._transfer_s = 0.0
 
-    def _watch_numbers(self) -> None:
-        """Looks for NaN and Inf in what is reduced from now on."""
-        numbers = NonFiniteWatch(self._reducer.parameters, self._hooks.numbers)
-        self._reducer.look_before(partial(_look, numbers, self._hooks.graphs))
-        self._reducer.outlive_by(self.regroup)
-        self._numbers = numbers
+    def _reduce_by(self, reducer: GradientReducer) -> None:
+        """Has gradients reduced by this from now on."""
+        self._reducer = reducer
+        self._account.watch(reducer)
+        reducer.outlive_by(self.regroup)
 
     @property
     def open_batch(self) -> Runs:
@@ -202,9 +159,10 @@ class SyncEpoch:
         """
         if self._worker.is_closed or self.end is not None:
             return
-        if self._reducer.is_delayed:
+        reducer = self._reducer
+        if reducer.is_delayed:
             return  # a Trainer's loop, which only an error leaves: it is reported
-        self._account_all()
+        self._settle()
         has_passed = in_hand is not None and self._place.first > in_hand.step
         if in_hand and has_passed and self._dead.is_over(in_hand.step + 1):
             self._end_step(in_hand)  # the others run no more: the rest is left
@@ -213,31 +171,19 @@ class SyncEpoch:
             return
         self._is_leaving = True
         broken, apart = None, ""
-        if not self._reducer.is_joinable:
+        if not reducer.is_joinable:
             apart = "SyncBatchNorm layers need every rank's forward pass"
         elif self._worker.meets_in_forward:
             apart = "elche.all_gather needs every rank's forward pass"
         try:
-            self._reducer.end_step()
+            reducer.end_step()
         except CommunicationError as error:
             broken, apart = error, str(error)
         self._report()
-        handed_out, cost = 0, None
         if in_hand is not None:
-            handed_out, cost = in_hand.step + 1, self._cost(in_hand)
             self.samples_done += self._positions.samples_of(in_hand.step)
-        self._numbers.report(final=True)
-        passes = self._reducer.backward_passes
-        scalars = self._hooks.scalars(True)
-        left = self._reports.left(
-            handed_out,
-            cost,
-            scalars,
-            passes=passes,
-            apart=apart,
-            checksum=self._hooks.checksum(),
-        )
-        self._worker.send(left)
+        wait_s, passes = self._reducer.wait_s, self._reducer.backward_passes
+        self._account.leave(in_hand, wait_s, passes, apart)
         if broken is not None:
             raise broken  # most likely this rank fails; others do not wait for it
         while self.end is None and self.switch is None:
@@ -253,41 +199,22 @@ class SyncEpoch:
     def _rank_left(self, gone: RankLeft) -> None:
         """Another rank's loop has left the epoch; may be called again and again."""
         if not self._is_leaving and gone.epoch == self._positions.epoch:
-            self._gone[gone.gone] = gone.passes
-            self._reducer.correct_by(self._lost)
+            self._gone.add(gone)
+            self._reducer.correct_by(self._gone.lost)
             self._announce()
 
     def _announce(self) -> None:
-        """Says how far this rank is, for those that have left to join it."""
-        begun = PassBegun(
-            rank=self._worker.rank,
-            epoch=self._positions.epoch,
-            step=self._step + 1,
-            passes=self._reducer.backward_passes,
-            gone=len(self._gone),
-        )
-        if begun != self._announced:
-            self._announced = begun
-            self._worker.send(begun)
-
-    def _lost(self, step: Step, number: int) -> Lost:
-        """What ranks that have left do not bring to a pass of a step."""
-        shares = step.shares
-        lost = [shares[rank] for rank, passes in self._gone.items() if passes < number]
-        ranks = sum(share > 0 for share in lost)
-        active = sum(share > 0 for share in shares)
-        return Lost(sum(lost) / sum(shares), ranks / active)
+        self._gone.announce(self._step, self._reducer.backward_passes)
 
     def _steps(self) -> Iterator[tuple[Step, Any]]:
-        self._began_s = time.monotonic()
+        self._account.begin()
         for number in range(self._positions.num_batches):
             got = self._next(number)
             if got is None:
                 self._hooks.drain()
                 return
             step, data = got
-            self._ready_s = time.monotonic()
-            self._transfer_s = self._leased.transfer_s
+            self._account.ready(self._leased.transfer_s)
             self._hooks.check()
             self._step, self._is_inside = number, True
             self._granted.pop(number - 1, None)
@@ -299,8 +226,7 @@ class SyncEpoch:
             yield step, data
             self._end_step(step)
         self._hooks.drain()
-        self._account_all()
-        self._report()
+        self._report_all()
         self._await_end()
 
     def _end_step(self, step: Step) -> None:
@@ -308,26 +234,10 @@ class SyncEpoch:
         self._is_inside = False
         self._reducer.end_step()
         self._worker.pace_device()
-        cost, passes = self._cost(step), self._reducer.backward_passes
+        reducer = self._reducer
+        self._account.step_ran(step, reducer.wait_s, reducer.backward_passes)
         self.samples_done += self._positions.samples_of(step.step)
-        self._ran.append((step.step, cost, passes))
-        while self._ran and self._ran[0][0] < self._place.first:
-            self._account(*self._ran.popleft())
-
-    def _cost(self, step: Step) -> BatchCost:
-        """What the step took until now; the next one begins."""
-        times_s = self._began_s, self._ready_s, time.monotonic()
-        self._began_s = times_s[-1]
-        wait_s = self._reducer.wait_s
-        self._worker.timeline.batch("step", step.step, times_s, step.samples, wait_s)
-        is_warm, self._worker.is_cold = not self._worker.is_cold, False
-        return BatchCost.measured(
-            step.samples,
-            times_s,
-            self._transfer_s,
-            wait_s,
-            is_timed=is_warm,
-        )
+        self._settle(self._place.first)
 
     def _next(self, number: int) -> tuple[Step, Any] | None:
         """The next batch; waits only if its grant has not come.
@@ -351,16 +261,14 @@ class SyncEpoch:
             is_over |= self._worker.is_due
             if is_over or not waits:  # drawing may have brought it
                 continue
-            if not self._is_early or self._is_held:  # the grant may wait for it
-                self._account_all()
-                self._report()
+            if not self._account.is_early or self._is_held:  # the grant may wait for it
+                self._report_all()
             if self._is_left_out:  # for as long as the others train
                 self._worker.sleep_until_told(LEFT_OUT_S)
                 self._worker.take_all(self.handle)
             else:
                 self._worker.receive(self.handle, f"the grant of step {number}")
-        self._account_all()
-        self._report()
+        self._report_all()
         if self._dead.is_over(number):
             self._await_end()
         return None
@@ -384,38 +292,34 @@ class SyncEpoch:
         """Takes a grant, or the end of the epoch."""
         if isinstance(instruction, Regroup):
             self._worker.hear_of(instruction)
-            return
-        if self.switch is not None:
+        elif self.switch is not None:
             self.later.append(instruction)
-            return
-        if isinstance(instruction, SwitchPolicy):
+        elif isinstance(instruction, SwitchPolicy):
             self.switch = instruction
-            return
-        if isinstance(instruction, EndEpoch):
+        elif isinstance(instruction, EndEpoch):
             self.end = instruction
-            return
-        if isinstance(instruction, RankLeft):
+        elif isinstance(instruction, RankLeft):
             self._rank_left(instruction)
-            return
-        if isinstance(instruction, JoinPasses):
+        elif isinstance(instruction, JoinPasses):
             self._joins = instruction
-            return
-        if isinstance(instruction, Adopt):
+        elif isinstance(instruction, Adopt):
             self._adopt(instruction)
-            return
-        if isinstance(instruction, LeaveOut):
+        elif isinstance(instruction, LeaveOut):
             self._leave_out(instruction)
-            return
-        if not isinstance(instruction, GrantSteps):
+        elif isinstance(instruction, GrantSteps):
+            self._grant(instruction)
+        else:
             raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
-        self._is_held = instruction.start == instruction.stop  # none for now
+
+    def _grant(self, grant: GrantSteps) -> None:
+        """Has this rank's parts of more steps loaded."""
+        self._is_held = grant.start == grant.stop  # none for now
         if self._is_held:
             return
-        if not self._dead.is_settled:
-            self._reports.granted(instruction)
-        shares, rank = instruction.shares, self._worker.rank
+        self._account.granted(grant)
+        shares, rank = grant.shares, self._worker.rank
         start, samples = sum(shares[:rank]), shares[rank]
-        for number in range(instruction.start, instruction.stop):
+        for number in range(grant.start, grant.stop):
             own = (self._positions.epoch, number, start, start + samples)
             part = own if samples else ()
             step = Step(number, samples, shares, part, self._span)
@@ -426,7 +330,7 @@ class SyncEpoch:
                 few = min(self._min_share_samples, sum(shares))
                 batch = self._positions.index_batch(number, 0, few)
             self._leased.push(step, batch)
-        self._granted_until = instruction.stop
+        self._granted_until = grant.stop
         if self._granted_until == self._positions.num_batches:
             self._leased.end()
 
@@ -436,8 +340,7 @@ class SyncEpoch:
         self._is_left_out = self._worker.rank in told.left_out
         reducer = self._hooks.leave_out(told)
         if reducer is not self._reducer:
-            self._reducer = reducer
-            self._watch_numbers()
+            self._reduce_by(reducer)
 
     def _adopt(self, adopt: Adopt) -> None:
         """Takes over the model of a rank that has run all steps, with all ranks."""
@@ -469,15 +372,15 @@ class SyncEpoch:
         if waits is not None and waits.span != self._span:
             raise CommunicationError(TOO_EARLY)
         self._report()
-        self._reports.void()
-        self._ran.clear()
+        self._account.void()
         while not has_formed:
             self._worker.hear_of()
             with contextlib.suppress(RankLostError):  # the word of it is in line
                 steps.form(self._place, self._alive)
                 has_formed = True
         self._has_said = False
-        if any(first < self._said_until for first in self._dead.first.values()):
+        reported = self._account.reported
+        if any(first < reported for first in self._dead.first.values()):
             raise CommunicationError(TOO_EARLY)
         steps.say_regrouped(self._positions.epoch)
 
@@ -521,60 +424,27 @@ class SyncEpoch:
             "batch's loss, and the gradients add up until zero_grad()"
         )
 
+    def _settle(self, first: int | None = None) -> None:
+        """Steps are done: what is to be said waits for the next backward pass."""
+        if self._account.settle(first):
+            is_due = self._account.is_due
+            self._reducer.run_beneath(self._report_beneath if is_due else None)
+
     def _report(self) -> None:
         """Sends what is still to be said."""
-        event = self._reports.take()
-        if event is not None:
+        if self._account.report():
             self._reducer.run_beneath(None)
-            self._worker.send(event)
+
+    def _report_all(self) -> None:
+        """Also of steps whose backward pass has not come yet."""
+        self._settle()
+        self._report()
 
     def _report_beneath(self) -> None:
-        """The same inside a backward pass; reads what came since the last report."""
+        """Sends what is due; reads what came since the last report."""
         self._report()
         self.refill()
         if self._worker.is_due:
             self.regroup()
         if self._gone:
             self._announce()
-
-    def _account_all(self) -> None:
-        """Also of steps whose backward pass has not come yet."""
-        while self._ran:
-            self._account(*self._ran.popleft())
-
-    def _account(self, number: int, cost: BatchCost, passes: int) -> None:
-        """A step is done; what is to be said of its grant waits for the next one."""
-        if self._reports.is_due:
-            self._report()  # there was no backward pass
-        if self._dead.is_settled or not self._reports.step_done(number, cost):
-            return
-        is_last = number + 1 == self._positions.num_batches
-        tells_norm = is_last and self._worker.place == 0
-        self._numbers.report(final=is_last)
-        self._said_until = number + 1
-        self._is_early |= self._hooks.graphs.is_live
-        self._reports.close(
-            backward_passes=passes,
-            max_samples=self._worker.max_samples,
-            parameter_norm=self._hooks.parameter_norm() if tells_norm else 0.0,
-            scalars=self._hooks.scalars(is_last),
-            unknown=EARLY if self._hooks.graphs.is_live else self._hooks.unknown(),
-        )
-        self._reducer.run_beneath(self._report_beneath)
-
-
-def open_step(reducer: GradientReducer, graphs: LiveGraph) -> Step | None:
-    """The step whose backward pass is under way, or has not come since its forward."""
-    part = reducer.part_under_way or graphs.live_batch
-    if not isinstance(part, StepPart) or part.label.is_same(reducer.passed):
-        return None
-    step: Step = part.label
-    return step
-
-
-def _look(
-    numbers: NonFiniteWatch, graphs: LiveGraph, step: Step, came: dict[int, int]
-) -> None:
-    """A backward pass of a step is complete, and its gradients not reduced."""
-    graphs.refuse_unseen()
-    numbers.look(step.part, came)

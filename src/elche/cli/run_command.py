@@ -1,0 +1,170 @@
+"""`elche run`: a script on several devices, one process each."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elche.cli.host_options import host_options, read_hosts
+from elche.cli.rank_options import checked, exit_code, follow, rank_options
+from elche.cli.restart_options import restart_options
+from elche.config import POLICIES
+from elche.errors import ConfigError
+
+if TYPE_CHECKING:
+    from elche.runtime.process.launch import LaunchConfig, LaunchResult
+    from elche.runtime.process.rank_output import Display
+
+
+# What follows SCRIPT is its own, options too.
+@click.command(context_settings={"allow_interspersed_args": False})
+@rank_options
+@click.option(
+    "--ms-per-sample",
+    type=float,
+    help="Time per sample of an emulated device of speed 1; default: 1.25.",
+)
+@click.option(
+    "--fixed-ms",
+    type=float,
+    help="Time per batch of an emulated device beside its samples'; default: 0.",
+)
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    help="Policy where the script names none.",
+)
+@click.option(
+    "--story",
+    envvar="ELCHE_STORY",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for what was said and decided (the last 50000 messages and decisions),"
+    " written when the run ends, however it ends.",
+)
+@restart_options
+@host_options
+@click.option(
+    "--rejoin",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Start so many ranks at most in place of some that died while the others go"
+    " on; each joins them where they stand.",
+)
+@click.option(
+    "--min-ranks",
+    type=click.IntRange(min=1),
+    help="With --rejoin: while fewer ranks live, those pause until others have joined.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for the timeline of all ranks (Chrome trace, which ui.perfetto.dev"
+    " opens), written when the run ends, however it ends.",
+)
+@click.option(
+    "--quiet", is_flag=True, help="No progress; it is shown in a terminal only."
+)
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
+    """Run SCRIPT on several devices, one process each."""
+    from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
+
+    with checked():
+        config = _launch_config((script, *arguments), options)
+        if config.hosts is not None and config.hosts.node_rank > 0:
+            follow(config, "elche run")
+        result = launch_with_restarts(
+            config,
+            RestartConfig(**options),
+            lambda line: click.echo(f"elche run: {line}", err=True),
+        )
+    if said := _failure_line(result, config.world_size):
+        click.echo(f"elche run: {said}", err=True)
+    sys.exit(result.exit_code)
+
+
+def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
+    """What to start; those of `RestartConfig` are left in the options.
+
+    Args:
+        words: the script and its arguments.
+        options: values by name.
+
+    Raises:
+        ConfigError: they do not fit together.
+    """
+    from elche.runtime.process.launch import LaunchConfig, python_command
+
+    names = ("nproc", "devices", "speeds")
+    nproc, devices, speeds = (options.pop(name) for name in names)
+    emulated = {name: options.pop(name) for name in ("ms_per_sample", "fixed_ms")}
+    emulated = {name: each for name, each in emulated.items() if each is not None}
+    policy, least = options.pop("policy"), options.pop("min_ranks")
+    story, trace = options.pop("story"), options.pop("trace")
+    is_quiet = options.pop("quiet")
+    if emulated and speeds is None:
+        raise ConfigError(
+            "--ms-per-sample and --fixed-ms are for emulated devices; give their "
+            "--speeds, such as 1,0.25"
+        )
+    for path in filter(None, (story, trace)):
+        from elche.demo.results import check_writable
+
+        check_writable(path)
+    for_one_host = {"--trace": trace, "--max-restarts": options["max_restarts"]}
+    hosts = read_hosts(options, words, for_one_host)
+    if hosts is not None and hosts.remote is not None:
+        if (nproc, devices, speeds) != (None, None, None):
+            raise ConfigError("--hosts says how many ranks each host has")
+        nproc = hosts.remote.own_ranks
+    follows = hosts is not None and hosts.node_rank > 0
+    return LaunchConfig(
+        command=python_command(*words),
+        num_ranks=nproc,
+        devices=devices,
+        speeds=speeds,
+        environment={
+            **({"ELCHE_POLICY": policy} if policy else {}),
+            **({"ELCHE_MIN_RANKS": str(least)} if least else {}),
+        },
+        story_path=story,
+        trace_path=trace,
+        display=None if is_quiet or follows else _display(),
+        hosts=hosts,
+        rejoin=options.pop("rejoin"),
+        **emulated,
+    )
+
+
+def _display() -> Display | None:
+    """Draws a run on standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        return None
+    from elche.monitor.live_run import open_display
+
+    return open_display()
+
+
+def _failure_line(result: LaunchResult, world_size: int) -> str:
+    """Which ranks failed, and why, or that none met another; "" if all went well."""
+    failed = [rank for rank, code in enumerate(result.exit_codes) if code]
+    if failed:
+        reason = result.reason.splitlines()[0] if result.reason else "see its output"
+        if result.signal and result.terminated:
+            reason += (
+                f"; ranks {list(result.terminated)} did not end in time, and were "
+                "ended: a last checkpoint may be missing"
+            )
+        codes = ", ".join(exit_code(result.exit_codes[rank]) for rank in failed)
+        return f"ranks {failed} ended with codes [{codes}]: {reason}"
+    if world_size > 1 and not (result.have_met or result.signal):
+        return (
+            f"the script ran {world_size} times, and no rank met another: train "
+            "through elche.setup, elche.Trainer, elche.init_group or torch.distributed"
+        )
+    return ""

@@ -1,0 +1,375 @@
+"""Execution of an epoch's parts on one rank: of steps, of windows, or of both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from elche.cadence.throughput import CostEstimate
+from elche.comm.model_buffers.known_buffers import shared_tensors
+from elche.comm.tensors.equal_tensors import make_equal
+from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
+from elche.coordination.protocol.events import EpochCut, Failed
+from elche.coordination.protocol.instructions import BeginEpoch
+from elche.coordination.sync.nonfinite import NonFiniteRecord
+from elche.coordination.windows.window_loop import WindowLoop
+from elche.errors import CommunicationError, ElcheError, NonFiniteError
+from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.data.positions import EpochPositions
+from elche.runtime.epochs.epoch_opening import EpochOpening
+from elche.runtime.epochs.step import open_step
+from elche.runtime.epochs.sync_epoch import TOO_EARLY, SyncEpoch
+from elche.runtime.epochs.window_epoch import EpochHooks, WindowEpoch
+from elche.runtime.process.shutdown import exit_watch
+from elche.runtime.process.worker import Worker
+from elche.runtime.rank_settings import min_share_samples
+from elche.runtime.report.notifications import with_samples
+from elche.runtime.resume_sync import broadcast_from
+from elche.runtime.training import Training
+from elche.runtime.watch.rank_watch import RankWatch
+from elche.runtime.windows.gradient_sync import refuse_stray_gradients
+from elche.runtime.windows.step_members import StepMembers
+from elche.runtime.windows.synchroniser import Synchroniser
+from elche.torch_internals.passes import is_compiled
+
+STEPS_WITHOUT_BACKWARD = 3
+"""Steps of ``sync`` without a backward pass after which no skipping is assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPart:
+    """An epoch, or what is left of one that was cut, which all ranks have opened.
+
+    Attributes:
+        positions: of the part.
+        window: its first one.
+        sizes: global batches of the whole epoch.
+        is_first: none of the epoch was run before by this loop.
+        is_by_steps: the loop goes over a number of steps.
+    """
+
+    positions: EpochPositions
+    window: int
+    sizes: BatchSizes
+    is_first: bool
+    is_by_steps: bool
+
+
+@final
+class EpochExecution:
+    """Runs one part of an epoch after another, as the policy in force has it.
+
+    Args:
+        worker: this rank's shell, its group formed.
+        training: what is trained.
+        synchroniser: brings it together with the other ranks.
+        watch: what is seen of this rank's loop.
+        opening: builds what a policy needs, with all ranks.
+        members: who takes part in steps.
+
+    Attributes:
+        generator: of the loader's randomness.
+        under_way: the part that the loop is in.
+        last_samples: of the batch that the last part ended with, under ``sync``.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        training: Training,
+        synchroniser: Synchroniser,
+        watch: RankWatch,
+        opening: EpochOpening,
+        members: StepMembers,
+    ) -> None:
+        self._worker = worker
+        self._training = training
+        self._synchroniser = synchroniser
+        self._watch = watch
+        self._opening = opening
+        self._members = members
+        self._batches: LeasedBatches | None = None
+        self._batch_cost = CostEstimate()
+        self._lag_steps = int(training.delayed is not None)
+        self._numbers = NonFiniteRecord(self._lag_steps)
+        self._steps_without_backward = 0
+        self._pending_error: ElcheError | None = None
+        self._part: EpochPart | None = None
+        self._is_asked = False
+        self.generator = torch.Generator()
+        self.under_way: SyncEpoch | WindowEpoch | None = None
+        self.last_samples = 0
+
+    def attach(self) -> None:
+        """Makes the stream that batches are drawn from."""
+        self._batches = LeasedBatches(
+            self._training.loader,
+            self.generator,
+            self._worker.placement.device,
+            self._refill,
+            self._training.weights,
+        )
+
+    def close(self) -> None:
+        """No other part follows, and one under way is left as it is."""
+        self._batches = None
+
+    def _refill(self) -> None:
+        if self.under_way is not None:
+            self.under_way.refill()
+
+    def check(self) -> None:
+        """Raises what went wrong where nothing could be raised."""
+        if self._pending_error is not None:
+            error, self._pending_error = self._pending_error, None
+            raise error
+
+    def regroup(self) -> None:
+        """Ranks have died, or are to join, outside of windows."""
+        if isinstance(self.under_way, SyncEpoch):
+            self.under_way.regroup()
+            return
+        self._opening.regroup()
+        reducer = self._synchroniser.reducer
+        has_lost = reducer is not None and self._opening.steps.has_lost
+        if reducer and has_lost and open_step(reducer, self._watch.graphs):
+            raise CommunicationError(TOO_EARLY)
+
+    def prepare(self, begin: BeginEpoch, *, is_changed: bool, wants_keys: bool) -> None:
+        """Builds what the policy needs, and takes over who trained alone.
+
+        Args:
+            begin: the part, which all ranks have opened.
+            is_changed: what is trained, since it was built last.
+            wants_keys: this rank waits for the positions of the epoch.
+        """
+        steps = self._opening.steps
+        is_other = begin.policy != self._synchroniser.policy
+        is_apart, steps.is_apart = steps.is_apart, False
+        if not (is_changed or is_other):
+            if is_apart:
+                self._synchroniser.share_again()
+                self._members.reset()
+            return
+        if is_other:
+            self._watch.graphs.moved(begin.policy)
+        build = partial(self._build, begin, is_changed=is_changed)
+        self._opening.build(begin.policy, build, wants_keys=wants_keys)
+        self._members.reset()
+        self._numbers = NonFiniteRecord(self._lag_steps)  # it counts what is trained
+
+    def _build(self, begin: BeginEpoch, *, is_changed: bool) -> None:
+        """With all ranks of the group that there is, perhaps again in another one.
+
+        Raises:
+            CommunicationError: the rank that trained alone has died.
+        """
+        group, model = self._worker.group, self._training.model
+        source = begin.state_from
+        if is_changed:
+            named = shared_tensors(model, group)
+            make_equal(group, named, "sharing a changed model")
+        self._synchroniser.build(begin.policy)
+        if source is None:
+            return
+        if source not in group.ranks:
+            raise CommunicationError(
+                f"rank {source}, which trained alone, has died before the others had "
+                "its optimizer's state: start the run anew from its last checkpoint"
+            )
+        place = list(group.ranks).index(source)
+        broadcast_from(group, model, self._watch.optimizers.all(), place)
+
+    def begin(self, part: EpochPart) -> None:
+        """Begins a part, on all ranks together."""
+        assert self._batches is not None
+        self._part, self._is_asked = part, False
+        if not part.is_first:
+            self._numbers = NonFiniteRecord(self._lag_steps)  # it names steps of a part
+        self._batches.start(part.positions)
+        self._worker.name_samples = partial(with_samples, positions=part.positions)
+        self.under_way = self._made(part)
+        self._watch.watch_loss(self._synchroniser.parameters)
+
+    def run(self) -> Generator[Any, None, None]:
+        """Hands out this rank's batches of the part; a break ends the epoch."""
+        run = self.under_way
+        assert run is not None
+        try:
+            yield from self._batches_of(run)
+            if isinstance(run, SyncEpoch) and run.switch is not None:
+                run = self.under_way = self._switched(run)
+                yield from self._batches_of(run)
+        except GeneratorExit:
+            self._watch.steps.has_left = True
+            if isinstance(run, SyncEpoch) and run.switch is not None and not run.end:
+                run = self.under_way = self._switched(run)
+                run.leave(is_known=True)
+            raise
+        except NonFiniteError as error:
+            self._pending_error = named = self._worker.name_samples(error)
+            raise named from None
+        except Exception as error:
+            self._pending_error = CommunicationError(
+                f"epoch {self._opening.epoch} was broken off on rank "
+                f"{self._worker.rank} by {error!r}, which the loop caught; other ranks "
+                "wait for what this one was given, so the run cannot go on"
+            )
+            raise
+
+    def leave(self) -> None:
+        """The loop had left the epoch before this part of it began."""
+        assert self.under_way is not None
+        self.under_way.leave()
+
+    def end(self) -> SyncEpoch | WindowEpoch:
+        """The part has ended, or was cut, or broken off; returns how."""
+        run = self.under_way
+        assert run is not None
+        assert self._batches is not None
+        self._batches.finish()
+        self.under_way = None
+        self._watch.copies.is_in_steps = False
+        self.last_samples = run.samples_in_hand
+        if isinstance(run, WindowEpoch):
+            self._watch.trailing.watch(self._synchroniser.policy)
+        return run
+
+    def _batches_of(self, run: SyncEpoch | WindowEpoch) -> Iterator[Any]:
+        if isinstance(run, WindowEpoch):
+            self._synchroniser.refuse_nan(self._opening.epoch)
+        with contextlib.closing(run.batches()) as batches:
+            for batch in batches:
+                exit_watch.forget()
+                self._watch.steps.taken += 1
+                try:
+                    yield batch
+                except GeneratorExit:
+                    self._end_by_exit()
+                    raise
+                self._watch.schedulers.batch_done()
+                self._watch.skips.settle()
+                self._ask_for_cut()
+
+    def _ask_for_cut(self) -> None:
+        """The first rank has it cut where a checkpoint is wanted, any at an end."""
+        worker, pauses = self._worker, self._training.pauses
+        if self._is_asked or not (
+            pauses.wants_end() if worker.place else pauses.wants_cut()
+        ):
+            return
+        self._is_asked = True
+        epoch, is_end = self._opening.epoch, pauses.wants_end()
+        worker.send(EpochCut(rank=worker.rank, epoch=epoch, is_end=is_end))
+
+    def _end_by_exit(self) -> None:
+        """Ends the run on all ranks if the loop was left by ``sys.exit``: no break."""
+        code = exit_watch.code
+        if code is not None:
+            rank, said = self._worker.rank, f"sys.exit({code}) inside the loop"
+            ended = Failed(rank=rank, error=said, traceback="", exit_code=code)
+            self._worker.close(ended)
+
+    def _made(self, part: EpochPart) -> SyncEpoch | WindowEpoch:
+        """What executes the part, under the policy in force."""
+        training, reducer = self._training, self._synchroniser.reducer
+        assert self._batches is not None
+        self._steps_without_backward = 0
+        self._batches.marks_dynamic = reducer is not None and self._varies
+        is_counted = training.epochs is not None or part.is_by_steps
+        is_counted &= training.config.leave_out
+        self._watch.batch_state.begin_epoch(is_counted=is_counted)
+        if reducer is None:
+            return self._windows(part.positions, part.window)
+        self._watch.copies.is_in_steps = True
+        return SyncEpoch(
+            self._worker,
+            self._batches,
+            part.positions,
+            reducer,
+            min_share_samples(training.model),
+            self._hooks(part.positions),
+        )
+
+    @property
+    def _varies(self) -> bool:
+        """Whether a compiled model gets shares of several sizes."""
+        config, modules = self._training.config, self._training.model.modules()
+        is_fixed = config.debug.deterministic or config.shares == "fixed"
+        return not is_fixed and any(map(is_compiled, modules))
+
+    def _switched(self, before: SyncEpoch) -> WindowEpoch:
+        """Windows take over what is left of the epoch, in batches of their own."""
+        part, switch = self._part, before.switch
+        assert part is not None
+        assert switch is not None
+        whole, sizes, policy = part.positions.sizes, part.sizes, switch.policy
+        positions = part.positions.cut_by(BatchCut(*switch.cut))
+        self._worker.name_samples = partial(with_samples, positions=positions)
+        self._watch.graphs.moved(policy)
+        self._opening.build(policy, partial(self._synchroniser.build, policy))
+        epoch = self._windows(positions, switch.window)
+        left = whole.samples_in(switch.step, whole.num_batches)  # a tail is a step, too
+        done = sizes.batches_in(sizes.num_samples - left)  # in earlier parts as well
+        self._watch.copies.begin_epoch(round(self._watch.steps.of_epoch - done), left)
+        for instruction in before.later:
+            epoch.handle(instruction)
+        return epoch
+
+    def _windows(self, positions: EpochPositions, window: int) -> WindowEpoch:
+        sync, watch = self._synchroniser.windows, self._watch
+        assert sync is not None
+        assert self._batches is not None
+        assert self._part is not None
+        sync.rebase()
+        watch.schedulers.begin_windows()
+        watch.copies.begin_epoch(watch.steps.of_epoch, self._part.sizes.num_samples)
+        loop = WindowLoop(
+            self._batch_cost, overlapped=sync.is_overlapped, reduced=window - 1
+        )
+        hooks = self._hooks(positions)
+        return WindowEpoch(self._worker, self._batches, positions, sync, loop, hooks)
+
+    def _hooks(self, positions: EpochPositions) -> EpochHooks:
+        watch, members, delayed = self._watch, self._members, self._training.delayed
+        return EpochHooks(
+            on_error=self._keep_error,
+            check=self._check_training,
+            scalars=watch.drain_scalars,
+            parameter_norm=self._synchroniser.parameter_norm,
+            graphs=watch.graphs,
+            numbers=self._numbers,
+            adopt=partial(members.adopt, epoch=positions.epoch),
+            schedulers=watch.schedulers,
+            copies=watch.copies,
+            leave_out=members.leave_out,
+            unknown=members.unknown,
+            checksum=lambda: members.checksum() or f"of rank {self._worker.rank}",
+            drain=(lambda: None) if delayed is None else delayed.drain,
+            regrouping=self._opening.regrouping,
+            steps=self._opening.steps,
+        )
+
+    def _check_training(self) -> None:
+        """Refuses what elche cannot see, or cannot follow, inside an epoch."""
+        self._synchroniser.check()
+        reducer = self._synchroniser.reducer
+        self._watch.schedulers.check(self._watch.optimizers.all())
+        if reducer is None:
+            self._ask_for_cut()  # also of a rank that is given no batches
+        elif reducer.backward_passes == 0:
+            self._steps_without_backward += 1
+            if self._steps_without_backward > STEPS_WITHOUT_BACKWARD:
+                refuse_stray_gradients(self._synchroniser.parameters)
+        else:
+            self._watch.batch_state.batch_done()
+
+    def _keep_error(self, error: ElcheError) -> None:
+        if isinstance(error, NonFiniteError):
+            error = self._worker.name_samples(error)
+        self._pending_error = error

@@ -1,0 +1,61 @@
+"""Ranks whose loop has left an epoch of ``sync``, for one that goes on in it."""
+
+from __future__ import annotations
+
+from typing import final
+
+from elche.comm.gradients.part_weights import Lost
+from elche.coordination.protocol.events import PassBegun
+from elche.coordination.protocol.instructions import RankLeft
+from elche.runtime.epochs.step import Step
+from elche.runtime.process.worker import Worker
+
+
+@final
+class LeftRanks:
+    """What ranks that have left do not bring, and this rank's word to them.
+
+    Args:
+        worker: this rank's shell.
+        epoch: the epoch.
+    """
+
+    def __init__(self, worker: Worker, epoch: int) -> None:
+        self._worker = worker
+        self._epoch = epoch
+        self._passes: dict[int, int] = {}  # that each has come to
+        self._announced: PassBegun | None = None
+
+    def __bool__(self) -> bool:
+        """Whether any has left."""
+        return bool(self._passes)
+
+    def add(self, gone: RankLeft) -> None:
+        """One has left; may be called again and again."""
+        self._passes[gone.gone] = gone.passes
+
+    def announce(self, step: int, passes: int) -> None:
+        """Says how far this rank is, for those that have left to join it.
+
+        Args:
+            step: which its loop was given last.
+            passes: backward passes of the run so far.
+        """
+        begun = PassBegun(
+            rank=self._worker.rank,
+            epoch=self._epoch,
+            step=step + 1,
+            passes=passes,
+            gone=len(self._passes),
+        )
+        if begun != self._announced:
+            self._announced = begun
+            self._worker.send(begun)
+
+    def lost(self, step: Step, number: int) -> Lost:
+        """What they do not bring to a pass of a step."""
+        shares, left = step.shares, self._passes.items()
+        lost = [shares[rank] for rank, passes in left if passes < number]
+        ranks = sum(share > 0 for share in lost)
+        active = sum(share > 0 for share in shares)
+        return Lost(sum(lost) / sum(shares), ranks / active)

@@ -1,0 +1,397 @@
+"""The epochs of a run, one after another, as one rank goes through them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
+from elche.coordination.accounts.epoch_parts import PartRanges, whole_end
+from elche.coordination.protocol.events import EpochOpened, Event, Left
+from elche.coordination.protocol.instructions import EndEpoch
+from elche.coordination.sync.step_reports import EARLY
+from elche.errors import CommunicationError, ConfigError, MismatchError
+from elche.runtime.data.epoch_course import EpochCourse
+from elche.runtime.data.seeding import rank_seed, seed_rank, separate_rank
+from elche.runtime.epochs.epoch_execution import EpochExecution, EpochPart
+from elche.runtime.epochs.epoch_opening import EpochOpening
+from elche.runtime.epochs.sync_epoch import SyncEpoch
+from elche.runtime.epochs.window_epoch import WindowEpoch
+from elche.runtime.plan_file import PlanFile
+from elche.runtime.process.worker import Worker
+from elche.runtime.report.notifications import RunNotifications
+from elche.runtime.resume_sync import rates
+from elche.runtime.training import RunParts, Training, generators_of
+from elche.runtime.watch.rank_watch import RankWatch
+from elche.runtime.windows.step_members import StepMembers
+from elche.runtime.windows.synchroniser import Synchroniser
+
+
+class RunEpochs:
+    """Opens epochs with all ranks, and hands out this rank's part of each.
+
+    Args:
+        worker: this rank's shell, its group formed.
+        training: what is trained.
+        synchroniser: brings it together with the other ranks.
+        notifications: receives the metrics of epochs.
+        plans: what is recorded or replayed.
+        watch: what is seen of this rank's loop.
+
+    Attributes:
+        members: who takes part in steps.
+        execution: of the part of an epoch that the loop is in.
+        reports: of epochs that have ended.
+        samples_before: samples of the epochs that have ended, of all ranks.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        training: Training,
+        synchroniser: Synchroniser,
+        notifications: RunNotifications,
+        plans: PlanFile,
+        watch: RankWatch,
+    ) -> None:
+        self._worker = worker
+        self._training = training
+        self._synchroniser = synchroniser
+        self._notifications = notifications
+        self._plans = plans
+        self._watch = watch
+        self._course: EpochCourse | None = None
+        self._resumed: EpochCourse | None = None
+        self._is_new = self._is_cut = self._is_resumed = self._is_closed = False
+        self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
+        self.members = StepMembers(worker, training, synchroniser, watch, notifications)
+        self._opening = EpochOpening(
+            worker,
+            training,
+            synchroniser,
+            self.members,
+            lambda line: notifications.emit(line),
+        )
+        self.execution = EpochExecution(
+            worker, training, synchroniser, watch, self._opening, self.members
+        )
+        if not training.config.mortal_by:
+            worker.on_regroup = self.execution.regroup
+        self.reports: list[EndEpoch] = []
+        self.samples_before = 0
+
+    @property
+    def _epoch(self) -> int:
+        """The epoch that was opened last; -1 before the first."""
+        return self._opening.epoch
+
+    @property
+    def under_way(self) -> SyncEpoch | WindowEpoch | None:
+        """The part of an epoch that the loop is in."""
+        return self.execution.under_way
+
+    @property
+    def progress_samples(self) -> float:
+        """Samples of all ranks since the run began, the same function on each."""
+        if isinstance(self.under_way, WindowEpoch):
+            return self.under_way.progress_samples
+        done = self.under_way.samples_done if self.under_way is not None else 0
+        return float(self.samples_before + done)
+
+    @property
+    def progress_steps(self) -> float:
+        """Likewise, steps of the run."""
+        course = self._course
+        before = self.samples_before if course is None else course.samples_before
+        return self._watch.steps.at(self.progress_samples - before)
+
+    @property
+    def samples_kept(self) -> int:
+        """Those before this part that the model has: not of an `open_batch`."""
+        course = self._course
+        return self.samples_before - (0 if course is None else course.open_samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which epoch comes next, or what is left of one that is cut."""
+        course, samples = self._course, self.samples_before
+        return {
+            "next": self._epoch + (course is None),
+            "course": None if course is None else course.state_dict(samples),
+            "schedules": self._watch.schedulers.state_dict(),
+            "copies": self._watch.copies.state_dict(),
+        }
+
+    def parts(self, state: dict[str, Any]) -> RunParts:
+        """What a checkpoint is made of beside this state of the run."""
+        windows = self._synchroniser.windows
+        return RunParts(
+            model=self._training.model,
+            optimizers=self._watch.optimizers.all(),
+            copies=self._training.copies,
+            generators={
+                "feed": self.execution.generator,
+                **generators_of(self._training.loader),
+            },
+            is_common=windows is None or windows.is_common_step,
+            state=state,
+            epochs=self.state_dict(),
+        )
+
+    def load_state_dict(self, state: dict[str, Any], counted: int = 0) -> None:
+        """Goes on from :meth:`state_dict`, before the first epoch.
+
+        Args:
+            state: of this run before, or of another rank that this one joins.
+            counted: samples of all ranks that are in `samples_before` there.
+
+        Raises:
+            ConfigError: one has begun.
+        """
+        if self._epoch >= 0:
+            raise ConfigError(
+                "expected elche.resume() before the first epoch, got it after "
+                f"{self._epoch + 1}; call it right after elche.setup"
+            )
+        course = state["course"]
+        self._resumed = None if course is None else EpochCourse.from_state(course)
+        self.samples_before = counted
+        if self._resumed is not None:
+            self._resumed.rebase(counted)
+        self._opening.go_to(state["next"] - 1)
+        self._is_resumed = True
+        self._watch.schedulers.load_state_dict(state["schedules"])
+        self._watch.copies.load_state_dict(state["copies"])
+
+    def share_generators(self) -> None:
+        """Tells all ranks where the first one's generators stand."""
+        self._opening.order.share_generators(self._worker.group)
+
+    def join(self) -> None:
+        """Waits for the others to pause, forms the next group, and takes over."""
+        self._opening.join()
+
+    def hand_over(self) -> dict[str, Any]:
+        """What ranks that join get beside a checkpoint's contents.
+
+        Raises:
+            ConfigError: the loop does something that cannot be handed over.
+        """
+        policy = self._training.config.policy
+        if policy in ("sync", "auto"):  # in whose steps ranks may meet
+            is_late = self._watch.graphs.is_live  # their next pass is of a step before
+            why = EARLY if is_late else self._watch.batch_state.barred()
+            if why:
+                raise ConfigError(f"none can join steps under policy {policy!r}: {why}")
+        return {
+            "counted": self.samples_before,
+            "trained": self._synchroniser.digest(),
+            "policy": self._synchroniser.policy,
+        }
+
+    def take_over(self, state: dict[str, Any], info: Mapping[str, Any]) -> None:
+        """Goes on from where another rank stands, by its `hand_over`.
+
+        Raises:
+            MismatchError: other parameters are trained here.
+        """
+        if info["trained"] != self._synchroniser.digest():
+            raise MismatchError(
+                "a rank that joins would train other parameters than the others, "
+                "which have frozen, unfrozen or added some since their start"
+            )
+        self._synchroniser.build_alone(info["policy"])
+        self.load_state_dict(state, info["counted"])
+
+    def attach(self) -> None:
+        """Builds what the run needs, and gives this rank its own randomness."""
+        seed, rank = self._training.config.seed, self._worker.rank
+        self._watch.skips.attach()
+        self._synchroniser.build()
+        self._watch.attach()
+        self._opening.probe()
+        if seed is None:
+            separate_rank(rank)
+        else:
+            seed_rank(seed, rank)
+        self.execution.generator.manual_seed(rank_seed(torch.initial_seed(), rank))
+        self.execution.attach()
+
+    def iterate(self, steps: int = -1) -> Iterator[Any]:
+        """Opens the next epoch on all ranks and hands out this rank's part.
+
+        Args:
+            steps: of the epoch at most; -1 for all of it.
+
+        Raises:
+            CommunicationError: the run has ended.
+        """
+        if self._is_closed:
+            raise CommunicationError("this run has ended; call elche.setup again")
+        if self._worker.is_new:
+            raise ConfigError(
+                "a rank joins a run where that stands in its epochs: write `for epoch "
+                "in elche.epochs(number):` around the loop over the loader"
+            )
+        self.end_iteration()
+        self.execution.check()
+        if self.members.late_error is not None:
+            raise self.members.late_error
+        iteration = self._run_epoch(steps)
+        self._iteration = weakref.ref(iteration)
+        return iteration
+
+    def left_how(self, last_event: Event) -> Event:
+        """The same; where ranks trained windows, with what was done of the run."""
+        steps = self._watch.steps
+        if not steps.has_left or self._synchroniser.windows is None:
+            return last_event
+        return Left(
+            rank=self._worker.rank,
+            batches=steps.taken,
+            samples=self.samples_before,
+            steps=steps.before,
+        )
+
+    def close(self) -> None:
+        """No other epoch follows, and one under way is left as it is."""
+        self._is_closed = True
+        self._watch.detach()
+        self.execution.close()
+
+    def end_iteration(self) -> None:
+        """Ends an epoch that the loop has left but still holds an iterator of."""
+        iteration = self._iteration() if self._iteration is not None else None
+        if iteration is not None:
+            iteration.close()
+        self._iteration = None
+
+    def _run_epoch(self, steps: int) -> Generator[Any, None, None]:
+        if not self._training.pauses.begin_pass():
+            return
+        self._course, self._resumed = self._resumed, None
+        self._is_new = True
+        try:
+            while self._is_new or self._is_cut:
+                yield from self._run_part(steps)
+                if self._is_cut and self._pause():
+                    return
+        except GeneratorExit:
+            if self._is_cut and not self._is_closed:
+                self._leave_rest(steps)
+            raise
+        finally:
+            if not self._is_closed:
+                self._course = None
+
+    def _pause(self) -> bool:
+        """The epoch is cut; whether it ends here on all ranks."""
+        assert self._course is not None
+        end = self._course.ends[-1]
+        if end.is_early or not self._opening.steps.lost.is_settled:
+            self._training.pauses.cut(is_end=end.is_early)
+        if end.is_early:
+            self._end_epoch(end)
+        return end.is_early
+
+    def _leave_rest(self, steps: int) -> None:
+        """The loop has left an epoch that was cut meanwhile, and goes on elsewhere."""
+        if self._pause():
+            return
+        self.execution.begin(self._open_part(steps))
+        self.execution.leave()
+        self._end_part()
+
+    def _run_part(self, steps: int) -> Generator[Any, None, None]:
+        self._watch.trailing.forget()
+        self.execution.begin(self._open_part(steps))
+        try:
+            yield from self.execution.run()
+        finally:
+            if not self._is_closed:
+                self._end_part()
+
+    def _end_part(self) -> None:
+        """The epoch has ended, or was cut, or broken off."""
+        course, run = self._course, self.execution.end()
+        assert course is not None
+        if run.end is not None:
+            self.samples_before += sum(run.end.samples)
+            course.ended(run.end, run.open_batch if isinstance(run, SyncEpoch) else ())
+            self._is_cut = not course.is_over
+        if not self._is_cut:
+            self._end_epoch(run.end)
+
+    def _end_epoch(self, end: EndEpoch | None) -> None:
+        """What there is to do after the last part, unless it was broken off."""
+        course = self._course
+        if end is not None and course is not None:
+            samples = self.samples_before - course.samples_before
+            self._watch.steps.end_epoch(samples, is_early=end.is_early)
+            self.reports.append(whole_end(course.ends))
+        self._watch.schedulers.end_epoch(has_ended=end is not None)
+        self._plans.keep("" if end is None else end.plan)
+
+    def _open_part(self, steps: int) -> EpochPart:
+        """Agrees on the epoch, or on what is left of it."""
+        self._watch.skips.settle()
+        self._worker.regroup_if_told()
+        course, is_new, opening = self._course, self._is_new, self._opening
+        most = steps if steps >= 0 else None
+        if is_new:
+            self._notifications.scalars.clear()  # of an epoch that was left early
+            opening.go_to(self._epoch + 1 if course is None else course.number)
+        if course is None:
+            opening.order.begin(self._epoch, most)
+        changed = self._synchroniser.is_changed
+        begin = opening.open(
+            self._opened(steps, is_changed=changed),
+            None if course is None else course.part_sizes,
+        )
+        self._is_new = self._is_cut = self._is_resumed = False
+        self.execution.prepare(begin, is_changed=changed, wants_keys=course is None)
+        if course is None:
+            sizes = BatchSizes(begin.sizes)
+            shared = opening.share(sizes)
+            whole = PartRanges(((0, sizes.num_samples),))
+            course = EpochCourse(
+                self._epoch, shared, sizes, whole, self.samples_before, most
+            )
+        self._course = course
+        self._begin_count(course, is_new=is_new)
+        positions = course.positions(self._training.config.seed)
+        return EpochPart(
+            positions.cut_by(BatchCut(*begin.cut)),
+            begin.window,
+            course.sizes,
+            is_first=is_new,
+            is_by_steps=most is not None,
+        )
+
+    def _opened(self, steps: int, *, is_changed: bool) -> EpochOpened:
+        """What this rank says of the epoch that it opens."""
+        watch, rank = self._watch, self._worker.rank
+        followed = watch.schedulers.optimizers
+        return EpochOpened(
+            rank=rank,
+            epoch=self._epoch,
+            layout=self._synchroniser.layout(),
+            checksum="" if is_changed else self.members.checksum(),
+            plan=self._plans.epoch(self._epoch),
+            rates=rates(watch.optimizers.all(), rank, followed),
+            steps=steps,
+            continues=self._course is not None or self._is_resumed,
+        )
+
+    def _begin_count(self, course: EpochCourse, *, is_new: bool) -> None:
+        """Steps are counted from here on, and schedulers follow them."""
+        watch = self._watch
+        if not is_new:
+            watch.schedulers.begin_part()
+            return
+        watch.steps.begin_epoch(course.sizes)
+        before = course.samples_before
+        done = self.samples_before - before
+        watch.schedulers.begin_epoch(before, watch.optimizers.all(), done)

@@ -1,0 +1,53 @@
+"""A step of ``sync``, as one rank has its part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from elche.comm.gradients.reducer import GradientReducer, StepPart
+from elche.runtime.watch.live_graph import LiveGraph
+
+
+class Step(NamedTuple):
+    """This rank's part of one global batch.
+
+    A rank without samples gets some to run its loop body on (the same control flow, the
+    same optimizer step), but weighs nothing. ``part`` is what of the step is its own:
+    epoch and step, its first sample and one past the last, or (). ``span`` is the part
+    of an epoch that it is a step of, among all of the run.
+    """
+
+    step: int
+    samples: int
+    shares: tuple[int, ...]
+    part: tuple[int, ...] = ()
+    span: int = 0
+
+    def weighed(self, weight: float | None) -> StepPart:
+        """How its gradients weigh.
+
+        Args:
+            weight: what the user says; None: its samples.
+        """
+        scale = self.samples / max(1, sum(self.shares))
+        active = sum(share > 0 for share in self.shares)
+        return StepPart(scale, active, weight, label=self)
+
+    def among(self, ranks: Sequence[int]) -> Step:
+        """The same without the shares of all others."""
+        shares = tuple(n if r in ranks else 0 for r, n in enumerate(self.shares))
+        return Step(self.step, self.samples, shares, self.part, self.span)
+
+    def is_same(self, other: Step | None) -> bool:
+        """Whether it is the same global batch."""
+        return other is not None and (self.span, self.step) == (other.span, other.step)
+
+
+def open_step(reducer: GradientReducer, graphs: LiveGraph) -> Step | None:
+    """The step whose backward pass is under way, or has not come since its forward."""
+    part = reducer.part_under_way or graphs.live_batch
+    if not isinstance(part, StepPart) or part.label.is_same(reducer.passed):
+        return None
+    step: Step = part.label
+    return step

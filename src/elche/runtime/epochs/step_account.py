@@ -1,0 +1,175 @@
+"""Account of one rank's steps under ``sync``: what they took, and its reports."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from functools import partial
+from typing import final
+
+from elche.comm.gradients.reducer import GradientReducer
+from elche.coordination.accounts.delivered_times import BatchCost
+from elche.coordination.protocol.instructions import GrantSteps
+from elche.coordination.sync.lost_ranks import LostRanks
+from elche.coordination.sync.step_reports import EARLY, StepReports
+from elche.runtime.data.positions import EpochPositions
+from elche.runtime.epochs.step import Step
+from elche.runtime.epochs.window_epoch import EpochHooks
+from elche.runtime.process.worker import Worker
+from elche.runtime.watch.live_graph import LiveGraph
+from elche.runtime.watch.nonfinite_watch import NonFiniteWatch
+
+
+@final
+class StepAccount:
+    """Measures steps, and reports those of a grant once the next one is under way.
+
+    Args:
+        worker: this rank's shell.
+        positions: the epoch.
+        hooks: where metrics come from.
+        dead: who has died in the part of the epoch.
+
+    Attributes:
+        reported: steps whose report is due or sent.
+        is_early: steps were reported before their backward pass had come.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        positions: EpochPositions,
+        hooks: EpochHooks,
+        dead: LostRanks,
+    ) -> None:
+        self._worker = worker
+        self._positions = positions
+        self._hooks = hooks
+        self._dead = dead
+        self._reports = StepReports(worker.rank, positions.epoch, hooks.numbers)
+        self._numbers = NonFiniteWatch([], hooks.numbers)
+        self._ran: deque[tuple[int, BatchCost, int]] = deque()
+        self._began_s = self._ready_s = self._transfer_s = 0.0
+        self.reported = 0
+        self.is_early = False
+
+    def watch(self, reducer: GradientReducer) -> None:
+        """Looks for NaN and Inf in what this reduces from now on."""
+        self._numbers = NonFiniteWatch(reducer.parameters, self._hooks.numbers)
+        reducer.look_before(partial(_look, self._numbers, self._hooks.graphs))
+
+    def granted(self, grant: GrantSteps) -> None:
+        """More steps were granted."""
+        if not self._dead.is_settled:
+            self._reports.granted(grant)
+
+    def begin(self) -> None:
+        """The first step begins."""
+        self._began_s = time.monotonic()
+
+    def ready(self, transfer_s: float) -> None:
+        """The step's batch is there, and took so long to be moved."""
+        self._ready_s, self._transfer_s = time.monotonic(), transfer_s
+
+    def _cost(self, step: Step, wait_s: float) -> BatchCost:
+        """What the step took until now; the next one begins."""
+        times_s = self._began_s, self._ready_s, time.monotonic()
+        self._began_s = times_s[-1]
+        self._worker.timeline.batch("step", step.step, times_s, step.samples, wait_s)
+        is_warm, self._worker.is_cold = not self._worker.is_cold, False
+        return BatchCost.measured(
+            step.samples,
+            times_s,
+            self._transfer_s,
+            wait_s,
+            is_timed=is_warm,
+        )
+
+    def step_ran(self, step: Step, wait_s: float, passes: int) -> None:
+        """The loop has come back from a step; see :meth:`settle`.
+
+        Args:
+            step: which.
+            wait_s: of it, for other ranks.
+            passes: backward passes of the run so far.
+        """
+        self._ran.append((step.step, self._cost(step, wait_s), passes))
+
+    def settle(self, first: int | None = None) -> bool:
+        """Steps are done before this one; None: all, with a backward pass to come.
+
+        Returns:
+            Whether a report is due since, or was sent because the next one is.
+        """
+        has_changed = False
+        while self._ran and (first is None or self._ran[0][0] < first):
+            has_changed |= self._done(*self._ran.popleft())
+        return has_changed
+
+    def _done(self, number: int, cost: BatchCost, passes: int) -> bool:
+        """A step is done; what is to be said of its grant waits for the next one."""
+        has_sent = self.report()  # there was no backward pass
+        if self._dead.is_settled or not self._reports.step_done(number, cost):
+            return has_sent
+        hooks, is_live = self._hooks, self._hooks.graphs.is_live
+        is_last = number + 1 == self._positions.num_batches
+        tells_norm = is_last and self._worker.place == 0
+        self._numbers.report(final=is_last)
+        self.reported = number + 1
+        self.is_early |= is_live
+        self._reports.close(
+            backward_passes=passes,
+            max_samples=self._worker.max_samples,
+            parameter_norm=hooks.parameter_norm() if tells_norm else 0.0,
+            scalars=hooks.scalars(is_last),
+            unknown=EARLY if is_live else hooks.unknown(),
+        )
+        return True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to say."""
+        return self._reports.is_due
+
+    def report(self) -> bool:
+        """Sends what is due; whether anything was."""
+        event = self._reports.take()
+        if event is not None:
+            self._worker.send(event)
+        return event is not None
+
+    def leave(
+        self, in_hand: Step | None, wait_s: float, passes: int, apart: str
+    ) -> None:
+        """Sends the rest: the loop has broken off in a step, or before the first.
+
+        Args:
+            in_hand: the step; None: there is none.
+            wait_s: as in :meth:`step_ran`.
+            passes: likewise.
+            apart: why this rank cannot take part in later ones, if it cannot.
+        """
+        cost = None if in_hand is None else self._cost(in_hand, wait_s)
+        self._numbers.report(final=True)
+        left = self._reports.left(
+            0 if in_hand is None else in_hand.step + 1,
+            cost,
+            self._hooks.scalars(True),
+            passes=passes,
+            apart=apart,
+            checksum=self._hooks.checksum(),
+        )
+        self._worker.send(left)
+
+    def void(self) -> None:
+        """The group has changed: what is not reported is granted anew."""
+        self._reports.void()
+        self._ran.clear()
+
+
+def _look(
+    numbers: NonFiniteWatch, graphs: LiveGraph, step: Step, came: dict[int, int]
+) -> None:
+    """A backward pass of a step is complete, and its gradients not reduced."""
+    graphs.refuse_unseen()
+    numbers.look(step.part, came)

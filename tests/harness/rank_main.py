@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -80,6 +81,7 @@ def serve(place: Place, connection: Connection, log_path: str) -> None:
     global _place
     _place = place
     _prepare_process(log_path)
+    gc.freeze()  # no collection need look at what the server has imported
     while (task := _next_task(connection)) is not None:
         reply = _run(task)
         sys.stdout.flush()

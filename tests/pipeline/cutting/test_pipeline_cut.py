@@ -84,7 +84,9 @@ def test_a_mask_beside_the_batch(ranks2: RankPool) -> None:
     check(ranks2, Cut("gpt", schedule="zb-h1", masked=True))
 
 
-@pytest.mark.parametrize("model", ["resnet", "gpt"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("resnet", marks=pytest.mark.slow), "gpt"]
+)
 def test_a_rank_three_times_slower_gets_fewer_layers(
     ranks2: RankPool, model: str
 ) -> None:

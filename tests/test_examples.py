@@ -48,6 +48,7 @@ def test_own_loops_alone(name: str) -> None:
     assert ended.stdout.count("held-out digits right") == 5
 
 
+@pytest.mark.slow
 def test_muon_beside_adamw_in_windows() -> None:
     launcher = ("-m", "elche", "run", "--speeds", "1,0.5", "--policy", "cadence")
     ended = _run(

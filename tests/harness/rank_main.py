@@ -160,7 +160,10 @@ def _fresh_torch() -> Iterator[None]:
     """
     import torch
     from torch import distributed
+    from torch.utils.data import _utils
 
+    # Of a loader in a cycle the collector ends workers, to which no word comes then.
+    _utils.MP_STATUS_CHECK_INTERVAL = 0.5
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 import elche
-import tests.harness.uncompiled  # noqa: F401 - starts faster
 from elche.pipeline.pipeline import Pipeline
 from elche.process import process
 from tests.pipeline.cases.pipeline_cases import CALM, loss_of

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
@@ -12,6 +14,11 @@ from tests.harness import leaks
 from tests.harness.rank_pool import RankPool, pool_pids, renew_pools
 from tests.harness.reached import REACHED, check_reached
 
+ROOT = str(Path(__file__).parents[1])
+# Scripts that tests start may import from tests.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 LEAK_GRACE_S = 60.0
 QUICK_EXAMPLES = 40
 """Most examples of a property without the slow tests; with them it has its own number.
@@ -59,6 +66,12 @@ def pytest_collection_modifyitems(
         function._hypothesis_internal_use_settings = settings(
             own, max_examples=examples
         )
+
+
+def pytest_collection_finish() -> None:
+    """What is there for all tests no collection of garbage looks at any more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,7 @@ def test_own_loops_alone(name: str) -> None:
     assert ended.stdout.count("held-out digits right") == 5
 
 
+@pytest.mark.slow
 def test_muon_beside_adamw_in_windows() -> None:
     launcher = ("-m", "elche", "run", "--speeds", "1,0.5", "--policy", "cadence")
     ended = _run(
@@ -70,8 +71,8 @@ def test_trainer() -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("is_compared", [False, pytest.param(True, marks=SLOW)])
-def test_tokens(is_compared: bool) -> None:
+@pytest.mark.slow  # tests/comm/gradients/test_weights.py has means over tokens
+def test_tokens() -> None:
     launcher = ("-m", "elche", "run", "--speeds", "1,0.5")
     ended = _run(
         *(sys.executable, *launcher, "--ms-per-sample", "0.2", "examples/tokens.py")
@@ -80,8 +81,7 @@ def test_tokens(is_compared: bool) -> None:
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", ended.stdout)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
-    if is_compared:
-        assert _run(sys.executable, "examples/tokens.py").stdout == ended.stdout
+    assert _run(sys.executable, "examples/tokens.py").stdout == ended.stdout
 
 
 @pytest.mark.slow  # tests/scripts has one of its kind

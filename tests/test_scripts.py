@@ -38,8 +38,8 @@ BOUNDS = {"E": 1e-5, "R": 2e-3, "S": float("inf"), "D": 1e-5}
 SEEDS = range(5)
 T_999 = 8.61
 """Student's t of four degrees of freedom: 1 of 1000 intervals misses its mean."""
-QUICK = {"char_rnn", "checkpoint_restore"}
-"""Scripts that `make test` runs too, under `sync`."""
+QUICK = {"checkpoint_restore"}
+"""What `make test` runs too, under `sync`."""
 
 pytestmark = pytest.mark.distributed
 

@@ -207,7 +207,9 @@ def test_a_sparse_gradient_is_refused_at_first_use(ranks2: RankPool) -> None:
         assert text.startswith("table: its gradient is sparse")
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize(
+    "transport", ["auto", pytest.param("gloo", marks=pytest.mark.slow)]
+)
 def test_a_deadline_names_who_did_not_come(ranks3: RankPool, transport: str) -> None:
     first, second, third = ranks3.run(cases.late, transport, case_setup=meeting)
     assert second == "away"

@@ -11,7 +11,7 @@ import pytest
 
 from elche.coordination.auto import auto_policy
 from tests.distributed.cases.auto_deaths import SAMPLES
-from tests.distributed.cases.auto_joins import Grown, Growth, grow
+from tests.distributed.cases.auto_joins import AutoGrowing, AutoGrown, grow
 from tests.distributed.cases.survive_cases import Death
 from tests.distributed.cases.tasks import identical
 from tests.distributed.test_auto_deaths import ALONE, GLOO, STEPS, WINDOWS, Wanted
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.distributed
 EACH_WAY = pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
 
 
-def trained(growth: Growth) -> list[Grown]:
+def trained(growth: AutoGrowing) -> list[AutoGrown]:
     """What those have who are there at the end, by three accounts.
 
     By what loops were handed, by what the model holds, and by elche.
@@ -37,7 +37,9 @@ def trained(growth: Growth) -> list[Grown]:
     assert not others, "\n".join(map(str, others))
     assert {*errors} == victims, "a fault did not happen"
     assert {*lost} <= victims
-    ended: list[Grown] = [each.value for each in outcomes if each.rank not in errors]
+    ended: list[AutoGrown] = [
+        each.value for each in outcomes if each.rank not in errors
+    ]
     first = ended[0]
     assert identical([each.state for each in ended])
     assert identical([each.copy for each in ended])
@@ -60,7 +62,7 @@ def trained(growth: Growth) -> list[Grown]:
     return ended
 
 
-def check_newcomers(growth: Growth, ended: list[Grown]) -> None:
+def check_newcomers(growth: AutoGrowing, ended: list[AutoGrown]) -> None:
     """All of them are there, and have trained."""
     assert len(ended) == growth.founders + growth.joiners - len(growth.deaths)
     living = growth.joiners - len(
@@ -81,7 +83,7 @@ def test_a_rank_joins(
     tmp_path: Path,
 ) -> None:
     wanted.choices = choices
-    growth = Growth(folder=str(tmp_path), called_in=called_in)
+    growth = AutoGrowing(folder=str(tmp_path), called_in=called_in)
     ended = trained(growth)
     check_newcomers(growth, ended)
     assert ended[-1].policies == [called_in]
@@ -93,7 +95,7 @@ def test_a_rank_joins_where_one_trains_alone(
     """Which is not the first one; all go back to steps with its optimizer's state."""
     monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 10**9)
     wanted.choices = (ALONE, STEPS)
-    growth = Growth(folder=str(tmp_path), called_in="async")
+    growth = AutoGrowing(folder=str(tmp_path), called_in="async")
     ended = trained(growth)
     check_newcomers(growth, ended)
     assert ended[-1].policies == ["sync"]
@@ -105,7 +107,7 @@ def test_a_rank_joins_while_steps_are_measured(
     wanted: type[Wanted], tmp_path: Path
 ) -> None:
     wanted.steps = 60
-    growth = Growth(folder=str(tmp_path), called_after=1)
+    growth = AutoGrowing(folder=str(tmp_path), called_after=1)
     ended = trained(growth)
     check_newcomers(growth, ended)
     assert all(each.policies == ["sync"] for each in ended)
@@ -123,7 +125,7 @@ def test_ranks_join_in_place_of_one_that_died(
     tmp_path: Path,
 ) -> None:
     wanted.choices = (STEPS,) if called_in == "sync" else (WINDOWS,)
-    growth = Growth(
+    growth = AutoGrowing(
         folder=str(tmp_path),
         founders=3,
         joiners=2,
@@ -141,7 +143,7 @@ def test_one_that_was_left_alone_is_joined(
     called_in: str, wanted: type[Wanted], tmp_path: Path
 ) -> None:
     wanted.choices = (STEPS,) if called_in == "sync" else (WINDOWS,)
-    growth = Growth(
+    growth = AutoGrowing(
         folder=str(tmp_path),
         deaths=(Death(1, "batch", 12),),
         called_in=called_in,
@@ -164,7 +166,7 @@ def test_deaths_while_a_rank_joins_windows(
     ):
         (folder := tmp_path / f"{place}{rank}").mkdir()
         print(options, rank, place)
-        growth = Growth(
+        growth = AutoGrowing(
             folder=str(folder),
             founders=3,
             deaths=(Death(rank, place, 3 if place == "batch" else 1),),
@@ -186,7 +188,7 @@ def test_joins_and_deaths_at_random_moments(
         wanted.steps = draws.randrange(1, 12)
         wanted.choices = draws.choice([(STEPS,), (WINDOWS,)])
         victims = draws.sample(range(5), draws.choice((0, 1, 2)))
-        growth = Growth(
+        growth = AutoGrowing(
             folder=str(folder),
             founders=3,
             joiners=2,

@@ -24,7 +24,7 @@ from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
 
 ROLLUP = Path("/proc/self/smaps_rollup")
-WIDTH, DEPTH, STEPS = 900, 10, 12
+WIDTH, DEPTH, STEPS = 900, 10, 8
 MODEL_BYTES = 4 * DEPTH * (WIDTH + 1) * WIDTH
 SLACK = 0.5
 

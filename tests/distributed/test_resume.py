@@ -173,9 +173,9 @@ def test_rank_0_asks_for_checkpoints_where_another_trains_alone(
     ranks2: RankPool, tmp_path: Path
 ) -> None:
     # Once: rank 0 looked at its batches only, and had none.
-    by_time = {"ELCHE_CHECKPOINT_DIR": str(tmp_path), "ELCHE_CHECKPOINT_EVERY_S": "0.2"}
+    by_time = {"ELCHE_CHECKPOINT_DIR": str(tmp_path), "ELCHE_CHECKPOINT_EVERY_S": "0.1"}
     env = [
-        {"ELCHE_SPEED": speed, "ELCHE_MS_PER_SAMPLE": "1", **by_time}
+        {"ELCHE_SPEED": speed, "ELCHE_MS_PER_SAMPLE": "0.5", **by_time}
         for speed in ("0.02", "1")
     ]
     task = Task(samples=4000, batch_size=8, epochs=1, options={"policy": "auto"})

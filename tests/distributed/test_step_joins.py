@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from tests.distributed.cases.step_deaths import BATCH
-from tests.distributed.cases.step_joins import Grown, Growth, grow, reference, steps_in
+from tests.distributed.cases.step_joins import (
+    StepGrowing,
+    StepGrown,
+    grow,
+    reference,
+    steps_in,
+)
 from tests.distributed.cases.survive_cases import Death
 from tests.distributed.cases.tasks import identical
 from tests.distributed.test_step_deaths import GLOO
@@ -21,7 +27,7 @@ pytestmark = pytest.mark.distributed
 EACH_WAY = pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
 
 
-def trained(plan: Growth, *, fails: tuple[int, ...] = ()) -> list[Grown]:
+def trained(plan: StepGrowing, *, fails: tuple[int, ...] = ()) -> list[StepGrown]:
     """Checks what those who are there at the end have."""
     outcomes, lost = run_fenced(
         plan.founders + plan.joiners, grow, plan, joiners=plan.joiners
@@ -32,7 +38,9 @@ def trained(plan: Growth, *, fails: tuple[int, ...] = ()) -> list[Grown]:
     assert not others, "\n".join(map(str, others))
     assert {*errors} == {*victims, *fails}, "a fault did not happen"
     assert {*lost} <= {*errors}
-    ended: list[Grown] = [each.value for each in outcomes if each.rank not in errors]
+    ended: list[StepGrown] = [
+        each.value for each in outcomes if each.rank not in errors
+    ]
     first = ended[0]
     assert identical([each.state for each in ended])
     assert identical([each.copy for each in ended])
@@ -46,7 +54,7 @@ def trained(plan: Growth, *, fails: tuple[int, ...] = ()) -> list[Grown]:
     return ended
 
 
-def check_reference(plan: Growth, first: Grown, victims: list[int]) -> None:
+def check_reference(plan: StepGrowing, first: StepGrown, victims: list[int]) -> None:
     """One process that takes the same steps ends with the same model."""
     epochs = steps_in(plan, first.epochs, victims)
     for steps in epochs:
@@ -66,26 +74,28 @@ def check_reference(plan: Growth, first: Grown, victims: list[int]) -> None:
     assert first.rate == pytest.approx(rate)
 
 
-def check_newcomers(plan: Growth, ended: list[Grown]) -> None:
+def check_newcomers(plan: StepGrowing, ended: list[StepGrown]) -> None:
     """All of them are there."""
     assert len(ended) == plan.founders + plan.joiners - len(plan.deaths)
 
 
 def test_a_rank_joins_steps(tmp_path: Path) -> None:
-    plan = Growth(folder=str(tmp_path))
+    plan = StepGrowing(folder=str(tmp_path))
     check_newcomers(plan, trained(plan))
 
 
 @pytest.mark.parametrize("loss", ["sum", "weighted"])
 def test_a_rank_joins_steps_of_other_losses(loss: str, tmp_path: Path) -> None:
     """In the middle of an epoch, and not only at its beginning."""
-    plan = Growth(folder=str(tmp_path), loss=loss, samples=480, step_s=0.02)
+    plan = StepGrowing(folder=str(tmp_path), loss=loss, samples=480, step_s=0.02)
     check_newcomers(plan, trained(plan))
 
 
 def test_a_rank_joins_in_place_of_one_that_died(tmp_path: Path) -> None:
     """The rest of that epoch is shared out anew, and again with the newcomer."""
-    plan = Growth(folder=str(tmp_path), founders=3, deaths=(Death(1, "forward", 4),))
+    plan = StepGrowing(
+        folder=str(tmp_path), founders=3, deaths=(Death(1, "forward", 4),)
+    )
     check_newcomers(plan, trained(plan))
 
 
@@ -95,7 +105,7 @@ def test_a_rank_joins_in_place_of_one_that_died(tmp_path: Path) -> None:
 def test_ranks_join_and_die_over_each_transport(
     victim: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    plan = Growth(
+    plan = StepGrowing(
         folder=str(tmp_path),
         founders=3,
         joiners=2,
@@ -108,7 +118,7 @@ def test_ranks_join_and_die_over_each_transport(
 @pytest.mark.slow
 def test_two_join_one_that_was_alone(tmp_path: Path) -> None:
     deaths = (Death(1, "forward", 4),)
-    plan = Growth(folder=str(tmp_path), joiners=2, deaths=deaths, called_at=1)
+    plan = StepGrowing(folder=str(tmp_path), joiners=2, deaths=deaths, called_at=1)
     check_newcomers(plan, trained(plan))
 
 
@@ -125,7 +135,9 @@ def test_a_newcomer_dies_at_every_place(
         (folder := tmp_path / place).mkdir()
         print(options, place)
         deaths = (Death(2, place, at),)
-        plan = Growth(folder=str(folder), deaths=deaths, options=(*options.items(),))
+        plan = StepGrowing(
+            folder=str(folder), deaths=deaths, options=(*options.items(),)
+        )
         check_newcomers(plan, trained(plan))
 
 
@@ -141,7 +153,7 @@ def test_a_member_dies_while_another_joins(
     ):
         (folder := tmp_path / f"{place}{rank}").mkdir()
         print(options, place, rank)
-        plan = Growth(
+        plan = StepGrowing(
             folder=str(folder),
             founders=3,
             called_at=3,
@@ -153,7 +165,7 @@ def test_a_member_dies_while_another_joins(
 
 @pytest.mark.slow
 def test_all_take_part_again_where_a_rank_was_left_out(tmp_path: Path) -> None:
-    plan = Growth(
+    plan = StepGrowing(
         folder=str(tmp_path),
         samples=480,
         slow=30.0,
@@ -183,6 +195,6 @@ def test_all_take_part_again_where_a_rank_was_left_out(tmp_path: Path) -> None:
 def test_who_cannot_join_ends_by_name_and_alone(
     fault: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
-    plan = Growth(folder=str(tmp_path), **fault)
+    plan = StepGrowing(folder=str(tmp_path), **fault)
     assert len(trained(plan, fails=(2,))) == 2
     assert says in plan.sign(2).read_text()

@@ -145,7 +145,9 @@ def test_a_replay_on_other_data_is_refused(
     assert all(e is not None and "the record is of an epoch" in e.text for e in errors)
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize(
+    "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow), "async"]
+)
 def test_a_recorded_run_replays_bit_for_bit(
     ranks3: RankPool, policy: str, tmp_path: Path
 ) -> None:
@@ -167,7 +169,9 @@ def test_a_recorded_run_replays_bit_for_bit(
     assert identical([first[0].state, *(trace.state for trace in again)])
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize(
+    "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow), "async"]
+)
 def test_deterministic_runs_are_equal_to_the_bit(ranks2: RankPool, policy: str) -> None:
     task = Task(samples=600, batch_size=8, optimizer="adamw", options={"seed": 5})
     task = _with(task, policy=policy, deterministic=True, speed_hints=(1.0, 0.5))

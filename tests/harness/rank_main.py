@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -80,6 +81,7 @@ def serve(place: Place, connection: Connection, log_path: str) -> None:
     global _place
     _place = place
     _prepare_process(log_path)
+    gc.freeze()  # no collection need look at what the server has imported
     while (task := _next_task(connection)) is not None:
         reply = _run(task)
         sys.stdout.flush()
@@ -158,7 +160,10 @@ def _fresh_torch() -> Iterator[None]:
     """
     import torch
     from torch import distributed
+    from torch.utils.data import _utils
 
+    # Of a loader in a cycle the collector ends workers, to which no word comes then.
+    _utils.MP_STATUS_CHECK_INTERVAL = 0.5
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)

@@ -194,6 +194,34 @@ def connect(ranks: Sequence[Rank]) -> None:
         rank.averager.reconnect(group)
 
 
+def redo(ranks: Sequence[Rank], before: torch.Tensor, account: Account) -> None:
+    """Those who live form the next group, and average anew what nobody has."""
+    connect(ranks)
+    again = begin(ranks, 2, attempt=1)
+    for rank in ranks:
+        rank.averager.adopt(again, drained=True)
+    account.commit(ranks, before, ranks[0])
+    check_equal(ranks)
+    account.check(ranks)
+
+
+def close_without_sums_for(late: Rank, ranks: Sequence[Rank]) -> None:
+    """A window ends; one rank has sums only when messages come to it again."""
+    route = late.exchange._coded._route
+    sums_come = type(route).is_ready
+    route.is_ready = lambda: bool(route._arrivals) and sums_come(route)
+    for place, rank in enumerate(ranks):
+        rank.close(200 + place)
+
+
+def hand_over(ranks: Sequence[Rank], step: Reduce, *, keeps: bool) -> None:
+    """The second rank takes what the first one has."""
+    group = cast(Any, Handing())
+    for place, rank in enumerate(ranks):
+        group.rank = place
+        rank.averager.hand_over(group, 0, step, lacks=place == 1, keeps=keeps)
+
+
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
 def test_an_average_that_nobody_has_is_redone_without_the_dead_ranks_part(
     codec: str,
@@ -212,13 +240,7 @@ def test_an_average_that_nobody_has_is_redone_without_the_dead_ranks_part(
     bus.wire.deliver()  # too late
     for rank in ranks[:2]:
         rank.drive()
-    connect(ranks[:2])
-    again = begin(ranks[:2], 2, attempt=1)
-    for rank in ranks[:2]:
-        rank.averager.adopt(again, drained=True)
-    account.commit(ranks[:2], before, ranks[0])
-    check_equal(ranks[:2])
-    account.check(ranks[:2])
+    redo(ranks[:2], before, account)
     window(ranks[:2], 3, account)
 
 
@@ -228,12 +250,8 @@ def test_who_lacks_an_average_takes_it_and_sends_nothing_of_it_again(
     codec: str, keeps: bool
 ) -> None:
     _, ranks, account = founded(codec)
-    route = ranks[1].exchange._coded._route
-    sums_come = type(route).is_ready
-    route.is_ready = lambda: bool(route._arrivals) and sums_come(route)
     before = ranks[0].base
-    for place, rank in enumerate(ranks):
-        rank.close(200 + place)
+    close_without_sums_for(ranks[1], ranks)
     step = begin(ranks, 2)
     ended = ranks[1].model[0].detach().clone()
     if keeps:
@@ -244,10 +262,7 @@ def test_who_lacks_an_average_takes_it_and_sends_nothing_of_it_again(
     assert not ranks[1].averager.has_sum(step)
     ranks[2].exchange.commit()
     account.lost += ranks[2].left_out
-    group = cast(Any, Handing())
-    for place, rank in enumerate(ranks[:2]):
-        group.rank = place
-        rank.averager.hand_over(group, 0, step, lacks=place == 1, keeps=keeps)
+    hand_over(ranks[:2], step, keeps=keeps)
     connect(ranks[:2])
     account.commit(ranks, before, ranks[0])
     account.check(ranks[:2])
@@ -313,29 +328,16 @@ def test_no_step_is_made_of_a_sum_while_another_one_is_missing() -> None:
         assert rank.averager._groups[1].is_summed
         rank.drive()
         assert not rank.averager.has_sum(step), "others may go on without it"
-    connect(ranks[:2])
-    again = begin(ranks[:2], 2, attempt=1)
-    for rank in ranks[:2]:
-        rank.averager.adopt(again, drained=True)
-    account.commit(ranks[:2], before, ranks[0])
-    check_equal(ranks[:2])
-    account.check(ranks[:2])
+    redo(ranks[:2], before, account)
 
 
 def test_who_takes_an_average_takes_the_outer_momentum_as_it_is_then() -> None:
     """What its holder's other thread had put off is done before."""
     _, ranks, _ = founded("int4")
-    route = ranks[1].exchange._coded._route
-    sums_come = type(route).is_ready
-    route.is_ready = lambda: bool(route._arrivals) and sums_come(route)
-    for place, rank in enumerate(ranks):
-        rank.close(200 + place)
+    close_without_sums_for(ranks[1], ranks)
     step = begin(ranks, 2, outer="nesterov", outer_lr=0.7)
     ranks[0].averager.adopt(step)
-    group = cast(Any, Handing())
-    for place, rank in enumerate(ranks[:2]):
-        group.rank = place
-        rank.averager.hand_over(group, 0, step, lacks=place == 1, keeps=True)
+    hand_over(ranks[:2], step, keeps=True)
     check_common(ranks[:2])
     connect(ranks[:2])
     for place, rank in enumerate(ranks[:2]):

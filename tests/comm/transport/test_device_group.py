@@ -105,7 +105,7 @@ def _opened(fault: str) -> tuple[list[float], str, bool]:
 
         twice = fault == "one device"
         name = "gpu" if twice else f"gpu {group.rank}"
-        timeout_s = 2.0 if fault in ("fails", "hangs") else 60.0
+        timeout_s = 0.5 if fault in ("fails", "hangs") else 60.0
         found = open_device_group(group, CPU, timeout_s, form, lambda _: name)
         tensor = torch.full((3,), 2.0 + group.rank)
         if found is not None:

@@ -16,77 +16,47 @@ from torch.utils.data import DataLoader
 
 import elche
 from elche import session
-from elche.checkpoint.keeper import CheckpointKeeper
-from elche.coordination.protocol.events import EpochOpened, JoinReady
 from tests.distributed.cases.auto_deaths import BATCH, BUILDING, SAMPLES, Ones, Visited
-from tests.distributed.cases.joining_cases import cloned, wait_for
-from tests.distributed.cases.step_joins import ENOUGH_BATCHES, MOST_EPOCHS
-from tests.distributed.cases.survive_cases import (
-    Death,
-    Indices,
-    after,
-    before,
-    die,
-    visit_events,
+from tests.distributed.cases.joining_cases import (
+    ENOUGH_BATCHES,
+    MOST_EPOCHS,
+    Growing,
+    Grown,
+    cloned,
+    is_on_the_way_in,
+    wait_for,
 )
+from tests.distributed.cases.survive_cases import Death, Indices, die
 
 
 @dataclass(frozen=True, kw_only=True)
-class Growth:
-    """A run that ranks join.
+class AutoGrowing(Growing):
+    """A run under ``auto`` that ranks join.
 
     Attributes:
-        folder: of logs and signs.
-        founders: ranks that it begins with.
-        joiners: ranks that join it.
-        deaths: of any of them.
         called_at: most ranks that live when the joiners are called.
         called_in: the policy that runs then; "" for any.
-        called_after: batches of a rank before.
-        options: of `elche.setup`.
     """
 
-    folder: str
-    founders: int = 2
-    joiners: int = 1
-    deaths: tuple[Death, ...] = ()
     called_at: int = 3
     called_in: str = ""
-    called_after: int = 3
-    options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def newcomers(self) -> range:
-        """Their ranks."""
-        return range(self.founders, self.founders + self.joiners)
-
-    def sign(self, rank: int) -> Path:
-        """The run need not go on for this newcomer any more."""
-        return Path(self.folder, f"over{rank}")
 
 
 @dataclass(frozen=True)
-class Grown:
-    """What a rank that lives has at the end."""
+class AutoGrown(Grown):
+    """With the policies that its loop has seen, and its batches."""
 
-    state: dict[str, torch.Tensor]
-    copy: dict[str, torch.Tensor]
-    rate: float
-    progress: float
-    epochs: int
-    place: int
-    world_size: int
     policies: list[str]
     batches: int
 
 
-def grow(growth: Growth) -> Grown:
+def grow(growth: AutoGrowing) -> AutoGrown:
     """Trains until all newcomers have, or are gone."""
     with session.failing_together():
         return _grow(growth, int(os.environ["RANK"]))
 
 
-def _grow(growth: Growth, rank: int) -> Grown:
+def _grow(growth: AutoGrowing, rank: int) -> AutoGrown:
     is_joiner, called = rank in growth.newcomers, Path(growth.folder, "come")
     torch.manual_seed(5)
     model = Visited()
@@ -140,7 +110,7 @@ def _grow(growth: Growth, rank: int) -> Grown:
             lacks = [not growth.sign(each).exists() for each in growth.newcomers]
             if not elche.any(any(lacks)):
                 break
-    grown = Grown(
+    grown = AutoGrown(
         cloned(model),
         cloned(copy),
         schedule.get_last_lr()[0],
@@ -155,7 +125,7 @@ def _grow(growth: Growth, rank: int) -> Grown:
     return grown
 
 
-def hit_of(growth: Growth, death: Death) -> Callable[[], None]:
+def hit_of(growth: AutoGrowing, death: Death) -> Callable[[], None]:
     """Dies there; for places in the loop returns what is to be called there."""
     visits = itertools.count(1)
 
@@ -164,14 +134,6 @@ def hit_of(growth: Growth, death: Death) -> Callable[[], None]:
             growth.sign(death.rank).touch()
             die()
 
-    if death.place == "handing":
-        before(CheckpointKeeper, "hand_over", visit)
-    elif death.place == "handed":
-        after(CheckpointKeeper, "hand_over", visit)
-    elif death.place == "ready":
-        visit_events(JoinReady, visit, is_before=False)
-    elif death.place == "opening":
-        visit_events(EpochOpened, visit, is_before=True)
-    elif death.place in BUILDING:
+    if not is_on_the_way_in(death.place, visit) and death.place in BUILDING:
         BUILDING[death.place](visit)
     return visit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from elche.runtime.process.worker import Worker
 from elche.runtime.windows.regrouping import Regrouping
 from tests.distributed.cases.survive_cases import (
     Counter,
+    Death,
     Indices,
     after,
     before,
@@ -29,6 +31,9 @@ from tests.distributed.cases.survive_cases import (
 )
 
 BEGIN_WITHIN_S = 60.0
+MOST_EPOCHS = 200
+ENOUGH_BATCHES = 5
+"""That a newcomer trains on before a run may end that waits for it."""
 
 
 @dataclass(frozen=True)
@@ -213,3 +218,61 @@ def plan_failure(place: str) -> None:
 
 def raise_error() -> None:
     raise ValueError("a fault in the joiner's script")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growing:
+    """A run that goes on until all newcomers have trained, or are gone.
+
+    Attributes:
+        folder: of logs and signs.
+        founders: ranks that it begins with.
+        joiners: ranks that join it.
+        deaths: of any of them.
+        called_after: batches of a rank before the joiners are called.
+        options: of `elche.setup`.
+    """
+
+    folder: str
+    founders: int = 2
+    joiners: int = 1
+    deaths: tuple[Death, ...] = ()
+    called_after: int = 3
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def newcomers(self) -> range:
+        """Their ranks."""
+        return range(self.founders, self.founders + self.joiners)
+
+    def sign(self, rank: int) -> Path:
+        """The run need not go on for this newcomer any more."""
+        return Path(self.folder, f"over{rank}")
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What a rank that lives has at the end of such a run."""
+
+    state: dict[str, torch.Tensor]
+    copy: dict[str, torch.Tensor]
+    rate: float
+    progress: float
+    epochs: int
+    place: int
+    world_size: int
+
+
+def is_on_the_way_in(place: str, act: Callable[[], None]) -> bool:
+    """Whether newcomers or their givers pass there; `act` is called then."""
+    if place == "handing":
+        before(CheckpointKeeper, "hand_over", act)
+    elif place == "handed":
+        after(CheckpointKeeper, "hand_over", act)
+    elif place == "ready":
+        visit_events(JoinReady, act, is_before=False)
+    elif place == "opening":
+        visit_events(EpochOpened, act, is_before=True)
+    else:
+        return False
+    return True

@@ -18,9 +18,17 @@ from torch.utils.data import DataLoader
 import elche
 from elche import session
 from elche.checkpoint.keeper import CheckpointKeeper
-from elche.coordination.protocol.events import EpochOpened, JoinReady
 from elche.runtime.windows.step_members import StepMembers
-from tests.distributed.cases.joining_cases import raise_error, wait_for
+from tests.distributed.cases.joining_cases import (
+    ENOUGH_BATCHES,
+    MOST_EPOCHS,
+    Growing,
+    Grown,
+    cloned,
+    is_on_the_way_in,
+    raise_error,
+    wait_for,
+)
 from tests.distributed.cases.step_deaths import (
     BATCH,
     Indices,
@@ -32,30 +40,15 @@ from tests.distributed.cases.step_deaths import (
     plan_death,
     take_step,
 )
-from tests.distributed.cases.survive_cases import (
-    Death,
-    after,
-    before,
-    die,
-    visit_events,
-)
-
-MOST_EPOCHS = 200
-ENOUGH_BATCHES = 5
-"""That a newcomer trains on before the run may end."""
+from tests.distributed.cases.survive_cases import after, before, die
 
 
 @dataclass(frozen=True, kw_only=True)
-class Growth:
-    """A run that ranks join.
+class StepGrowing(Growing):
+    """A run under ``sync`` that ranks join.
 
     Attributes:
-        folder: of logs and signs.
-        founders: ranks that it begins with.
-        joiners: ranks that join it.
-        deaths: of any of them.
         called_at: ranks that live when the joiners are called.
-        called_after: batches of a rank before.
         raises: the first joiner's script fails once it holds the state.
         accumulate: batches to an optimizer step.
         early: the next batch is asked for before the backward pass of the last one.
@@ -64,15 +57,9 @@ class Growth:
         samples: of an epoch.
         step_s: seconds of a step beside; of rank 1 ``slow`` times as many.
         slow: see ``step_s``.
-        options: of `elche.setup`.
     """
 
-    folder: str
-    founders: int = 2
-    joiners: int = 1
-    deaths: tuple[Death, ...] = ()
     called_at: int = 2
-    called_after: int = 3
     raises: bool = False
     accumulate: int = 1
     early: bool = False
@@ -81,29 +68,12 @@ class Growth:
     samples: int = 94
     step_s: float = 0.004
     slow: float = 1.0
-    options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def newcomers(self) -> range:
-        """Their ranks."""
-        return range(self.founders, self.founders + self.joiners)
-
-    def sign(self, rank: int) -> Path:
-        """The run need not go on for this newcomer any more."""
-        return Path(self.folder, f"over{rank}")
 
 
 @dataclass(frozen=True)
-class Grown:
-    """What a rank that lives has at the end."""
+class StepGrown(Grown):
+    """With the samples that its metrics have counted."""
 
-    state: dict[str, torch.Tensor]
-    copy: dict[str, torch.Tensor]
-    rate: float
-    progress: float
-    epochs: int
-    place: int
-    world_size: int
     metrics: int
 
 
@@ -115,7 +85,7 @@ def schedule_of(
     return schedule, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
 
-def grow(plan: Growth) -> Grown:
+def grow(plan: StepGrowing) -> StepGrown:
     """Trains until all newcomers have, or are gone."""
     rank = int(os.environ["RANK"])
     with session.failing_together():
@@ -126,7 +96,7 @@ def grow(plan: Growth) -> Grown:
             raise
 
 
-def _grow(plan: Growth, rank: int) -> Grown:
+def _grow(plan: StepGrowing, rank: int) -> StepGrown:
     is_joiner = rank in plan.newcomers
     loop = Loop(folder=plan.folder, loss=plan.loss)
     model, [optimizer] = make(loop)
@@ -184,9 +154,9 @@ def _grow(plan: Growth, rank: int) -> Grown:
             at["between"]()
             if not elche.any(not all(plan.sign(r).exists() for r in plan.newcomers)):
                 break
-    grown = Grown(
-        {name: value.clone() for name, value in model.state_dict().items()},
-        {name: value.clone() for name, value in copy.state_dict().items()},
+    grown = StepGrown(
+        cloned(model),
+        cloned(copy),
         schedule.get_last_lr()[0],
         elche.progress_samples(),
         epochs,
@@ -199,7 +169,7 @@ def _grow(plan: Growth, rank: int) -> Grown:
 
 
 def plan_faults(
-    plan: Growth, rank: int, model: nn.Module
+    plan: StepGrowing, rank: int, model: nn.Module
 ) -> dict[str, Callable[[], None]]:
     """What a rank does at the places of its loop; elsewhere it dies, or fails."""
     at = {name: _nothing for name in ("load", "forward", "step", "between")}
@@ -207,18 +177,12 @@ def plan_faults(
     for death in plan.deaths:
         if death.rank != rank:
             continue
-        if death.place == "handing":
-            before(CheckpointKeeper, "hand_over", act)
-        elif death.place == "handed":
-            after(CheckpointKeeper, "hand_over", act)
-        elif death.place == "building":
+        if is_on_the_way_in(death.place, act):
+            continue
+        if death.place == "building":
             before(StepMembers, "begin_anew", act)
         elif death.place == "built":
             after(StepMembers, "begin_anew", act)
-        elif death.place == "ready":
-            visit_events(JoinReady, act, is_before=False)
-        elif death.place == "opening":
-            visit_events(EpochOpened, act, is_before=True)
         else:
             plan_death(death, at, model, act)
     if plan.raises and rank == plan.founders:
@@ -236,7 +200,7 @@ def _die_for_good(sign: Path) -> None:
 
 
 def steps_in(
-    plan: Growth, epochs: int, victims: Sequence[int]
+    plan: StepGrowing, epochs: int, victims: Sequence[int]
 ) -> list[dict[int, list[int]]]:
     """Per epoch the samples of each step, by the run's samples before it.
 
@@ -258,7 +222,7 @@ def steps_in(
     return [dict(sorted(each.items())) for each in steps]
 
 
-def _log_of(plan: Growth, rank: int) -> list[tuple[int, int, list[int]]]:
+def _log_of(plan: StepGrowing, rank: int) -> list[tuple[int, int, list[int]]]:
     path = Path(plan.folder, f"log{rank}.txt")
     if not path.exists():
         return []
@@ -267,7 +231,7 @@ def _log_of(plan: Growth, rank: int) -> list[tuple[int, int, list[int]]]:
 
 
 def reference(
-    plan: Growth,
+    plan: StepGrowing,
     epochs: Sequence[dict[int, list[int]]],
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
     """The same steps in one process: model, its average, and the last rate."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import SplitPoint
 
 from elche.pipeline.pipeline import Pipeline
+from elche.pipeline.setup import profiling
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import CALM, Block, Trained, optimizer_for
 
@@ -344,16 +346,21 @@ def together(work: Cut, micro_batches: int) -> Together:
             if isinstance(one, (Block, Residual)):
                 slow_down(model.get_submodule(name), 0.006 if is_slow else 0.002)
     sample, _ = data_for(Cut(model=work.model, sizes=(2,), masked=work.masked), 0)
-    with Pipeline(
-        model,
-        loss_of,
-        micro_batches=micro_batches,
-        schedule=work.schedule,
-        sample=sample,
-        split_points=POINTS[work.model] if work.by_name else None,
-        **CALM,
-        **options,
-    ) as pipe:
+    # Beside pauses caches do not matter: no layer is timed in turn with copies.
+    turns = profiling.MOST_TURNS if work.slow is None else 1
+    with (
+        mock.patch.object(profiling, "MOST_TURNS", turns),
+        Pipeline(
+            model,
+            loss_of,
+            micro_batches=micro_batches,
+            schedule=work.schedule,
+            sample=sample,
+            split_points=POINTS[work.model] if work.by_name else None,
+            **CALM,
+            **options,
+        ) as pipe,
+    ):
         if work.on_meta:
             pipe.load_state_dict(model_for(work).state_dict())
         optimizer = optimizer_for(list(pipe.parameters()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.pipeline.cases.pipeline_cut_cases import (
 pytestmark = pytest.mark.distributed
 
 FOUR_RANKS = ("resnet", True, "zb-h1"), ("gpt", False, "auto")
-"""What `make test` runs on four; others are slow. Two ranks run all of it."""
+"""What `make test` runs on four; others are slow. One process or two run them."""
 
 
 def check(pool: RankPool | None, work: Cut, micro_batches: int = 4) -> Together:
@@ -45,15 +46,21 @@ def check(pool: RankPool | None, work: Cut, micro_batches: int = 4) -> Together:
     return found[0]
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-@pytest.mark.parametrize("model", MODELS)
+def cells(*slow: tuple[str, bool]) -> list[Any]:
+    """Models, each cut at points with names and around its blocks."""
+    return [
+        pytest.param(*cell, marks=pytest.mark.slow if cell in slow else ())
+        for cell in itertools.product(MODELS, (True, False))
+    ]
+
+
+@pytest.mark.parametrize(("model", "by_name"), cells(("resnet", True), ("gpt", False)))
 def test_in_one_process(model: str, by_name: bool) -> None:
     options = {"stages_per_rank": 4}
     check(None, Cut(model, by_name, "interleaved-zb", options=options))
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "by_name"), cells(("resnet", False), ("gpt", True)))
 def test_on_two_ranks(ranks2: RankPool, model: str, by_name: bool) -> None:
     check(ranks2, Cut(model, by_name, "zb-v"))
 
@@ -84,7 +91,9 @@ def test_a_mask_beside_the_batch(ranks2: RankPool) -> None:
     check(ranks2, Cut("gpt", schedule="zb-h1", masked=True))
 
 
-@pytest.mark.parametrize("model", ["resnet", "gpt"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("resnet", marks=pytest.mark.slow), "gpt"]
+)
 def test_a_rank_three_times_slower_gets_fewer_layers(
     ranks2: RankPool, model: str
 ) -> None:

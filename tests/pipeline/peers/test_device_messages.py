@@ -16,7 +16,7 @@ import torch
 
 from elche.comm.transport.device_group import TRIED_ELEMENTS
 from elche.errors import CommunicationError, DeadlineError
-from elche.pipeline.peers import transport
+from elche.pipeline.peers import lines, transport
 from elche.pipeline.peers.device_messages import TwoWays, trial
 from elche.pipeline.peers.stage_messages import NO_STEP_TAGS, Message
 from elche.pipeline.peers.transport import Address
@@ -95,7 +95,10 @@ def test_tensors_elsewhere_and_ranks_that_were_not_tried_take_the_host() -> None
     assert cables[0].carried == []
 
 
-def test_what_is_not_computed_is_not_begun_and_has_the_deadline() -> None:
+def test_what_is_not_computed_is_not_begun_and_has_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lines, "JOIN_S", 0.1)  # one thread waits on
     cables = [Cable(), Cable()]
     with two(cables) as (first, second):
         first.devices.stream = Beside(looks=NEVER)

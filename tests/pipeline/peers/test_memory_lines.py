@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from elche.comm.transport.shared_memory import may_share_memory
 from elche.errors import CommunicationError, DeadlineError
+from elche.pipeline.peers import transport
 from elche.pipeline.peers.memory_lines import (
     SLOTS,
     IncomingMemory,
@@ -213,7 +214,10 @@ def _is_link(path: str) -> bool:
     return Path(path).is_symlink()  # not that of the listing itself, which is closed
 
 
-def test_what_does_not_come_has_a_deadline_and_a_closed_end_is_told() -> None:
+def test_what_does_not_come_has_a_deadline_and_a_closed_end_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "REASON_WITHIN_S", 0.0)  # there is none
     with two() as (first, second):
         address = Address(1, 3, "the gradient")
         with pytest.raises(DeadlineError, match="for rank 1: the gradient; nobody"):

@@ -38,7 +38,12 @@ def open_run(tmp_path: Path) -> Iterator[Callable[..., OpenRun]]:
 
 
 @pytest.mark.parametrize(
-    "policy", ["cadence", "auto", pytest.param("async", marks=pytest.mark.slow)]
+    "policy",
+    [
+        "auto",
+        pytest.param("cadence", marks=pytest.mark.slow),
+        pytest.param("async", marks=pytest.mark.slow),
+    ],
 )
 def test_a_host_joins_by_the_line_that_was_printed(
     policy: str, open_run: Callable[..., OpenRun]

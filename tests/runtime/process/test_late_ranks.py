@@ -78,8 +78,15 @@ def _said(case: str, folder: str, transport: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("case", ["loop", "by hand"])
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize(
+    ("case", "transport"),
+    [
+        ("loop", "gloo"),
+        ("by hand", "auto"),
+        pytest.param("loop", "auto", marks=pytest.mark.slow),
+        pytest.param("by hand", "gloo", marks=pytest.mark.slow),
+    ],
+)
 def test_who_did_not_arrive_is_named(
     ranks3: RankPool, case: str, transport: str
 ) -> None:

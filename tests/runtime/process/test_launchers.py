@@ -51,6 +51,7 @@ KUBEFLOW = {
     "MASTER_PORT": "23456",
 }
 TRAINING = """
+import tests.harness.uncompiled
 import torch
 import elche
 model = torch.nn.Linear(3, 1)

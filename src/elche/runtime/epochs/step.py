@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from elche.comm.gradients.reducer import GradientReducer, StepPart
+from elche.comm.gradients.part_weights import StepPart
+from elche.comm.gradients.reducer import GradientReducer
 from elche.runtime.watch.live_graph import LiveGraph
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+import tests.harness.uncompiled  # noqa: F401 - starts faster
 from elche import session
 from elche.runtime.rank_settings import checksum
 from tests.distributed.cases.meetings import Meeting

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+import tests.harness.uncompiled  # noqa: F401 - starts faster
 
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)

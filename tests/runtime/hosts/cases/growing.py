@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+import tests.harness.uncompiled  # noqa: F401 - starts faster
 from elche.process import process
 from elche.runtime.rank_settings import checksum
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import elche
+import tests.harness.uncompiled  # noqa: F401 - starts faster
 
 ENDS_AT = 6
 rank, how, policy = int(sys.argv[1]), sys.argv[2], sys.argv[3]

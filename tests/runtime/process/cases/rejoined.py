@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+import tests.harness.uncompiled  # noqa: F401 - starts faster
 
 own = elche.rank()
 is_joiner = "ELCHE_JOINS" in os.environ

@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+import tests.harness.uncompiled  # noqa: F401 - starts faster
 from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.protocol.events import Event, StepsDone
 

@@ -78,7 +78,6 @@ def test_only_ranks_that_were_killed_may_end_otherwise(
     assert bool(found) == bool(says)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ten_seconds_of_chaos_with_newcomers() -> None:
     """Each place is taken again before the run ends."""

@@ -188,11 +188,13 @@ def test_a_message_that_cannot_be_read_drops_the_connection(
     served: Served, message: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     # Once: KeyError, TypeError, RecursionError leave data_received, logged by asyncio.
+    served.server.drops.count = strangers = 10
     with closing(served.channel(0)) as channel:
         channel._send(message)
         with pytest.raises(CommunicationError, match="lost the coordinator"):
             channel.receive(WAIT_S, "anything")
-    assert served.server.drops.count == 1
+    assert served.server.drops.count == strangers + 1
+    assert "dropped a connection of rank 0: " in caplog.text
     assert [r for r in caplog.records if r.name == "asyncio"] == []
 
 

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+import pytest
+
 from elche.comm.control.key_file import KEY_BYTES
 from elche.coordination.protocol.events import HostLeaves, HostLost
 from elche.coordination.protocol.host_messages import (
@@ -102,6 +104,21 @@ def test_a_host_that_is_silent_since_it_came_is_lost() -> None:
             assert not third.closed.is_set()
 
     asyncio.run(asyncio.wait_for(silent(), WAIT_S))
+
+
+def test_of_a_host_that_is_dropped_there_is_a_line_whatever_strangers_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def nonsense() -> None:
+        async with succession() as made:
+            made.leader.drops.count = 10
+            made.links[2]._writer.write(bytes(64))
+            await made.leader.links[2].closed.wait()
+            made.say(OUTLIVED)
+            await made.leading
+
+    asyncio.run(asyncio.wait_for(nonsense(), WAIT_S))
+    assert "dropped a launcher at " in caplog.text
 
 
 def test_a_silent_host_without_which_the_run_ends_is_waited_for() -> None:

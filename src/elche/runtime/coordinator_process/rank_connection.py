@@ -124,7 +124,8 @@ class RankConnection(asyncio.Protocol):
 
     def drop(self, reason: str) -> None:
         """Closes a connection that does not keep to the protocol, and counts it."""
-        self._server.drops.add(f"a connection of rank {self._rank}", reason)
+        whose, is_known = f"a connection of rank {self._rank}", self._rank is not None
+        self._server.drops.add(whose, reason, is_known=is_known)
         self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

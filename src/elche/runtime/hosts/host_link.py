@@ -135,7 +135,8 @@ class HostLink(asyncio.Protocol):
                 self._take(from_wire(in_own_words(message), FROM_HOSTS))
         except ProtocolError as error:
             peer = self._transport and self._transport.get_extra_info("peername")
-            self._owner.drops.add(f"a launcher at {peer}", error)
+            is_known = self.host is not None
+            self._owner.drops.add(f"a launcher at {peer}", error, is_known=is_known)
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

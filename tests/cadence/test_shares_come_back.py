@@ -175,6 +175,15 @@ def test_a_trial_keeps_to_caps_and_to_the_least_parts_of_others() -> None:
     assert few.trial(2, 10_000) is None
 
 
+def test_who_was_never_measured_is_not_tried() -> None:
+    # Once: batches too small for parts of all, which go to another rank than before.
+    config = BalancerConfig(world_size=2, min_share_samples=2, speed_hints=[1.0, 2.0])
+    ranks = Balancer(config)
+    ranks.report([3, 0], [3.0, 0.0])
+    assert ranks.sizes(3) == (0, 3)
+    assert ranks.trial(3, 10_000) is None
+
+
 def test_a_rank_that_idles_is_given_more_whatever_little_that_gains() -> None:
     """One of eight: a few samples more are below 2 % of the step, and never came."""
     ranks = Balancer(BalancerConfig(world_size=8))

@@ -204,6 +204,8 @@ class Balancer:
         patient = 1.0 + TRIAL_COST * steps
         longer = min(patient, 1.0 + MOST_TRIAL)
         for rank in (*served[self._tried :], *served[: self._tried]):
+            if not self._models[rank].cost.is_measured:
+                continue  # it had no part so far: the one it has now shows enough
             part, room = kept[rank], longest / ends[rank]
             hoped = int(self._models[rank].most_samples(part, TRIAL_IDLE * room))
             hoped = min(hoped, self._room(self._caps[rank], most, minimum))

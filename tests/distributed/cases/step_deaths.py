@@ -210,7 +210,9 @@ def train(loop: Loop) -> Trained:
     names = "load", "forward", "fetched", "passed", "step", "between"
     at: dict[str, Callable[[], None]] = {name: lambda: None for name in names}
     for death in loop.deaths:
-        if death.rank == rank:
+        if death.rank == rank and death.place == "apart":
+            die_left_out(death, Path(loop.folder, "log0.txt"))
+        elif death.rank == rank:
             plan_death(death, at, model)
     data = Indices(loop.samples, lambda: at["load"]())
     loader: Any = DataLoader(
@@ -358,8 +360,6 @@ def plan_death(
         visited(owner, name, visit)
     elif place == "buffers":
         before(BufferAverager, "_reduce", visit)
-    elif place == "apart":
-        die_left_out(death)
     elif place == "without":
         at["step"] = left_out_for(int(when), act)
     elif place == "without, closing":
@@ -400,17 +400,25 @@ def read_together() -> None:
     Worker.receive = receive  # type: ignore[method-assign]
 
 
-def die_left_out(death: Death) -> None:
-    """Dies when it has been left out for so many seconds."""
-    original = StepMembers.leave_out
-    timers: list[threading.Timer] = []
+def die_left_out(death: Death, log: Path) -> None:
+    """Dies when it has been left out of so many steps, which another rank logs."""
+    original, is_back = StepMembers.leave_out, threading.Event()
+
+    def steps() -> int:
+        return log.read_text().count("\n")
+
+    def watch(is_back: threading.Event, most: float) -> None:
+        while not is_back.wait(0.005):
+            if steps() >= most:
+                die()
 
     def leave_out(members: StepMembers, told: LeaveOut) -> GradientReducer:
-        for timer in timers:
-            timer.cancel()
+        nonlocal is_back
+        is_back.set()
         if death.rank in told.left_out and told.epoch:  # the first one may be short
-            timers.append(threading.Timer(death.at, die))
-            timers[-1].start()
+            is_back = threading.Event()
+            args = is_back, steps() + death.at
+            threading.Thread(target=watch, args=args, daemon=True).start()
         return original(members, told)
 
     StepMembers.leave_out = leave_out  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -246,6 +247,24 @@ def test_groups_of_elche_do_not_meet_in_the_store_of_torch(
     assert result.have_met
     assert result.failed_s is None
     assert FIRST_BATCHES == [0]
+
+
+def test_a_start_that_fails_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: a pipe, and the folder of the ranks' timelines."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trace = tmp_path / "trace.json"
+    config = LaunchConfig(command=("x",), num_ranks=1, trace_path=trace)
+
+    def fail(processes: rank_processes.RankProcesses) -> None:
+        raise RuntimeError("no signal handler in this thread")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="no signal handler in this thread"):
+        launch(config, fail)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [*tmp_path.iterdir()] == [trace]
 
 
 @pytest.mark.parametrize("meets", [False, True])

@@ -34,9 +34,9 @@ def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+# What ends a run; that a killed rank does not is in test_outlived.
 FAILURES: list[tuple[str, set[int], str]] = [
     ("raise", {1}, "ValueError: a fault in user code"),
-    ("kill", {137}, "rank 1 is gone: its connection ended"),
     ("exit", {7}, r"codes \[7, 7\]: rank 1 called sys.exit\(7\) inside the loop"),
     ("quit", {7}, "rank 1 (is gone|failed: its process ended with code 7)"),
     ("model", {1}, r"weight: rank 0 has \[2, 4\] float32, rank 1 has \[3, 4\]"),
@@ -52,11 +52,10 @@ PAIRS = [
     pytest.param(
         *failure,
         policy,
-        marks=[pytest.mark.slow] * ((number + turn) % 2 or number > 2),
+        marks=[pytest.mark.slow] * ((number + turn) % 2 or number > 1),
     )
     for number, failure in enumerate(FAILURES)
     for turn, policy in enumerate(("sync", "cadence"))
-    if (failure[0], policy) != ("kill", "cadence")  # outlived: see test_outlived
 ]
 
 
@@ -69,8 +68,6 @@ def test_failures_end_every_rank_with_a_reason(
     assert re.search(says, ended.stderr), ended.stderr
     assert "done" not in ended.stdout
     assert "elche run: ranks [0, 1] ended with codes" in ended.stderr
-    if case == "kill":
-        assert "137 (SIGKILL)" in ended.stderr
     if case == "raise":  # the others show where it was
         assert "--- traceback of rank 1 ---" in ended.stderr
         assert ended.stderr.count("in _fail") == 2

@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_is_named_in_the_timeline(tmp_path: Path) -> None:
     code, _ = in_terminal(
         *("--speeds", "1,0.5", "--trace", str(trace), str(SCRIPT), "killed")
     )
-    assert code == 137
+    assert code == 0  # the other rank goes on
     found = batches_of(trace)
     assert found[0]
     assert not found[1]

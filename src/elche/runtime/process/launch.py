@@ -208,10 +208,10 @@ async def _launch(
         leader = Leader(hosts, config.world_size)
         await leader.gather()
     run = _LaunchedRun(config, leader)
-    on_ready(run.processes)
-    if leader is not None:
-        leader.attach(run.server, run.processes)
     try:
+        on_ready(run.processes)
+        if leader is not None:
+            leader.attach(run.server, run.processes)
         await run.go()
     finally:
         await run.close()

@@ -42,9 +42,16 @@ model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 data = TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 4))
 loader = DataLoader(data, batch_size=BATCH, shuffle=True)
-# A rank that a busy machine has left out would not come to its death.
+# A rank that a busy machine has left out would not come to its death, and the others
+# would outlive it.
 model, optimizer, loader = elche.setup(
-    model, optimizer, loader, epochs=EPOCHS, policy=policy, leave_out=False
+    model,
+    optimizer,
+    loader,
+    epochs=EPOCHS,
+    policy=policy,
+    leave_out=False,
+    survive=False,
 )
 seen = Seen()
 elche.register_for_checkpointing(seen)

@@ -118,6 +118,7 @@ class Planner:
         self.plan, self.costs = change.plan, change.costs
         self.measured, self.forecast, self._steps = None, None, 0
         self._timed.clear()
+        self._ends_s.clear()
         self._watch = DriftWatch(change.costs, self._config.drift_threshold)
 
     def place(
@@ -230,7 +231,7 @@ class Planner:
         if not self._config.replan_every or len(self._timed) < TIMED_STEPS:
             return None
         planned = self._watch.planned
-        drifted = self._watch.observe(measured_costs(self.costs, times))
+        drifted = self._watch.observe(self.measured)  # so one odd step is no drift
         if drifted is None:
             return None
         change = self._answer(drift_between(planned, drifted), drifted)

@@ -20,7 +20,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 LEAK_GRACE_S = 60.0
-QUICK_EXAMPLES = 40
+QUICK_EXAMPLES = 30
 """Most examples of a property without the slow tests; with them it has its own number.
 """
 FUZZ_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10000"))

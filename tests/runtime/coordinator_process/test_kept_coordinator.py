@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -196,22 +197,24 @@ def test_one_that_dies_again_and_again_ends_the_run(
     assert "the run ends" in caplog.text
 
 
+BEGIN = Begin(
+    world_size=2,
+    key=b"k" * 32,
+    survives=True,
+    several_hosts=False,
+    places={},
+    shows=False,
+    copy=None,
+    journal=(),
+)
+
+
 def test_two_words_of_one_death_hold_nobody_up() -> None:
     """The second comes while the coordinator waits for the launcher to fence."""
     ours, theirs = socket.socketpair()
-    begin = Begin(
-        world_size=2,
-        key=b"k" * 32,
-        survives=True,
-        several_hosts=False,
-        places={},
-        shows=False,
-        copy=None,
-        journal=(),
-    )
 
     async def read_twice() -> list[object]:
-        child = CoordinatorChild(Link(theirs), begin)
+        child = CoordinatorChild(Link(theirs), BEGIN)
         ours.sendall(pack(Command(RankAdded())) + pack(Fenced(1)))
         child._have_fenced(1)  # reads what the loop has seen to be there
         child._receive()
@@ -225,17 +228,8 @@ def test_a_copy_is_made_however_soon_they_die() -> None:
     """Of what each one has been handed at its beginning, too."""
     record, tick = RunRecord(2, survives=True), Entry(None, Tick(), 1.0)
     ours, theirs = socket.socketpair()
-    begin = Begin(
-        world_size=2,
-        key=b"k" * 32,
-        survives=True,
-        several_hosts=False,
-        places={},
-        shows=False,
-        copy=None,
-        journal=(pack_piece([tick], record),) * COPY_ENTRIES,
-        pieces=COPY_ENTRIES,
-    )
+    journal = (pack_piece([tick], record),) * COPY_ENTRIES
+    begin = replace(BEGIN, journal=journal, pieces=COPY_ENTRIES)
 
     async def written() -> list[object]:
         CoordinatorChild(Link(theirs), begin)._server.take(Tick())

@@ -122,14 +122,20 @@ def test_ranks_go_on_with_the_one_that_stood_by(kills: int) -> None:
     assert least <= len(said) <= 4 * ROUNDS
 
 
+def two_launchers(stack: ExitStack) -> TwoLaunchers:
+    """Both, ended with the stack."""
+    run = TwoLaunchers()
+    stack.callback(run.loop.close)
+    stack.callback(run.thread.join, WAIT_S)
+    stack.callback(run.loop.call_soon_threadsafe, run.loop.stop)
+    for each in (run.standby, run.kept):
+        stack.callback(lambda each: run.call(each.stop()), each)
+    return run
+
+
 def test_nobody_is_told_what_is_not_written() -> None:
     with ExitStack() as stack:
-        run = TwoLaunchers()
-        stack.callback(run.loop.close)
-        stack.callback(run.thread.join, WAIT_S)
-        stack.callback(run.loop.call_soon_threadsafe, run.loop.stop)
-        for each in (run.standby, run.kept):
-            stack.callback(lambda each: run.call(each.stop()), each)
+        run = two_launchers(stack)
         run.is_cut = True
         channels = [stack.enter_context(closing(run.channel(r))) for r in (0, 1)]
         for rank, channel in enumerate(channels):
@@ -247,12 +253,7 @@ def test_for_one_that_is_stopped_while_it_stands_by_nothing_piles_up(
         run.standby.follow(piece_of(number), number, 0)
 
     with ExitStack() as stack:
-        run = TwoLaunchers()
-        stack.callback(run.loop.close)
-        stack.callback(run.thread.join, WAIT_S)
-        stack.callback(run.loop.call_soon_threadsafe, run.loop.stop)
-        for each in (run.standby, run.kept):
-            stack.callback(lambda each: run.call(each.stop()), each)
+        run = two_launchers(stack)
         until(lambda: run.standby.pid is not None)
         stopped = run.standby.pid
         assert stopped is not None

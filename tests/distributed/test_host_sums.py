@@ -187,7 +187,7 @@ def without_each_in_turn(task: Task) -> list[int]:
     run = session.current_run()
     assert run is not None
     worker, sync, found = run.worker, run._synchroniser, []
-    for number in range(1, 7):
+    for number in range(1, 13):
         group = worker.group_without((2 + number % 2,), number)
         sync.share_with(group)
         if group is not None:
@@ -209,8 +209,8 @@ def test_now_this_rank_and_now_that_is_left_out(ranks4: RankPool) -> None:
     found = ranks4.run(
         without_each_in_turn, task_of(), case_setup=serve_in_thread, env=of("aabb")
     )
-    for files in found:
-        assert files[2:4] == files[4:]
+    for files in found:  # a group left open is several files, eight times
+        assert sum(files[-2:]) < sum(files[2:4]) + 5, files
 
 
 @pytest.mark.parametrize(("hosts", "warns"), [("a", True), ("ab", False)])

@@ -174,6 +174,12 @@ class RunConfig:
                 f"policy {self.policy!r} reduces gradients at every batch and has no "
                 "windows; leave windows= out, or choose policy 'cadence' or 'async'"
             )
+        if self.transport.kind == "nccl" and not (is_sync and self.codec == "fp32"):
+            raise ConfigError(
+                "transport.kind='nccl' carries gradients of policy 'sync' as they are, "
+                f"got policy {self.policy!r} and codec {self.codec!r}; leave kind= "
+                "out, or choose policy 'sync' and codec 'fp32'"
+            )
         if self.codec not in ("auto", "fp32") and self.sums_gradients:
             raise ConfigError(
                 f"codec {self.codec!r} is for averaged parameters and for policy "
@@ -250,6 +256,8 @@ class RunConfig:
             return f"policy={DELAYED_SYNC!r}"
         if self.codec != "fp32" and self.policy == "sync":
             return f"codec={self.codec!r} under policy 'sync'"
+        if self.transport.kind == "nccl":
+            return "transport.kind='nccl'"
         if self.debug != DebugConfig():
             return "a deterministic, recorded or replayed run"
         return "" if self.survive else "survive=False"

@@ -21,7 +21,7 @@ UPDATES = ("auto", "gradients", "parameters")
 DRIFT_WEIGHTS = ("equal", "samples", "sqrt")
 OPTIMIZER_STATES = ("local", "average", "reset")
 OUTER_OPTIMIZERS = ("auto", "nesterov", "slowmo", "average")
-TRANSPORTS = ("auto", "gloo")
+TRANSPORTS = ("auto", "gloo", "nccl")
 
 _Part = TypeVar(
     "_Part", "OuterConfig", "WindowConfig", "TransportConfig", "DebugConfig"
@@ -142,7 +142,9 @@ class TransportConfig:
     Attributes:
         kind: ``"auto"`` lets ranks of one host that compute on the CPU sum in
             memory they share, those that have a CUDA device each sum gradients through
-            NCCL, and the others through gloo; ``"gloo"`` is gloo always.
+            NCCL, and the others through gloo; ``"gloo"`` is gloo always; ``"nccl"``
+            sums gradients through NCCL between hosts as well, or refuses to train, and
+            the death of a rank ends the run.
         bucket_cap_mb: most mebibytes of gradients reduced in one message.
     """
 

@@ -103,13 +103,17 @@ def test_a_host_goes_at_any_moment(acts: list[int | str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("several_hosts", "says"),
-    [(True, "before the first epoch has begun"), (False, "policy='sync' over NCCL")],
+    ("several_hosts", "kind", "says"),
+    [
+        (True, "auto", "before the first epoch has begun"),
+        (False, "auto", "policy='sync' over NCCL"),
+        (True, "nccl", "transport.kind='nccl'"),
+    ],
 )
-def test_gpus_of_several_hosts_never_sum_by_nccl(
-    several_hosts: bool, says: str
+def test_gpus_of_several_hosts_sum_by_nccl_where_that_is_asked_for(
+    several_hosts: bool, kind: str, says: str
 ) -> None:
-    plan = plan_of("sync", founders=3)
+    plan = plan_of("sync", founders=3, transport=kind)
     core = Coordinator(3, survives=True, several_hosts=several_hosts)
     for rank in range(3):
         join = join_of(plan, rank, plan.devices[0])

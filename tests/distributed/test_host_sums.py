@@ -14,6 +14,7 @@ from elche.comm.transport import exchange
 from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import HostExchange
 from elche.comm.transport.process_group import Group
+from elche.errors import ConfigError
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.windows.synchroniser import warn_of_codec
 from tests.distributed.cases.tasks import (
@@ -211,6 +212,22 @@ def test_now_this_rank_and_now_that_is_left_out(ranks4: RankPool) -> None:
     )
     for files in found:  # a group left open is several files, eight times
         assert sum(files[-2:]) < sum(files[2:4]) + 5, files
+
+
+def without_devices(task: Task) -> str:
+    try:
+        return str(shared(task).state)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_nccl_is_refused_where_a_rank_has_no_device_for_it(ranks2: RankPool) -> None:
+    task = task_of(options={"transport": "nccl"})
+    found = ranks2.run(
+        without_devices, task, case_setup=serve_in_thread, env=of("ab")
+    )
+    for said in found:
+        assert "needs NCCL and a CUDA device of its own on every rank, got CPU" in said
 
 
 @pytest.mark.parametrize(("hosts", "warns"), [("a", True), ("ab", False)])

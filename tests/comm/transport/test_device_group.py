@@ -6,6 +6,7 @@ Another backend stands in NCCL's place, and the CPU in the devices'.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -17,30 +18,39 @@ import torch
 from torch import distributed as dist
 
 from elche.comm.transport import device_group
-from elche.comm.transport.device_group import DeviceWork, open_device_group, serves
+from elche.comm.transport.device_group import (
+    DeviceGroupConfig,
+    DeviceWork,
+    open_device_group,
+    serves,
+)
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import CommunicationError
 from tests.comm.averaging.cases.overlap_cases import joined, meeting
 from tests.harness.rank_pool import RankPool
 
 CPU = torch.device("cpu")
+LISTEN = "127.0.0.1"
 
 
 @pytest.mark.parametrize(
-    ("places", "serving"),
+    ("places", "serving", "between"),
     [
-        ([], False),
-        ([("a", "gpu 1")], False),
-        ([("a", "gpu 1"), ("a", "gpu 2")], True),
-        ([("a", "gpu 1"), ("a", "gpu 1")], False),
-        ([("a", "gpu 1"), ("a", "")], False),
-        ([("a", "gpu 1"), ("b", "gpu 2")], False),
+        ([], False, False),
+        ([("a", "gpu 1")], False, False),
+        ([("a", "gpu 1"), ("a", "gpu 2")], True, True),
+        ([("a", "gpu 1"), ("a", "gpu 1")], False, False),
+        ([("a", "gpu 1"), ("a", "")], False, False),
+        ([("a", "gpu 1"), ("b", "gpu 2")], False, True),
+        ([("a", "gpu 1"), ("b", "gpu 1")], False, True),  # named by their index
+        ([("a", "gpu 1"), ("b", "gpu 1"), ("b", "gpu 1")], False, False),
     ],
 )
-def test_every_rank_needs_a_device_of_its_own_on_one_host(
-    places: list[tuple[str, str]], serving: bool
+def test_every_rank_needs_a_device_of_its_own(
+    places: list[tuple[str, str]], serving: bool, between: bool
 ) -> None:
     assert serves(places) is serving
+    assert serves(places, between_hosts=True) is between
 
 
 def test_tensors_of_a_device_go_the_devices_way() -> None:
@@ -69,28 +79,41 @@ def test_what_does_not_end_among_devices_has_the_deadline() -> None:
         DeviceWork(work, group).wait()
 
 
-def _gloo(store: Path, rank: int, world_size: int, deadline: timedelta) -> Any:
+def _gloo(store: dist.Store, rank: int, world_size: int, deadline: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = deadline
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    meeting_place = dist.FileStore(str(store), world_size)
-    meeting_place.set_timeout(deadline)
-    return dist.ProcessGroupGloo(meeting_place, rank, world_size, options)
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-def _opened(fault: str) -> tuple[list[float], str, bool]:
+def _is_there(place: str) -> bool:
+    """Whether ranks can meet in this file, or at this address and port."""
+    if place.startswith("/"):
+        return Path(place).parent.exists()
+    address, port = place.split()
+    try:
+        socket.create_connection((address, int(port)), 5.0).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def _opened(fault: str, hosts: str) -> tuple[list[float], str, bool]:
     """The sums of a group that is formed under a fault, what was said, what is left."""
     said: list[str] = []
-    folders: list[Path] = []
+    places: list[str] = []
     released = threading.Event()
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger(device_group.__name__)
     logger.addHandler(handler)
     with joined("gloo") as group:
+        group.host = hosts[group.rank]
 
-        def form(store: Path, rank: int, size: int, deadline: timedelta) -> Any:
-            folders.append(store.parent)
+        def form(store: Any, rank: int, size: int, deadline: timedelta) -> Any:
+            is_file = isinstance(store, dist.FileStore)
+            assert is_file == (hosts == "aa")
+            places.append(store.path if is_file else f"{LISTEN} {store.port}")
             if rank == 1 and fault == "fails":
                 raise RuntimeError("no such device")
             if rank == 1 and fault == "hangs":
@@ -103,15 +126,16 @@ def _opened(fault: str) -> tuple[list[float], str, bool]:
                 return SimpleNamespace(allreduce=lambda _: nothing, held=made)
             return made
 
-        twice = fault == "one device"
-        name = "gpu" if twice else f"gpu {group.rank}"
+        name = f"gpu {group.rank}"
         waits = fault == "hangs" or (fault == "fails" and group.rank == 0)
         timeout_s = 0.5 if waits else 60.0  # who fails is not late, on a busy machine
-        found = open_device_group(group, CPU, timeout_s, form, lambda _: name)
+        listen = LISTEN if hosts == "ab" else ""
+        config = DeviceGroupConfig(timeout_s, listen, form, lambda _: name)
+        found = open_device_group(group, CPU, config)
         tensor = torch.full((3,), 2.0 + group.rank)
         if found is not None:
             group.wait(found.all_reduce_async(tensor), "a test")
-            assert folders[0].exists()
+            assert _is_there(places[0])
             gather_texts(group, "", "looking")  # rank 0 removes it
             found.close()
         released.set()
@@ -119,25 +143,25 @@ def _opened(fault: str) -> tuple[list[float], str, bool]:
             if thread.name == device_group.TRIAL:
                 thread.join(30.0)
     logger.removeHandler(handler)
-    is_left = bool(folders) and group.rank == 0 and folders[0].exists()
+    is_left = bool(places) and group.rank == 0 and _is_there(places[0])
     return tensor.tolist(), "; ".join(said), is_left
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
         ("", ""),
-        ("one device", ""),
         ("fails", "NCCL does not serve (rank 1: no such device); tensors pass"),
         ("is wrong", "NCCL does not serve (rank 0: expected sums of 3.0, got [1.0"),
         ("hangs", "NCCL does not serve (rank 0: it did not form in time"),
     ],
 )
 def test_a_group_is_tried_by_all_and_given_up_by_all(
-    ranks2: RankPool, fault: str, words: str
+    ranks2: RankPool, fault: str, words: str, hosts: str
 ) -> None:
-    found = ranks2.run(_opened, fault, case_setup=meeting)
+    found = ranks2.run(_opened, fault, hosts, case_setup=meeting)
     works = fault == ""
     for rank, (sums, said, is_left) in enumerate(found):
         assert sums == [5.0] * 3 if works else [2.0 + rank] * 3

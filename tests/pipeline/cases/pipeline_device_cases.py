@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,16 +89,14 @@ def devices(fails: bool = False) -> Iterator[tuple[list[Wire], list[str]]]:
     said: list[str] = []
     place = this_place()
 
-    def form(store: Path, rank: int, size: int, deadline: timedelta) -> Wire:
+    def form(store: dist.Store, rank: int, size: int, deadline: timedelta) -> Wire:
         if fails and rank == 0:
             raise RuntimeError("no such device")
         deadline = timedelta(seconds=3) if fails else deadline
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = deadline
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        meeting = dist.FileStore(str(store), size)
-        meeting.set_timeout(deadline)
-        wires.append(Wire(dist.ProcessGroupGloo(meeting, rank, size, options)))
+        wires.append(Wire(dist.ProcessGroupGloo(store, rank, size, options)))
         return wires[-1]
 
     handler = logging.Handler()

@@ -1,8 +1,9 @@
 """Sums among CUDA devices without a copy through the host: NCCL, where it serves.
 
-The rule: all ranks are on one host, and each has a CUDA device of its own (NCCL takes
-no device twice; two ranks on one device sum through gloo). A group is tried before it
-is used, by all ranks together, and given up by all of them if it fails on one.
+The rule: all ranks are on one host, or are to be summed between hosts as well, and each
+has a CUDA device of its own (NCCL takes no device twice; two ranks on one device sum
+through gloo). A group is tried before it is used, by all ranks together, and given up by
+all of them if it fails on one.
 
 The version of NCCL that meets there, and several devices, have not been at hand yet:
 what is tested is the rule, the trial, and the way of a message, with another backend in
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, final
@@ -32,23 +35,23 @@ TRIAL_S = 60.0
 TRIED_ELEMENTS = 1024
 TRIAL = "elche device trial"
 LATE = "it did not form in time"
-Former = Callable[[Path, int, int, timedelta], Any]
+Former = Callable[[dist.Store, int, int, timedelta], Any]
 Attempt = Callable[[Any, Group, torch.device], str]
 _log = logging.getLogger(__name__)
 
 
-def serves(places: Sequence[tuple[str, str]]) -> bool:
+def serves(places: Sequence[tuple[str, str]], *, between_hosts: bool = False) -> bool:
     """Whether NCCL can sum for these ranks.
 
     Args:
         places: host and device of each rank; "" for a device that it cannot use.
+        between_hosts: they may be on several.
     """
-    hosts, devices = zip(*places, strict=True) if places else ((), ())
     return (
         len(places) > 1
-        and all(devices)
-        and len(set(hosts)) == 1
-        and len(set(devices)) == len(devices)
+        and all(device for _, device in places)
+        and (between_hosts or len({host for host, _ in places}) == 1)
+        and len(set(places)) == len(places)
     )
 
 
@@ -63,25 +66,53 @@ def device_name(device: torch.device) -> str:
     return str(getattr(properties, "uuid", device.index))
 
 
+def nccl_group(store: dist.Store, rank: int, size: int, deadline: timedelta) -> Any:
+    """NCCL among processes that meet in a store.
+
+    Its watchdog calls the store from its own threads: one of torch's own, therefore.
+    """
+    return dist.ProcessGroupNCCL(store, rank, size, nccl_options(deadline))
+
+
+def sum_of_ranks(made: Any, group: Group, device: torch.device) -> str:
+    """Sums something known; what went wrong, "" if nothing did."""
+    found = torch.full((TRIED_ELEMENTS,), group.rank + 1.0, device=device)
+    made.allreduce([found]).wait()
+    expected = group.world_size * (group.world_size + 1) / 2
+    if found.tolist() != [expected] * TRIED_ELEMENTS:
+        return f"expected sums of {expected}, got {found[:4].tolist()}"
+    return ""
+
+
+@dataclass(frozen=True)
+class DeviceGroupConfig:
+    """What a group among devices is made of.
+
+    Attributes:
+        timeout_s: deadline of forming and of a collective.
+        listen: where rank 0 has ranks of other hosts meet it; "": all are on one host,
+            or none sums so.
+        form: makes torch's group from a store, rank, world size and deadline.
+        name: see :func:`device_name`.
+        attempt: tries what was formed and returns what went wrong, "" if nothing did.
+    """
+
+    timeout_s: float
+    listen: str = ""
+    form: Former = nccl_group
+    name: Callable[[torch.device], str] = device_name
+    attempt: Attempt = sum_of_ranks
+
+
 def open_device_group(
-    group: Group,
-    device: torch.device,
-    timeout_s: float,
-    form: Former | None = None,
-    name: Callable[[torch.device], str] = device_name,
-    attempt: Attempt | None = None,
+    group: Group, device: torch.device, config: DeviceGroupConfig
 ) -> DeviceGroup | None:
     """Forms and tries a group for tensors on the ranks' devices, with all ranks.
 
     Args:
         group: the ranks' group on the host.
         device: this rank's.
-        timeout_s: deadline of forming and of a collective.
-        form: makes torch's group from a file that all ranks see, rank, world size and
-            deadline; None is NCCL.
-        name: see :func:`device_name`.
-        attempt: tries what was formed and returns what went wrong, "" if nothing did;
-            None sums.
+        config: the same on all ranks, but for addresses.
 
     Returns:
         The group, or None where it does not serve; then nothing is left of it.
@@ -89,17 +120,19 @@ def open_device_group(
     Raises:
         CommunicationError: the ranks did not come together on the host.
     """
-    hosts, own = group.hosts(), name(device)
-    named = gather_texts(group, own, "naming devices")
-    if not serves(list(zip(hosts, named, strict=True))):
+    hosts = group.hosts()
+    named = gather_texts(group, config.name(device), "naming devices")
+    places = list(zip(hosts, named, strict=True))
+    if not serves(places, between_hosts=bool(config.listen)):
         return None
-    folder = tempfile.TemporaryDirectory() if group.rank == 0 else None
-    place = "" if folder is None else folder.name
-    place = gather_texts(group, place, "meeting for devices")[0]
-    trial = _Trial(group, device, timeout_s, form or nccl_group, attempt or _sum)
-    errors = gather_texts(group, trial.run(Path(place, "store")), "trying devices")
+    meeting = _Meeting(hosts, config)
+    if group.rank == 0:
+        meeting.open()
+    meeting.place = gather_texts(group, meeting.place, "meeting for devices")[0]
+    trial = _Trial(group, device, config, meeting)
+    errors = gather_texts(group, trial.run(), "trying devices")
     failed = [rank for rank, each in enumerate(errors) if each]
-    found = DeviceGroup(trial.made, group, folder)
+    found = DeviceGroup(trial.made, group, meeting)
     if not failed:
         return found
     if group.rank == 0:  # others are late where one has failed
@@ -120,15 +153,13 @@ class DeviceGroup:
     Args:
         made: torch's group, or what was formed in its place; or None.
         group: the same ranks on the host.
-        folder: where they have met, removed with the group; only on rank 0.
+        meeting: where they have met, ended with the group.
     """
 
-    def __init__(
-        self, made: Any, group: Group, folder: tempfile.TemporaryDirectory[str] | None
-    ) -> None:
+    def __init__(self, made: Any, group: Group, meeting: _Meeting) -> None:
         self.made = made
         self._group = group
-        self._folder = folder
+        self._meeting = meeting
 
     def all_reduce_async(self, tensor: torch.Tensor) -> DeviceWork:
         """Begins the sum of ``tensor`` over all ranks, in place, on their devices."""
@@ -138,8 +169,7 @@ class DeviceGroup:
         """Ends it at once: what is under way is not waited for."""
         made, self.made = self.made, None
         end_at_once(made)
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._meeting.close()
 
 
 def end_at_once(made: Any) -> None:
@@ -149,6 +179,72 @@ def end_at_once(made: Any) -> None:
             with contextlib.suppress(RuntimeError):
                 getattr(made, end)()
             break
+
+
+@final
+class _Meeting:
+    """Where ranks meet: in a file of rank 0's, or between hosts at a port of it.
+
+    Args:
+        hosts: of the ranks.
+        config: see there.
+
+    Attributes:
+        place: of the file, or address and port; the others hear it from rank 0.
+    """
+
+    def __init__(self, hosts: Sequence[str], config: DeviceGroupConfig) -> None:
+        self._config = config
+        self._is_one_host = len(set(hosts)) == 1
+        self._size = len(hosts)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._served: dist.Store | None = None
+        self.place = ""
+
+    def open(self) -> None:
+        """Opens it, on rank 0."""
+        if self._is_one_host:
+            self._folder = tempfile.TemporaryDirectory()
+            self.place = str(Path(self._folder.name, "store"))
+            return
+        listen = self._config.listen
+        family = socket.AF_INET6 if ":" in listen else socket.AF_INET
+        listening = socket.create_server((listen, 0), family=family)
+        port = listening.getsockname()[1]
+        self._served = self._at(listen, port, listening.detach())
+        self.place = f"{listen} {port}"
+
+    def store(self) -> dist.Store:
+        """Comes to it."""
+        if self._served is not None:
+            return self._served
+        if self._is_one_host:
+            store = dist.FileStore(self.place, self._size)
+            store.set_timeout(timedelta(seconds=self._config.timeout_s))
+            return store
+        address, _, port = self.place.partition(" ")
+        return self._at(address, int(port))
+
+    def _at(self, address: str, port: int, listening: int | None = None) -> dist.Store:
+        """A store of torch's at a port, which it serves where it is given the socket.
+
+        Left to bind by itself it would listen on all addresses of the host.
+        """
+        return dist.TCPStore(
+            address,
+            port,
+            world_size=self._size,
+            is_master=listening is not None,
+            timeout=timedelta(seconds=self._config.timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+
+    def close(self) -> None:
+        """Ends what rank 0 has opened."""
+        self._served = None
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 @final
@@ -162,56 +258,37 @@ class _Trial:
         self,
         group: Group,
         device: torch.device,
-        timeout_s: float,
-        form: Former,
-        attempt: Attempt,
+        config: DeviceGroupConfig,
+        meeting: _Meeting,
     ) -> None:
         self._group = group
         self._device = device
-        self._timeout_s = timeout_s
-        self._form = form
-        self._attempt = attempt
+        self._config = config
+        self._meeting = meeting
         self._error = ""
         self.made: Any = None
 
-    def run(self, store: Path) -> str:
+    def run(self) -> str:
         """Returns what went wrong; "" if nothing did."""
-        thread = threading.Thread(
-            target=self._try, args=(store,), name=TRIAL, daemon=True
-        )
+        thread = threading.Thread(target=self._try, name=TRIAL, daemon=True)
         thread.start()
-        thread.join(min(TRIAL_S, self._timeout_s / 2))
+        thread.join(min(TRIAL_S, self._config.timeout_s / 2))
         if thread.is_alive():
             return LATE
         return self._error
 
-    def _try(self, store: Path) -> None:
+    def _try(self) -> None:
+        config = self._config
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             rank, world_size = self._group.rank, self._group.world_size
-            deadline = timedelta(seconds=self._timeout_s)
-            self.made = self._form(store, rank, world_size, deadline)
-            self._error = self._attempt(self.made, self._group, self._device)
+            deadline = timedelta(seconds=config.timeout_s)
+            store = self._meeting.store()
+            self.made = config.form(store, rank, world_size, deadline)
+            self._error = config.attempt(self.made, self._group, self._device)
         except (RuntimeError, ElcheError, OSError) as error:
             self._error = str(error) or type(error).__name__
-
-
-def _sum(made: Any, group: Group, device: torch.device) -> str:
-    """Sums something known."""
-    found = torch.full((TRIED_ELEMENTS,), group.rank + 1.0, device=device)
-    made.allreduce([found]).wait()
-    expected = group.world_size * (group.world_size + 1) / 2
-    if found.tolist() != [expected] * TRIED_ELEMENTS:
-        return f"expected sums of {expected}, got {found[:4].tolist()}"
-    return ""
-
-
-def nccl_group(store: Path, rank: int, world_size: int, deadline: timedelta) -> Any:
-    """NCCL among processes of one host, which meet in a file."""
-    meeting = dist.FileStore(str(store), world_size)
-    meeting.set_timeout(deadline)
-    return dist.ProcessGroupNCCL(meeting, rank, world_size, nccl_options(deadline))
 
 
 @final

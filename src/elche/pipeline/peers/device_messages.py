@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
+from torch import distributed as dist
 
 from elche.comm.transport.device_group import TRIED_ELEMENTS, Former, end_at_once
 from elche.comm.transport.process_group import Group
@@ -75,13 +75,11 @@ class TwoWays:
     def former(form: Former) -> Former:
         """Forms both as `form` forms one."""
 
-        def both(store: Path, rank: int, size: int, deadline: timedelta) -> TwoWays:
-            return TwoWays(
-                *(
-                    form(store.with_name(name), rank, size, deadline)
-                    for name in ("up", "down")
-                )
-            )
+        def both(
+            store: dist.Store, rank: int, size: int, deadline: timedelta
+        ) -> TwoWays:
+            stores = (dist.PrefixStore(name, store) for name in ("up/", "down/"))
+            return TwoWays(*(form(each, rank, size, deadline) for each in stores))
 
         return both
 

@@ -15,6 +15,7 @@ import torch
 from elche.comm.control.control_channel import ControlChannel, heeds_key
 from elche.comm.transport.device_group import (
     DeviceGroup,
+    DeviceGroupConfig,
     Former,
     device_name,
     nccl_group,
@@ -282,10 +283,14 @@ class StagePeers:
         way = way or DeviceWay()
         self._group.check = self._check
         self._devices = open_device_group(
-            *(self._group, device, timeout_s),
-            form=TwoWays.former(way.form),
-            name=way.name,
-            attempt=trial(partners),
+            self._group,
+            device,
+            DeviceGroupConfig(
+                timeout_s,
+                form=TwoWays.former(way.form),
+                name=way.name,
+                attempt=trial(partners),
+            ),
         )
         if self._devices is not None:
             self.transport.devices = DeviceMessages(

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from elche.comm.control.control_channel import ControlChannel, heeds_key
-from elche.comm.transport.device_group import open_device_group
+from elche.comm.transport.device_group import DeviceGroupConfig, open_device_group
 from elche.comm.transport.exchange import agree_to_share, can_share
 from elche.comm.transport.host_exchange import HostLeaders
 from elche.comm.transport.process_group import (
@@ -115,6 +115,7 @@ class Worker:
         self._side_groups: list[Group] = []
         self._others: Group | None = None
         self._generation = 0
+        self._device_config = DeviceGroupConfig(self.timeout_s)
         self._shares = self.can_share = self._is_due = False
         self._aborted: ElcheError | None = None
         self._events: deque[torch.cuda.Event] = deque()
@@ -147,9 +148,16 @@ class Worker:
         self._group = group = self._formed(welcome.generation)
         self.let_share(agree_to_share(group, self.can_share))
         on_cpu = any(name.startswith("CPU") for name in welcome.devices)
-        if transport == "auto" and not on_cpu and group.world_size > 1:
+        if group.world_size == 1:
+            return
+        if transport != "gloo" and not on_cpu:
             device = self.placement.device
-            group.devices = open_device_group(group, device, self.timeout_s)
+            group.devices = open_device_group(group, device, self._device_config)
+        if transport == "nccl" and group.devices is None:
+            raise ConfigError(
+                "transport.kind='nccl' needs NCCL and a CUDA device of its own on "
+                f"every rank, got {', '.join(welcome.devices)}; leave kind= out"
+            )
 
     def stay_apart(self, transport: str) -> None:
         """Forms no group yet: the others go on until this rank has built its own."""
@@ -157,9 +165,11 @@ class Worker:
         self._group = Group.alone(self.timeout_s)
 
     def _note_transport(self, transport: str) -> None:
-        """Whether this rank may share memory is agreed on in each group anew."""
+        """What groups are formed with; who shares memory is agreed on in each anew."""
         own = self.placement.device_name
-        self.can_share = transport == "auto" and can_share(own)
+        self.can_share = transport != "gloo" and can_share(own)
+        listen = self.placement.listen if transport == "nccl" else ""
+        self._device_config = DeviceGroupConfig(self.timeout_s, listen)
 
     @property
     def generation(self) -> int:
@@ -254,7 +264,7 @@ class Worker:
         self._share(group, name)
         if self.group.devices is not None:
             device = self.placement.device
-            group.devices = open_device_group(group, device, self.timeout_s)
+            group.devices = open_device_group(group, device, self._device_config)
         return group
 
     def _formed(self, name: int | str, ranks: Sequence[int] | None = None) -> Group:

@@ -35,9 +35,18 @@ from tests.harness.settings import nested
         ({"outer": "slowmo", "outer_momentum": 1.0}, "0 <= outer.momentum < 1"),
         ({"outer": "slowmo", "outer_lr": 0.0}, "outer.lr to be a positive"),
         ({"policy": "async", "deterministic": True, "codec": "auto"}, "measured link"),
-        ({"policy": "cadence", "transport": "nccl"}, "gradients of policy 'sync' as they"),
-        ({"policy": "auto", "transport": "nccl"}, "gradients of policy 'sync' as they are"),
-        ({"policy": "sync", "codec": "int8", "transport": "nccl"}, "choose .* codec 'fp32'"),
+        (
+            {"policy": "cadence", "transport": "nccl"},
+            "gradients of policy 'sync' as they",
+        ),
+        (
+            {"policy": "auto", "transport": "nccl"},
+            "gradients of policy 'sync' as they are",
+        ),
+        (
+            {"policy": "sync", "codec": "int8", "transport": "nccl"},
+            "choose .* codec 'fp32'",
+        ),
         (
             {"policy": "cadence", "deterministic": True, "max_batch_diff": 2},
             "leave it out",

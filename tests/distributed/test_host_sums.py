@@ -189,7 +189,7 @@ def without_each_in_turn(task: Task) -> list[int]:
     assert run is not None
     worker, sync, found = run.worker, run._synchroniser, []
     for number in range(1, 13):
-        group = worker.group_without((2 + number % 2,), number)
+        group = worker.groups.without((2 + number % 2,), number)
         sync.share_with(group)
         if group is not None:
             assert sync.reducer is not None
@@ -223,9 +223,7 @@ def without_devices(task: Task) -> str:
 
 def test_nccl_is_refused_where_a_rank_has_no_device_for_it(ranks2: RankPool) -> None:
     task = task_of(options={"transport": "nccl"})
-    found = ranks2.run(
-        without_devices, task, case_setup=serve_in_thread, env=of("ab")
-    )
+    found = ranks2.run(without_devices, task, case_setup=serve_in_thread, env=of("ab"))
     for said in found:
         assert "needs NCCL and a CUDA device of its own on every rank, got CPU" in said
 

@@ -63,7 +63,7 @@ class ManualRun:
         try:
             worker.send(_join(placement, config))
             welcome = worker.expect(Welcome, "all ranks to join")
-            worker.form_group(welcome, config.transport.kind)
+            worker.groups.form(welcome, config.transport.kind)
         except BaseException as error:
             worker.close(failure_of(worker.rank, error))
             raise
@@ -87,7 +87,7 @@ class ManualRun:
         if self._worker is None:
             return tensor
         if self._rows is None:
-            self._rows = RowGather(self._worker.side_group())
+            self._rows = RowGather(self._worker.groups.side())
         return self._rows.gather(tensor, weight)
 
     def leave(self) -> None:

@@ -79,7 +79,7 @@ class Run:
             training.model,
             training.optimizer,
             worker.group,
-            worker.side_group,
+            worker.groups.side,
             steps=LocalSteps(training.model, watch.optimizers),
             is_weighed=training.weights is not None,
             delayed=training.delayed,
@@ -123,9 +123,9 @@ class Run:
             worker.send(join_event(placement, settings, model, loader))
             welcome = worker.expect(Welcome, "all ranks to join")
             if placement.joins:
-                worker.stay_apart(config.transport.kind)
+                worker.groups.stay_apart(config.transport.kind)
             else:
-                worker.form_group(welcome, config.transport.kind)
+                worker.groups.form(welcome, config.transport.kind)
             states = [t for o in training.optimizers for t in state_tensors(o)]
             named = [
                 *shared_tensors(model, worker.group),

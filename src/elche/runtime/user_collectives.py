@@ -106,9 +106,9 @@ class UserCollectives:
             weight = under_way.weight_in_hand if is_of_batch else 1.0
             if self._config.loss_reduction == "sum":
                 weight = float(weight > 0.0)
-        if self._rows is None or self._rows_of != worker.generation:
-            self._rows_of = worker.generation
-            self._rows = RowGather(worker.side_group())
+        if self._rows is None or self._rows_of != worker.groups.generation:
+            self._rows_of = worker.groups.generation
+            self._rows = RowGather(worker.groups.side())
         return self._rows.gather(tensor, weight, call)
 
     def _meet_to_sum(self) -> None:

@@ -2,8 +2,8 @@
 
 The rule: all ranks are on one host, or are to be summed between hosts as well, and each
 has a CUDA device of its own (NCCL takes no device twice; two ranks on one device sum
-through gloo). A group is tried before it is used, by all ranks together, and given up by
-all of them if it fails on one.
+through gloo). A group is tried before it is used, by all ranks together, and given up
+by all of them if it fails on one.
 
 The version of NCCL that meets there, and several devices, have not been at hand yet:
 what is tested is the rule, the trial, and the way of a message, with another backend in

@@ -206,7 +206,7 @@ class EpochOpening:
         worker.send(
             Regrouped(
                 rank=worker.rank,
-                generation=worker.generation,
+                generation=worker.groups.generation,
                 epoch=self.epoch,
                 reduced=-1,
             )

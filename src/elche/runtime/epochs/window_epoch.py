@@ -381,7 +381,7 @@ class WindowEpoch:
         self._worker.send(
             Regrouped(
                 rank=self._worker.rank,
-                generation=self._worker.generation,
+                generation=self._worker.groups.generation,
                 epoch=self._positions.epoch,
                 reduced=self._loop.reduced_window,
             )

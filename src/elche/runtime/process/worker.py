@@ -11,21 +11,12 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 import torch
 
 from elche.comm.control.control_channel import ControlChannel, heeds_key
-from elche.comm.transport.device_group import DeviceGroupConfig, open_device_group
-from elche.comm.transport.exchange import agree_to_share, can_share
-from elche.comm.transport.host_exchange import HostLeaders
-from elche.comm.transport.process_group import (
-    Group,
-    break_left_groups,
-    end_left_groups,
-    late_error,
-)
+from elche.comm.transport.process_group import Group, end_left_groups, late_error
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import (
     Abort,
@@ -36,7 +27,6 @@ from elche.coordination.protocol.instructions import (
     PolicyChosen,
     RankLeft,
     Regroup,
-    Welcome,
 )
 from elche.errors import (
     CommunicationError,
@@ -50,14 +40,12 @@ from elche.errors import (
     RemoteRankError,
 )
 from elche.runtime.process.environment import Placement
-from elche.runtime.process.forming import form_watched
 from elche.runtime.process.heartbeat import Heartbeat
+from elche.runtime.process.rank_groups import ABORT_WAIT_S, GroupWatch, RankGroups
 from elche.runtime.report.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
-ABORT_WAIT_S = 5.0
-LEFT_GROUPS_S = 5.0
 ROLL_CALL_S = 2.0
 HOST_AHEAD_BATCHES = 2
 VERDICT_S = 5.0
@@ -81,11 +69,10 @@ class Worker:
             again, where another has left the epoch.
         meets_in_forward: ranks meet in forward passes, so none can leave alone.
         name_samples: adds to an error what its batches are, in the epoch under way.
-        can_share: this rank may share memory with others of its host.
         on_regroup: called between epochs, where ranks have died, or are to join.
         is_new: this rank is to join a run under way, and holds nothing of it yet.
         timeline: what this rank did.
-        members: ranks of the run that live, in order.
+        groups: its process groups.
         dead: those of it that have died, and not left in order.
     """
 
@@ -104,33 +91,30 @@ class Worker:
         self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
         self.on_regroup: Callable[[], None] | None = None
         self.timeline = Timeline(self.rank)
-        self.members: list[int] = [*range(placement.world_size)]
         self.dead: set[int] = set()
         self.is_new = placement.joins
-        if self.is_new:
-            self.members.append(self.rank)  # of the others it hears when it joins
         self._heartbeat: Heartbeat | None = None
         self._channel = channel
-        self._group: Group | None = None
-        self._side_groups: list[Group] = []
-        self._others: Group | None = None
-        self._generation = 0
-        self._device_config = DeviceGroupConfig(self.timeout_s)
-        self._shares = self.can_share = self._is_due = False
+        watch = GroupWatch(self.timeout_s, self._check, self._why_failed)
+        self.groups = RankGroups(placement, channel, watch)
+        self._is_due = False
         self._aborted: ElcheError | None = None
         self._events: deque[torch.cuda.Event] = deque()
 
     @property
     def group(self) -> Group:
-        """The process group of this generation."""
-        if self._group is None:
-            raise CommunicationError("the run has ended on this rank")
-        return self._group
+        """The members' process group."""
+        return self.groups.current
+
+    @property
+    def members(self) -> list[int]:
+        """Ranks of the run that live, in order."""
+        return self.groups.members
 
     @property
     def is_closed(self) -> bool:
         """Whether this rank has no part in the run any more."""
-        return self._group is None or self._aborted is not None
+        return self.groups.has_ended or self._aborted is not None
 
     @property
     def place(self) -> int:
@@ -140,41 +124,6 @@ class Worker:
     def begin_beats(self) -> None:
         """Begins to say that this process lives."""
         self._heartbeat = Heartbeat(self._channel)
-
-    def form_group(self, welcome: Welcome, transport: str) -> None:
-        """Forms the generation's process group."""
-        self._generation = welcome.generation
-        self._note_transport(transport)
-        self._group = group = self._formed(welcome.generation)
-        self.let_share(agree_to_share(group, self.can_share))
-        on_cpu = any(name.startswith("CPU") for name in welcome.devices)
-        if group.world_size == 1:
-            return
-        if transport != "gloo" and not on_cpu:
-            device = self.placement.device
-            group.devices = open_device_group(group, device, self._device_config)
-        if transport == "nccl" and group.devices is None:
-            raise ConfigError(
-                "transport.kind='nccl' needs NCCL and a CUDA device of its own on "
-                f"every rank, got {', '.join(welcome.devices)}; leave kind= out"
-            )
-
-    def stay_apart(self, transport: str) -> None:
-        """Forms no group yet: the others go on until this rank has built its own."""
-        self._note_transport(transport)
-        self._group = Group.alone(self.timeout_s)
-
-    def _note_transport(self, transport: str) -> None:
-        """What groups are formed with; who shares memory is agreed on in each anew."""
-        own = self.placement.device_name
-        self.can_share = transport != "gloo" and can_share(own)
-        listen = self.placement.listen if transport == "nccl" else ""
-        self._device_config = DeviceGroupConfig(self.timeout_s, listen)
-
-    @property
-    def generation(self) -> int:
-        """The number of the group, or of the one to be formed next."""
-        return self._generation
 
     @property
     def is_due(self) -> bool:
@@ -188,11 +137,10 @@ class Worker:
             regroups: the words of it, to which those in line are added.
         """
         for each in (*regroups, *self._channel.take(Regroup)):
-            self._is_due, self._generation = True, each.generation
+            self._is_due = True
             if not each.in_order:
                 self.dead.update(each.left)
-            stay = () if self.rank in each.joined else self.members
-            self.members = sorted({*stay, *each.joined} - set(each.left))
+            self.groups.hear_of(each)
 
     def regroup(self) -> None:
         """Forms the group of the members, and leaves the last one to itself.
@@ -200,97 +148,9 @@ class Worker:
         Raises:
             RankLostError: another one has died; another word of it is in line.
         """
-        for group in (*self._side_groups, self._others, self._group):
-            if group is not None:
-                group.leave()
-        self._side_groups.clear()
-        self._others = None
-        self._group = Group.alone(self.timeout_s)  # what is asked meanwhile
-        self._group = self._formed(self._generation)
+        self.groups.renew()
         self._is_due = False
         end_left_groups(0.0)
-
-    def let_share(self, shares: bool) -> None:
-        """The group's ranks have agreed whether they share memory with their hosts'.
-
-        Args:
-            shares: all of them may.
-        """
-        self._shares = shares
-        self._share(self.group, self._generation)
-
-    def _share(self, group: Group, name: int | str) -> None:
-        group.shares_host = self._shares
-        if self._shares:
-            form = partial(self._formed, f"{name}/leaders")
-            group.host_leaders = HostLeaders(group, form)
-
-    def side_group(self) -> Group:
-        """Forms another group of the same ranks, with all of them.
-
-        Its collectives are ordered for themselves: what runs in it may wait inside a
-        backward pass beside the gradients' own reductions.
-        """
-        name = f"{self._generation}/side/{len(self._side_groups)}"
-        group = self._formed(name)
-        group.shares_host = self.group.shares_host
-        self._side_groups.append(group)
-        return group
-
-    def group_without(self, left_out: Sequence[int], number: int) -> Group | None:
-        """The group of all but some ranks; None: this rank is not of them.
-
-        The one formed last is kept, until it is another one.
-
-        Args:
-            left_out: of the run.
-            number: of such groups of the run so far.
-        """
-        if not left_out:
-            return self.group
-        ranks = [rank for rank in self.members if rank not in left_out]
-        if self._others is not None and self._others.ranks != ranks:
-            self._others.close()  # as all others of it do, also where left out now
-            self._others = None
-            end_left_groups(0.0)  # of its hosts' leaders
-        if self.rank in left_out:
-            return None
-        if self._others is not None:
-            return self._others
-        if len(ranks) == 1:
-            return Group.alone(self.timeout_s)
-        name = f"{self._generation}/without/{number}"
-        self._others = group = self._formed(name, ranks)
-        self._share(group, name)
-        if self.group.devices is not None:
-            device = self.placement.device
-            group.devices = open_device_group(group, device, self._device_config)
-        return group
-
-    def _formed(self, name: int | str, ranks: Sequence[int] | None = None) -> Group:
-        """Forms a group of all ranks, or of some."""
-        ranks = self.members if ranks is None else ranks
-        if len(ranks) == 1:
-            return Group.alone(self.timeout_s)
-        try:
-            group = form_watched(
-                self._channel,
-                ranks.index(self.rank),
-                len(ranks),
-                name,
-                self.placement.listen,
-                self.timeout_s,
-                self._check,
-            )
-        except CommunicationError:
-            # The reason: the run was ended, or a rank has died meanwhile.
-            self._channel.await_kinds((Abort, Regroup), ABORT_WAIT_S)
-            self._check()
-            raise
-        group.ranks = ranks
-        group.on_failure = partial(self._why_failed, ranks)
-        group.check = self._check
-        return group
 
     def send(self, *events: Event) -> None:
         """Sends events to the coordinator, at once; does not wait.
@@ -390,15 +250,10 @@ class Worker:
         except CommunicationError:
             pass
         finally:
-            for group in (*self._side_groups, self._others, self._group):
-                if group is not None:
-                    group.close()
-            self._side_groups.clear()
-            self._group = self._others = self.on_regroup = None
+            self.groups.close()
+            self.on_regroup = None
             self._channel.close()
-            break_left_groups()
-            if not end_left_groups(LEFT_GROUPS_S):
-                logger.warning("rank %d: collectives of dead ranks hang", self.rank)
+            self.groups.end_left()
 
     def _check(self) -> None:
         """Raises if the run was ended, or a rank lost, while this one waits."""
@@ -473,7 +328,7 @@ class Worker:
         gloo names nobody. Ranks of a collective that fails fail together, and one that
         hangs, or is elsewhere in its loop, does not.
         """
-        keys = {r: f"failed/{self._generation}/{r}" for r in ranks}
+        keys = {r: f"failed/{self.groups.generation}/{r}" for r in ranks}
         try:
             self._channel.store_set(keys[self.rank], b"")
             come = self._channel.store_published([*keys.values()], ROLL_CALL_S)

@@ -147,13 +147,13 @@ class Regrouping:
         lacks_keys = wants_keys and not has_keys
         mine = (
             *(lacks_keys, has_keys, worker.is_new),
-            *(self.is_building, worker.can_share),
+            *(self.is_building, worker.groups.can_share),
         )
         rows[group.rank] = torch.tensor(mine, device="cpu")
         group.all_reduce(rows, WHAT)
         lack_keys, have_keys, are_new, are_building, share = rows.T.tolist()
         self.is_building = any(are_building)
-        worker.let_share(all(share))
+        worker.groups.let_share(all(share))
         self._synchroniser.move_to(group)
         if any(lack_keys):
             order.settle(group, have_keys.index(1) if any(have_keys) else None)

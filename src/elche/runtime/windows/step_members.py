@@ -82,7 +82,7 @@ class StepMembers:
         if told.left_out != self._left_out:
             self._left_out = told.left_out
             self._changes += 1
-            group = self._worker.group_without(told.left_out, self._changes)
+            group = self._worker.groups.without(told.left_out, self._changes)
             self._synchroniser.share_with(group)
         assert self._synchroniser.reducer is not None
         return self._synchroniser.reducer

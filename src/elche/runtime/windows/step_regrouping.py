@@ -121,7 +121,7 @@ class StepRegrouping:
         self.is_apart |= bool(left_out)
         if not self._regrouping.is_building:
             self._synchroniser.go_on_in(
-                worker.group_without(left_out, 0),
+                worker.groups.without(left_out, 0),
                 found.source,
                 alive,
                 lacks=place.passes < found.passes,
@@ -134,7 +134,7 @@ class StepRegrouping:
         self._worker.send(
             Regrouped(
                 rank=worker.rank,
-                generation=worker.generation,
+                generation=worker.groups.generation,
                 epoch=epoch,
                 reduced=-1 if lost.last is None else lost.last,
                 lost=lost.to_wire(),

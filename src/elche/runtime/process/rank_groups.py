@@ -1,0 +1,307 @@
+"""Process groups of a rank, formed where others may die meanwhile.
+
+gloo's connecting cannot be broken off: it waits for ranks that have published where
+they listen, and died since. So a thread of its own does that, and is left to itself
+when it is too late.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+from elche.comm.control.control_channel import ControlChannel
+from elche.comm.transport.device_group import DeviceGroupConfig, open_device_group
+from elche.comm.transport.exchange import agree_to_share, can_share
+from elche.comm.transport.host_exchange import HostLeaders
+from elche.comm.transport.process_group import (
+    Group,
+    break_left_groups,
+    end_left_groups,
+)
+from elche.coordination.protocol.instructions import Abort, Regroup, Welcome
+from elche.errors import CommunicationError, ConfigError
+from elche.runtime.process.environment import Placement
+
+LOOK_S = 0.001
+CHECK_S = 0.002
+ABORT_WAIT_S = 5.0
+LEFT_GROUPS_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GroupWatch:
+    """What a rank looks at while it waits in a group.
+
+    Attributes:
+        timeout_s: deadline of forming a group, and of a collective.
+        check: called now and then, and reads the channel; raises where the run is over,
+            or a rank gone.
+        why_failed: given the ranks of a collective, what failed and who did not come to
+            it, says why.
+    """
+
+    timeout_s: float
+    check: Callable[[], None]
+    why_failed: Callable[[Sequence[int], str, Sequence[int]], Exception]
+
+
+@final
+class RankGroups:
+    """This rank's process groups: of all members of the run, and of some of them.
+
+    Args:
+        placement: this process's place in the run.
+        channel: the control channel.
+        watch: what it looks at while it waits.
+
+    Attributes:
+        generation: number of the members' group, or of the one to be formed next.
+        members: ranks of the run that live, in order.
+        can_share: this rank may share memory with others of its host.
+    """
+
+    def __init__(
+        self, placement: Placement, channel: ControlChannel, watch: GroupWatch
+    ) -> None:
+        self._placement = placement
+        self._rank = placement.rank
+        self._channel = channel
+        self._watch = watch
+        self.generation = 0
+        self.members = [*range(placement.world_size)]
+        if placement.joins:
+            self.members.append(self._rank)  # of the others it hears when it joins
+        self._shares = self.can_share = False
+        self._device_config = DeviceGroupConfig(watch.timeout_s)
+        self._current: Group | None = None
+        self._side: list[Group] = []
+        self._others: Group | None = None
+
+    @property
+    def current(self) -> Group:
+        """The members' group."""
+        if self._current is None:
+            raise CommunicationError("the run has ended on this rank")
+        return self._current
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is none: not yet, or not any more."""
+        return self._current is None
+
+    def form(self, welcome: Welcome, transport: str) -> None:
+        """Forms the first group of the members.
+
+        Raises:
+            ConfigError: NCCL was asked for, and does not serve.
+            CommunicationError: they did not come together.
+        """
+        self.generation = welcome.generation
+        self._note_transport(transport)
+        self._current = group = self._formed(welcome.generation)
+        self.let_share(agree_to_share(group, self.can_share))
+        if group.world_size == 1:
+            return
+        on_cpu = any(name.startswith("CPU") for name in welcome.devices)
+        if transport != "gloo" and not on_cpu:
+            self._open_devices(group)
+        if transport == "nccl" and group.devices is None:
+            raise ConfigError(
+                "transport.kind='nccl' needs NCCL and a CUDA device of its own on "
+                f"every rank, got {', '.join(welcome.devices)}; leave kind= out"
+            )
+
+    def stay_apart(self, transport: str) -> None:
+        """Forms no group yet: the others go on until this rank has built its own."""
+        self._note_transport(transport)
+        self._current = Group.alone(self._watch.timeout_s)
+
+    def _note_transport(self, transport: str) -> None:
+        """What groups are formed with; who shares memory is agreed on in each anew."""
+        own = self._placement.device_name
+        self.can_share = transport != "gloo" and can_share(own)
+        listen = self._placement.listen if transport == "nccl" else ""
+        self._device_config = DeviceGroupConfig(self._watch.timeout_s, listen)
+
+    def _open_devices(self, group: Group) -> None:
+        device = self._placement.device
+        group.devices = open_device_group(group, device, self._device_config)
+
+    def hear_of(self, regroup: Regroup) -> None:
+        """Ranks have died, or join: the next group is of those that are there then."""
+        self.generation = regroup.generation
+        stay = () if self._rank in regroup.joined else self.members
+        self.members = sorted({*stay, *regroup.joined} - set(regroup.left))
+
+    def renew(self) -> None:
+        """Forms the group of the members, and leaves the last one to itself.
+
+        Raises:
+            RankLostError: another one has died; another word of it is in line.
+        """
+        for group in (*self._side, self._others, self._current):
+            if group is not None:
+                group.leave()
+        self._side.clear()
+        self._others = None
+        self._current = Group.alone(self._watch.timeout_s)  # what is asked meanwhile
+        self._current = self._formed(self.generation)
+
+    def let_share(self, shares: bool) -> None:
+        """The members have agreed whether they share memory with their hosts'.
+
+        Args:
+            shares: all of them may.
+        """
+        self._shares = shares
+        self._share(self.current, self.generation)
+
+    def _share(self, group: Group, name: int | str) -> None:
+        group.shares_host = self._shares
+        if self._shares:
+            form = partial(self._formed, f"{name}/leaders")
+            group.host_leaders = HostLeaders(group, form)
+
+    def side(self) -> Group:
+        """Forms another group of the members, with all of them.
+
+        Its collectives are ordered for themselves: what runs in it may wait inside a
+        backward pass beside the gradients' own reductions.
+        """
+        group = self._formed(f"{self.generation}/side/{len(self._side)}")
+        group.shares_host = self.current.shares_host
+        self._side.append(group)
+        return group
+
+    def without(self, left_out: Sequence[int], number: int) -> Group | None:
+        """The group of all but some ranks; None: this rank is not of them.
+
+        The one formed last is kept, until it is another one.
+
+        Args:
+            left_out: of the run.
+            number: of such groups of the run so far.
+        """
+        if not left_out:
+            return self.current
+        ranks = [rank for rank in self.members if rank not in left_out]
+        if self._others is not None and self._others.ranks != ranks:
+            self._others.close()  # as all others of it do, also where left out now
+            self._others = None
+            end_left_groups(0.0)  # of its hosts' leaders
+        if self._rank in left_out:
+            return None
+        if self._others is not None:
+            return self._others
+        if len(ranks) == 1:
+            return Group.alone(self._watch.timeout_s)
+        name = f"{self.generation}/without/{number}"
+        self._others = group = self._formed(name, ranks)
+        self._share(group, name)
+        if self.current.devices is not None:
+            self._open_devices(group)
+        return group
+
+    def _formed(self, name: int | str, ranks: Sequence[int] | None = None) -> Group:
+        """Forms a group of all members, or of some."""
+        ranks = self.members if ranks is None else ranks
+        if len(ranks) == 1:
+            return Group.alone(self._watch.timeout_s)
+        try:
+            group = _form_watched(
+                self._channel,
+                ranks.index(self._rank),
+                len(ranks),
+                name,
+                self._placement.listen,
+                self._watch,
+            )
+        except CommunicationError:
+            # The reason: the run was ended, or a rank has died meanwhile.
+            self._channel.await_kinds((Abort, Regroup), ABORT_WAIT_S)
+            self._watch.check()
+            raise
+        group.ranks = ranks
+        group.on_failure = partial(self._watch.why_failed, ranks)
+        group.check = self._watch.check
+        return group
+
+    def close(self) -> None:
+        """Ends all groups."""
+        for group in (*self._side, self._others, self._current):
+            if group is not None:
+                group.close()
+        self._side.clear()
+        self._current = self._others = None
+
+    def end_left(self) -> None:
+        """Ends groups that were left, when nothing comes to this rank any more."""
+        break_left_groups()
+        if not end_left_groups(LEFT_GROUPS_S):
+            _log.warning("rank %d: collectives of dead ranks hang", self._rank)
+
+
+@final
+class _Rendezvous:
+    """The channel's values for a thread that may send on it, and not read."""
+
+    def __init__(self, channel: ControlChannel) -> None:
+        self._channel = channel
+        self.is_over = False  # written by the training thread
+
+    def store_set(self, key: str, value: bytes) -> None:
+        """See `RendezvousChannel`."""
+        self._channel.store_set(key, value)
+
+    def store_get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for a value that the training thread reads."""
+        self._channel.store_ask(key)
+        deadline_s = time.monotonic() + timeout_s
+        while (value := self._channel.stored(key)) is None:
+            if self.is_over or time.monotonic() > deadline_s:
+                raise CommunicationError(f"no rank published {key!r} in time")
+            time.sleep(LOOK_S)
+        return value
+
+
+def _form_watched(
+    channel: ControlChannel,
+    rank: int,
+    world_size: int,
+    name: int | str,
+    listen: str,
+    watch: GroupWatch,
+) -> Group:
+    """As `Group.form`, but ``watch.check`` may end it."""
+    meeting = _Rendezvous(channel)
+    made: list[Group] = []
+    errors: list[BaseException] = []
+
+    def form() -> None:
+        try:
+            group = Group.form(meeting, rank, world_size, name, listen, watch.timeout_s)
+            made.append(group)
+        except BaseException as error:
+            errors.append(error)
+        if meeting.is_over and made:
+            made.pop().leave()
+
+    thread = threading.Thread(target=form, name="elche-forming", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            channel.wait_for_values(CHECK_S)
+            watch.check()
+    except BaseException:
+        meeting.is_over = True
+        raise
+    if errors:
+        raise errors[0]
+    return made[0]

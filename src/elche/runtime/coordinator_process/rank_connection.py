@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
 from elche.comm.control.addresses import outlive_cuts
 from elche.comm.control.drop_log import DropLog
-from elche.comm.control.frames import HELLO_BYTES, MAGIC, NONCE_BYTES, FrameCodec
+from elche.comm.control.frames import HELLO_BYTES, accept
 from elche.coordination.protocol.events import Left
 from elche.coordination.protocol.field_checks import brief
 from elche.coordination.protocol.inputs import Input, StoreSet
@@ -88,8 +87,7 @@ class RankConnection(asyncio.Protocol):
 
     def __init__(self, server: ConnectionServer, key: bytes) -> None:
         self._server = server
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._codec = FrameCodec(key, self._nonce, is_server=True)
+        self._greeting, self._codec = accept(key)
         self._transport: asyncio.Transport | None = None
         self._rank: int | None = None
         self._source: int | None = None  # stays when the rank has left
@@ -101,7 +99,7 @@ class RankConnection(asyncio.Protocol):
         self._transport = transport
         outlive_cuts(transport.get_extra_info("socket"))
         self._server.meet(self)
-        transport.write(MAGIC + self._nonce)
+        transport.write(self._greeting)
 
     def data_received(self, data: bytes) -> None:
         """Hands what is whole to the server; drops who keeps to no protocol."""

@@ -10,9 +10,10 @@ from typing import Any, Final, Protocol, final
 from elche.comm.control.addresses import outlive_cuts
 from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import HELLO_BYTES, accept
-from elche.coordination.protocol.events import Left
+from elche.coordination.protocol.events import Join, Left
 from elche.coordination.protocol.field_checks import brief
 from elche.coordination.protocol.inputs import Input, StoreSet
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.protocol.wire import FROM_WORKERS, from_wire
 from elche.errors import ProtocolError
 
@@ -174,6 +175,8 @@ class RankConnection(asyncio.Protocol):
         elif kind == "Beat":
             stack = str(message.get("stack"))[:STACK_CHARS]
             self._server.beat(self._rank, stack, waits=bool(message.get("waits")))
+        elif kind == "Join" and message.get("version") != PROTOCOL_VERSION:
+            return [_of_another_version(self._rank, message.get("version"))]
         else:
             event = from_wire(message, FROM_WORKERS)
             if event.rank != self._rank:
@@ -183,6 +186,19 @@ class RankConnection(asyncio.Protocol):
                 self._rank = None
             return [event]
         return []
+
+
+def _of_another_version(rank: int, version: object) -> Join:
+    """Has a rank refused for its version, not for a field that it has or lacks."""
+    return Join(
+        rank=rank,
+        version=version if type(version) is int else 0,
+        world_size=0,
+        settings=(),
+        tensors=(),
+        device="",
+        horizon_batches=0,
+    )
 
 
 def _hello_of(message: dict[str, Any]) -> Hello | None:

@@ -108,7 +108,8 @@ class Standby:
     def took(self) -> HostTook:
         """How far this host is."""
         view = 0 if self.view is None else self.view.number
-        return HostTook(view=view, pieces=self._pieces)
+        can_lead = self._server is not None and self._server.aborted is None
+        return HostTook(view=view, pieces=self._pieces, can_lead=can_lead)
 
     @property
     def successor(self) -> int | None:

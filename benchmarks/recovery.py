@@ -59,6 +59,8 @@ ELCHE_RUN = (
 )
 TORCHFT = "torchft"
 BESIDE_S = 300.0
+ENDS_S = 10.0
+"""Of those, for `recovery_torchft` to end its ranks."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # Else torch 2.13 starts gloo anew with the addresses of ranks that have ended.
@@ -161,7 +163,7 @@ def beside(
     python, many = sys.executable, str(ranks)
     anew = [many, "--max-restarts", "1", recovery_rank.__file__, kind]
     if kind == TORCHFT:
-        python, command = torchft, [str(TORCHFT_RUN), many]
+        python, command = torchft, [str(TORCHFT_RUN), repr(BESIDE_S - ENDS_S), many]
     elif kind == "torch":
         command = [*TORCHRUN, "--nproc-per-node", *anew]
     else:

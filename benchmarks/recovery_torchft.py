@@ -122,8 +122,9 @@ class Rank:
 
 
 def main() -> None:
-    """``PYTHON recovery_torchft.py RANKS FOLDER VICTIM DELAY_S``: one kill."""
-    ranks, folder, victim = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    """``PYTHON recovery_torchft.py WITHIN_S RANKS FOLDER VICTIM DELAY_S``: one kill."""
+    deadline_s = time.monotonic() + float(sys.argv[1])
+    ranks, folder, victim = int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, **LIGHTHOUSE)
     port = lighthouse.address().rpartition(":")[2]
     where = f"http://{LOOPBACK}:{port}"
@@ -136,6 +137,8 @@ def main() -> None:
                 ended.discard(victim)
             if ended:
                 sys.exit(f"ranks {sorted(ended)} were lost")
+            if time.monotonic() > deadline_s:
+                sys.exit(f"not all ranks went on within {sys.argv[1]} s")
             time.sleep(0.05)
     finally:
         for process in processes:
@@ -145,10 +148,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 5:
+    if len(sys.argv) == 6:
         main()
     else:
-        ranks, folder, victim, delay_s, lighthouse, number = sys.argv[1:]
+        ranks, folder, victim, delay_s, lighthouse, number = sys.argv[2:]
         own = Rank(int(number), int(ranks), Path(folder), int(victim), float(delay_s))
         try:
             own.train(lighthouse)

@@ -50,6 +50,7 @@ class Hosts:
         self.linked = set(self.others)
         self.gone_to: dict[int, int | None] = {}  # who has given the leader up
         self.ended: set[int] = set()
+        self.unable: set[int] = set()
         self.answered: list[tuple[int, bool]] = []
         self.asked = -1
         self.begun: set[int] = set()
@@ -89,6 +90,8 @@ class Hosts:
                     yield "take", host
                 if host in self.ended and host not in self.quorum._ended:
                     yield "hear of an end", host
+                if host in self.unable and host not in self.quorum._unable:
+                    yield "hear of the unable", host
             needs = self.quorum.verdict is Verdict.NEEDS_VOTE
             if needs and self.asked < self.quorum.view.number:
                 yield ("ask",)
@@ -99,7 +102,7 @@ class Hosts:
         for host in self.others:
             if host in self.gone_to:
                 is_next = self.gone_to[host] == host and host not in self.begun
-                if is_next and host not in self.ended:
+                if is_next and host not in self.ended | self.unable:
                     yield "begin", host
                 continue
             if self.coming[host]:
@@ -122,6 +125,12 @@ class Hosts:
         elif what == "hear of an end":
             quorum.end(host)
             self.change()
+        elif what == "unable":
+            self.unable.add(host)
+        elif what == "hear of the unable":
+            assert quorum.rule_out(host)
+            self.change()
+            assert quorum.view.successor not in quorum._unable
         elif what == "mortal":
             self.change(is_outlived=False)
         elif what == "ask":
@@ -226,20 +235,26 @@ def test_no_order_of_losses_and_messages_has_two_sides_go_on(
     assert {(True, False, True), (False, True, False)} <= outcomes
 
 
-@pytest.mark.reaches("a successor", "the leader alone", "by the witness", "ends")
+@pytest.mark.reaches(
+    "a successor", "the leader alone", "by the witness", "ends", "unable"
+)
 @given(
     count=st.integers(2, 7),
     has_witness=st.booleans(),
     seed=st.integers(0, 2**32),
     rare=st.integers(2, 30),
+    frail=st.booleans(),
 )
 @settings(max_examples=1000, deadline=None)
-@example(count=2, has_witness=True, seed=2245, rare=8)  # an end after it has begun
+@example(  # an end after it has begun
+    count=2, has_witness=True, seed=2245, rare=8, frail=False
+)
 def test_nor_among_more_hosts(
     count: int,
     has_witness: bool,
     seed: int,
     rare: int,
+    frail: bool,
 ) -> None:
     """Losses are as rare as may be, so that views are settled between."""
     hosts, chance = Hosts(count, has_witness=has_witness, most_pieces=9), Random(seed)
@@ -248,8 +263,11 @@ def test_nor_among_more_hosts(
         if not moves:
             break
         if not hosts.is_over and chance.random() < 0.3 / rare:
-            move = chance.choice([("mortal",), ("end", chance.randrange(1, count))])
+            host = chance.randrange(1, count)
+            rarely = [("mortal",), ("end", host), ("unable", host)]
+            move = chance.choice(rarely if frail else rarely[:2])
             reach("ends", move[0] == "end")
+            reach("unable", move[0] == "unable")
         else:
             weights = [1 if m[0] in ("lose", "give up") else rare for m in moves]
             (move,) = chance.choices(moves, weights)
@@ -331,6 +349,32 @@ def test_who_has_seen_all_ranks_end_counts_no_more() -> None:
     quorum.take(2, quorum.view.number, 3)
     quorum.change(lost=[1, 2])
     assert quorum.verdict is Verdict.SETTLED
+
+
+def test_who_can_lead_no_more_still_counts() -> None:
+    quorum = settled(4)
+    assert quorum.rule_out(1)
+    assert not quorum.rule_out(1)
+    quorum.change()
+    assert quorum.view.successor == 2
+    assert quorum.written(10) == 0  # host 2 does not know it yet
+    for host in (1, 2):
+        quorum.take(host, quorum.view.number, 3)
+    assert quorum.verdict is Verdict.SETTLED
+    quorum.change(lost=[2, 3])
+    assert quorum.verdict is Verdict.WAITS  # host 1 still counts
+    quorum.take(1, quorum.view.number, 3)
+    assert (quorum.verdict, quorum.view.successor) == (Verdict.SETTLED, None)
+
+
+def test_where_none_can_lead_nothing_waits_for_the_others() -> None:
+    quorum = settled(3)
+    quorum.rule_out(1)
+    quorum.rule_out(2)
+    quorum.change()
+    quorum.take(1, quorum.view.number, 3)
+    assert (quorum.verdict, quorum.can_name) == (Verdict.SETTLED, False)
+    assert quorum.written(10) == 10
 
 
 def test_two_hosts_alone_have_no_successor() -> None:

@@ -76,6 +76,7 @@ class Quorum:
         self._having: dict[int, int] = {}  # newest view of each host
         self._pieces: dict[int, int] = {}
         self._ended: set[int] = set()
+        self._unable: set[int] = set()
         self._voted = -1
 
     @property
@@ -116,7 +117,7 @@ class Quorum:
     def _first_of(self, hosts: Set[int]) -> int | None:
         others = hosts - {self._leader} - self._ended
         can = can_be_succeeded(len(others) + 1, has_witness=self._has_witness)
-        return min(others) if can else None
+        return min(others - self._unable, default=None) if can else None
 
     def take(self, host: int, view: int, pieces: int) -> None:
         """A host has a view, and so many pieces of the journal."""
@@ -128,6 +129,12 @@ class Quorum:
         """A host's launcher has seen all its ranks end: it can lead no more."""
         self._ended.add(host)
         self._settle()
+
+    def rule_out(self, host: int) -> bool:
+        """A host can lead no more, but counts and follows; whether that is new."""
+        is_new = host not in self._unable
+        self._unable.add(host)
+        return is_new
 
     def vote(self, view: int) -> None:
         """The witness is for this view."""

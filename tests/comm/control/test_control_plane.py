@@ -31,6 +31,7 @@ from elche.coordination.protocol.instructions import (
     GrantSteps,
     Welcome,
 )
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.protocol.wire import to_wire
 from elche.errors import (
     CommunicationError,
@@ -238,6 +239,22 @@ def test_a_rank_that_comes_after_the_end_is_told_why_without_asking(
             failed_rank=1 - late,
             traceback="at line 3",
         )
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION + 1, "18", None])
+def test_a_rank_of_another_version_is_refused_for_that_whatever_its_fields_are(
+    served: Served, version: object
+) -> None:
+    wire = to_wire(join_of(PAIR, 1, PAIR.devices[0])) | {"version": version, "new": 1}
+    del wire["tensors"]
+    with closing(served.channel(0)) as first, closing(served.channel(1)) as second:
+        first.send(join_of(PAIR, 0, PAIR.devices[0]))
+        second._send(wire)
+        for channel in (first, second):
+            abort = channel.receive(WAIT_S, "the end")
+            assert isinstance(abort, Abort)
+            assert abort.reason.startswith("rank 1 uses protocol version ")
+            assert "install one elche version everywhere" in abort.reason
 
 
 def test_values_of_the_rendezvous_come_before_or_after_they_are_asked_for(

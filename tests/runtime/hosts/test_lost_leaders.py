@@ -17,9 +17,12 @@ from click.testing import CliRunner
 from benchmarks.links.namespaces import Link, slow_link
 from elche.cli.main import main
 from elche.errors import ConfigError
+from elche.runtime.coordinator_process import kept_coordinator
 from tests.harness.printing import Printing
 from tests.runtime.hosts.launchers import (
+    ELCHE,
     NAMED,
+    WAIT_S,
     Cluster,
     free_port,
     launched,
@@ -100,6 +103,31 @@ def test_the_next_host_is_the_successor_where_the_first_is_lost(
         wait_for_all(hosts[2:], "is one of 2 at", 2)
         end_run(tmp_path, hosts[2:])
     check_once(tmp_path, hosts[2:], world=2)
+
+
+FRAIL = (
+    "from elche.runtime.coordinator_process import kept_coordinator as kept; "
+    "kept.MOST_DEATHS = 1; from elche.cli.main import main; main()"
+)
+"""A launcher that gives its coordinator up with the first that dies."""
+
+
+@SLOW
+def test_a_host_whose_standby_is_given_up_follows_the_next_one(tmp_path: Path) -> None:
+    three = counting(tmp_path, "cadence", speeds=("1",) * 3)
+    entries = ELCHE, ("-c", FRAIL), ELCHE
+    with launched(replace(three, entries=entries)) as hosts:
+        wait_for_successor(hosts)
+        (standby,) = children_of(hosts[1].process.pid, kept_coordinator.MODULE)
+        os.kill(standby, signal.SIGKILL)
+        hosts[0].wait_for(r"host 1 \(.*\) can lead the run no more")
+        hosts[0].wait_for("host 2 .* is the next to lead it")
+        hosts[0].process.kill()
+        assert hosts[2].wait_for(LEADS.format(2)) == ["1"]
+        wait_for_all(hosts[1:], "is one of 2 at", 2)
+        end_run(tmp_path, hosts[1:])
+    assert "in a row: this host can lead no more" in hosts[1].output
+    check_once(tmp_path, hosts[1:], world=2)
 
 
 @SLOW
@@ -344,12 +372,20 @@ def test_a_witness_where_it_is_none_is_refused(words: str, match: str) -> None:
     assert re.search(match, " ".join(ended.output.split())), ended.output
 
 
-def ranks_of(launcher: int) -> list[int]:
-    """Processes of a launcher's ranks, which run the Trainer's script."""
+def children_of(launcher: int, word: str) -> list[int]:
+    """Processes that a launcher has started with a word in their commands."""
     path = Path(f"/proc/{launcher}/task/{launcher}/children")
     children = [*map(int, path.read_text().split())]
-    words = {each: Path(f"/proc/{each}/cmdline").read_bytes() for each in children}
-    return [each for each in children if TRAINER.name.encode() in words[each]]
+    words = {each: Path(f"/proc/{each}/cmdline").read_text() for each in children}
+    return [each for each in children if word in words[each]]
+
+
+def wait_until_idle(pid: int) -> None:
+    """Waits until a process that has just been sent a signal has acted on it."""
+    deadline_s = time.monotonic() + WAIT_S
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
 
 
 @SLOW
@@ -363,14 +399,15 @@ def test_a_signal_in_the_first_moment_of_a_new_leader_is_as_ever(
         hosts[0].wait_for(NAMED)
         for host in hosts:
             host.wait_for("20 batches")
-        ranks = [rank for host in hosts[1:] for rank in ranks_of(host.process.pid)]
+        pids = [host.process.pid for host in hosts[1:]]
+        ranks = [rank for pid in pids for rank in children_of(pid, TRAINER.name)]
         assert len(ranks) == 2
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)
         hosts[0].process.kill()
         hosts[1].wait_for("leads the run now")
         hosts[1].process.send_signal(signal.SIGTERM)
-        time.sleep(1.0)  # it has been sent before they come
+        wait_until_idle(hosts[1].process.pid)  # it has been sent before they come
         for rank in ranks:
             os.kill(rank, signal.SIGCONT)
         assert [host.end() for host in hosts[1:]] == [143, 143], hosts[1].output

@@ -10,14 +10,18 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from elche.comm.control.addresses import format_address, reserve
 from elche.comm.control.key_file import KEY_BYTES
 from elche.coordination.protocol.events import HostLeaves, HostLost
 from elche.coordination.protocol.host_messages import (
     HostComes,
     HostInterrupted,
     HostKept,
+    HostsChanged,
     HostTook,
+    HostWelcome,
 )
+from elche.runtime.coordinator_process import kept_coordinator
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.coordinator_process.link import Status
 from elche.runtime.hosts.host_link import HostLink, RemoteProcess
@@ -25,6 +29,8 @@ from elche.runtime.hosts.host_views import SILENT_BEATS
 from elche.runtime.hosts.hosts_config import HostsConfig
 from elche.runtime.hosts.launcher_link import LauncherLink
 from elche.runtime.hosts.leader import Leader
+from elche.runtime.hosts.standby import Standby
+from elche.runtime.hosts.witness import serve_witness
 from elche.runtime.process.rank_processes import RankProcesses
 
 WAIT_S = 30.0
@@ -152,6 +158,49 @@ def test_a_host_that_is_interrupted_at_once_leaves() -> None:
             assert leaves.ranks == (2,)
 
     asyncio.run(asyncio.wait_for(interrupted(), WAIT_S))
+
+
+def test_why_a_host_cannot_lead_that_has_the_vote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once: "the witness has no vote", which it had given."""
+    monkeypatch.setattr(kept_coordinator, "MOST_DEATHS", 1)
+    monkeypatch.setattr(kept_coordinator, "MODULE", "elche.no_such_module")
+
+    async def refused() -> None:
+        key, listener = secrets.token_bytes(KEY_BYTES), reserve("127.0.0.1")
+        serving = asyncio.create_task(serve_witness(listener, key))
+        config = HostsConfig(
+            nnodes=2,
+            node_rank=1,
+            rendezvous=("127.0.0.1", 1),
+            key=key,
+            advertise="127.0.0.1",
+        )
+        standby = Standby(config)
+        standby.begin(HostWelcome(first=1, world_size=2, environment=(), run=RUN))
+        standby.take(
+            HostsChanged(
+                number=1,
+                successor=1,
+                chain=((0, 1),),
+                places=((1, "b", "127.0.0.1", 1, 2, 1, 1),),
+                witness=format_address(*listener.getsockname()),
+            )
+        )
+        assert standby.took == HostTook(view=1, pieces=0)
+        while standby.took.can_lead:
+            await asyncio.sleep(0.01)
+        assert await standby.lead({1: RemoteProcess(None, 1)}, _nobody_leads) is None
+        assert standby.why_not.startswith("it cannot lead: the coordinator ended with")
+        await standby.close()
+        serving.cancel()
+
+    asyncio.run(asyncio.wait_for(refused(), WAIT_S))
+
+
+async def _nobody_leads(address: tuple[str, int], processes: RankProcesses) -> None:
+    raise AssertionError("it led")
 
 
 def test_ranks_are_waited_for_that_run_and_have_not_come() -> None:

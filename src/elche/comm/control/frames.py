@@ -13,6 +13,7 @@ Contents are not encrypted.
 from __future__ import annotations
 
 import hmac
+import secrets
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -97,6 +98,12 @@ class FrameCodec:
     def _tag(self, direction: bytes, sequence: int, payload: bytes) -> bytes:
         what = self._nonce + direction + _SEQUENCE.pack(sequence) + payload
         return hmac.digest(self._key, what, "sha256")[:TAG_BYTES]
+
+
+def accept(key: bytes) -> tuple[bytes, FrameCodec]:
+    """The greeting of a new connection, and its codec, on the server's side."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    return MAGIC + nonce, FrameCodec(key, nonce, is_server=True)
 
 
 def nonce_of(greeting: bytes) -> bytes:

@@ -125,10 +125,14 @@ class JournalPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTook:
-    """A host lives, and has this view, and the journal up to this piece."""
+    """A host lives, and has this view, and the journal up to this piece.
+
+    ``can_lead``: its coordinator stands by, should it come to lead.
+    """
 
     view: int
     pieces: int
+    can_lead: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

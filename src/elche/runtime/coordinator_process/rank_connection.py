@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
 from elche.comm.control.addresses import outlive_cuts
 from elche.comm.control.drop_log import DropLog
-from elche.comm.control.frames import HELLO_BYTES, MAGIC, NONCE_BYTES, FrameCodec
-from elche.coordination.protocol.events import Left
+from elche.comm.control.frames import HELLO_BYTES, accept
+from elche.coordination.protocol.events import Join, Left
 from elche.coordination.protocol.field_checks import brief
 from elche.coordination.protocol.inputs import Input, StoreSet
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.protocol.wire import FROM_WORKERS, from_wire
 from elche.errors import ProtocolError
 
@@ -88,8 +88,7 @@ class RankConnection(asyncio.Protocol):
 
     def __init__(self, server: ConnectionServer, key: bytes) -> None:
         self._server = server
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._codec = FrameCodec(key, self._nonce, is_server=True)
+        self._greeting, self._codec = accept(key)
         self._transport: asyncio.Transport | None = None
         self._rank: int | None = None
         self._source: int | None = None  # stays when the rank has left
@@ -101,7 +100,7 @@ class RankConnection(asyncio.Protocol):
         self._transport = transport
         outlive_cuts(transport.get_extra_info("socket"))
         self._server.meet(self)
-        transport.write(MAGIC + self._nonce)
+        transport.write(self._greeting)
 
     def data_received(self, data: bytes) -> None:
         """Hands what is whole to the server; drops who keeps to no protocol."""
@@ -176,6 +175,8 @@ class RankConnection(asyncio.Protocol):
         elif kind == "Beat":
             stack = str(message.get("stack"))[:STACK_CHARS]
             self._server.beat(self._rank, stack, waits=bool(message.get("waits")))
+        elif kind == "Join" and message.get("version") != PROTOCOL_VERSION:
+            return [_of_another_version(self._rank, message.get("version"))]
         else:
             event = from_wire(message, FROM_WORKERS)
             if event.rank != self._rank:
@@ -185,6 +186,19 @@ class RankConnection(asyncio.Protocol):
                 self._rank = None
             return [event]
         return []
+
+
+def _of_another_version(rank: int, version: object) -> Join:
+    """Has a rank refused for its version, not for a field that it has or lacks."""
+    return Join(
+        rank=rank,
+        version=version if type(version) is int else 0,
+        world_size=0,
+        settings=(),
+        tensors=(),
+        device="",
+        horizon_batches=0,
+    )
 
 
 def _hello_of(message: dict[str, Any]) -> Hello | None:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import signal
 from typing import Any, Final, Protocol, final
 
 from elche.comm.control.addresses import outlive_cuts
 from elche.comm.control.drop_log import DropLog
-from elche.comm.control.frames import (
-    HELLO_BYTES,
-    HELLO_WITHIN_S,
-    MAGIC,
-    NONCE_BYTES,
-    FrameCodec,
-)
+from elche.comm.control.frames import HELLO_BYTES, HELLO_WITHIN_S, accept
 from elche.coordination.hosts import in_own_words
 from elche.coordination.protocol.host_messages import (
     FromLeader,
@@ -109,8 +102,7 @@ class HostLink(asyncio.Protocol):
 
     def __init__(self, owner: LinkOwner, key: bytes) -> None:
         self._owner = owner
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._codec = FrameCodec(key, self._nonce, is_server=True)
+        self._greeting, self._codec = accept(key)
         self._transport: asyncio.Transport | None = None
         self._unknown_bytes = 0
         self.host: HostJoins | None = None
@@ -121,7 +113,7 @@ class HostLink(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         outlive_cuts(transport.get_extra_info("socket"))
-        transport.write(MAGIC + self._nonce)
+        transport.write(self._greeting)
         loop = asyncio.get_running_loop()
         loop.call_later(HELLO_WITHIN_S, self._drop_stranger)
 

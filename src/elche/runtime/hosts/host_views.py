@@ -101,6 +101,9 @@ class HostViews:
         """A host lives, and has so much."""
         self._quiet[node_rank] = 0
         self._quorum.take(node_rank, took.view, took.pieces)
+        if not took.can_lead and self._quorum.rule_out(node_rank):
+            self._tell(f"{self._links[node_rank].host} can lead the run no more")
+            self._change()
         self._review()
 
     def end(self, node_rank: int) -> None:

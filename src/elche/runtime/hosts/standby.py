@@ -108,7 +108,8 @@ class Standby:
     def took(self) -> HostTook:
         """How far this host is."""
         view = 0 if self.view is None else self.view.number
-        return HostTook(view=view, pieces=self._pieces)
+        can_lead = self._server is not None and self._server.aborted is None
+        return HostTook(view=view, pieces=self._pieces, can_lead=can_lead)
 
     @property
     def successor(self) -> int | None:
@@ -178,8 +179,10 @@ class Standby:
         )
         server = self._server
         try:
-            if not await self._may_lead(leader) or server.aborted is not None:
-                self.why_not = self.why_not or f"it cannot lead: {server.aborted}"
+            self.why_not = await self._too_few(leader)
+            if not self.why_not and server.aborted is not None:
+                self.why_not = f"it cannot lead: {server.aborted}"
+            if self.why_not:
                 await leader.refuse(self.why_not)
                 return None
             processes = RankProcesses(server)
@@ -226,8 +229,8 @@ class Standby:
         ranks[0] = sorted({*range(self._world_size)} - known)
         return hosts, ranks
 
-    async def _may_lead(self, leader: Leader) -> bool:
-        """Waits for the others, and counts them."""
+    async def _too_few(self, leader: Leader) -> str:
+        """Waits for the others, and counts them; in words if they do not suffice."""
         view, own = self.view, self._config.node_rank
         assert view is not None
         chain = [frozenset(hosts) for hosts in view.chain]
@@ -240,21 +243,21 @@ class Standby:
             await leader.arrival(left_s)
         has = partial(has_majority, chain, came, has_witness=bool(view.witness))
         if has(has_vote=False):
-            return True
-        self.why_not = (
+            return ""
+        why = (
             f"only hosts {sorted(came)} are left here, not more than half of "
             f"{sorted(chain[-1])}"
         )
         if not view.witness or not has(has_vote=True):
-            return False
+            return why
         question = VoteAsked(run=self.run, node_rank=own, view=view.number)
         address = parse_address(view.witness, "the witness")
-        self.why_not += ", and the witness has no vote: it is for host 0"
         try:
-            return await ask_witness(address, self._config.key, question)
+            is_given = await ask_witness(address, self._config.key, question)
         except CommunicationError as error:
-            self.why_not = str(error)
-            return False
+            return str(error)
+        no_vote = ", and the witness has no vote: it is for host 0"
+        return "" if is_given else why + no_vote
 
     async def close(self) -> None:
         """Another host leads, or the run is over."""

@@ -5,19 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import socket
 from typing import Final
 
 from elche.comm.control.addresses import format_address
 from elche.comm.control.drop_log import DropLog
-from elche.comm.control.frames import (
-    HELLO_BYTES,
-    HELLO_WITHIN_S,
-    MAGIC,
-    NONCE_BYTES,
-    FrameCodec,
-)
+from elche.comm.control.frames import HELLO_BYTES, HELLO_WITHIN_S, accept
 from elche.coordination.protocol.host_messages import VoteAsked, VoteGiven
 from elche.coordination.protocol.wire import FROM_HOSTS, from_wire, to_wire
 from elche.coordination.succession import Witness
@@ -57,9 +50,8 @@ async def _answer(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
 ) -> None:
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    codec = FrameCodec(key, nonce, is_server=True)
-    writer.write(MAGIC + nonce)
+    greeting, codec = accept(key)
+    writer.write(greeting)
     read_bytes = 0
     while data := await reader.read(HELLO_BYTES):
         read_bytes += len(data)

@@ -90,10 +90,10 @@ def test_hosts_train_as_one(tmp_path: Path, address: str) -> None:
     )
     with launched(two) as hosts:
         assert [host.end() for host in hosts] == [0, 0], hosts[0].output
-        found = [re.findall(r"sum (\S+) by (\w+)", host.output) for host in hosts]
+        # Ranks' ends of lines are written apart, so two lines may stand in one.
+        found = [re.findall(r"sum (\S+) by gloo", host.output) for host in hosts]
     assert [len(each) for each in found] == [2, 1]
     assert len({*found[0], *found[1]}) == 1
-    assert found[0][0][1] == "gloo"
 
 
 def test_ranks_are_counted_over_hosts(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Another backend stands in NCCL's place, and the CPU in the devices'.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 import threading
@@ -21,6 +22,7 @@ from elche.comm.transport import device_group
 from elche.comm.transport.device_group import (
     DeviceGroupConfig,
     DeviceWork,
+    _Meeting,
     open_device_group,
     serves,
 )
@@ -77,6 +79,14 @@ def test_what_does_not_end_among_devices_has_the_deadline() -> None:
     work = SimpleNamespace(is_completed=lambda: False, wait=lambda: None)
     with pytest.raises(CommunicationError, match="a sum among CUDA devices did not"):
         DeviceWork(work, group).wait()
+
+
+def test_ranks_of_other_hosts_are_told_an_address_and_not_a_name() -> None:
+    meeting = _Meeting(("a", "b"), DeviceGroupConfig(5.0, "localhost"))
+    meeting.open()
+    address, _, _ = meeting.place.partition(" ")
+    assert ipaddress.ip_address(address).is_loopback
+    meeting.close()
 
 
 def _gloo(store: dist.Store, rank: int, world_size: int, deadline: timedelta) -> Any:

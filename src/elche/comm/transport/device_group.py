@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from typing import Any, final
 import torch
 from torch import distributed as dist
 
+from elche.comm.control.addresses import listen
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import CommunicationError, ElcheError
 from elche.torch_internals.groups import nccl_options
@@ -207,12 +207,10 @@ class _Meeting:
             self._folder = tempfile.TemporaryDirectory()
             self.place = str(Path(self._folder.name, "store"))
             return
-        listen = self._config.listen
-        family = socket.AF_INET6 if ":" in listen else socket.AF_INET
-        listening = socket.create_server((listen, 0), family=family)
-        port = listening.getsockname()[1]
-        self._served = self._at(listen, port, listening.detach())
-        self.place = f"{listen} {port}"
+        listening = listen(self._config.listen, 0)
+        address, port = listening.getsockname()[:2]  # which may be set as a name
+        self._served = self._at(address, port, listening.detach())
+        self.place = f"{address} {port}"
 
     def store(self) -> dist.Store:
         """Comes to it."""

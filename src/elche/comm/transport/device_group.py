@@ -216,9 +216,7 @@ class _Meeting:
         self.place = f"{address} {port}"
 
     def store(self) -> dist.Store:
-        """Comes to it."""
-        if self._served is not None:
-            return self._served
+        """Comes to it, on rank 0 as well: who waits there is woken by its end."""
         if self._is_one_host:
             store = dist.FileStore(self.place, self._size)
             store.set_timeout(timedelta(seconds=self._config.timeout_s))

@@ -5,6 +5,7 @@ Another backend stands in NCCL's place, and the CPU in the devices'.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 import threading
@@ -21,11 +22,12 @@ from elche.comm.transport import device_group
 from elche.comm.transport.device_group import (
     DeviceGroupConfig,
     DeviceWork,
+    _Meeting,
     open_device_group,
     serves,
 )
 from elche.comm.transport.process_group import Group, gather_texts
-from elche.errors import CommunicationError
+from elche.errors import CommunicationError, ConfigError
 from tests.comm.averaging.cases.overlap_cases import joined, meeting
 from tests.harness.rank_pool import RankPool
 
@@ -77,6 +79,14 @@ def test_what_does_not_end_among_devices_has_the_deadline() -> None:
     work = SimpleNamespace(is_completed=lambda: False, wait=lambda: None)
     with pytest.raises(CommunicationError, match="a sum among CUDA devices did not"):
         DeviceWork(work, group).wait()
+
+
+def test_ranks_of_other_hosts_are_told_an_address_and_not_a_name() -> None:
+    meeting = _Meeting(("a", "b"), DeviceGroupConfig(5.0, "localhost"))
+    meeting.open()
+    address, _, _ = meeting.place.partition(" ")
+    assert ipaddress.ip_address(address).is_loopback
+    meeting.close()
 
 
 def _gloo(store: dist.Store, rank: int, world_size: int, deadline: timedelta) -> Any:
@@ -131,7 +141,12 @@ def _opened(fault: str, hosts: str) -> tuple[list[float], str, bool]:
         timeout_s = 0.5 if waits else 60.0  # who fails is not late, on a busy machine
         listen = LISTEN if hosts == "ab" else ""
         config = DeviceGroupConfig(timeout_s, listen, form, lambda _: name)
-        found = open_device_group(group, CPU, config)
+        group.ranks = [3, 5]
+        found = None
+        try:
+            found = open_device_group(group, CPU, config)
+        except ConfigError as error:
+            said.append(str(error))
         tensor = torch.full((3,), 2.0 + group.rank)
         if found is not None:
             group.wait(found.all_reduce_async(tensor), "a test")
@@ -153,18 +168,58 @@ def _opened(fault: str, hosts: str) -> tuple[list[float], str, bool]:
     ("fault", "words"),
     [
         ("", ""),
-        ("fails", "NCCL does not serve (rank 1: no such device); tensors pass"),
-        ("is wrong", "NCCL does not serve (rank 0: expected sums of 3.0, got [1.0"),
-        ("hangs", "NCCL does not serve (rank 0: it did not form in time"),
+        ("fails", "NCCL does not serve (rank 5: no such device)"),
+        ("is wrong", "NCCL does not serve (rank 3: expected sums of 3.0, got [1.0"),
+        ("hangs", "NCCL does not serve (rank 3: it did not form in time"),
     ],
 )
 def test_a_group_is_tried_by_all_and_given_up_by_all(
     ranks2: RankPool, fault: str, words: str, hosts: str
 ) -> None:
     found = ranks2.run(_opened, fault, hosts, case_setup=meeting)
-    works = fault == ""
+    works, is_asked = fault == "", hosts == "ab"
+    ends = "asks for; leave kind= out" if is_asked else "tensors pass through the host"
     for rank, (sums, said, is_left) in enumerate(found):
         assert sums == [5.0] * 3 if works else [2.0 + rank] * 3
-        assert said.startswith(words) if rank == 0 else said == ""
-        assert bool(said) == (rank == 0 and bool(words))
+        if words and (is_asked or rank == 0):
+            assert said.startswith(words)
+            assert said.endswith(ends)
+        else:
+            assert said == ""
+        assert not is_left
+
+
+def _refused() -> tuple[bool, bool]:
+    """Rank 1 fails: whether rank 0's trial and port are left."""
+    places: list[str] = []
+
+    def form(store: Any, rank: int, size: int, deadline: timedelta) -> Any:
+        places.append(f"{LISTEN} {store.port}")
+        if rank == 1:
+            raise RuntimeError("no such device")
+        store.get("what rank 1 would say")
+
+    before = device_group.TRIAL_S
+    with joined("gloo") as group:
+        group.host = "ab"[group.rank]
+        if group.rank == 0:  # the other one is not late, on a busy machine
+            device_group.TRIAL_S = 1.0
+        config = DeviceGroupConfig(60.0, LISTEN, form, lambda _: "gpu")
+        with pytest.raises(ConfigError, match="rank 1: no such device"):
+            open_device_group(group, CPU, config)
+    device_group.TRIAL_S = before
+    for thread in threading.enumerate():
+        if thread.name == device_group.TRIAL:
+            thread.join(10.0)
+    names = [thread.name for thread in threading.enumerate()]
+    return device_group.TRIAL in names, group.rank == 0 and _is_there(places[0])
+
+
+@pytest.mark.distributed
+def test_who_waits_in_the_store_is_woken_where_nccl_is_refused(
+    ranks2: RankPool,
+) -> None:
+    """Else the store's end, with rank 0's process, would wake it as its own ends."""
+    for is_under_way, is_left in ranks2.run(_refused, case_setup=meeting):
+        assert not is_under_way
         assert not is_left

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -26,8 +25,9 @@ from typing import Any, final
 import torch
 from torch import distributed as dist
 
+from elche.comm.control.addresses import listen
 from elche.comm.transport.process_group import Group, gather_texts
-from elche.errors import CommunicationError, ElcheError
+from elche.errors import CommunicationError, ConfigError, ElcheError
 from elche.torch_internals.groups import nccl_options
 
 TRIAL_S = 60.0
@@ -90,8 +90,8 @@ class DeviceGroupConfig:
 
     Attributes:
         timeout_s: deadline of forming and of a collective.
-        listen: where rank 0 has ranks of other hosts meet it; "": all are on one host,
-            or none sums so.
+        listen: where rank 0 has ranks of other hosts meet it, and NCCL was asked for;
+            "": all are on one host, or none sums so.
         form: makes torch's group from a store, rank, world size and deadline.
         name: see :func:`device_name`.
         attempt: tries what was formed and returns what went wrong, "" if nothing did.
@@ -118,6 +118,7 @@ def open_device_group(
         The group, or None where it does not serve; then nothing is left of it.
 
     Raises:
+        ConfigError: it fails on a rank, and was asked for, between hosts.
         CommunicationError: the ranks did not come together on the host.
     """
     hosts = group.hosts()
@@ -135,14 +136,16 @@ def open_device_group(
     found = DeviceGroup(trial.made, group, meeting)
     if not failed:
         return found
-    if group.rank == 0:  # others are late where one has failed
-        rank = next((rank for rank in failed if errors[rank] != LATE), failed[0])
-        _log.warning(
-            "NCCL does not serve (rank %d: %s); tensors pass through the host",
-            rank,
-            errors[rank],
-        )
     found.close()
+    # Others are late where one has failed.
+    rank = next((rank for rank in failed if errors[rank] != LATE), failed[0])
+    said = f"NCCL does not serve (rank {group.ranks[rank]}: {errors[rank]})"
+    if config.listen:
+        raise ConfigError(
+            f"{said}, which transport.kind='nccl' asks for; leave kind= out"
+        )
+    if group.rank == 0:
+        _log.warning("%s; tensors pass through the host", said)
     return None
 
 
@@ -207,17 +210,13 @@ class _Meeting:
             self._folder = tempfile.TemporaryDirectory()
             self.place = str(Path(self._folder.name, "store"))
             return
-        listen = self._config.listen
-        family = socket.AF_INET6 if ":" in listen else socket.AF_INET
-        listening = socket.create_server((listen, 0), family=family)
-        port = listening.getsockname()[1]
-        self._served = self._at(listen, port, listening.detach())
-        self.place = f"{listen} {port}"
+        listening = listen(self._config.listen, 0)
+        address, port = listening.getsockname()[:2]  # which may be set as a name
+        self._served = self._at(address, port, listening.detach())
+        self.place = f"{address} {port}"
 
     def store(self) -> dist.Store:
-        """Comes to it."""
-        if self._served is not None:
-            return self._served
+        """Comes to it, on rank 0 as well: who waits there is woken by its end."""
         if self._is_one_host:
             store = dist.FileStore(self.place, self._size)
             store.set_timeout(timedelta(seconds=self._config.timeout_s))

@@ -174,7 +174,8 @@ class RunConfig:
                 f"policy {self.policy!r} reduces gradients at every batch and has no "
                 "windows; leave windows= out, or choose policy 'cadence' or 'async'"
             )
-        if self.transport.kind == "nccl" and not (is_sync and self.codec == "fp32"):
+        carries = self.policy == "sync" and self.codec == "fp32"
+        if self.transport.kind == "nccl" and not carries:
             raise ConfigError(
                 "transport.kind='nccl' carries gradients of policy 'sync' as they are, "
                 f"got policy {self.policy!r} and codec {self.codec!r}; leave kind= "

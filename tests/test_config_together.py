@@ -39,6 +39,7 @@ from tests.harness.settings import nested
             {"policy": "cadence", "transport": "nccl"},
             "gradients of policy 'sync' as they",
         ),
+        ({"policy": "delayed_sync", "transport": "nccl"}, "leave kind= out"),
         (
             {"policy": "auto", "transport": "nccl"},
             "gradients of policy 'sync' as they are",

@@ -74,7 +74,7 @@ def test_a_break_of_one_rank_ends_the_epoch_for_all(leaver: int) -> None:
     assert history.ended[0, 0] == history.ended[0, 1] == {0, 1}
     assert trained_positions(history, 0, 1) == positions(cluster.run.sizes)
     trained = [
-        {batch for who, batch, *_ in history.trained[0, 0] if who == rank}
+        {start // 8 for who, start, _ in history.trained[0, 0] if who == rank}
         for rank in (leaver, 1 - leaver)
     ]
     assert trained[0] == set(range(5))
@@ -110,7 +110,7 @@ def test_breaks_at_different_steps_of_sync_end_at_the_last_one() -> None:
     )
     history = simulate(cluster, ticks=True).history
     assert not history.aborts
-    trained = {(who, batch) for who, batch, *_ in history.trained[0, 0]}
+    trained = {(who, start // 8) for who, start, _ in history.trained[0, 0]}
     assert trained == {(0, b) for b in range(4)} | {(1, b) for b in range(3)}
 
 
@@ -149,7 +149,7 @@ def failing(draw: st.DrawFn) -> tuple[Cluster, int, float]:
 def test_a_rank_that_fails_or_vanishes_ends_sync_for_all_others_at_once(
     case: tuple[Cluster, int, float],
 ) -> None:
-    """As in a real run, whose shells form no second group yet."""
+    """Without a launcher."""
     cluster, victim, at_s = case
     sim = Simulation(cluster, Watch(checks=True, details=True))
     sim.core = Coordinator(cluster.world_size)

@@ -264,24 +264,27 @@ def test_a_rank_may_join_while_the_last_window_runs(at_s: float) -> None:
     assert not sim.history.aborts
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dies_after_s", [0.003, 0.1, 0.4])
+WAITS, IS_HANDED, HAS = "rank 0 is gone", ALL_DEAD, ""
+
+
+@pytest.mark.parametrize(
+    ("policy", "dies_after_s", "says"),
+    [
+        *((policy, 0.003, WAITS) for policy in POLICIES),
+        *(("sync", 0.4, IS_HANDED), ("sync", 1.0, HAS)),  # granted steps are run first
+        *((policy, 0.1, IS_HANDED) for policy in WINDOWS),
+        *((policy, 0.4, HAS) for policy in WINDOWS),
+    ],
+)
 def test_who_was_never_handed_the_model_does_not_go_on_with_its_own(
-    policy: str, dies_after_s: float
+    policy: str, dies_after_s: float, says: str
 ) -> None:
     device = replace(DEVICE, count=1)
-    alone = replace(
-        cluster_of(
-            policy,
-            Fault(at_s=1.0, join=device),
-            Fault(at_s=1.0 + dies_after_s, kill_rank=0),
-        ),
-        devices=(device,),
-    )
-    sim = simulate(alone)
+    join = Fault(at_s=1.0, join=device)
+    death = Fault(at_s=1.0 + dies_after_s, kill_rank=0)
+    sim = simulate(replace(cluster_of(policy, join, death), devices=(device,)))
     history = sim.history
-    if dies_after_s < 0.4:
-        says = ALL_DEAD if dies_after_s > 0.05 else "rank 0 is gone"
+    if says:
         assert says in (sim.core.aborted or "")
         assert says in history.aborts[1].reason
     else:

@@ -68,7 +68,7 @@ class Books:
     def offer(self, rank: int, window: int, *, is_finite: bool = True) -> None:
         """A rank ends a window: its drift is what it offers, if that is finite."""
         model = self.model(rank)
-        assert window not in model.offered, f"rank {rank} ends window {window} twice"
+        assert not model.offered.get(window), f"rank {rank} ends window {window} twice"
         model.offered[window], model.drift = model.drift, []
         if not is_finite:
             self.discarded.update(model.offered[window])
@@ -167,7 +167,6 @@ class Books:
             left = model.drift, model.offered
             assert not model.drift, f"rank {rank} ends epoch {epoch} with {left}"
             assert not any(model.offered.values()), f"rank {rank} ends with {left}"
-            model.offered.clear()  # windows in which nobody trained are not reduced
         steps = self.model(members[0]).steps
         for rank in members:
             assert self.model(rank).steps == steps, f"rank {rank} took other steps"

@@ -17,7 +17,12 @@ from elche.sim.cluster import Break, Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.rank import join_of
 from elche.sim.simulation import TICK_S, Simulation, Watch
 from tests.harness.reached import reach
-from tests.sim.checks import positions, simulate, trained_positions
+from tests.sim.checks import (
+    is_ended_by_a_death,
+    positions,
+    simulate,
+    trained_positions,
+)
 
 
 def broken(world_size: int, step: int, **changes: Any) -> Cluster:
@@ -239,3 +244,22 @@ def test_a_rank_that_leaves_while_another_opens_an_epoch_ends_the_run(
     aborts = [message for message in told if isinstance(message, Abort)]
     assert len(aborts) == len(told) == 2
     assert "ranks [0] have left" in aborts[0].reason
+
+
+@pytest.mark.reaches("groups without it")
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_who_leaves_the_run_while_a_group_forms_is_not_waited_for(policy: str) -> None:
+    """It has broken off the last epoch, of whose end the others have yet to hear."""
+    cluster = Cluster(
+        run=SimulatedRun(policy=policy, samples=40, batch_size=8, regroup_s=0.0),
+        devices=(Device(seconds_per_sample=0.005, count=4, prefetch=0),),
+        link=Link(latency_s=0.02, spread_s=0.05),
+        breaks=(Break(rank=1, epoch=0, batches=1),),
+    )
+    for step in range(60):
+        fault = Fault(at_s=0.1 + 0.01 * step, kill_rank=0)
+        sim = simulate(replace(cluster, faults=(fault,)))
+        if not is_ended_by_a_death(sim):
+            assert sim.history.finished >= {1, 2, 3}
+        left = [one for one in sim.core.story() if "the others form a group" in one]
+        reach("groups without it", len(left))

@@ -158,6 +158,15 @@ class Membership:
         gone = (rank,)
         return [*self.roster.regroup(self.ranks, left=gone, in_order=in_order)]
 
+    def leave(self, event: Left) -> list[Instruction]:
+        """A rank goes in order: a group that forms is formed without it."""
+        self.left[event.rank] = event
+        stay = self.ranks - self.left.keys()
+        if event.rank not in self.roster.pending or not stay:
+            return []
+        self.roster.change(stay)
+        return [*self.roster.regroup(stay, left=(event.rank,), in_order=True)]
+
     @property
     def may_let_go(self) -> bool:
         """Whether ranks are to leave where the epoch under way is cut."""

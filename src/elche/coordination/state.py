@@ -318,21 +318,18 @@ class Coordinator:
         return self._end.abort(f"interrupted: the launcher was sent {event.by}")
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
-        epochs, roster = self._epochs, self._membership.roster
-        is_missed = bool(self._barriers) or (
-            epochs is not None and (epochs.owes(event.rank) or epochs.is_opening)
-        )
-        if event.rank in roster.pending and not is_missed and self.outlives(event.rank):
-            self._story.decided("leaves; the others form a group", now_s, event.rank)
-            return self._remove(event.rank, in_order=True)
-        self._membership.left[event.rank] = event
+        told = self._membership.leave(event)
         if self.is_finished:
             return self._go_on_after_end(now_s)
-        if is_missed:
+        epochs = self._epochs
+        is_missed = epochs is not None and (
+            epochs.owes(event.rank) or epochs.is_opening
+        )
+        if is_missed or self._barriers:
             return self._end.abort(
                 f"rank {event.rank} has left while others were {self.doing}"
             )
-        return []
+        return told
 
     def _disconnected(self, event: Disconnected, now_s: float) -> list[Instruction]:
         membership = self._membership

@@ -197,15 +197,12 @@ class Rank:
 
     def trained(self, parts: Sequence[Range]) -> None:
         """Notes positions of the epoch that this rank has trained on."""
+        key, history = (self.run, self.epoch), self.history
         self.sums.batches += 1
-        for part in parts:
-            self.sums.samples += part[1] - part[0]
-            if self.history.has_details:
-                self.history.trained[self.run, self.epoch].append((self.rank, *part))
-
-    def count(self, parts: Sequence[Range]) -> None:
-        """Counts positions for the run, once."""
-        self.history.count((self.run, self.epoch), self.whole.num_samples, parts)
+        self.sums.samples += sum(stop - start for start, stop in parts)
+        history.count(key, self.whole.num_samples, parts)
+        if history.has_details:
+            history.trained[key] += [(self.rank, *part) for part in parts]
 
     def regroup(
         self, regroup: Regroup, said: object

@@ -196,7 +196,7 @@ class SimulatedSyncEpoch:
         rank.sums.compute_s += compute_s
         rank.sums.load_s += item.load_s
         rank.history.batch(rank.rank, f"step {item.number}", began_s, rank.now_s)
-        rank.count(item.parts)
+        rank.trained(item.parts)
         cost = BatchCost(
             samples=item.counted,
             busy_s=data_wait_s + compute_s,
@@ -230,7 +230,6 @@ class SimulatedSyncEpoch:
         rank, self._in_hand = self._rank, None
         rank.reduced = step.item.number
         step.cost.sync_wait_s = rank.now_s - step.ended_s
-        rank.trained(step.item.parts)
 
     def _arrive(self, item: Loaded, ready_s: float) -> Collective:
         rank = self._rank

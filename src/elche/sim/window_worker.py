@@ -106,7 +106,6 @@ class SimulatedWindowEpoch:
         rank.sums.load_s += item.load_s
         rank.history.batch(rank.rank, f"batch {item.number}", ready_s, now_s)
         rank.trained(item.parts)
-        rank.count(item.parts)
         if self._sim.books is not None:
             books = self._sim.books[rank.run]
             books.trained(rank.rank, self._epoch, item.parts)

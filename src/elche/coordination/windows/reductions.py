@@ -111,7 +111,6 @@ class Reductions:
     call                from     to       when
     ==================  =======  =======  ============================================
     ``begin``           none     running  all ranks have closed a window
-    ``resume``          running  running  the group has changed: all report once more
     ``commit``          running  none     all ranks hold its result
     ==================  =======  =======  ============================================
 
@@ -145,12 +144,6 @@ class Reductions:
         diverged = frozenset(r for r, part in parts.items() if part.is_diverged)
         self.parts, self.settings = dict(parts), settings
         self.running = Reduction(window, parts, begun_s=begun_s, diverged=diverged)
-        return self.running
-
-    def resume(self, members: Collection[int]) -> Reduction | None:
-        """The members have formed their group; returns what is to be reduced in it."""
-        if self.running is not None:
-            self.running.again(members)
         return self.running
 
     def leave_out_gone(self, members: Collection[int]) -> None:

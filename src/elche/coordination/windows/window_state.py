@@ -185,20 +185,18 @@ class WindowState:
 
     def add(self, member: Member, *, is_idle: bool) -> None:
         """A rank joins; it takes part from the next epoch on, or the rest of one."""
-        self.is_paused = True
         self.members[member.rank] = member
-        self.ledger.add(member.rank)
         if is_idle:
             self.idle |= {member.rank}
-        else:
-            self.leasing.add(member.rank, member.horizon_batches)
-        self.book.add(member.rank)
         self._repace()
+        self.reset(self.ledger.sizes, self.epoch, 0.0)
 
     def resume(self) -> Reduction | None:
         """All members are in the new group; returns what is to be reduced in it."""
         self.is_paused = False
-        return self.reductions.resume(self.members)
+        if (running := self.reductions.running) is not None:
+            running.again(self.members)
+        return running
 
     def _give_work_to_all(self) -> None:
         """Who was not worth any work is all that is left."""

@@ -131,12 +131,14 @@ class Rank:
         for number in range(run.runs):
             self.run, self.epoch = number, 0
             self.reduced, self.left_out = -1, frozenset()
+            began_s = self.now_s
             self.sim.send(join_of(self.sim.cluster, self.rank, self.device))
             yield from self._welcome()
             if self._is_new:
                 self.sim.send(JoinReady(rank=self.rank))
             else:
                 yield from self._probe()
+            self.history.wait(self.rank, START, began_s, self.now_s)
             while self.epoch < run.epochs:
                 yield from self._train()
             self.sim.send(Left(rank=self.rank))

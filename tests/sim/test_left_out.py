@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import Instruction, LeaveOut
 from elche.sim.cluster import Cluster, Device, Drift, Fault, Link, SimulatedRun
+from elche.sim.history import LEASE, LEFT_OUT
 from elche.sim.simulation import Watch
 from tests.harness.reached import reach
 from tests.sim.checks import MOST_HAPPENINGS, check_all, is_ended_by_a_death
@@ -128,6 +129,8 @@ def test_a_rank_left_out_only_in_trials_takes_part_again() -> None:
     shares = sim.history.ranks
     assert shares[2].samples < 0.01 * shares[0].samples
     assert shares[1].samples > 0.4 * shares[0].samples
+    assert shares[2].waits_s[LEFT_OUT] > 0.5 * sim.end_s
+    assert shares[2].waits_s[LEASE] < 0.01 * sim.end_s
 
 
 @pytest.mark.parametrize(

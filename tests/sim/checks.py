@@ -10,10 +10,22 @@ import pytest
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.sim.cluster import Cluster
 from elche.sim.history import History
+from elche.sim.rank import ALL_DEAD, CANNOT_GO_ON
 from elche.sim.simulation import Simulation, Watch
 from tests.sim.watched import Death, WatchedSimulation
 
 MOST_HAPPENINGS = 400_000
+MORTAL = "no rank may die before the first epoch has begun", ALL_DEAD
+MORTAL_UNDER = {
+    ("sync", "auto"): (
+        "are about to be left out of steps",
+        "were left out, and take part again",
+        "are left out of steps, and lack the model",
+        CANNOT_GO_ON,
+    ),
+    ("auto",): ("trains alone, and no other has its optimizer's state",),
+}
+"""Deaths that end a run: see docs/protocol.md."""
 
 
 def simulate(
@@ -48,23 +60,49 @@ def check_all(sim: Simulation) -> None:
             assert history.committed[number, epoch] == batches
 
 
-def positions(sizes: tuple[tuple[int, int], ...]) -> Counter[tuple[int, int]]:
-    """Every (batch, sample of it) of an epoch, once."""
-    flat = [samples for samples, count in sizes for _ in range(count)]
+def positions(sizes: tuple[tuple[int, int], ...]) -> Counter[int]:
+    """Every position of an epoch, once."""
+    return Counter(range(BatchSizes(sizes).num_samples))
+
+
+def trained_positions(history: History, run: int, epoch: int) -> Counter[int]:
+    """How often each position was trained on."""
     return Counter(
-        (batch, at) for batch, samples in enumerate(flat) for at in range(samples)
+        position
+        for _, start, stop in history.trained[run, epoch]
+        for position in range(start, stop)
     )
 
 
-def trained_positions(
-    history: History, run: int, epoch: int
-) -> Counter[tuple[int, int]]:
-    """How often each (batch, sample of it) was trained on."""
-    return Counter(
-        (batch, at)
-        for _, batch, start, stop in history.trained[run, epoch]
-        for at in range(start, stop)
-    )
+def is_ended_by_a_death(sim: Simulation) -> bool:
+    """Whether the run was: by one that no real run outlives, and by its name."""
+    policy, names = sim.cluster.run.policy, [*MORTAL]
+    for policies, more in MORTAL_UNDER.items():
+        names += more if policy in policies else ()
+    reasons = {
+        abort.reason
+        for rank, abort in sim.history.aborts.items()
+        if not sim.is_turned_away(rank)
+    }
+    for reason in reasons:
+        assert any(name in reason for name in names), reason
+    return bool(reasons)
+
+
+def check_outlived(sim: Simulation) -> None:
+    """Ranks die and join: all who live train to the end, on every position once.
+
+    Or the run is ended by a death, as a real one is.
+    """
+    if is_ended_by_a_death(sim):
+        return
+    history, run = sim.history, sim.cluster.run
+    dead = {rank for rank, sums in history.ranks.items() if sums.has_died}
+    late = {rank for rank in history.ranks if sim.is_turned_away(rank)}
+    assert history.finished == set(history.ranks) - dead - late
+    batches = frozenset(range(BatchSizes(run.sizes).num_batches))
+    for epoch in range(run.epochs if history.finished else 0):
+        assert history.committed[0, epoch] == batches
 
 
 def check_shares(sim: Simulation) -> None:

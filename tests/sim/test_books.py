@@ -8,7 +8,7 @@ import pytest
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.instructions import Reduce
-from elche.sim.books import Batch, Books
+from elche.sim.books import Books, Part
 
 
 def reduce(rank: int, weight: float, **changes: Any) -> Reduce:
@@ -32,7 +32,7 @@ def trained(*batches: int) -> Books:
     """A batch on each rank, offered to window 0."""
     books = Books()
     for rank, batch in enumerate(batches):
-        books.model(rank).drift.append((0, batch, 0, 2))
+        books.trained(rank, 0, [(2 * batch, 2 * batch + 2)])
         books.offer(rank, 0)
     return books
 
@@ -74,7 +74,8 @@ def test_a_rank_that_missed_a_result_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "said"), [((0, 0), "not once"), ((0, 2), r"missing \[1\]")]
+    ("batches", "said"),
+    [((0, 0), "position 0 is in twice"), ((0, 2), r"missing \[\(2, 4\)\]")],
 )
 def test_a_batch_lost_or_counted_twice_is_found(
     batches: tuple[int, ...], said: str
@@ -98,13 +99,13 @@ def test_a_part_that_is_lost_when_a_model_is_taken_over_is_found() -> None:
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        (((0, 0, 0, 1), (0, 0, 1, 3)), r"missing \[1\]"),
-        (((0, 0, 0, 1), (0, 1, 0, 3)), r"missing \[0\]"),
-        (((0, 0, 0, 2), (0, 0, 1, 3)), "were in twice"),
+        (((0, 0, 1), (0, 1, 3)), r"missing \[\(3, 6\)\]"),
+        (((0, 0, 1), (0, 3, 6)), r"missing \[\(1, 3\)\]"),
+        (((0, 0, 2), (0, 1, 3)), "position 1 is in twice"),
     ],
 )
 def test_a_part_of_a_batch_lost_or_counted_twice_is_found(
-    parts: tuple[Batch, Batch], said: str
+    parts: tuple[Part, Part], said: str
 ) -> None:
     books = Books()
     for rank, part in enumerate(parts):

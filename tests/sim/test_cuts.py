@@ -1,7 +1,8 @@
-"""Epochs that are cut, to pause or for good: everybody hears the same rest."""
+"""Epochs that are cut, to pause or for good: all hear the same rest, and go on."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.protocol.events import EpochCut, Event
+from elche.coordination.accounts.epoch_parts import EpochRest
+from elche.coordination.protocol.events import EpochCut
 from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch, Instruction
 from elche.sim.cluster import Break, Cluster
 from elche.sim.simulation import Simulation, Watch
 from tests.harness.reached import reach
-from tests.sim.checks import MOST_HAPPENINGS
+from tests.sim.checks import MOST_HAPPENINGS, positions, trained_positions
 from tests.sim.strategies import clusters
 
 
@@ -35,29 +37,17 @@ class CutSimulation(Simulation):
         watch = Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS)
         super().__init__(cluster, watch)
         self.cuts = cuts
-        self.heard: list[EpochCut] = []
-        self.ends: dict[int, EndEpoch] = {}
-        self._is_over = False
-
-    def hear(self, event: Event) -> None:
-        if isinstance(event, EpochCut) and not self._is_over:
-            self.heard.append(event)
-        super().hear(event)
-
-    def _note_groups(self, told: list[Instruction]) -> None:
-        super()._note_groups(told)
-        self._is_over |= any(isinstance(each, EndEpoch) for each in told)
+        self.ends: dict[int, list[EndEpoch]] = defaultdict(list)
 
     def take(self, rank: int) -> Instruction | None:
         instruction = super().take(rank)
-        if isinstance(instruction, BeginEpoch):
+        if isinstance(instruction, BeginEpoch) and not self.ends[rank]:
             for cut in self.cuts:
                 if cut.rank == rank:
                     asked = EpochCut(rank=rank, epoch=0, is_end=cut.is_end)
                     self.engine.at(self.engine.now_s + cut.after_s, self.send, asked)
         if isinstance(instruction, EndEpoch):
-            assert rank not in self.ends
-            self.ends[rank] = instruction
+            self.ends[rank].append(instruction)
         return instruction
 
 
@@ -79,18 +69,18 @@ def test_a_cut_leaves_what_nobody_has_trained_on(
     sim = CutSimulation(cluster, cuts)
     history = sim.run()
     assert not history.aborts
-    assert history.finished == sim.ends.keys() == set(range(cluster.world_size))
-    (left,) = {end.left for end in sim.ends.values()}
-    (is_early,) = {end.is_early for end in sim.ends.values()}
-    asked = {cut.is_end for cut in sim.heard}
-    assert is_early == (bool(left) and True in asked)
-    assert bool(left) <= bool(asked)
-    sizes = BatchSizes(cluster.run.sizes)
-    trained = [
-        sizes.position_of(batch) + at
-        for _, batch, start, stop in history.trained[0, 0]
-        for at in range(start, stop)
-    ]
-    rest = [at for start, stop in left for at in range(start, stop)]
-    assert sorted(trained + rest) == list(range(sizes.num_samples))
-    reach("pauses or ends", bool(left))
+    assert history.finished == set(range(cluster.world_size))
+    ends = sim.ends[0]
+    told = [[(one.left, one.is_early) for one in each] for each in sim.ends.values()]
+    assert told == [told[0]] * cluster.world_size
+    assert all(one.left and not one.is_early for one in ends[:-1])
+    left, is_early = ends[-1].left, ends[-1].is_early
+    assert is_early == bool(left) <= (True in is_ends)
+    assert len(ends) <= 1 + is_ends.count(False)
+    rest = EpochRest.whole(BatchSizes(cluster.run.sizes))
+    for one in ends:
+        rest = rest.after(one)
+    trained = trained_positions(history, 0, 0)
+    trained.update(at for part in rest.left.ranges for at in range(*part))
+    assert trained == positions(cluster.run.sizes)
+    reach("pauses or ends", bool(ends[0].left))

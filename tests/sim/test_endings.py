@@ -17,7 +17,12 @@ from elche.sim.cluster import Break, Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.rank import join_of
 from elche.sim.simulation import TICK_S, Simulation, Watch
 from tests.harness.reached import reach
-from tests.sim.checks import positions, simulate, trained_positions
+from tests.sim.checks import (
+    is_ended_by_a_death,
+    positions,
+    simulate,
+    trained_positions,
+)
 
 
 def broken(world_size: int, step: int, **changes: Any) -> Cluster:
@@ -74,7 +79,7 @@ def test_a_break_of_one_rank_ends_the_epoch_for_all(leaver: int) -> None:
     assert history.ended[0, 0] == history.ended[0, 1] == {0, 1}
     assert trained_positions(history, 0, 1) == positions(cluster.run.sizes)
     trained = [
-        {batch for who, batch, *_ in history.trained[0, 0] if who == rank}
+        {start // 8 for who, start, _ in history.trained[0, 0] if who == rank}
         for rank in (leaver, 1 - leaver)
     ]
     assert trained[0] == set(range(5))
@@ -110,7 +115,7 @@ def test_breaks_at_different_steps_of_sync_end_at_the_last_one() -> None:
     )
     history = simulate(cluster, ticks=True).history
     assert not history.aborts
-    trained = {(who, batch) for who, batch, *_ in history.trained[0, 0]}
+    trained = {(who, start // 8) for who, start, _ in history.trained[0, 0]}
     assert trained == {(0, b) for b in range(4)} | {(1, b) for b in range(3)}
 
 
@@ -149,7 +154,7 @@ def failing(draw: st.DrawFn) -> tuple[Cluster, int, float]:
 def test_a_rank_that_fails_or_vanishes_ends_sync_for_all_others_at_once(
     case: tuple[Cluster, int, float],
 ) -> None:
-    """As in a real run, whose shells form no second group yet."""
+    """Without a launcher."""
     cluster, victim, at_s = case
     sim = Simulation(cluster, Watch(checks=True, details=True))
     sim.core = Coordinator(cluster.world_size)
@@ -239,3 +244,21 @@ def test_a_rank_that_leaves_while_another_opens_an_epoch_ends_the_run(
     aborts = [message for message in told if isinstance(message, Abort)]
     assert len(aborts) == len(told) == 2
     assert "ranks [0] have left" in aborts[0].reason
+
+
+@pytest.mark.reaches("groups without it")
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_who_leaves_the_run_while_a_group_forms_is_not_waited_for(policy: str) -> None:
+    """It has broken off the last epoch, of whose end the others have yet to hear."""
+    cluster = Cluster(
+        run=SimulatedRun(policy=policy, samples=40, batch_size=8, regroup_s=0.0),
+        devices=(Device(seconds_per_sample=0.005, count=4, prefetch=0),),
+        link=Link(latency_s=0.02, spread_s=0.05),
+        breaks=(Break(rank=1, epoch=0, batches=1),),
+    )
+    for step in range(60):
+        fault = Fault(at_s=0.1 + 0.01 * step, kill_rank=0)
+        sim = simulate(replace(cluster, faults=(fault,)))
+        if not is_ended_by_a_death(sim):
+            assert sim.history.finished >= {1, 2, 3}
+        reach("groups without it", "left=(1,)" in "".join(sim.core.story()))

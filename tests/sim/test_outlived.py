@@ -8,16 +8,17 @@ from functools import partial
 import pytest
 
 from elche.coordination.agreement import Settings
-from elche.coordination.state import Coordinator
 from elche.sim import rank as sim_rank
 from elche.sim.cluster import Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.simulation import Simulation, Watch
+
+WINDOWS = {"windows": {"local_batch_size": 4}}
 
 
 def run(
     policy: str, faults: tuple[Fault, ...], **options: object
 ) -> tuple[Simulation, str]:
-    """A small run under a core that outlives ranks as a launcher's does."""
+    """A small run, and why it was ended."""
     cluster = Cluster(
         run=SimulatedRun(
             policy=policy,
@@ -26,20 +27,19 @@ def run(
             model_bytes=1e6,
             epochs=2,
             seed=3,
-            options={"windows": {"local_batch_size": 4}, **options},
+            options={**({} if policy == "sync" else WINDOWS), **options},
         ),
-        devices=(Device(seconds_per_sample=0.002, count=3, jitter=0.2),),
+        devices=(Device(seconds_per_sample=0.002, count=3, jitter=0.2, name="CPU"),),
         link=Link(latency_s=0.001, bytes_per_s=1e8, efficiency=1.0),
         faults=faults,
     )
     sim = Simulation(cluster, Watch(checks=True, details=True, ticks=True))
-    sim.core = Coordinator(3, survives=True)
     sim.run()
     return sim, sim.core.aborted or ""
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_a_death_at_any_moment_loses_nothing_and_counts_nothing_twice(
     policy: str, victim: int
 ) -> None:
@@ -61,7 +61,7 @@ def test_a_death_at_any_moment_loses_nothing_and_counts_nothing_twice(
     assert outlived > 20
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_two_deaths_at_any_two_moments(policy: str) -> None:
     whole, _ = run(policy, ())
     times_s = [whole.end_s * step / 6 for step in range(1, 6)]
@@ -73,7 +73,7 @@ def test_two_deaths_at_any_two_moments(policy: str) -> None:
             assert all(len(done) == 20 for done in sim.history.committed.values())
 
 
-CODED = {"codec": "int8", "windows": {}}
+CODED = {"codec": "int8"}
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,7 @@ def what_happened(sim: Simulation) -> Trace:
     history = sim.history
     per_rank = {
         epoch: [
-            [(b, start, stop) for r, b, start, stop in done if r == rank]
-            for rank in range(3)
+            [(start, stop) for r, start, stop in done if r == rank] for rank in range(3)
         ]
         for (_, epoch), done in history.trained.items()
     }

@@ -25,7 +25,7 @@ def simulated(cluster: Cluster, slice_instructions: int) -> Simulation:
     """A run whose coordinator decides in slices of so many instructions."""
     sim = Simulation(cluster, Watch(checks=True))
     sim.core = Coordinator(
-        cluster.world_size, elastic=True, slice_instructions=slice_instructions
+        cluster.world_size, survives=True, slice_instructions=slice_instructions
     )
     sim.run()
     return sim

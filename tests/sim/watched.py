@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from elche.coordination.protocol.events import EpochLeft
-from elche.coordination.protocol.instructions import Adopt, Instruction
 from elche.sim.cluster import Cluster, Fault
 from elche.sim.engine import Collective
 from elche.sim.history import THROTTLE
 from elche.sim.simulation import Simulation, Watch
 from tests.harness.reached import reach
+
+HANDED_OVER = {
+    "result": "results taken over",
+    "sums": "results taken over",
+    "state": "models handed over",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +68,6 @@ class WatchedSimulation(Simulation):
         reach("changes of policy", max(0, len(history.phases) - 1))
         reach("commits", sum(map(len, history.committed.values())))
 
-    def take(self, rank: int) -> Instruction | None:
-        instruction = super().take(rank)
-        if isinstance(instruction, Adopt):
-            reach("sources other than the first", instruction.source > min(self.alive))
-        return instruction
-
     def _arrives(
         self,
         key: tuple[Any, ...],
@@ -79,10 +78,9 @@ class WatchedSimulation(Simulation):
         collective = self._arrive_ready(key, rank, new, ready_s)
         kind = key[0]
         is_complete = collective.arrived.keys() == collective.members
-        if kind in ("adopt", "adopt step") and is_complete:
-            before = self.groups.get(key[2] - 1, frozenset())
-            is_known = collective.members <= before
-            reach("results taken over" if is_known else "models handed over")
+        if kind in HANDED_OVER and is_complete:
+            reach(HANDED_OVER[kind])
+            reach("sources other than the first", key[3] > min(collective.members))
         elif kind in ("window", "step"):
             _, run, generation, *what = key
             part = run, *what

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
@@ -15,7 +14,6 @@ from elche.coordination.protocol.events import (
     EpochLeft,
     EpochOpened,
     Event,
-    Join,
     PassBegun,
     Regrouped,
     WindowClosed,
@@ -50,7 +48,6 @@ class Epochs:
         self._story = story
         self.number = -1
         self.is_under_way = False
-        self._sizes = BatchSizes(())
         self._opened: dict[int, EpochOpened] = {}
         self._is_cut = self._is_end = False
         self._before: EpochTotals | None = None
@@ -69,7 +66,7 @@ class Epochs:
     @property
     def may_lose(self) -> bool:
         """Whether the policy goes on without a rank."""
-        return self._policy.is_elastic
+        return self._policy.may_lose
 
     def mortal_by(self, rank: int) -> str:
         """Why the policy would not go on without this rank now; "" if it does."""
@@ -145,29 +142,25 @@ class Epochs:
         self._opened = {}
         self.number = speaker.epoch
         self.is_under_way, self._is_cut, self._is_end = True, False, False
-        self._sizes = BatchSizes(speaker.sizes)
+        sizes = BatchSizes(speaker.sizes)
         yield None
-        for rank in sorted(ranks):
-            yield self._begin_for(rank, state_from=self._policy.state_from)
-        outcome = self._policy.begin_epoch(
-            self.number, self._sizes, now_s, speaker.plan
+        begun = BeginEpoch(
+            rank=0,
+            epoch=self.number,
+            sizes=sizes.runs,
+            policy=self._policy.name,
+            window=self._policy.first_window,
+            cut=self._policy.cut.to_wire(),
+            state_from=self._policy.state_from,
         )
+        for rank in sorted(ranks):
+            yield replace(begun, rank=rank)
+        outcome = self._policy.begin_epoch(self.number, sizes, now_s, speaker.plan)
         if self._before is not None and speaker.continues:
             self._policy.totals.follow(self._before)
         self._before = None
         yield None
         yield from self._settle(outcome, now_s)
-
-    def _begin_for(self, rank: int, state_from: int | None = None) -> BeginEpoch:
-        return BeginEpoch(
-            rank=rank,
-            epoch=self.number,
-            sizes=self._sizes.runs,
-            policy=self._policy.name,
-            window=self._policy.first_window,
-            cut=self._policy.cut.to_wire(),
-            state_from=state_from,
-        )
 
     def handle(self, event: Event, now_s: float) -> Steps:
         """Hands an event to the policy.
@@ -237,45 +230,22 @@ class Epochs:
 
     def make_room(self) -> list[Instruction]:
         """Says whether ranks wait to be taken in, which may take some preparation."""
-        membership = self._membership
-        wait = membership.awaits_cut  # an epoch may be granted whole
-        if membership.is_elastic:
-            wait = bool(membership.roster.newcomers)
-        return self._policy.make_room(wait)
+        # Before it is cut: an epoch may be granted whole.
+        return self._policy.make_room(self._membership.awaits_cut)
 
     def take_in(self, now_s: float) -> Steps:
-        """Takes in ranks that wait, where all pause, and cuts the epoch for that.
-
-        An elastic run does where nothing is under way that they would miss.
-        """
+        """Takes in ranks that wait, where all pause, and cuts the epoch for that."""
         membership = self._membership
-        if membership.is_elastic:
-            if membership.roster.newcomers:
-                yield from self._admit(now_s)
-                yield from self.make_room()
-        elif not membership.awaits_cut:
-            pass
-        elif self.is_under_way:
+        if not membership.awaits_cut:
+            return
+        if self.is_under_way:
             yield from self.cut(now_s)
         elif self.is_paused and membership.roster.ready:
             joins, told = membership.admit_ready()
-            yield from self._add(joins, now_s)
+            for member in as_members(joins):
+                self._story.decided("joins", now_s, member.rank)
+                self._policy.add(member)
             yield from told
-
-    def _admit(self, now_s: float) -> list[Instruction]:
-        may_admit = self.is_under_way and self._policy.is_quiet
-        if not may_admit or self._membership.roster.pending:
-            return []
-        joins, told = self._membership.admit()
-        return [*told, *self._add(joins, now_s)]
-
-    def _add(self, joins: Sequence[Join], now_s: float) -> list[Instruction]:
-        """Ranks join the epoch under way, or what is left of it."""
-        for member in as_members(joins):
-            self._story.decided("joins", now_s, member.rank)
-            self._policy.add(member)
-        begun = joins if self.is_under_way else ()
-        return [self._begin_for(join.rank) for join in begun]
 
     def arrived(self, event: Regrouped) -> None:
         """A member is in the group that forms."""

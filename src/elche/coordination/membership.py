@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from elche.coordination.agreement import what_differs
@@ -32,8 +32,7 @@ class Membership:
 
     Args:
         world_size: ranks that a run begins with.
-        is_elastic: ranks that are not of the run may join it at any commit.
-        grows: they may where an epoch is cut.
+        grows: ranks that are not of the run may join it where an epoch is cut.
 
     Attributes:
         ranks: that are in the run now, also those that have left it in order.
@@ -43,11 +42,8 @@ class Membership:
         roster: the generations of their group.
     """
 
-    def __init__(
-        self, world_size: int, *, is_elastic: bool, grows: bool = False
-    ) -> None:
+    def __init__(self, world_size: int, *, grows: bool) -> None:
         self._world_size = world_size
-        self.is_elastic = is_elastic
         self._grows = grows
         self.ranks = set(range(world_size))
         self.left: dict[int, Left] = {}
@@ -98,18 +94,14 @@ class Membership:
             return was_waiting and isinstance(event, Disconnected)
         if isinstance(event, JoinReady):
             return any(join.rank == event.rank for join in self.roster.newcomers)
-        may_join = self.is_elastic or self._grows
-        return isinstance(event, Join) and may_join and event.rank >= 0
+        return isinstance(event, Join) and self._grows and event.rank >= 0
 
-    def keep_waiting(self, join: Join) -> bool:
-        """Whether a rank joins too late, or too early for the next run, and waits."""
-        if join.rank not in self.ranks:
-            self.roster.newcomers.append(join)
-        elif join.rank in self.left:
+    def comes_early(self, join: Join) -> bool:
+        """Whether a rank joins too early for the next run, and waits."""
+        is_early = join.rank in self.left
+        if is_early:
             self._early.append(join)
-        else:
-            return False
-        return True
+        return is_early
 
     def take(self, join: Join) -> str:
         """A rank of the run joins; returns what does not fit, or "".
@@ -145,7 +137,8 @@ class Membership:
         self._outlives = outlives
         self.roster.generation += 1
         self._first_generation = self.roster.generation
-        return self._welcome(sorted(self.ranks))
+        common = self._common(self.joined())
+        return [replace(common, rank=rank) for rank in sorted(self.ranks)]
 
     def begin_again(self) -> list[Join]:
         """The run is over; returns what ranks have said that wait for the next one."""
@@ -164,6 +157,15 @@ class Membership:
         self.roster.change(self.ranks)
         gone = (rank,)
         return [*self.roster.regroup(self.ranks, left=gone, in_order=in_order)]
+
+    def leave(self, event: Left) -> list[Instruction]:
+        """A rank goes in order: a group that forms is formed without it."""
+        self.left[event.rank] = event
+        stay = self.ranks - self.left.keys()
+        if event.rank not in self.roster.pending or not stay:
+            return []
+        self.roster.change(stay)
+        return [*self.roster.regroup(stay, left=(event.rank,), in_order=True)]
 
     @property
     def may_let_go(self) -> bool:
@@ -204,39 +206,19 @@ class Membership:
 
     def admit_ready(self) -> tuple[list[Join], list[Instruction]]:
         """Takes in those that wait and are ready; returns them, and what is said."""
-        joins = self.roster.take_ready()
-        told = self._enter(joins)
-        members = tuple(sorted(self.ranks))
-        new = [join.rank for join in joins]
-        return joins, [*told, *self.roster.regroup(new, joined=members)]
-
-    def admit(self) -> tuple[list[Join], list[Instruction]]:
-        """Takes in those that wait and fit; returns them, and what is said to whom."""
-        first = next(iter(self._joins.values()))
-        joins, refused = self.roster.choose(first, self.ranks)
-        if not joins:
-            return [], [*refused]
-        regroup = self._enter(joins)
-        joined = [join.rank for join in joins]
-        return joins, [*refused, *regroup, *self._welcome(joined)]
-
-    def _enter(self, joins: Sequence[Join]) -> list[Instruction]:
-        """They are members; returns what those of before are told."""
-        before = sorted(self.ranks)
+        joins, before = self.roster.take_ready(), sorted(self.ranks)
         self._joins.update({join.rank: join for join in joins})
-        joined = tuple(join.rank for join in joins)
-        self.ranks.update(joined)
+        new = tuple(join.rank for join in joins)
+        self.ranks.update(new)
         self.roster.change(self.ranks)
-        return [*self.roster.regroup(before, joined=joined)]
+        told = self.roster.regroup(before, joined=new)
+        told += self.roster.regroup(new, joined=tuple(sorted(self.ranks)))
+        return joins, [*told]
 
     def check(self) -> None:
         """Asserts that all have joined, and that the group is of members."""
         assert len(self.ranks) <= len(self._joins)
         assert not self.roster.pending - self.ranks
-
-    def _welcome(self, ranks: Iterable[int]) -> list[Welcome]:
-        common = self._common([self._joins[rank] for rank in sorted(self.ranks)])
-        return [replace(common, rank=rank) for rank in ranks]
 
     def _common(self, joins: Sequence[Join]) -> Welcome:
         return Welcome(

@@ -179,8 +179,8 @@ class Policy(ABC):
     """How it cuts the epoch's batches."""
 
     @property
-    def is_elastic(self) -> bool:
-        """Whether the membership may change now."""
+    def may_lose(self) -> bool:
+        """Whether it goes on without a rank that dies now."""
         return True
 
     def make_room(self, wanted: bool) -> list[Instruction]:
@@ -229,11 +229,6 @@ class Policy(ABC):
         """In how many global batches that is to be cut; 0: as the epoch was."""
         return 0
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the membership can grow now."""
-        return False
-
     @abstractmethod
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
@@ -253,7 +248,7 @@ class Policy(ABC):
         raise TransitionError(f"{type(self).__name__} cannot go on without a rank", [])
 
     def add(self, member: Member) -> None:
-        """A rank joins; nothing is begun until :meth:`regrouped`."""
+        """A rank joins, before an epoch or the rest of one begins."""
         raise TransitionError(f"{type(self).__name__} cannot take in a rank", [])
 
     def arrived(self, rank: int, lost: Runs) -> None:  # noqa: B027

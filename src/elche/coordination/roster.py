@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import replace
 
-from elche.coordination.agreement import what_differs
 from elche.coordination.protocol.events import Join, Regrouped
 from elche.coordination.protocol.instructions import Abort, Regroup
 from elche.coordination.protocol.messages import Runs
@@ -58,18 +57,6 @@ class Roster:
             in_order=in_order,
         )
         return [replace(word, rank=rank) for rank in sorted(ranks)]
-
-    def choose(self, first: Join, members: Set[int]) -> tuple[list[Join], list[Abort]]:
-        """Who of those that wait fits the run, and what the others are told."""
-        fitting: list[Join] = []
-        refused: list[Abort] = []
-        for join in self.take_newcomers():
-            difference = what_differs([first, join])
-            if difference:
-                refused.append(refusal(join.rank, difference))
-            elif join.rank not in members:
-                fitting.append(join)
-        return fitting, refused
 
     def turn_away(self) -> list[Abort]:
         """The run is over: ranks that wait to join it are told."""

@@ -58,15 +58,14 @@ class Mortality:
     @property
     def may_outlive(self) -> bool:
         """Whether the run goes on without ranks at all."""
-        return self._membership.is_elastic or not self.by
+        return not self.by
 
     def why(self, rank: int, epochs: Epochs | None) -> str:
         """Why the run does not go on without a rank; "" if it does."""
         membership = self._membership
         if not self.may_outlive:
             return f"the death of a rank ends {self.by}"
-        is_elastic = membership.is_elastic
-        why = "" if is_elastic or epochs is None else epochs.mortal_by(rank)
+        why = "" if epochs is None else epochs.mortal_by(rank)
         if why:
             return why
         if self._own_sampler and rank == min(membership.ranks, default=rank):
@@ -74,7 +73,7 @@ class Mortality:
                 f"rank {rank} drew the samples' order from the script's own "
                 f"{self._own_sampler}, which no other rank can go on with"
             )
-        if epochs is None or (epochs.number < 0 and not is_elastic):
+        if epochs is None or epochs.number < 0:
             return "no rank may die before the first epoch has begun"
         if not epochs.may_lose or len(membership.ranks) < 2 or membership.left:
             return "ranks have left, and no new group can form"

@@ -65,8 +65,6 @@ class Coordinator:
     Args:
         world_size: ranks of the run.
         timeout_s: deadline for ranks to join, until their configuration says its own.
-        elastic: go on without a rank that is gone, and take in new ones, where the
-            policy can; otherwise the run ends.
         survives: go on without a rank that is gone, once epochs have begun, where the
             settings can, and take in new ones where an epoch is cut.
         several_hosts: ranks are on several, and never sum by NCCL.
@@ -82,7 +80,6 @@ class Coordinator:
         world_size: int,
         timeout_s: float = 300.0,
         *,
-        elastic: bool = False,
         survives: bool = False,
         several_hosts: bool = False,
         slice_instructions: int = SLICE_INSTRUCTIONS,
@@ -90,7 +87,7 @@ class Coordinator:
         self._slice_instructions = slice_instructions
         self._several_hosts = several_hosts
         self.lost: set[int] = set()
-        self._membership = Membership(world_size, is_elastic=elastic, grows=survives)
+        self._membership = Membership(world_size, grows=survives)
         self._epochs: Epochs | None = None
         self._barriers = Barriers()
         by = "" if survives else "a run without a launcher of elche's"
@@ -232,14 +229,14 @@ class Coordinator:
             self._epochs.check()
 
     def _join(self, event: Join, now_s: float) -> _Told:
-        if not self._membership.is_elastic and event.rank not in self._membership.ranks:
+        if event.rank not in self._membership.ranks:
             return self._membership.greet(event, self.why_closed)
         if event.version != PROTOCOL_VERSION:
             return self._end.abort(
                 f"rank {event.rank} uses protocol version {event.version}, expected "
                 f"{PROTOCOL_VERSION}: install one elche version everywhere"
             )
-        if self._membership.keep_waiting(event):
+        if self._membership.comes_early(event):
             return self._go_on_after_end(now_s) if self.is_finished else []
         difference = self._membership.take(event)
         if difference:
@@ -311,7 +308,8 @@ class Coordinator:
         return self._barriers.passed(self._membership.ranks)
 
     def _failed(self, event: Failed, now_s: float) -> list[Instruction]:
-        if event.rank in self._membership.roster.fresh:
+        is_new = event.rank in self._membership.roster.fresh
+        if is_new and self.outlives(event.rank):
             self._story.decided(f"failed: {event.error}", now_s, event.rank)
             return self._lose(event.rank, now_s)
         return self._end.fail(event)
@@ -320,14 +318,10 @@ class Coordinator:
         return self._end.abort(f"interrupted: the launcher was sent {event.by}")
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
-        epochs = self._epochs
-        is_inside = epochs is not None and epochs.is_under_way
-        may_lose = self._membership.is_elastic and is_inside
-        if may_lose and not self._why_mortal(event.rank):
-            return self._lose(event.rank, now_s)
-        self._membership.left[event.rank] = event
+        told = self._membership.leave(event)
         if self.is_finished:
             return self._go_on_after_end(now_s)
+        epochs = self._epochs
         is_missed = epochs is not None and (
             epochs.owes(event.rank) or epochs.is_opening
         )
@@ -335,7 +329,7 @@ class Coordinator:
             return self._end.abort(
                 f"rank {event.rank} has left while others were {self.doing}"
             )
-        return []
+        return told
 
     def _disconnected(self, event: Disconnected, now_s: float) -> list[Instruction]:
         membership = self._membership

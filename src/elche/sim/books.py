@@ -1,27 +1,34 @@
-"""Batches in each rank's model: the account that a simulation checks.
+"""Positions in each rank's model: the account that a simulation checks.
 
 A rank's model is the *common* model, a drift of its own, and, while a window is
-reduced, a snapshot of the drift that it has offered. Here each is the batches that went
-into it. A reduction makes a new common model of the last one and the snapshots of all
-who take part. Independent of the coordinator's ledger, so each checks the other. Pure.
+reduced, a snapshot of the drift that it has offered. Here each is the positions that
+went into it. A reduction makes a new common model of the last one and the snapshots of
+all who take part. Independent of the coordinator's ledger, so each checks the other.
+Pure.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import (
+    BatchSizes,
+    Range,
+    joined,
+    without,
+)
 from elche.coordination.protocol.instructions import Reduce
 
-Batch = tuple[int, int, int, int]
-"""(epoch, global batch, its first sample of these, one past the last)."""
+Part = tuple[int, int, int]
+"""(epoch, its first position of these, one past the last)."""
 
 
 @dataclass(slots=True)
 class Model:
-    """One rank's model, as the batches in it.
+    """One rank's model, as the positions in it.
 
     Attributes:
         common: how many common models it has seen, an index into `Books.commons`.
@@ -31,9 +38,9 @@ class Model:
     """
 
     common: int = 0
-    drift: list[Batch] = field(default_factory=list)
-    offered: dict[int, list[Batch]] = field(default_factory=dict)
-    steps: list[Batch] = field(default_factory=list)
+    drift: list[Part] = field(default_factory=list)
+    offered: dict[int, list[Part]] = field(default_factory=dict)
+    steps: list[tuple[Part, ...]] = field(default_factory=list)
 
 
 class Books:
@@ -46,18 +53,22 @@ class Books:
     def __init__(self, run: int = 0) -> None:
         self.run = run
         self.models: dict[int, Model] = {}
-        self.commons: list[Counter[Batch]] = [Counter()]
+        self.commons: list[Counter[Part]] = [Counter()]
         self.windows: list[int] = [-1]
-        self.discarded: Counter[Batch] = Counter()
+        self.discarded: Counter[Part] = Counter()
 
     def model(self, rank: int) -> Model:
         """A rank's model."""
         return self.models.setdefault(rank, Model())
 
+    def trained(self, rank: int, epoch: int, parts: Iterable[Range]) -> None:
+        """A rank has trained on a batch of an epoch."""
+        self.model(rank).drift.extend((epoch, *part) for part in parts)
+
     def offer(self, rank: int, window: int, *, is_finite: bool = True) -> None:
         """A rank ends a window: its drift is what it offers, if that is finite."""
         model = self.model(rank)
-        assert window not in model.offered, f"rank {rank} ends window {window} twice"
+        assert not model.offered.get(window), f"rank {rank} ends window {window} twice"
         model.offered[window], model.drift = model.drift, []
         if not is_finite:
             self.discarded.update(model.offered[window])
@@ -96,22 +107,11 @@ class Books:
         return len(self.commons) - 1
 
     def took_step(
-        self, rank: int, step: Batch, parts: Mapping[int, tuple[int, int]], samples: int
+        self, rank: int, epoch: int, parts: Iterable[Sequence[Range]]
     ) -> None:
-        """A rank holds the result of a step of ``sync``.
-
-        Args:
-            rank: which.
-            step: which.
-            parts: what each rank of its group brought: from a sample, so many.
-            samples: of the whole batch.
-        """
-        at = 0
-        for start, count in sorted(part for part in parts.values() if part[1]):
-            assert start == at, f"step {step}: divided as {parts}"
-            at = start + count
-        assert at == samples, f"step {step}: {at} of {samples} samples in {parts}"
-        self.model(rank).steps.append(step)
+        """A rank holds the result of a step of ``sync``, with these parts of ranks."""
+        step = _once(chain.from_iterable(parts), f"a step of epoch {epoch}")
+        self.model(rank).steps.append(tuple((epoch, *part) for part in step))
 
     def adopt(self, rank: int, window: int, common: int) -> None:
         """A rank takes in the result of a reduction that it took part in."""
@@ -146,7 +146,7 @@ class Books:
     def check_epoch(
         self, ranks: Iterable[int], epoch: int, sizes: BatchSizes, *, whole: bool
     ) -> frozenset[int]:
-        """All ranks hold one model at an epoch's end, with each sample in it once.
+        """All ranks hold one model at an epoch's end, with each position in it once.
 
         Or not at all, where it is discarded; that is once, too.
 
@@ -154,10 +154,10 @@ class Books:
             ranks: who is there.
             epoch: that ended.
             sizes: its global batches.
-            whole: every sample must be in; otherwise some may be missing.
+            whole: every position must be in; otherwise some may be missing.
 
         Returns:
-            The batches of the epoch that are in as a whole.
+            The global batches of the epoch that are in as a whole.
         """
         members = list(ranks)
         commons = {self.model(rank).common for rank in members}
@@ -167,33 +167,28 @@ class Books:
             left = model.drift, model.offered
             assert not model.drift, f"rank {rank} ends epoch {epoch} with {left}"
             assert not any(model.offered.values()), f"rank {rank} ends with {left}"
-            model.offered.clear()  # windows in which nobody trained are not reduced
         steps = self.model(members[0]).steps
         for rank in members:
             assert self.model(rank).steps == steps, f"rank {rank} took other steps"
-        common = self.commons[commons.pop()] + Counter(steps)
-        done = common + self.discarded
-        counts = {batch: n for batch, n in done.items() if batch[0] == epoch}
-        twice = {batch: n for batch, n in counts.items() if n != 1}
-        assert not twice, f"epoch {epoch}: batches counted not once: {twice}"
-        once = _samples_by_batch(counts)
-        held = _samples_by_batch(counts.keys() & common.keys())
-        missing = [
-            batch
-            for batch in range(sizes.num_batches)
-            if once[batch] != sizes.run_of(batch)[0]
-        ]
+        common = self.commons[commons.pop()] + Counter(chain.from_iterable(steps))
+        done = _once(_of(epoch, common + self.discarded), f"epoch {epoch}")
+        missing = without([(0, sizes.num_samples)], done)
         assert not (whole and missing), f"epoch {epoch}: missing {missing[:9]}"
-        return frozenset(b for b, n in held.items() if n == sizes.run_of(b)[0])
+        held = joined(_of(epoch, common))
+        bounds = pairwise(map(sizes.position_of, range(sizes.num_batches + 1)))
+        return frozenset(
+            batch for batch, part in enumerate(bounds) if not without([part], held)
+        )
 
 
-def _samples_by_batch(parts: Iterable[Batch]) -> dict[int, int]:
-    """Samples of each global batch in parts of them, of which none overlap."""
-    ends: dict[int, int] = defaultdict(int)
-    samples: dict[int, int] = defaultdict(int)
-    for part in sorted(parts):
-        _, batch, start, stop = part
-        assert ends[batch] <= start < stop, f"{part}: the samples before were in twice"
-        ends[batch] = stop
-        samples[batch] += stop - start
-    return samples
+def _of(epoch: int, parts: Counter[Part]) -> list[Range]:
+    """Positions of an epoch in parts of several, as often as they are there."""
+    return [(start, stop) for e, start, stop in parts.elements() if e == epoch]
+
+
+def _once(ranges: Iterable[Range], where: str) -> list[Range]:
+    """Ranges that do not overlap, in order and joined."""
+    found = sorted(ranges)
+    for (_, before), (start, _) in pairwise(found):
+        assert before <= start, f"{where}: position {start} is in twice"
+    return joined(found)

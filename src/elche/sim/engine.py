@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elche.coordination.protocol.instructions import Abort, Instruction
+from elche.coordination.protocol.instructions import Abort, Instruction, Regroup
 from elche.errors import ElcheError
 from elche.sim.cluster import Cluster
 
@@ -42,7 +42,7 @@ class Collective:
     It ends ``cost_s`` after all have arrived, or earlier where its work could begin
     before: an arrival says since when its first part, of ``parts``, was ready. Ranks
     learn of the end one after the other. When a member dies, those who have not seen
-    the end by then see a failure.
+    the end by then see a failure; so does who hears of a death and waits for its end.
 
     Args:
         members: who takes part.
@@ -179,7 +179,7 @@ class Engine:
         wait = process.wait
         if isinstance(wait, Receive):
             self._wake(process, process.turn, None)
-        elif isinstance(wait, Collective) and isinstance(instruction, Abort):
+        elif isinstance(wait, Collective) and self._breaks_off(process, wait):
             self._wake(process, process.turn, False)
 
     def arrive(
@@ -289,10 +289,15 @@ class Engine:
             elif wait.failed:
                 at_s = self.now_s + self._link.latency_s
                 self.at(at_s, self._wake, process, process.turn, False)
-            elif any(isinstance(item, Abort) for item in process.inbox):
+            elif self._breaks_off(process, wait):
                 self.at(self.now_s, self._wake, process, process.turn, False)
         else:
             self.at(self.now_s + wait, self._wake, process, process.turn, None)
+
+    def _breaks_off(self, process: SimulatedProcess, wait: Collective) -> bool:
+        """Whether word has come that there is nothing more to wait for."""
+        words = (Abort,) if process.rank in wait.done_s else (Abort, Regroup)
+        return any(isinstance(item, words) for item in process.inbox)
 
     def _change_link(self) -> None:
         self._link = self.cluster.link_at(self.now_s)

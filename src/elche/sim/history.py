@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from elche.coordination.accounts.batch_ranges import Range
 from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import (
     Abort,
@@ -22,9 +23,11 @@ REDUCTION = "reduction"
 THROTTLE = "throttle"
 REGROUP = "regroup"
 START = "start"
-CAUSES = (DATA, LEASE, WINDOW_END, REDUCTION, THROTTLE, REGROUP, START)
+LEFT_OUT = "left out"
+CAUSES = (DATA, LEASE, WINDOW_END, REDUCTION, THROTTLE, REGROUP, START, LEFT_OUT)
 """What a rank waits for: its loader, a lease or grant, other ranks to end a window or
-step, a reduction, the slowest rank to catch up, a new group, runs and epochs to begin.
+step, a reduction, the slowest rank to catch up, a new group, runs and epochs to begin,
+to take part in steps again.
 """
 SYNC_WAIT = "sync wait"
 
@@ -120,7 +123,6 @@ class History:
         self.spans: list[Span] = []
         self.ranks: dict[int, RankHistory] = {}
         self.aborts: dict[int, Abort] = {}
-        self.aborted_s: dict[int, float] = {}
         self.finished: set[int] = set()
         self.recoveries: list[Recovery] = []
         self.windows = 0
@@ -128,7 +130,7 @@ class History:
         self.phases: list[Phase] = []
         self.choices: list[tuple[float, PolicyChosen]] = []
         self._seen: dict[Key, bytearray] = {}
-        self.trained: dict[Key, list[tuple[int, int, int, int]]] = defaultdict(list)
+        self.trained: dict[Key, list[tuple[int, int, int]]] = defaultdict(list)
         self.committed: dict[Key, frozenset[int]] = {}
         self.plans: dict[tuple[int, int, int], dict[int, Reduce]] = defaultdict(dict)
         self.shares: dict[tuple[int, int, int], set[tuple[int, ...]]] = defaultdict(set)
@@ -178,11 +180,11 @@ class History:
         }
         self.phases.append(Phase(policy, now_s, self.samples, self.windows, done))
 
-    def count(self, key: Key, batch: int, num_batches: int, samples: int) -> None:
-        """Counts a batch's samples once, however often it was trained on."""
+    def count(self, key: Key, num_samples: int, parts: Iterable[Range]) -> None:
+        """Counts an epoch's positions once, however often they were trained on."""
         seen = self._seen.get(key)
         if seen is None:
-            seen = self._seen[key] = bytearray(num_batches)
-        if not seen[batch]:
-            seen[batch] = 1
-            self.samples += samples
+            seen = self._seen[key] = bytearray(num_samples)
+        for start, stop in parts:
+            self.samples += seen.count(0, start, stop)
+            seen[start:stop] = b"\1" * (stop - start)

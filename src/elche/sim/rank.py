@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NoReturn
 
 from elche.cadence.throughput import CostEstimate
-from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes, Range
+from elche.coordination.accounts.epoch_parts import EpochRest
 from elche.coordination.agreement import Settings
-from elche.coordination.protocol.events import EpochOpened, Join, Left, Regrouped
+from elche.coordination.protocol.events import (
+    EpochOpened,
+    Failed,
+    Join,
+    JoinReady,
+    Left,
+    Regrouped,
+)
 from elche.coordination.protocol.instructions import (
+    Abort,
     BeginEpoch,
+    EndEpoch,
     GrantBatches,
     GrantSteps,
     Instruction,
@@ -21,14 +31,17 @@ from elche.coordination.protocol.instructions import (
     Regroup,
     Welcome,
 )
-from elche.coordination.protocol.messages import PROTOCOL_VERSION
+from elche.coordination.protocol.messages import PROTOCOL_VERSION, Runs
 from elche.sim.cluster import Cluster, Device
-from elche.sim.engine import Collective, Receive, Script
+from elche.sim.engine import AbortedError, Collective, Receive, Script
 from elche.sim.history import REGROUP, START, RankHistory
 from elche.sim.world import World
 
 LEFT_BEHIND = (GrantBatches, GrantSteps, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
+ALL_DEAD = "all who held the run's state have died"
+CANNOT_GO_ON = "ranks died where the others cannot take it up again"
+"""A rank's own errors, as a real one's."""
 PROBES = 3
 FIRST_PROBED_BYTES, MOST_PROBED_BYTES = 2**14, 2**22
 PROBE_GROWTH = 8
@@ -64,8 +77,12 @@ class Rank:
         sim: the run.
         rank: its number.
         device: what it trains on.
-        epoch_of: makes the script of an epoch, by the run's policy.
+        epoch_of: makes the script of an epoch, or a part of it, by the policy in force.
         is_new: it joins a run under way.
+
+    Attributes:
+        epoch: that is under way, or comes next.
+        rest: what is left of it, or was when this part of it began.
     """
 
     def __init__(
@@ -73,7 +90,7 @@ class Rank:
         sim: World,
         rank: int,
         device: Device,
-        epoch_of: Callable[[Rank, BeginEpoch], Script],
+        epoch_of: Callable[[Rank, BeginEpoch], Generator[Any, Any, EndEpoch]],
         *,
         is_new: bool,
     ) -> None:
@@ -83,7 +100,9 @@ class Rank:
         self.history = sim.history
         self.rank = rank
         self.device = device
-        self.run = 0
+        self.run = self.epoch = 0
+        self.whole = BatchSizes(sim.cluster.run.sizes)
+        self.rest = EpochRest.whole(self.whole)
         self.generation = 0
         self.sums: RankHistory = sim.history.ranks[rank]
         self.batch_cost = CostEstimate()
@@ -94,6 +113,7 @@ class Rank:
         self.is_back = False
         self._probe_s = 0.0
         self._is_new = is_new
+        self._is_part = False
         self._is_cold = True
         self._random = random.Random(f"{sim.cluster.run.seed}/{rank}")
         self._sigma = math.sqrt(math.log1p(device.jitter**2))
@@ -109,23 +129,38 @@ class Rank:
         """The whole life of the process."""
         run = self.sim.cluster.run
         for number in range(run.runs):
-            self.run = number
+            self.run, self.epoch = number, 0
             self.reduced, self.left_out = -1, frozenset()
+            began_s = self.now_s
             self.sim.send(join_of(self.sim.cluster, self.rank, self.device))
-            epoch = 0
-            while epoch < run.epochs:
-                began_s = self.now_s
-                begin = yield from self._begin(epoch)
-                self.history.wait(self.rank, START, began_s, self.now_s)
-                epoch = begin.epoch
-                if begin.policy != "sync":
-                    self.left_out = frozenset()
-                self.sizes = BatchSizes(begin.sizes, BatchCut(*begin.cut))
-                yield from self._epoch_of(self, begin)
-                epoch += 1
-                if run.pause_s:
-                    yield self._random.uniform(0.0, run.pause_s)
+            yield from self._welcome()
+            if self._is_new:
+                self.sim.send(JoinReady(rank=self.rank))
+            else:
+                yield from self._probe()
+            self.history.wait(self.rank, START, began_s, self.now_s)
+            while self.epoch < run.epochs:
+                yield from self._train()
             self.sim.send(Left(rank=self.rank))
+
+    def _train(self) -> Script:
+        """The next epoch, or what is left of one that was cut."""
+        began_s = self.now_s
+        begin = yield from self._begin()
+        self.history.wait(self.rank, START, began_s, self.now_s)
+        if begin.policy != "sync":
+            self.left_out = frozenset()
+        self.sizes = BatchSizes(begin.sizes, BatchCut(*begin.cut))
+        end = yield from self._epoch_of(self, begin)
+        self.rest = self.rest.after(end)
+        self._is_part = bool(self.rest.left.ranges) and not end.is_early
+        if self._is_part:
+            return
+        self.sim.epoch_ended(self.run, self.epoch, self.rank)
+        self.epoch += 1
+        self.rest = EpochRest.whole(self.whole)
+        if pause_s := self.sim.cluster.run.pause_s:
+            yield self._random.uniform(0.0, pause_s)
 
     def take(self) -> Instruction | None:
         """The next instruction in the inbox."""
@@ -157,22 +192,31 @@ class Rank:
             busy_s += device.first_batch_s
         return busy_s, is_warm or not device.first_batch_s
 
-    def trained(self, epoch: int, batch: int, start: int, stop: int) -> None:
-        """Notes what this rank has trained on: samples of a global batch."""
+    def parts_of(self, batch: int, start: int, stop: int) -> tuple[Range, ...]:
+        """The epoch's positions of some samples of a batch of its part under way."""
+        first = self.sizes.position_of(batch)
+        return self.rest.left.origins_of(((first + start, first + stop),)).ranges
+
+    def trained(self, parts: Sequence[Range]) -> None:
+        """Notes positions of the epoch that this rank has trained on."""
+        key, history = (self.run, self.epoch), self.history
         self.sums.batches += 1
-        self.sums.samples += stop - start
-        if self.history.has_details:
-            self.history.trained[self.run, epoch].append(
-                (self.rank, batch, start, stop)
-            )
+        self.sums.samples += sum(stop - start for start, stop in parts)
+        history.count(key, self.whole.num_samples, parts)
+        if history.has_details:
+            history.trained[key] += [(self.rank, *part) for part in parts]
 
     def regroup(
-        self, regroup: Regroup, epoch: int, opened: EpochOpened | None = None
-    ) -> Generator[Any, Any, bool]:
-        """Forms the group of a new generation; False if that failed.
+        self, regroup: Regroup, said: object
+    ) -> Generator[Any, Any, dict[int, Any] | None]:
+        """Forms the group of a new generation.
 
-        An epoch that was opened is opened again before the word that the group stands:
-        the rank that speaks for all may be another one now.
+        Args:
+            regroup: the coordinator's word of it.
+            said: what this rank has all others know.
+
+        Returns:
+            What each has said; None: one has died, and another group will be formed.
         """
         began_s = self.now_s
         self.changed.update(regroup.left, regroup.joined)
@@ -180,26 +224,63 @@ class Rank:
             ("group", self.run, regroup.generation),
             self.rank,
             lambda: Collective(
-                self.sim.groups[regroup.generation],
-                self.sim.cluster.run.regroup_s,
+                self.sim.groups[regroup.generation], self.sim.cluster.run.regroup_s
             ),
         )
+        group.value = group.value or {}
+        group.value[self.rank] = said
         formed: bool = yield group
         self.history.wait(self.rank, REGROUP, began_s, self.now_s)
-        if formed:
-            self.generation = regroup.generation
-            self.is_back = True
-            if opened is not None:
-                self.sim.send(opened)
-            self.sim.send(
-                Regrouped(
-                    rank=self.rank,
-                    generation=regroup.generation,
-                    epoch=epoch,
-                    reduced=self.reduced,
-                )
+        if not formed:
+            return None
+        self.generation = regroup.generation
+        self.is_back = True
+        found: dict[int, Any] = group.value
+        return found
+
+    def say_regrouped(self, reduced: int, lost: Runs = ()) -> None:
+        """The group stands, and what was open is settled in it."""
+        self.sim.send(
+            Regrouped(
+                rank=self.rank,
+                generation=self.generation,
+                epoch=self.epoch,
+                reduced=reduced,
+                lost=lost,
             )
-        return formed
+        )
+
+    def hand_over(
+        self, what: str, source: int, *number: int
+    ) -> Generator[Any, Any, bool]:
+        """Something as large as the model goes from one rank to all of the group.
+
+        Returns:
+            Whether it has come; False: one has died.
+        """
+        began_s, members = self.now_s, self.sim.groups[self.generation]
+        link, run = self.engine.link, self.sim.cluster.run
+        has_come: bool = yield self.engine.arrive(
+            (what, self.run, self.generation, source, *number),
+            self.rank,
+            lambda: Collective(
+                members, link.broadcast_s(run.model_bytes, len(members))
+            ),
+        )
+        self.history.wait(self.rank, REGROUP, began_s, self.now_s)
+        return has_come
+
+    def fail(self, error: str) -> NoReturn:
+        """Ends as a loop that raises, unless the run has ended before.
+
+        Raises:
+            AbortedError: always.
+        """
+        while self.take() is not None:
+            pass
+        self.history.aborts[self.rank] = Abort(rank=self.rank, reason=error)
+        self.sim.send(Failed(rank=self.rank, error=error, traceback=""))
+        raise AbortedError(error)
 
     def goes_on(self) -> None:
         """Trains, or has ended its epoch, after a change of the membership."""
@@ -207,43 +288,60 @@ class Rank:
         self.history.going_again(self.rank, self.changed, self.now_s)
         self.changed.clear()
 
-    def _begin(self, epoch: int) -> Generator[Any, Any, BeginEpoch]:
+    def _begin(self) -> Generator[Any, Any, BeginEpoch]:
         """Waits for the epoch to begin; forms new groups meanwhile."""
-        opened: EpochOpened | None = None
-        if epoch or not self._is_new:
-            if epoch == 0:
-                yield from self._welcome()
-                yield from self._probe()
-            plans = self.sim.cluster.run.plans
-            opened = EpochOpened(
-                rank=self.rank,
-                epoch=epoch,
-                sizes=self.sim.cluster.run.sizes,
-                plan=plans[epoch] if epoch < len(plans) else "",
-                probe_s=self._probe_s,
-            )
-            self.sim.send(opened)
+        if not self._is_new:
+            self._open()
         while True:
             while (instruction := self.take()) is None:
-                yield Receive(f"epoch {epoch} to begin")
+                yield Receive(f"epoch {self.epoch} to begin")
             if isinstance(instruction, BeginEpoch):
-                break
-            if isinstance(instruction, Welcome):
-                self.generation = instruction.generation
-            elif isinstance(instruction, Regroup):
-                yield from self.regroup(instruction, epoch - 1, opened)
+                return instruction
+            if isinstance(instruction, Regroup):
+                yield from self._regroup_between(instruction)
             else:
                 assert isinstance(instruction, LEFT_BEHIND), instruction
-        if opened is None:  # a newcomer forms the group with the others
-            self._is_new = False
-            joined = Regroup(
+
+    def _open(self) -> None:
+        """Opens the epoch, or the rest of it."""
+        plans = self.sim.cluster.run.plans
+        is_planned = self.epoch < len(plans) and not self._is_part
+        self.sim.send(
+            EpochOpened(
                 rank=self.rank,
-                generation=self.generation,
-                left=(),
-                joined=(self.rank,),
+                epoch=self.epoch,
+                sizes=self.rest.part_sizes.runs,
+                plan=plans[self.epoch] if is_planned else "",
+                probe_s=self._probe_s,
+                continues=self._is_part,
             )
-            yield from self.regroup(joined, instruction.epoch)
-        return instruction
+        )
+
+    def _regroup_between(self, regroup: Regroup) -> Script:
+        """Forms the next group; who is new takes over from the first that is not.
+
+        The epoch is opened again: the rank that speaks for all may be another one now.
+        """
+        self.left_out = frozenset()
+        mine = None if self._is_new else (self.epoch, self.rest)
+        said = yield from self.regroup(regroup, mine)
+        if said is None:
+            return
+        held = {rank: state for rank, state in said.items() if state is not None}
+        if len(held) < len(said):
+            if not held:
+                self.fail(ALL_DEAD)
+            source = min(held)
+            if not (yield from self.hand_over("state", source)):
+                return
+            if self._is_new:
+                self.epoch, self.rest = held[source]
+                self._is_new, self._is_part = False, True
+                if self.sim.books is not None:
+                    self.sim.books[self.run].take_steps(self.rank, source)
+            yield from self._probe()
+        self._open()
+        self.say_regrouped(-1)
 
     def _welcome(self) -> Generator[Any, Any, None]:
         while (instruction := self.take()) is None:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from elche.coordination.accounts.batch_ranges import Range
+
 
 @dataclass(slots=True)
 class Loaded:
@@ -15,6 +17,7 @@ class Loaded:
         number: of the batch or step.
         samples: to load.
         counted: of them, those that are this rank's own.
+        parts: their positions in the epoch.
         ready_s: when it is loaded.
         load_s: how long loading takes.
         was_late: the loader stood idle until its lease came.
@@ -23,6 +26,7 @@ class Loaded:
     number: int
     samples: int
     counted: int
+    parts: tuple[Range, ...]
     ready_s: float = 0.0
     load_s: float = 0.0
     was_late: bool = False

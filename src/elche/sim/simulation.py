@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.protocol.events import Disconnected, Event, Failed, Tick
 from elche.coordination.protocol.instructions import (
     BeginEpoch,
+    EndEpoch,
     Instruction,
     PolicyChosen,
     Reduce,
@@ -23,7 +25,6 @@ from elche.coordination.state import Coordinator
 from elche.errors import ElcheError
 from elche.sim.books import Books
 from elche.sim.cluster import Cluster, Device, Fault
-from elche.sim.engine import Script
 from elche.sim.history import History, RankHistory
 from elche.sim.rank import Rank
 from elche.sim.sync_worker import SimulatedSyncEpoch
@@ -105,7 +106,7 @@ class Simulation(World):
         self.watch = watch or Watch()
         history = History(details=self.watch.details, spans=self.watch.spans)
         super().__init__(cluster, history)
-        self.core = Coordinator(cluster.world_size, elastic=True)
+        self.core = Coordinator(cluster.world_size, survives=True)
         self.load = CoordinatorLoad()
         self.events: list[Event] = []
         self.epoch_plans: list[str] = []
@@ -150,22 +151,23 @@ class Simulation(World):
         """Ranks whose processes run."""
         return sorted(r for r, p in self.engine.processes.items() if p.is_alive)
 
-    def _epoch_of(self, rank: Rank, begin: BeginEpoch) -> Script:
-        """A rank's epoch."""
+    def _epoch_of(self, rank: Rank, begin: BeginEpoch) -> Generator[Any, Any, EndEpoch]:
+        """A rank's epoch, or a part of it."""
         self._began.setdefault((rank.run, begin.epoch), set()).add(rank.rank)
         if begin.policy == "sync":
             steps = SimulatedSyncEpoch(rank, begin)
-            yield from steps.train()
+            end = yield from steps.train()
+            if end is not None:
+                return end
             switch = steps.switch
-            if switch is None:
-                return
+            assert switch is not None
             begin = replace(
                 begin, policy=switch.policy, window=switch.window, cut=switch.cut
             )
             rank.sizes = rank.sizes.cut_by(BatchCut(*switch.cut))
             inbox = self.engine.processes[rank.rank].inbox
             inbox.extendleft(reversed(steps.later))
-        yield from SimulatedWindowEpoch(rank, begin).train()
+        return (yield from SimulatedWindowEpoch(rank, begin).train())
 
     def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
         """A rank has ended an epoch: when all have, their models are compared."""
@@ -239,7 +241,8 @@ class Simulation(World):
             elif getattr(instruction, "plan", ""):
                 self.epoch_plans.append(instruction.plan)  # type: ignore[union-attr]
         for generation, members in groups.items():
-            self.groups[generation] = frozenset(members)
+            # One that a newcomer is welcomed to stands already, without it.
+            self.groups.setdefault(generation, frozenset(members))
 
     def _note_policy(self, told: list[Instruction]) -> None:
         """Remembers what ``auto`` chose, and when which policy began."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import WindowReduced
@@ -28,22 +29,45 @@ from elche.coordination.protocol.instructions import (
     Regroup,
     SwitchPolicy,
 )
+from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepReports
 from elche.sim.engine import Collective, Receive, Script
-from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, WINDOW_END
+from elche.sim.history import (
+    DATA,
+    LEASE,
+    LEFT_OUT,
+    REDUCTION,
+    REGROUP,
+    WINDOW_END,
+)
+from elche.sim.rank import CANNOT_GO_ON, Rank
 from elche.sim.simulated_loader import Loaded, Loader
-
-if TYPE_CHECKING:
-    from elche.sim.rank import Rank
 
 FORWARD_PART = 1.0 / 3.0
 BYTES_PER_MIB = 2**20
 NOTHING = BatchCost(samples=0, busy_s=0.0, data_wait_s=0.0)
 
 
+@dataclass(slots=True)
+class _Computed:
+    """A step of which this rank has computed its part.
+
+    Attributes:
+        item: the step.
+        ready_s: when its first gradients were there, or the group to reduce them in.
+        ended_s: when all of them were.
+        cost: so far.
+    """
+
+    item: Loaded
+    ready_s: float
+    ended_s: float
+    cost: BatchCost
+
+
 class SimulatedSyncEpoch:
-    """Trains on this rank's share of every global batch.
+    """Trains on this rank's share of every global batch of an epoch, or a part of it.
 
     Ends early, with ``switch`` set, where windows take over (``auto``); instructions
     that came after that are ``later``.
@@ -62,48 +86,58 @@ class SimulatedSyncEpoch:
         self._end: EndEpoch | None = None
         self._regroup: Regroup | None = None
         self._adopt: Adopt | None = None
-        self._has_changed = False
+        self._has_changed = self._has_said = False
+        self._in_hand: _Computed | None = None
+        self._members_before = rank.sim.groups[rank.generation]
+        self._lost = LostRanks()
+        self._break_at = rank.sim.break_at(rank.rank, begin.epoch)
         self.switch: SwitchPolicy | None = None
         self.later: list[Instruction] = []
         rank.reduced = -1
 
-    def train(self) -> Script:
-        """The epoch, to its end."""
+    def train(self) -> Generator[Any, Any, EndEpoch | None]:
+        """To its end; None: windows take over."""
         rank = self._rank
-        break_at = self._sim.break_at(rank.rank, self._epoch)
         while True:
             rank.take_all(self._handle)
-            if self._regroup is not None:
-                yield from self._reform(self._regroup)
-            elif self._adopt is not None:
+            if self._adopt is not None:
                 yield from self._take_over(self._adopt)
+            elif self._regroup is not None and self._end is None:
+                yield from self._reform(self._regroup)
             elif self._has_changed:
                 yield from self._join_others()
             elif self._end is not None:
                 break
+            elif self._in_hand is not None:
+                yield from self._reduce(self._in_hand)
             elif self.switch is not None and self.switch.step <= rank.reduced + 1:
                 self._report()
-                return
-            elif not self._loader.has_work:
+                return None
+            elif self._is_over or not self._loader.has_work:
                 yield from self._wait()
-            elif (done := (yield from self._take_step())) is not None:
-                item, cost = done
-                self._trained(item)
-                if item.number + 1 == break_at:
-                    yield from self._leave(break_at, cost)
-                    break
-                self._account(item.number, cost)
-        if rank.is_back:
+            else:
+                yield from self._compute()
+        if self._lost.is_settled:
+            rank.left_out = frozenset()
+        if self._regroup is not None:
+            self._sim.engine.processes[rank.rank].inbox.appendleft(self._regroup)
+        elif rank.is_back:
             rank.goes_on()
-        self._sim.epoch_ended(rank.run, self._epoch, rank.rank)
+        return self._end
 
-    def _leave(self, step: int, cost: BatchCost) -> Script:
+    @property
+    def _is_over(self) -> bool:
+        """Whether no step is run any more, as ranks have died."""
+        return self._lost.is_over(self._rank.reduced + 1)
+
+    def _leave(self, cost: BatchCost) -> Script:
         """The loop has broken off; takes part with nothing in what is granted.
 
         A real rank does so only in what the others have begun; here nobody waits for
         an arrival that is for nothing.
         """
         self._report()
+        step = self._rank.reduced + 1
         left = self._reports.left(step, cost, (), passes=step)
         self._sim.send(left)
         self._pass_over(step - 1)
@@ -124,32 +158,21 @@ class SimulatedSyncEpoch:
             self._reports.close(backward_passes=0)
             self._reports.take()
 
-    def _trained(self, item: Loaded) -> None:
-        """Notes this rank's part of a step."""
-        rank = self._rank
-        start = self._start()
-        rank.trained(self._epoch, item.number, start, start + item.counted)
-        rank.history.samples += item.counted
-        rank.history.windows += rank.rank == 0
-
-    def _start(self) -> int:
-        """Where this rank's part of the step under way begins."""
-        grant = self._reports.under_way
-        assert grant is not None
-        return sum(grant.shares[: self._rank.rank])
-
     def _wait(self) -> Script:
         """Nothing is granted: the end of the epoch, or a change of the membership."""
         rank, began_s = self._rank, self._rank.now_s
-        number = rank.reduced + 1
+        number, is_left_out = rank.reduced + 1, rank.rank in rank.left_out
         self._report()
+        if self._is_over and not (self._has_said or is_left_out):
+            self._has_said = True
+            self._say_taken(number - 1, 0.0)
         yield Receive(f"the grant of step {number} of {rank.sizes.num_batches}")
-        is_over = number == rank.sizes.num_batches
-        cause = WINDOW_END if is_over else LEASE
+        is_over = self._is_over or number == rank.sizes.num_batches
+        cause = LEFT_OUT if is_left_out else WINDOW_END if is_over else LEASE
         rank.history.wait(rank.rank, cause, began_s, rank.now_s)
 
-    def _take_step(self) -> Generator[Any, Any, tuple[Loaded, BatchCost] | None]:
-        """Runs this rank's part of the next step; None: the group has changed."""
+    def _compute(self) -> Script:
+        """Computes this rank's part of the next step."""
         rank = self._rank
         if rank.is_back:
             rank.goes_on()
@@ -173,36 +196,40 @@ class SimulatedSyncEpoch:
         rank.sums.compute_s += compute_s
         rank.sums.load_s += item.load_s
         rank.history.batch(rank.rank, f"step {item.number}", began_s, rank.now_s)
-        ended_s = rank.now_s
-        if not (yield from self._reduce(item, began_s + forward_s)):
-            yield from self._await_regroup()
-            return None
-        return item, BatchCost(
+        rank.trained(item.parts)
+        cost = BatchCost(
             samples=item.counted,
             busy_s=data_wait_s + compute_s,
             data_wait_s=data_wait_s,
-            sync_wait_s=rank.now_s - ended_s,
             is_timed=is_warm,
         )
+        ready_s = began_s + forward_s
+        self._in_hand = _Computed(item, ready_s, rank.now_s, cost)
 
-    def _reduce(self, item: Loaded, ready_s: float) -> Generator[Any, Any, bool]:
-        """The step's reduction; False: a rank is gone, and it has failed."""
-        rank, ended_s = self._rank, self._rank.now_s
-        collective = self._arrive(item, ready_s)
+    def _reduce(self, step: _Computed) -> Script:
+        """Sums the step in hand; where a rank dies before that, it stays in hand."""
+        rank, began_s = self._rank, self._rank.now_s
+        collective = self._arrive(step.item, step.ready_s)
         if not (yield collective):
-            return False
+            yield from self._await_regroup()
+            return
         if self._sim.books is not None:
-            self._sim.books[rank.run].took_step(
-                rank.rank,
-                (self._epoch, *rank.sizes.part_of(item.number)),
-                collective.value,
-                rank.sizes.run_of(item.number)[0],
-            )
-        rank.reduced = item.number
-        last_s = max(ended_s, min(rank.now_s, collective.last_arrival_s))
-        rank.history.wait(rank.rank, WINDOW_END, ended_s, last_s)
+            books = self._sim.books[rank.run]
+            books.took_step(rank.rank, self._epoch, collective.value.values())
+        last_s = max(began_s, min(rank.now_s, collective.last_arrival_s))
+        rank.history.wait(rank.rank, WINDOW_END, began_s, last_s)
         rank.history.wait(rank.rank, REDUCTION, last_s, rank.now_s)
-        return True
+        self._took(step)
+        if step.item.number + 1 == self._break_at:
+            yield from self._leave(step.cost)
+        else:
+            self._account(step.item.number, step.cost)
+
+    def _took(self, step: _Computed) -> None:
+        """The step in hand is in the model."""
+        rank, self._in_hand = self._rank, None
+        rank.reduced = step.item.number
+        step.cost.sync_wait_s = rank.now_s - step.ended_s
 
     def _arrive(self, item: Loaded, ready_s: float) -> Collective:
         rank = self._rank
@@ -212,7 +239,9 @@ class SimulatedSyncEpoch:
             self._new,
             ready_s,
         )
-        collective.value[rank.rank] = self._start(), item.counted
+        collective.value[rank.rank] = item.parts
+        is_whole = len(collective.arrived) == len(collective.members)
+        rank.history.windows += is_whole
         return collective
 
     def _await_regroup(self) -> Script:
@@ -225,13 +254,43 @@ class SimulatedSyncEpoch:
         rank.history.wait(rank.rank, REGROUP, began_s, rank.now_s)
 
     def _reform(self, regroup: Regroup) -> Script:
-        """Forms the new group. What was granted in the old one is void."""
-        self._regroup = None
+        """Forms the next group, and settles in it which steps are run."""
+        rank, self._regroup = self._rank, None
         self._report()
         self._reports.void()
-        self._loader.discard()
-        if not (yield from self._rank.regroup(regroup, self._epoch)):
+        passes, place = rank.reduced + 1, None
+        if rank.rank not in rank.left_out:
+            begun = passes if self._in_hand is not None else rank.reduced
+            place = StepPlace(passes, first=passes, begun=begun)
+        said = yield from rank.regroup(regroup, place)
+        if said is None or not (yield from self._settle(said)):
             yield from self._await_regroup()
+            return
+        self._lost.confirm()
+        self._has_said = False
+        assert self._lost.last is not None
+        rank.say_regrouped(self._lost.last, self._lost.to_wire())
+
+    def _settle(self, said: dict[int, StepPlace | None]) -> Generator[Any, Any, bool]:
+        """By where all are; who lacks the sums of the last step takes them."""
+        rank = self._rank
+        places = {each: said[each] for each in sorted(said)}
+        there = {each: at for each, at in places.items() if at is not None}
+        found = settle([*there.values()])
+        self._lost.take(self._members_before - said.keys(), found)
+        if found.source is not None:
+            source = [*there][found.source]
+            if not (yield from rank.hand_over("sums", source)):
+                return False
+            place = there.get(rank.rank)
+            if place is not None and place.passes < found.passes:
+                assert self._in_hand is not None
+                if self._sim.books is not None:
+                    self._sim.books[rank.run].take_steps(rank.rank, source)
+                self._took(self._in_hand)
+        if self._in_hand is not None:
+            self._in_hand.ready_s = rank.now_s  # all of it is sent anew
+        return True
 
     def _join_others(self) -> Script:
         """Forms the group of those who are not left out, and finds its buckets."""
@@ -257,28 +316,22 @@ class SimulatedSyncEpoch:
         """Takes the model of the rank that has taken most steps, with all ranks."""
         rank, began_s = self._rank, self._rank.now_s
         self._adopt = None
-        members = self._sim.groups[rank.generation]
-        link, run = rank.engine.link, self._sim.cluster.run
-        taken = yield rank.engine.arrive(
-            ("adopt step", rank.run, rank.generation, self._epoch, adopt.window),
-            rank.rank,
-            lambda: Collective(
-                members, link.broadcast_s(run.model_bytes, len(members))
-            ),
-        )
-        rank.history.wait(rank.rank, REGROUP, began_s, rank.now_s)
-        if not taken:
-            yield from self._await_regroup()
-            return
+        number = self._epoch, adopt.window
+        if not (yield from rank.hand_over("adopt step", adopt.source, *number)):
+            rank.fail(CANNOT_GO_ON)
         if self._sim.books is not None:
             self._sim.books[rank.run].take_steps(rank.rank, adopt.source)
         rank.reduced = adopt.window
+        self._say_taken(adopt.window, rank.now_s - began_s)
+
+    def _say_taken(self, step: int, sync_s: float) -> None:
+        """The model is that after a step."""
         self._sim.send(
             WindowReduced(
-                rank=rank.rank,
+                rank=self._rank.rank,
                 epoch=self._epoch,
-                window=adopt.window,
-                sync_s=rank.now_s - began_s,
+                window=step,
+                sync_s=sync_s,
                 wait_s=0.0,
                 divergence=0.0,
                 adopted_at=0,
@@ -307,8 +360,7 @@ class SimulatedSyncEpoch:
             self._end = instruction
             return
         if isinstance(instruction, Regroup):
-            self._regroup, self._adopt = instruction, None
-            rank.left_out, self._has_changed = frozenset(), False
+            self._regroup, self._has_changed = instruction, False
             return
         if isinstance(instruction, Adopt):
             self._adopt = instruction
@@ -323,7 +375,8 @@ class SimulatedSyncEpoch:
         ):
             return
         assert isinstance(instruction, GrantSteps), instruction
-        self._reports.granted(instruction)
+        if not self._lost.is_settled:
+            self._reports.granted(instruction)
         shares, counted = instruction.shares, instruction.shares[rank.rank]
         few = min(self._sim.cluster.run.min_share_samples, sum(shares))
         steps = range(instruction.start, instruction.stop)
@@ -331,13 +384,20 @@ class SimulatedSyncEpoch:
             for step in steps:
                 assert sum(shares) == rank.sizes.run_of(step)[0]
                 rank.history.shares[rank.run, self._epoch, step].add(shares)
+        start = sum(shares[: rank.rank])
+        own = start, start + counted
         self._loader.push(
-            (Loaded(step, counted or few, counted) for step in steps), rank.now_s
+            (
+                Loaded(step, counted or few, counted, rank.parts_of(step, *own))
+                for step in steps
+            ),
+            rank.now_s,
         )
 
     def _account(self, number: int, cost: BatchCost) -> None:
         """A step is done; a grant's report waits for the next one's backward pass."""
-        self._report()  # of a membership that has taken no step since
+        if self._lost.is_settled:
+            return  # what was begun before the death is not reported
         grant = self._reports.under_way
         if self._reports.step_done(number, cost):
             assert grant is not None

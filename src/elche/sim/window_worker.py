@@ -6,7 +6,8 @@ happens here in virtual time. The decisions are the same code. Pure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Generator
+from typing import Any
 
 from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import EpochLeft, WindowClosed, WindowReduced
@@ -14,6 +15,7 @@ from elche.coordination.protocol.instructions import (
     Adopt,
     BeginEpoch,
     CloseWindow,
+    EndEpoch,
     GrantBatches,
     Instruction,
     MetricsReported,
@@ -26,10 +28,8 @@ from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, THROTTLE, WINDOW_END
+from elche.sim.rank import Rank
 from elche.sim.simulated_loader import Loaded, Loader
-
-if TYPE_CHECKING:
-    from elche.sim.rank import Rank
 
 
 class SimulatedWindowEpoch:
@@ -57,14 +57,15 @@ class SimulatedWindowEpoch:
         self._bad = frozenset(rank.sim.cluster.run.bad_batches)
         self._is_finite = True
         self._in_flight: Collective | None = None
+        self._last: Reduce | None = None
         self._handed_out = 0
         self._break_at = rank.sim.break_at(rank.rank, begin.epoch)
         self._is_leaving = False
         self._closed_s = 0.0
         self._waited_s = self._held_s = 0.0
 
-    def train(self) -> Script:
-        """The epoch, to its end."""
+    def train(self) -> Generator[Any, Any, EndEpoch]:
+        """The epoch, or a part of it, to its end."""
         rank, loop, loader = self._rank, self._loop, self._loader
         inbox = self._engine.processes[rank.rank].inbox
         while True:
@@ -81,11 +82,13 @@ class SimulatedWindowEpoch:
                 rank.goes_on()
             if action.do is Do.TRAIN:
                 yield from self._train_on(loader.take(rank.now_s))
-            elif action.do is Do.STOP:
-                break
+            elif loop.end is not None and action.do in (Do.STOP, Do.REGROUP):
+                if action.do is Do.REGROUP:  # between epochs
+                    assert action.instruction is not None
+                    inbox.appendleft(action.instruction)
+                return loop.end
             else:
                 yield from self._carry_out(action)
-        self._sim.epoch_ended(rank.run, self._epoch, rank.rank)
 
     def _train_on(self, item: Loaded) -> Script:
         rank, engine = self._rank, self._engine
@@ -102,18 +105,13 @@ class SimulatedWindowEpoch:
         rank.sums.compute_s += compute_s
         rank.sums.load_s += item.load_s
         rank.history.batch(rank.rank, f"batch {item.number}", ready_s, now_s)
-        part = rank.sizes.part_of(item.number)
-        rank.trained(self._epoch, *part)
-        rank.history.count(
-            (rank.run, self._epoch),
-            item.number,
-            rank.sizes.num_batches,
-            item.samples,
-        )
+        rank.trained(item.parts)
         if self._sim.books is not None:
             books = self._sim.books[rank.run]
-            books.model(rank.rank).drift.append((self._epoch, *part))
-        self._is_finite &= part[0] not in self._bad
+            books.trained(rank.rank, self._epoch, item.parts)
+        if self._bad:
+            whole = {int(rank.whole.batches_in(start)) for start, _ in item.parts}
+            self._is_finite &= not whole & self._bad
         cost = BatchCost(
             samples=item.samples,
             busy_s=now_s - began_s,
@@ -149,15 +147,11 @@ class SimulatedWindowEpoch:
             yield from self._reduce(instruction, self._in_flight)
         elif action.do is Do.ADOPT:
             assert isinstance(instruction, Adopt)
-            yield from self._adopt(instruction)
+            assert self._loop.reduced_window >= instruction.window
+            self._adopted(instruction, rank.now_s)  # as all have, in their new group
         else:
             assert isinstance(instruction, Regroup)
-            self._report()
-            if (yield from rank.regroup(instruction, self._epoch)):
-                self._loop.regrouped()
-                self._in_flight = None
-            else:
-                yield from self._await_regroup()
+            yield from self._reform(instruction)
 
     def _wait(self, action: Action) -> Script:
         rank, began_s = self._rank, self._engine.now_s
@@ -281,26 +275,31 @@ class SimulatedWindowEpoch:
             rank.history.adopted[rank.run, rank.rank].append(said)
         self._sim.send(said)
 
-    def _adopt(self, adopt: Adopt) -> Script:
-        rank, began_s = self._rank, self._rank.now_s
-        key = ("adopt", rank.run, rank.generation, adopt.window)
-        members = self._sim.groups[rank.generation]
-        link, run = self._engine.link, self._sim.cluster.run
-        taken = yield self._engine.arrive(
-            key,
-            rank.rank,
-            lambda: Collective(
-                members, link.broadcast_s(run.model_bytes, len(members))
-            ),
-        )
-        rank.history.wait(rank.rank, REGROUP, began_s, rank.now_s)
-        if not taken:
+    def _reform(self, regroup: Regroup) -> Script:
+        """Forms the next group; who lacks the last result takes it in it."""
+        rank, loop, last = self._rank, self._loop, self._last
+        self._report()
+        lacks = last is not None and loop.reduced_window < last.window
+        holds = last is not None and not lacks
+        said = yield from rank.regroup(regroup, (lacks, holds))
+        if said is None:
             yield from self._await_regroup()
             return
-        if self._sim.books is not None:
-            books = self._sim.books[rank.run]
-            books.take(rank.rank, adopt.source, adopt.window)
-        self._adopted(adopt, began_s)
+        holders = [each for each in sorted(said) if said[each][1]]
+        if holders and any(lack for lack, _ in said.values()):
+            if not (yield from rank.hand_over("result", holders[0])):
+                yield from self._await_regroup()
+                return
+            if lacks:
+                assert last is not None
+                loop.reduced(rank.now_s)
+                rank.reduced = loop.reduced_window
+                if self._sim.books is not None:
+                    books = self._sim.books[rank.run]
+                    books.take(rank.rank, holders[0], last.window)
+        loop.regrouped()
+        self._in_flight = None
+        rank.say_regrouped(rank.reduced)
 
     def _await_regroup(self) -> Script:
         """A member is gone; the coordinator will say what is next."""
@@ -330,22 +329,22 @@ class SimulatedWindowEpoch:
                 return
             start, stop = instruction.start, instruction.stop
             self._reports.granted(instruction)
-            samples_in = rank.sizes.samples_in
-            self._loader.push(
-                (
-                    Loaded(batch, samples := samples_in(batch, batch + 1), samples)
-                    for batch in range(start, stop)
-                ),
-                rank.now_s,
-            )
+            self._loader.push(map(self._loaded, range(start, stop)), rank.now_s)
             return
         if isinstance(instruction, (MetricsReported, PolicyChosen)):
             return
         if isinstance(instruction, CloseWindow) and instruction.drain:
             self._discard()
+        if isinstance(instruction, Reduce):
+            self._last = instruction
         if isinstance(instruction, OpenWindow) and rank.history.has_details:
             rank.history.opened[rank.run, rank.rank].append(instruction)
         self._loop.handle(instruction, rank.now_s)
+
+    def _loaded(self, batch: int) -> Loaded:
+        samples, _ = self._rank.sizes.run_of(batch)
+        parts = self._rank.parts_of(batch, 0, samples)
+        return Loaded(batch, samples, samples, parts)
 
     def _discard(self) -> None:
         self._report()

@@ -70,6 +70,5 @@ class World(ABC):
         instruction = inbox.popleft()
         if isinstance(instruction, Abort):
             self.history.aborts[rank] = instruction
-            self.history.aborted_s[rank] = self.engine.now_s
             raise AbortedError(instruction.reason)
         return instruction

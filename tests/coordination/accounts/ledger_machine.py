@@ -178,15 +178,6 @@ class LedgerMachine(RuleBasedStateMachine):
             reach("deaths in a reduction")
         reach("deaths")
 
-    @precondition(lambda self: len(self.holders) < 3 and self.is_under_way())
-    @rule()
-    def join(self) -> None:
-        self.ledger.add(self.next_holder)
-        self.holders.append(self.next_holder)
-        self.leases[self.next_holder] = []
-        self.next_holder += 1
-        reach("joins")
-
     @precondition(lambda self: self.has_closed())
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:

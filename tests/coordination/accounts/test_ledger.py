@@ -22,7 +22,6 @@ STEPS = 40
     "leases given back",
     "deaths",
     "deaths in a reduction",
-    "joins",
     "discarded updates",
     "epochs left early",
     "resumed runs",

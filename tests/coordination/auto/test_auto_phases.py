@@ -142,16 +142,14 @@ def test_without_a_rank_the_other_takes_all_steps_and_nothing_is_chosen(
     told = [policy.handle(done(first, rank, 0.0), 1.0) for rank in range(2)]
     (second,) = granted(told[1].instructions)
     assert (second.start, policy._phase) == (1, _Phase.CALIBRATING)
-    policy.remove(1)
-    outcome = policy.regrouped({0: 0}, 1.0)
-    waiting = granted(outcome.instructions)
+    lose(policy, 1, 1, [0])
+    waiting = begin(policy, 0, sync_s=0.0001)
     assert len(waiting) > 1
     while waiting:
-        assert not outcome.epoch_over
         outcome = policy.handle(done(waiting.pop(0), 0), 1.0)
         waiting += granted(outcome.instructions)
         assert not any(isinstance(each, SwitchPolicy) for each in outcome.instructions)
-    assert outcome.epoch_over
+        assert outcome.epoch_over == (not waiting)
     assert (policy.name, policy._phase) == ("sync", _Phase.FIXED)
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.delivered_times import BatchCost
-from elche.coordination.accounts.epoch_parts import PartRanges
+from elche.coordination.accounts.epoch_parts import EpochRest, PartRanges
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import (
     Disconnected,
@@ -163,7 +163,7 @@ class Rank:
         self.at_begin: list[int] = []
         self.grants: dict[int, GrantSteps] = {}
         self.end: EndEpoch | None = None
-        self.part, self.part_steps = PartRanges(((0, world.sizes.num_samples),)), 0
+        self.rest = EpochRest.whole(world.sizes)
         self.is_new = self.is_apart = self.is_part = rank >= ranks
         self.opened: EpochOpened | None = None
 
@@ -223,28 +223,15 @@ class Rank:
     def go_on(self) -> Script:
         """The rest of the epoch."""
         world = self.world
-        while self.part.num_positions:
-            part, sizes = self.part, self.part.sizes_in(world.sizes)
-            if self.part_steps:
-                sizes = part.steps_in(world.sizes, self.part_steps)
+        while self.rest.left.num_positions:
+            sizes = self.rest.part_sizes
             yield from self.begin(sizes)
-            yield from self.train(part, sizes)
+            yield from self.train(self.rest.left, sizes)
             assert self.end is not None
-            self.follow(self.end, sizes)
+            self.rest, self.is_part = self.rest.after(self.end), True
         self.span += 1  # the epoch is over, and what is open of it
         yield from self.backward()
         world.tell(Left(rank=self.rank))
-
-    def follow(self, end: EndEpoch, sizes: BatchSizes) -> None:
-        """What is left, in as many steps as `EpochCourse` counts."""
-        self.is_part = True
-        left = sum(stop - start for start, stop in end.left)
-        if end.steps or not self.part_steps:
-            self.part_steps = end.steps
-        else:
-            done = round(sizes.batches_in(sizes.num_samples - left))
-            self.part_steps = sizes.num_batches - done
-        self.part = self.part.origins_of(end.left)
 
     def begin(self, sizes: BatchSizes) -> Script:
         """Opens the epoch, or its next part, with all."""
@@ -446,13 +433,13 @@ class Rank:
 
     def take_over(self) -> Script:
         """The state of the first rank that has it; newcomers lack it."""
-        held = self.model, self.steps, self.part, self.part_steps
+        held = self.model, self.steps, self.rest
         mine = None if self.is_new else held
         states = yield from self.meet(("form", self.generation, "state"), mine)
         if self.is_new:
             source = next(rank for rank in self.members if states[rank] is not None)
             model, *others = states[source]
-            self.model, (self.steps, self.part, self.part_steps) = [*model], others
+            self.model, (self.steps, self.rest) = [*model], others
             self.is_new = False
 
     def form(self) -> Script:

@@ -76,20 +76,6 @@ def test_one_reduction_runs_at_a_time_until_all_hold_its_result() -> None:
     assert reductions.running is None
 
 
-def test_a_handover_ends_with_the_ranks_that_it_was_for() -> None:
-    reductions = Reductions()
-    assert reductions.resume(3, [0]) is None
-    for rank in (1, 2):
-        reductions.add(rank)
-    handover = reductions.resume(3, [0, 1, 2])
-    assert handover is not None
-    assert (handover.window, handover.missing) == (3, {0, 1, 2})
-    reductions.remove(1)
-    assert reductions.resume(3, [0, 2]) is handover
-    reductions.remove(2)
-    assert reductions.resume(3, [0]) is None
-
-
 @pytest.mark.parametrize("calls", ["", "leave", "leave leave"])
 def test_an_epoch_ends_and_goes_on_as_it_was(calls: str) -> None:
     life = EpochLife()

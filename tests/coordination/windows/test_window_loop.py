@@ -85,12 +85,12 @@ def test_a_rank_that_went_astray_trains_no_batch_that_would_be_lost() -> None:
     assert loop.next(1.2, has_work=True).do is Do.TRAIN
 
 
-def test_a_model_that_is_handed_over_is_not_the_mean_to_start_from() -> None:
+def test_an_older_result_is_not_the_mean_to_start_from() -> None:
     """Once: a rank that was diverged trained on after it, and lost that to the mean."""
     loop = overlapped()
     loop.closed(1.0, is_finite=False)
     loop.handle(opened(1), 1.0)
-    loop.handle(Regroup(rank=0, generation=1, left=(), joined=(2,)), 1.0)
+    loop.handle(Regroup(rank=0, generation=1, left=(2,), joined=()), 1.0)
     assert loop.next(1.0, has_work=True).do is Do.REGROUP
     loop.regrouped()
     assert loop.next(1.0, has_work=True).do is Do.WAIT

@@ -97,6 +97,44 @@ class PartRanges:
                 at = end
 
 
+@dataclass(frozen=True, slots=True)
+class EpochRest:
+    """What is left of an epoch that goes on in parts.
+
+    Attributes:
+        sizes: of the epoch's global batches.
+        left: positions to train on.
+        steps: in so many global batches, where ranks have died; 0: in what is left of
+            each of the epoch's.
+    """
+
+    sizes: BatchSizes
+    left: PartRanges
+    steps: int = 0
+
+    @staticmethod
+    def whole(sizes: BatchSizes) -> EpochRest:
+        """All of an epoch."""
+        return EpochRest(sizes, PartRanges(((0, sizes.num_samples),)))
+
+    @property
+    def part_sizes(self) -> BatchSizes:
+        """Global batches of the part that comes next."""
+        if self.steps:
+            return self.left.steps_in(self.sizes, self.steps)
+        is_whole = self.left.num_positions == self.sizes.num_samples
+        return self.sizes if is_whole else self.left.sizes_in(self.sizes)
+
+    def after(self, end: EndEpoch) -> EpochRest:
+        """What is left when a part has ended."""
+        steps = end.steps
+        if self.steps and not steps:
+            sizes, left = self.part_sizes, sum(stop - start for start, stop in end.left)
+            done = round(sizes.batches_in(sizes.num_samples - left))
+            steps = sizes.num_batches - done
+        return EpochRest(self.sizes, self.left.origins_of(end.left), steps)
+
+
 def whole_end(parts: Sequence[EndEpoch]) -> EndEpoch:
     """What was said of the parts of one epoch, as if it had not been cut."""
     last = parts[-1]

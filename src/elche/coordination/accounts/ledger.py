@@ -115,10 +115,6 @@ class EpochLedger:
         """Batches that a holder has trained on since it last closed a window."""
         return count_batches(self._holdings[holder].trained)
 
-    def add(self, holder: int) -> None:
-        """Lets a new rank hold leases."""
-        self._holdings.setdefault(holder, _Holding())
-
     def lease(self, holder: int, most: int, *, equal_sizes: bool = False) -> Range:
         """Moves up to ``most`` consecutive batches from the pool to a holder.
 

@@ -149,9 +149,9 @@ class AutoPolicy(Policy):
         return self._current.positions_left
 
     @property
-    def is_elastic(self) -> bool:
+    def may_lose(self) -> bool:
         """Whether the policy in force can go on without a rank."""
-        return self._current.is_elastic
+        return self._current.may_lose
 
     def mortal_by(self, rank: int) -> str:
         """Why the others cannot go on without a rank that dies now; "" if they can."""
@@ -174,11 +174,6 @@ class AutoPolicy(Policy):
     def make_room(self, wanted: bool) -> list[Instruction]:
         """Ranks wait to be taken in; passed to the policy in force."""
         return self._current.make_room(wanted)
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the membership can grow under the policy in force."""
-        return self._current.is_quiet
 
     @property
     def state_from(self) -> int | None:

@@ -1,18 +1,18 @@
 """Ranks of ``sync`` that lack the model, and how they take it over. Pure.
 
-A rank that joins holds no model, one that is left out of steps falls behind, and a
-death may leave a step in the models of some ranks only. All take the model over from
-one that has it, at a point at which none runs a step.
+A rank that is left out of steps falls behind, and loops may leave an epoch after
+different steps. All take the model over from one that has it, at a point at which none
+runs a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import final
 
 from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import Adopt
-from elche.errors import ProtocolError, TransitionError
+from elche.errors import ProtocolError
 
 
 @final
@@ -26,7 +26,6 @@ class ModelHandover:
     def __init__(self) -> None:
         self.adopting: set[int] = set()
         self._epoch = -1
-        self._joining: set[int] = set()
         self._behind: set[int] = set()
         self._ready: set[int] = set()
         self._is_told = False
@@ -34,7 +33,7 @@ class ModelHandover:
     def begin_epoch(self, epoch: int) -> None:
         """All that begin it hold the same model."""
         self._epoch = epoch
-        for each in (self.adopting, self._joining, self._behind, self._ready):
+        for each in (self.adopting, self._behind, self._ready):
             each.clear()
 
     def leave_out(self) -> None:
@@ -45,20 +44,15 @@ class ModelHandover:
         """Members that lack the model at the epoch's end, as those left out do."""
         return self._behind.union(left_out)
 
-    def add(self, rank: int) -> None:
-        """A rank has joined."""
-        self._joining.add(rank)
-
     def remove(self, rank: int) -> None:
         """A rank is gone."""
-        for each in (self.adopting, self._joining, self._behind, self._ready):
+        for each in (self.adopting, self._behind, self._ready):
             each.discard(rank)
 
     def follow(self, members: Set[int], left_out: Iterable[int]) -> None:
         """The members are others now, and those left out take part again."""
-        behind = (self.adopting if self._is_told else members) & {*left_out}
-        self._joining |= behind
-        self._behind |= behind
+        lack = self.adopting if self._is_told else members
+        self._behind |= lack & {*left_out}
 
     def arrived(self, rank: int) -> None:
         """A member is in the group that forms."""
@@ -68,24 +62,6 @@ class ModelHandover:
         """Ranks have died, and the others run what they have begun."""
         self.adopting = {*members} - self._ready - self._behind
         self._ready.clear()
-
-    def level(
-        self, members: Iterable[int], reduced: Mapping[int, int]
-    ) -> tuple[int, Sequence[Adopt]]:
-        """Has all in a new group hold the latest model; returns its last step, too.
-
-        Raises:
-            TransitionError: of the last step in each one's model there is none.
-        """
-        held = {r: step for r, step in reduced.items() if r not in self._joining}
-        if not held:
-            raise TransitionError("no remaining rank holds the model")
-        last = max(held.values())
-        self.adopting.clear()
-        if not self._joining and min(held.values()) == last:
-            return last, ()
-        source = min(rank for rank, step in held.items() if step == last)
-        return last, self.tell(members, source, last)
 
     def end_epoch(
         self, members: Set[int], left_out: Iterable[int], last: int
@@ -116,9 +92,9 @@ class ModelHandover:
             raise ProtocolError(f"rank {event.rank} was to adopt nothing: {event}")
         if is_paused:
             self._ready.add(event.rank)  # others have yet to say that they are there
-        for each in (self.adopting, self._joining, self._behind):
-            each.discard(event.rank)
+        self.adopting.discard(event.rank)
+        self._behind.discard(event.rank)
 
     def check(self, members: Set[int]) -> None:
         """Asserts that they are members."""
-        assert self._joining | self.adopting <= members
+        assert self._behind | self.adopting <= members

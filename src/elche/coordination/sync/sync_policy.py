@@ -1,12 +1,10 @@
 """``sync``: every global batch divided by delivered speed, reduced at every step.
 
 Steps are granted ahead (`elche.coordination.sync.step_grants`), reported by all ranks,
-and then committed. When a rank is gone, the others form a new group and say how many
-steps each has taken: one at most is in the models of some of them only, and these hand
-theirs over (`elche.coordination.sync.model_handover`). Every later step that was
-granted is granted anew, divided among who is there. A rank that joins does so when all
-granted steps are done. A rank without which steps are shorter may be left out
-(`elche.coordination.sync.left_out`). Pure.
+and then committed. When a rank is gone, the others form a new group and settle in it
+which steps they run without it (`elche.coordination.sync.lost_ranks`); then the epoch
+pauses, and what is left is divided among who is there. A rank without which steps are
+shorter may be left out (`elche.coordination.sync.left_out`). Pure.
 """
 
 from __future__ import annotations
@@ -63,15 +61,9 @@ class SyncPolicy(Policy):
         self._numbers = NonFiniteReports()
 
     @property
-    def is_elastic(self) -> bool:
-        """Ranks may come and go, but not while loops leave an epoch early."""
+    def may_lose(self) -> bool:
+        """Ranks may go, but not while loops leave an epoch early."""
         return not self._left
-
-    @property
-    def is_quiet(self) -> bool:
-        """No step is under way; :meth:`make_room` brings that about."""
-        pooled = self._grants.ledger.pooled
-        return self._makes_room and self.is_drained and pooled > 0
 
     @property
     def _active(self) -> Set[int]:
@@ -235,10 +227,9 @@ class SyncPolicy(Policy):
         self._follow_members()
 
     def add(self, member: Member) -> None:
-        """A rank joins; it takes part once it holds the model."""
+        """A rank joins; it takes part from the next epoch on, or the rest of one."""
         self._is_paused = True
         self._members[member.rank] = member.horizon_batches
-        self._handover.add(member.rank)
         self._follow_members()
 
     def arrived(self, rank: int, lost: Runs) -> None:
@@ -247,27 +238,21 @@ class SyncPolicy(Policy):
         self._lost.update(lost)
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
-        """All members have formed their group; says how many steps each has taken.
+        """All members have formed their group, without ranks that have died.
 
-        Or will have taken, without ranks that have died; then the epoch pauses,
-        and what is left of it is shared out anew.
+        They run what any has begun; then the epoch pauses, and what is left of it is
+        shared out anew.
 
         Args:
-            reduced: the last step of the epoch that is in each member's model.
+            reduced: the last step of the epoch that each member will have run.
             now_s: the time.
         """
         self._is_paused = False
         self._numbers.clear()
-        if self._lost:
-            self._grants.settle(max(reduced.values()) + 1, self._lost)
-            self._is_cut = True
-            self._handover.await_steps(self._members.keys())
-            return self._go_on(now_s)
-        last, told = self._handover.level(self._members, reduced)
-        self._grants.settle(last + 1, self._lost)
-        outcome = self._go_on(now_s)
-        outcome.instructions[:0] = told
-        return outcome
+        self._grants.settle(max(reduced.values()) + 1, self._lost)
+        self._is_cut = True
+        self._handover.await_steps(self._members.keys())
+        return self._go_on(now_s)
 
     def _adopted(self, event: WindowReduced) -> None:
         self._handover.take(event, is_paused=self._is_paused)

@@ -27,7 +27,6 @@ class Reduction:
     Args:
         window: whose.
         ranks: who takes part.
-        is_handover: it only brings the common model to ranks that have joined.
         begun_s: when all ranks had closed the window; None where that says nothing
             about how long it takes.
         diverged: ranks whose waits are left out of pacing; see `Part`.
@@ -41,12 +40,10 @@ class Reduction:
         window: int,
         ranks: Iterable[int],
         *,
-        is_handover: bool = False,
         begun_s: float | None = None,
         diverged: frozenset[int] = frozenset(),
     ) -> None:
         self.window = window
-        self.is_handover = is_handover
         self.attempt = 0
         self.begun_s = begun_s
         self.diverged = diverged
@@ -114,16 +111,12 @@ class Reductions:
     call                from     to       when
     ==================  =======  =======  ============================================
     ``begin``           none     running  all ranks have closed a window
-    ``resume``          running  running  the group has changed: all report once more
-    ``resume``          none     running  ranks have joined: a *handover* of the model
-    ``resume``          running  none     it was a handover to ranks that are gone
     ``commit``          running  none     all ranks hold its result
     ==================  =======  =======  ============================================
 
     Attributes:
         parts: what the ranks did in the window that was reduced last.
         settings: how it was reduced.
-        joining: ranks that have joined and do not hold the common model.
     """
 
     def __init__(self) -> None:
@@ -131,7 +124,6 @@ class Reductions:
         self.last: Reduction | None = None
         self.parts: dict[int, Part] = {}
         self.settings: dict[str, Any] = {}
-        self.joining: list[int] = []
 
     def begin(
         self,
@@ -154,39 +146,12 @@ class Reductions:
         self.running = Reduction(window, parts, begun_s=begun_s, diverged=diverged)
         return self.running
 
-    def resume(self, window: int, members: Collection[int]) -> Reduction | None:
-        """The members have formed their group; returns what is to be reduced in it.
-
-        Args:
-            window: the one that was closed last.
-            members: all.
-        """
-        if self.running is None and self.joining:
-            self.running = Reduction(window, members, is_handover=True)
-        elif self.running is not None and self.running.is_handover and not self.joining:
-            self.running = None
-        if self.running is not None:
-            self.running.again(members)
-        return self.running
-
     def leave_out_gone(self, members: Collection[int]) -> None:
         """It is redone without the parts of ranks that are no members any more."""
         self.parts = {r: part for r, part in self.parts.items() if r in members}
 
-    def add(self, rank: int) -> None:
-        """A rank has joined; it does not hold the common model."""
-        self.joining.append(rank)
-
-    @property
-    def lacking(self) -> set[int]:
-        """Ranks that have joined and have not said that they were handed the model."""
-        said = {} if self.running is None else self.running.reports
-        return {rank for rank in self.joining if rank not in said}
-
     def remove(self, rank: int) -> None:
         """A rank is gone."""
-        if rank in self.joining:
-            self.joining.remove(rank)
         if self.running is not None:
             self.running.remove(rank)
 
@@ -199,15 +164,8 @@ class Reductions:
         done = self.running
         if done is None or not done.is_done:
             raise TransitionError("a reduction is committed before all hold its result")
-        self.running = None
-        if not done.is_handover:
-            self.last = done
+        self.running, self.last = None, done
         return done
-
-    def take_joined(self) -> list[int]:
-        """Ranks that the handover has brought the model to: now like all others."""
-        joined, self.joining = self.joining, []
-        return joined
 
 
 def drift_weights(kind: str, samples: Sequence[float]) -> tuple[float, ...]:

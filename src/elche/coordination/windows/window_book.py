@@ -210,11 +210,6 @@ class WindowBook:
         parts = self.parts.items()
         return [rank for rank, part in parts if part.phase is PartPhase.UNOPENED]
 
-    def add(self, rank: int) -> None:
-        """A new rank takes part from here on."""
-        self.parts[rank], self.ahead[rank] = Part(), Part()
-        self._open += 1
-
     def remove(self, rank: int) -> None:
         """A rank is gone."""
         part = self.parts.pop(rank)

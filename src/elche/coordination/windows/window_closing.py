@@ -21,7 +21,7 @@ from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import Adopt, Instruction
 from elche.coordination.windows.reductions import ReductionPlanner
 from elche.coordination.windows.window_state import WindowState
-from elche.errors import ConfigError, NonFiniteError, TransitionError
+from elche.errors import ConfigError, NonFiniteError
 
 
 def judge_update(state: WindowState, rank: int) -> None:
@@ -128,24 +128,15 @@ def resume_reduction(
     Args:
         state: of the epoch.
         planner: plans the reduction again.
-        reduced: the last window whose result each member holds; one that joins names
-            the one that it is to be handed.
+        reduced: the last window whose result each member holds.
 
     Returns:
         What the members are told.
     """
-    reductions = state.reductions
-    lacking = reductions.lacking
-    running = state.resume()
+    reductions, running = state.reductions, state.resume()
     if running is None:
         return []
-    holders = [
-        rank
-        for rank, window in reduced.items()
-        if window >= running.window and rank not in lacking
-    ]
-    if running.is_handover:
-        holders += [rank for rank in state.members if rank not in reductions.joining]
+    holders = [r for r, window in reduced.items() if window >= running.window]
     if holders:
         return [
             Adopt(
@@ -153,8 +144,6 @@ def resume_reduction(
             )
             for rank in state.members
         ]
-    if running.is_handover:
-        raise TransitionError("no remaining rank holds the model")
     state.unstage_gone(running.window)
     return [*planner.plan(reductions.parts, reductions.settings, state.epoch, running)]
 

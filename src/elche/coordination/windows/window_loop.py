@@ -292,7 +292,7 @@ class WindowLoop:
         assert done is not None
         self.reduced_window = max(self.reduced_window, done.window)
         self._adopt = self._reduce = None
-        if done.window == self.window - 1:  # older, it was handed over to new ranks
+        if done.window == self.window - 1:  # else another was closed since
             self._result, self._is_diverged = ResultPhase.HELD, False
         if not self._overlapped and not isinstance(done, Adopt):
             self._opened_s = now_s

@@ -105,13 +105,6 @@ class WindowPolicy(Policy):
         """Ranks that are given no work."""
         return self._state.idle
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the membership can grow now."""
-        state = self._state
-        busy = state.reductions.running is not None or state.is_paused
-        return not (busy or state.life.is_final or state.life.is_draining)
-
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
     ) -> Outcome:
@@ -215,7 +208,7 @@ class WindowPolicy(Policy):
         self._state.remove(rank)
 
     def add(self, member: Member, *, is_idle: bool = False) -> None:
-        """A rank joins; nothing is begun until :meth:`regrouped`.
+        """A rank joins, before an epoch or the rest of one begins.
 
         Args:
             member: the rank.
@@ -381,19 +374,13 @@ class WindowPolicy(Policy):
         yield None
         state.ledger.commit()
         yield None
-        if not done.is_handover:
-            reader = min(state.members)
-            yield state.totals.close_window(done.window, now_s, reader, done.sync_s)
-            yield None
+        reader = min(state.members)
+        yield state.totals.close_window(done.window, now_s, reader, done.sync_s)
+        yield None
 
     def _committed(self, done: Reduction, now_s: float) -> Outcome:
         """What waited for a window to be committed."""
         state = self._state
-        if done.is_handover:
-            state.count_anew()
-            opened = [*open_windows(state, state.reductions.take_joined())]
-            opened += lease(state, sorted(state.members), now_s)
-            return self._outcome(opened)
         told: list[Instruction] = []
         parts, unpaced = state.reductions.parts.items(), state.idle | done.diverged
         active = [p.batches for r, p in parts if p.batches and r not in unpaced]

@@ -184,22 +184,19 @@ class WindowState:
             self.ledger.abandon()
 
     def add(self, member: Member, *, is_idle: bool) -> None:
-        """A rank joins; it takes part once it holds the common model."""
-        self.is_paused = True
+        """A rank joins; it takes part from the next epoch on, or the rest of one."""
         self.members[member.rank] = member
-        self.reductions.add(member.rank)
-        self.ledger.add(member.rank)
         if is_idle:
             self.idle |= {member.rank}
-        else:
-            self.leasing.add(member.rank, member.horizon_batches)
-        self.book.add(member.rank)
         self._repace()
+        self.reset(self.ledger.sizes, self.epoch, 0.0)
 
     def resume(self) -> Reduction | None:
         """All members are in the new group; returns what is to be reduced in it."""
         self.is_paused = False
-        return self.reductions.resume(self.book.window - 1, self.members)
+        if (running := self.reductions.running) is not None:
+            running.again(self.members)
+        return running
 
     def _give_work_to_all(self) -> None:
         """Who was not worth any work is all that is left."""
@@ -269,10 +266,6 @@ class WindowState:
     def advance(self) -> None:
         """The next window begins."""
         self.book.advance()
-        self.count_anew()
-
-    def count_anew(self) -> None:
-        """The throttle counts from here on, and all who are members now."""
         self.throttle = Throttle(self.config.windows.max_batch_diff, self.members)
         for rank in self.members:
             self.throttle.done(rank, self.book.batches_since(rank))

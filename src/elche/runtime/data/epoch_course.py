@@ -15,7 +15,7 @@ from elche.coordination.accounts.batch_ranges import (
     joined,
     without,
 )
-from elche.coordination.accounts.epoch_parts import PartRanges
+from elche.coordination.accounts.epoch_parts import EpochRest, PartRanges
 from elche.coordination.protocol.instructions import EndEpoch
 from elche.errors import ConfigError
 from elche.runtime.data.positions import EpochPositions, packed_keys
@@ -56,15 +56,14 @@ class EpochCourse:
         self.ends: list[EndEpoch] = []
         self._keys = keys
         self._most = most
-        self._left = left
+        self._rest = EpochRest(sizes, left)
         self._is_whole = left.num_positions == sizes.num_samples
-        self._steps = 0  # of the part, where ranks have died before it
         self._open: tuple[Range, ...] = ()
 
     @property
     def is_over(self) -> bool:
         """Whether nothing of it is left."""
-        return not self._left.ranges
+        return not self._rest.left.ranges
 
     @property
     def is_cut(self) -> bool:
@@ -74,9 +73,7 @@ class EpochCourse:
     @property
     def part_sizes(self) -> BatchSizes:
         """Global batches of the part that is left."""
-        if self._steps:
-            return self._left.steps_in(self.sizes, self._steps)
-        return self.sizes if self._is_whole else self._left.sizes_in(self.sizes)
+        return self._rest.part_sizes
 
     def positions(self, seed: int | None) -> EpochPositions:
         """What is left, for a loader."""
@@ -86,7 +83,7 @@ class EpochCourse:
             self.number,
             seed,
             self._most,
-            None if self._is_whole else self._left,
+            None if self._is_whole else self._rest.left,
         )
 
     def rebase(self, samples: int) -> None:
@@ -101,12 +98,9 @@ class EpochCourse:
     def ended(self, end: EndEpoch, open_batch: Sequence[Range] = ()) -> None:
         """A part has ended: what it left is left; ``open_batch`` as in `done`."""
         self.ends.append(end)
-        if self._steps and not end.steps:
-            sizes, left = self.part_sizes, sum(stop - start for start, stop in end.left)
-            done = round(sizes.batches_in(sizes.num_samples - left))
-            end = replace(end, steps=sizes.num_batches - done)
-        self._steps = end.steps
+        rest = self._rest.after(end)
         self.done(end.left, open_batch)
+        self._rest = rest
 
     def done(self, left: Sequence[Range], open_batch: Sequence[Range] = ()) -> None:
         """All of the part but these ranges of it is done.
@@ -114,14 +108,15 @@ class EpochCourse:
         Of ``open_batch`` the backward pass is to come: here it will, and who goes on
         from what is saved now trains on it again. What a dead rank had of it is left.
         """
-        self._open = self._left.origins_of(without(open_batch, left)).ranges
-        self._left = self._left.origins_of(left)
+        part = self._rest.left
+        self._open = part.origins_of(without(open_batch, left)).ranges
+        self._rest = replace(self._rest, left=part.origins_of(left))
         self._is_whole = False
 
     def state_dict(self, samples: int) -> dict[str, Any]:
         """The epoch and what is left of it, when the run has trained on so many."""
-        keys = self._keys
-        left = joined([*self._open, *self._left.ranges])
+        keys, steps = self._keys, self._rest.steps
+        left = joined([*self._open, *self._rest.left.ranges])
         if isinstance(keys, torch.Tensor):
             pieces = [keys[start:stop] for start, stop in left]
             held = torch.cat(pieces) if pieces else keys[:0].clone()
@@ -137,7 +132,7 @@ class EpochCourse:
             "is_packed": is_packed,
             "samples_before": self.samples_before - samples + self.open_samples,
             "most": self._most,
-            "steps": self._steps and self._steps + bool(self._open),
+            "steps": steps and steps + bool(self._open),
         }
 
     @staticmethod
@@ -167,5 +162,5 @@ class EpochCourse:
         course = EpochCourse(
             state["number"], keys, sizes, left, state["samples_before"], state["most"]
         )
-        course._steps = state["steps"]
+        course._rest = replace(course._rest, steps=state["steps"])
         return course

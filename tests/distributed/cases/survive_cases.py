@@ -27,6 +27,7 @@ from elche.comm.averaging.optimizer_state import OptimizerStateAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.codec.codec_route import Route
 from elche.comm.gradients.gradient_window import GradientWindow
+from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.transport.process_group import Group
 from elche.coordination.liveness import QUIET_S
 from elche.coordination.protocol.events import (
@@ -35,6 +36,7 @@ from elche.coordination.protocol.events import (
     WindowClosed,
     WindowReduced,
 )
+from elche.coordination.windows.window_loop import WindowLoop
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.process import heartbeat
@@ -248,6 +250,9 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
         after(SampleOrder, "share", visit)
     elif death.place == "before sending":
         before(ParameterGroup, "begin", visit)
+    elif death.place == "before sending, late":  # the others have begun
+        WindowLoop.begins_at_close = property(lambda _: False)  # type: ignore[assignment, method-assign]
+        before(ParameterGroup, "begin", visit)
     elif death.place == "after sending":
         after(ParameterGroup, "begin", visit)
     elif death.place == "sending a part":
@@ -274,6 +279,8 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
         before(Regrouping, "meet", visit)
     elif death.place == "regrouped":
         after(Worker, "regroup", visit)
+    elif death.place == "reconnecting":
+        before(WindowBuffers, "join_own", visit)
     elif " " in death.place:
         when, _, name = death.place.partition(" ")
         visit_events(EVENTS[name], visit, is_before=when == "before")

@@ -170,8 +170,10 @@ class WindowLoop:
 
     @property
     def in_flight(self) -> Reduce | None:
-        """The overlapped reduction under way."""
-        return self._reduce if self._result is ResultPhase.IN_FLIGHT else None
+        """The overlapped reduction under way; in a group that is left it is void."""
+        is_void = self._regroup is not None
+        is_begun = self._result is ResultPhase.IN_FLIGHT
+        return self._reduce if is_begun and not is_void else None
 
     def handle(self, instruction: Instruction, now_s: float) -> None:
         """Takes an instruction of the epoch.

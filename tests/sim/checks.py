@@ -10,12 +10,12 @@ import pytest
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.sim.cluster import Cluster
 from elche.sim.history import History
-from elche.sim.rank import ALL_DEAD, CANNOT_GO_ON
+from elche.sim.rank import CANNOT_GO_ON
 from elche.sim.simulation import Simulation, Watch
 from tests.sim.watched import Death, WatchedSimulation
 
 MOST_HAPPENINGS = 400_000
-MORTAL = "no rank may die before the first epoch has begun", ALL_DEAD
+EARLY = "no rank may die before the first epoch has begun"
 MORTAL_UNDER = {
     ("sync", "auto"): (
         "are about to be left out of steps",
@@ -76,16 +76,18 @@ def trained_positions(history: History, run: int, epoch: int) -> Counter[int]:
 
 def is_ended_by_a_death(sim: Simulation) -> bool:
     """Whether the run was: by one that no real run outlives, and by its name."""
-    policy, names = sim.cluster.run.policy, [*MORTAL]
+    history, policy = sim.history, sim.cluster.run.policy
+    names = [] if history.phases else [EARLY]  # no epoch had begun
     for policies, more in MORTAL_UNDER.items():
         names += more if policy in policies else ()
     reasons = {
         abort.reason
-        for rank, abort in sim.history.aborts.items()
+        for rank, abort in history.aborts.items()
         if not sim.is_turned_away(rank)
     }
     for reason in reasons:
         assert any(name in reason for name in names), reason
+        assert any(sums.has_died for sums in history.ranks.values()), reason
     return bool(reasons)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import Event
@@ -84,6 +84,7 @@ def run(
     fixed_s=st.sampled_from([0.0, 0.01]),
     bytes_per_s=st.sampled_from([1e10, 1e8]),
 )
+@example(slow=[1.0, 0.02], fixed_s=0.01, bytes_per_s=1e8)  # first one, then the other
 @settings(max_examples=10)
 def test_never_slower_than_the_fastest_alone_beyond_measuring(
     slow: list[float], fixed_s: float, bytes_per_s: float

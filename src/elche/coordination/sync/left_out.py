@@ -355,11 +355,15 @@ class LeftOutRanks:
         """What steps take now, and would without these ranks."""
         without_s = self._shares.step_s(self._samples, ranks)
         # What they took when these were left out before, or as it turned out for those
-        # who are now: the last of several ranks is later than its mean.
-        bias = self._bias.get(ranks) or self._bias.get(self.ranks)
+        # who are now: the last of several ranks is later than its mean. One that is
+        # left alone waits for nobody.
+        is_alone = len(self._members) - len(ranks) == 1
+        bias = self._bias.get(ranks)
+        if bias is None and not is_alone:
+            bias = self._bias.get(self.ranks)
         if bias is not None:
             without_s *= bias
-        elif len(self._members) - len(ranks) > 1:
+        elif not is_alone:
             without_s += self._gauge.shown_s
         return _Exclusion(ranks, self._gauge.step_s, without_s)
 

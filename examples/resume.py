@@ -1,6 +1,6 @@
 """A run that is stopped and taken up again, with a schedule, dropout and a counter.
 
-python examples/resume.py --stop-after 80           stops inside the second epoch
+python examples/resume.py --stop-after 55           stops inside the second epoch
 python examples/resume.py                           goes on there
 elche run --speeds 1,0.25 examples/resume.py        or on two devices
 

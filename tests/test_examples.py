@@ -137,11 +137,11 @@ def test_the_loop_in_the_readme(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_stopped_run_goes_on(tmp_path: Path, is_shared: bool) -> None:
     """Inside an epoch; alone as if it had not been stopped."""
-    launcher = ("-m", "elche", "run", "--speeds", "1,0.5", "--ms-per-sample", "0.2")
+    launcher = ("-m", "elche", "run", "--speeds", "1,0.5")  # steps of 20 ms or more
     command = (sys.executable, *(launcher if is_shared else ()), "examples/resume.py")
     halves = [
         _run(*command, "--folder", str(tmp_path), *stop)
-        for stop in (("--stop-after", "80"), ())
+        for stop in (("--stop-after", "55"), ())
     ]
     assert [half.returncode for half in halves] == [1, 0], halves[-1].stderr
     told = halves[0].stdout + halves[1].stdout

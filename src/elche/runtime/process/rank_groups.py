@@ -153,6 +153,7 @@ class RankGroups:
         self._others = None
         self._current = Group.alone(self._watch.timeout_s)  # what is asked meanwhile
         self._current = self._formed(self.generation)
+        end_left_groups(0.0)
 
     def let_share(self, shares: bool) -> None:
         """The members have agreed whether they share memory with their hosts'.

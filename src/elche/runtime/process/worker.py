@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from elche.comm.control.control_channel import ControlChannel, heeds_key
-from elche.comm.transport.process_group import Group, end_left_groups, late_error
+from elche.comm.transport.process_group import Group, late_error
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import (
     Abort,
@@ -150,7 +150,6 @@ class Worker:
         """
         self.groups.renew()
         self._is_due = False
-        end_left_groups(0.0)
 
     def send(self, *events: Event) -> None:
         """Sends events to the coordinator, at once; does not wait.

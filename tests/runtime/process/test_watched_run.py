@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -100,6 +101,17 @@ def test_quiet_shows_what_the_ranks_print_alone() -> None:
     assert "rank 1 printed [line] 3" in written
     assert " samples  " not in written
     assert "\x1b" not in written
+
+
+def test_no_lines_end_is_written_apart_from_it() -> None:
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a write, a record
+    command = ["-m", "elche", "run", "--speeds", "1,1", str(SCRIPT), "ends"]
+    with ours, subprocess.Popen([sys.executable, *command], stdout=theirs) as process:
+        theirs.close()
+        written = list(iter(lambda: ours.recv(1 << 16), b""))
+    assert process.returncode == 0
+    lines = [b"rank %d printed [line] %d\n" % (r, n) for r in (0, 1) for n in (1, 2, 3)]
+    assert sorted(written) == lines
 
 
 def shown(*pieces: bytes, have_met: bool = True) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import final
 
 from elche.comm.control.addresses import parse_address
+from elche.runtime.process.rank_output import write_whole_lines
 
 PIPE = "ELCHE_LAUNCHER_PIPE"
 END_AFTER_S = 5.0
@@ -58,6 +59,7 @@ def watch_launcher(rank: int) -> None:
     descriptor = int(os.environ.pop(PIPE, "-1"))
     if descriptor < 0 or not _is_pipe(descriptor):
         return  # started by a rank, which keeps its pipe for itself
+    write_whole_lines()
     os.set_inheritable(descriptor, False)
     threading.Thread(
         target=_end_with_launcher,

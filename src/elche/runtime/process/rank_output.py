@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import io
 import sys
 from collections.abc import Callable
 from typing import Protocol, final
@@ -85,6 +86,16 @@ class RankOutput:
             printer.cancel()
         if self._display is not None:
             self._display.close()
+
+
+def write_whole_lines() -> None:
+    """In a rank whose output is unbuffered: no line's end is written apart from it.
+
+    Ranks may write to one file, where a line of another would stand between the two.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 async def _pass_on(

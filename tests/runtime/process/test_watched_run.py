@@ -106,7 +106,14 @@ def test_quiet_shows_what_the_ranks_print_alone() -> None:
 def test_no_lines_end_is_written_apart_from_it() -> None:
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a write, a record
     command = ["-m", "elche", "run", "--speeds", "1,1", str(SCRIPT), "ends"]
-    with ours, subprocess.Popen([sys.executable, *command], stdout=theirs) as process:
+    with (
+        ours,
+        subprocess.Popen(
+            [sys.executable, *command],
+            stdout=theirs,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        ) as process,
+    ):
         theirs.close()
         written = list(iter(lambda: ours.recv(1 << 16), b""))
     assert process.returncode == 0

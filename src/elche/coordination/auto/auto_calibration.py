@@ -104,7 +104,7 @@ class Calibration:
         cost = (self._lost_s + next_s) / run_s
         if not self._goes_on(known, gain, cost):
             found = MeasuredChoice(known, self._new_chooser(), batch_size)
-            if found.wants_windows or steps >= LEAST_STEPS:
+            if found.now.is_alone or steps >= LEAST_STEPS:
                 return found
             spared = ()  # steps that are the choice by what is known cost nothing
         self._sync.spare(spared)

@@ -101,6 +101,11 @@ def sample_efficiency(
     first knot count as that. A lag costs ``async`` nothing more up to a third of the
     window, and most when it is the whole window.
 
+    The table is of ten windows or more. In a run of one, ranks train apart to its end,
+    each on its part of the samples, and no more than one part is learned: together
+    they bring at most what the fastest device does alone. Between, the part that is
+    learned grows as the root of so many windows: above the table where that is of.
+
     Args:
         policy: ``"sync"``, ``"cadence"`` or ``"async"``.
         world_size: number of ranks, at least 1; one rank loses nothing.
@@ -134,7 +139,8 @@ def sample_efficiency(
         place = math.log2(global_batch)
         price = _interpolated(place, _LOG2_LARGER_BATCH, _LARGER_BATCH_PRICES)
         lost = lost * math.pow(global_batch, _LARGER_BATCH_POWER) + price / run_batches
-    return 1.0 / (1.0 + lost)
+    windows = run_batches * world_size / global_batch / window_batches
+    return min(1.0 / (1.0 + lost), world_size ** (-1.0 / max(1.0, windows)))
 
 
 def check_run_batches(run_batches: float) -> float:

@@ -101,10 +101,10 @@ def sample_efficiency(
     first knot count as that. A lag costs ``async`` nothing more up to a third of the
     window, and most when it is the whole window.
 
-    The table is of ten windows or more. In a run of one, ranks train apart to its end,
-    each on its part of the samples, and no more than one part is learned: together
-    they bring at most what the fastest device does alone. Between, the part that is
-    learned grows as the root of so many windows: above the table where that is of.
+    The table is of ten windows or more in a run. In one, each rank trains on its part
+    of the samples to the end, and they learn one part: less than the fastest device
+    alone would. In a run of n windows at most the n-th root of a part counts, which is
+    more than any cell of the table.
 
     Args:
         policy: ``"sync"``, ``"cadence"`` or ``"async"``.

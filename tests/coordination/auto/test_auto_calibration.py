@@ -69,8 +69,8 @@ def test_a_reduction_of_a_hundredth_of_the_run_lets_the_first_step_decide() -> N
 
 
 def test_a_first_step_that_compiled_decides_for_no_windows() -> None:
-    """By it a run of 3 s seemed one of 66 s, in which windows of 1.2 s pay."""
-    steps, found = calibrated(0.0, 1.0, 100, compiling_s=0.65)
+    """By it a run of 6 s seemed one of 130 s, in which windows of 2.4 s pay."""
+    steps, found = calibrated(0.0, 2.0, 200, compiling_s=0.65)
     assert steps == 1
     assert found.now.is_alone
 

@@ -282,9 +282,7 @@ class Fleet:
             alone_s = self._cluster.global_batch_size / self._alone[0]
             found = self._prediction(policy, 1, 1, alone_s, self._batches, 0.0)
             times = BatchTimes(1, alone_s, alone_s, 1.0 / alone_s)
-            return replace(
-                found, first_anchor=anchor_for(times, self._cluster.sync_s)
-            )
+            return replace(found, first_anchor=anchor_for(times, self._cluster.sync_s))
         if policy == "sync":
             return self._sync(size)
         return self._cadence(size) if policy == "cadence" else self._async(size)

@@ -362,5 +362,5 @@ class Rank:
         while probed < longest and took_s < LONG_PROBE_S:
             probed = min(longest, PROBE_GROWTH * probed)
             yield (took_s := link.reduce_s(probed, ranks))
-        if took_s < MOST_PROBE_S:
+        if took_s < LONG_PROBE_S:
             yield min(PROBES_AGAIN * took_s, MOST_PROBE_S)

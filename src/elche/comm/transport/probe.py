@@ -15,7 +15,7 @@ PROBED_ELEMENTS = 1 << 20
 """The longest message that is tried."""
 GROWTH = 4
 LONG_ENOUGH_S = 0.05
-"""A message that takes so long is not made longer."""
+"""A message that takes so long is not made longer, nor sent again."""
 ROUNDS = 3
 MOST_S = 0.1
 """After so long no round is repeated."""
@@ -42,7 +42,7 @@ def probe_reduction_s(group: Group, numel: int) -> float:
     while probed < longest and slowest_s < LONG_ENOUGH_S:
         probed = min(longest, probed * GROWTH)
         quickest_s, slowest_s = _quickest(group, probed, 1)
-    if slowest_s < MOST_S:
+    if slowest_s < LONG_ENOUGH_S:
         quickest_s = min(quickest_s, _quickest(group, probed, ROUNDS - 1)[0])
     if probed == wanted:
         return quickest_s

@@ -140,7 +140,7 @@ def sample_efficiency(
         price = _interpolated(place, _LOG2_LARGER_BATCH, _LARGER_BATCH_PRICES)
         lost = lost * math.pow(global_batch, _LARGER_BATCH_POWER) + price / run_batches
     windows = run_batches * world_size / global_batch / window_batches
-    return min(1.0 / (1.0 + lost), world_size ** (-1.0 / max(1.0, windows)))
+    return min(1.0 / (1.0 + lost), math.pow(world_size, -1.0 / max(1.0, windows)))
 
 
 def check_run_batches(run_batches: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -168,6 +169,34 @@ def test_a_longer_run_never_loses_more_of_its_samples(
         for batches in (shorter, shorter * factor)
     )
     assert 0.0 < few <= many * (1.0 + 1e-12) <= 1.0 + 1e-12
+
+
+@given(
+    policy=st.sampled_from(["cadence", "async"]),
+    ranks=st.integers(2, 64),
+    windows=st.floats(0.1, 1.0),
+    optimizer=st.sampled_from(["adam", "sgd", "muon"]),
+)
+def test_ranks_that_never_exchange_anything_learn_no_more_than_one_of_them(
+    policy: str, ranks: int, windows: float, optimizer: str
+) -> None:
+    window_batches = 100.0 * ranks
+    found = sample_efficiency(
+        policy,
+        ranks,
+        window_batches,
+        run_batches=windows * window_batches / ranks,
+        optimizer=optimizer,
+    )
+    assert found <= 1.0 / ranks
+
+
+@given(measured=clusters(), policy=st.sampled_from(["cadence", "async"]))
+def test_a_run_of_one_window_is_worth_less_than_the_fastest_device(
+    measured: MeasuredCluster, policy: str
+) -> None:
+    whole = replace(measured, sync_batch_size=8 * measured.batch_size, run_batches=1e-3)
+    assert predict(policy, whole).goodput <= 1.0 + 1e-9
 
 
 @pytest.mark.parametrize("run_batches", [0.0, -1.0, math.inf, math.nan])

@@ -109,6 +109,7 @@ def clusters(draw: st.DrawFn) -> MeasuredCluster:
         sync_s=draw(st.just(0.0) | st.floats(1e-5, 100.0)),
         copy_batches=draw(st.floats(0.0, 1.0)),
         max_anchor=draw(MOST),
+        run_batches=1e12,  # of many windows, however long
     )
 
 

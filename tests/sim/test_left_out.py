@@ -85,6 +85,7 @@ def run(
     bytes_per_s=st.sampled_from([1e10, 1e8]),
 )
 @example(slow=[1.0, 0.02], fixed_s=0.01, bytes_per_s=1e8)  # first one, then the other
+@example(slow=[1.0, 0.3, 0.005], fixed_s=0.01, bytes_per_s=1e10)  # all were tried
 @settings(max_examples=10)
 def test_never_slower_than_the_fastest_alone_beyond_measuring(
     slow: list[float], fixed_s: float, bytes_per_s: float

@@ -101,6 +101,11 @@ def sample_efficiency(
     first knot count as that. A lag costs ``async`` nothing more up to a third of the
     window, and most when it is the whole window.
 
+    The table is of ten windows or more in a run. In one, each rank trains on its part
+    of the samples to the end, and they learn one part: less than the fastest device
+    alone would. In a run of n windows at most the n-th root of a part counts, which is
+    more than any cell of the table.
+
     Args:
         policy: ``"sync"``, ``"cadence"`` or ``"async"``.
         world_size: number of ranks, at least 1; one rank loses nothing.
@@ -134,7 +139,8 @@ def sample_efficiency(
         place = math.log2(global_batch)
         price = _interpolated(place, _LOG2_LARGER_BATCH, _LARGER_BATCH_PRICES)
         lost = lost * math.pow(global_batch, _LARGER_BATCH_POWER) + price / run_batches
-    return 1.0 / (1.0 + lost)
+    windows = run_batches * world_size / global_batch / window_batches
+    return min(1.0 / (1.0 + lost), math.pow(world_size, -1.0 / max(1.0, windows)))
 
 
 def check_run_batches(run_batches: float) -> float:

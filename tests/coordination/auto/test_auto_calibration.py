@@ -18,7 +18,11 @@ BATCH = 32
 
 
 def calibrated(
-    fixed_s: float, sync_s: float, run_steps: int, slower: float = 1.0
+    fixed_s: float,
+    sync_s: float,
+    run_steps: int,
+    slower: float = 1.0,
+    compiling_s: float = 0.0,
 ) -> tuple[int, MeasuredChoice]:
     """Warm steps until the choice, and the choice; two devices, 1 ms per sample."""
     config = RunConfig(policy="auto")
@@ -35,6 +39,8 @@ def calibrated(
         if spared:
             sizes[1 - spared[0]] = BATCH - 1
         took_s = [fixed_s + 0.001 * sizes[0], slower * (fixed_s + 0.001 * sizes[1])]
+        if not count:
+            took_s = [s + compiling_s for s in took_s]
         reports = [
             StepsDone(
                 rank=rank,
@@ -59,6 +65,13 @@ def calibrated(
 def test_a_reduction_of_a_hundredth_of_the_run_lets_the_first_step_decide() -> None:
     steps, found = calibrated(0.01, 1.0, 300)
     assert steps == 0
+    assert found.now.is_alone
+
+
+def test_a_first_step_that_compiled_decides_for_no_windows() -> None:
+    """By it a run of 6 s seemed one of 130 s, in which windows of 2.4 s pay."""
+    steps, found = calibrated(0.0, 2.0, 200, compiling_s=0.65)
+    assert steps == 1
     assert found.now.is_alone
 
 

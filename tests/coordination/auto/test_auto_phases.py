@@ -121,8 +121,10 @@ def test_windows_do_not_take_over_an_epoch_that_a_loop_has_left(
     """They are chosen when the last rank has run what was granted, which is all."""
     (first,) = begin(policy, 0, sync_s=0.5)
     policy.handle(done(first, 0), 1.0)
-    policy.handle(EpochLeft(rank=0, epoch=0, step=1), 1.0)
-    chosen = policy.handle(done(first, 1), 1.0)
+    (warm,) = granted(policy.handle(done(first, 1), 1.0).instructions)
+    policy.handle(done(warm, 0), 1.0)
+    policy.handle(EpochLeft(rank=0, epoch=0, step=2), 1.0)
+    chosen = policy.handle(done(warm, 1), 1.0)
     assert policy._phase is _Phase.LEAVING
     assert not any(isinstance(each, SwitchPolicy) for each in chosen.instructions)
     taken = WindowReduced(

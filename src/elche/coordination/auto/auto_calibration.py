@@ -6,7 +6,8 @@ In the next the fastest rank gets all but the least part of each other one: that
 what it would take alone, and what a step of the others costs however small. So in turn,
 until several ranks are clearly better than that device, or worse. What steps after the
 first take longer than it is bounded by a part of the run, or of the gain that may be
-there; where the first reduction was that long, on a slow link, it decides. Pure.
+there; where the first reduction was that long, on a slow link, it may decide for one
+device alone. Pure.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ FREE_COST = 0.0025
 GAIN_COST = 0.06
 """Part of a gain that may be there to be spent on finding out."""
 LEAST_STEPS = 2
-"""Warm steps before ``sync`` of several ranks is a choice."""
+"""Warm steps before ``sync`` of several ranks is a choice. Windows, which are for good,
+take one: beside a first step that has compiled any reduction looks quick."""
 USUAL_STEPS = 6
 """Warm steps that make a choice clear."""
 MOST_STEPS = 24
@@ -104,7 +106,8 @@ class Calibration:
         cost = (self._lost_s + next_s) / run_s
         if not self._goes_on(known, gain, cost):
             found = MeasuredChoice(known, self._new_chooser(), batch_size)
-            if found.wants_windows or steps >= LEAST_STEPS:
+            needed = 1 if found.wants_windows else LEAST_STEPS
+            if found.now.is_alone or steps >= needed:
                 return found
             spared = ()  # steps that are the choice by what is known cost nothing
         self._sync.spare(spared)

@@ -4,8 +4,8 @@ The first steps of a run are taken under ``sync``, which leaves the optimisation
 is. They tell what a batch costs every rank; what a reduction costs was probed when the
 group was formed. Then goodput is predicted (`elche.cadence.chooser`), and the run stays
 with ``sync`` or goes on with windows of averaged parameters; after that the update rule
-is fixed. Where a reduction is slow the first step alone may decide that, and no other
-is granted before. It goes on measuring. Windows change between ``cadence`` and
+is fixed. Where a reduction is slow the first step may decide for one device alone, and
+no other is granted before. It goes on measuring. Windows change between ``cadence`` and
 ``async``, and leave out ranks or take them back, when an epoch begins. ``sync`` is left
 only where the fastest device would be faster alone: it then trains in windows of its
 own, which is no other rule, and the others follow it.
@@ -424,7 +424,7 @@ class AutoPolicy(Policy):
         cut, hints = self._cut_for(choice), self._config.speed_hints
         if hints is not None and len(hints) != len(ranks):
             hints = None  # of another membership
-        if not self._gauge.is_cold:
+        if not choice.is_alone:
             samples = cut.largest_of(self._batch_size)
             hints = self._gauge.speeds(ranks, choice.left_out, samples)
         self._switch.build_windows(choice, hints, cut)

@@ -203,8 +203,6 @@ class LeftOutRanks:
         is_new = chosen.ranks != self._announced
         if is_new or self._decides:
             self._tried_at_s = now_s
-        if not self.ranks:
-            self._all_s = chosen.with_s
         self._announced = chosen.ranks
         line = str(chosen) if is_new else ""
         return self._set(chosen.ranks, line)
@@ -304,6 +302,8 @@ class LeftOutRanks:
         unknown = next(filter(None, self._unknown.values()), "")
         if not unknown and self._first not in found.ranks:
             self._phase, self._chosen = _Phase.LEAVING, found
+            if not self.ranks:  # else it is of steps without those
+                self._all_s = found.with_s
             return []
         if self.ranks:
             return []

@@ -32,10 +32,11 @@ class Printing:
         """What matches, as soon as it is there so many times."""
         deadline_s = time.monotonic() + self._wait_s
         while time.monotonic() < deadline_s:
+            has_ended = self.process.poll() is not None  # before its last words
             found = re.findall(pattern, self.output)
             if len(found) >= count:
                 return found
-            assert self.process.poll() is None, self.output
+            assert not has_ended, self.output
             time.sleep(0.02)
         raise AssertionError(f"expected {pattern!r} {count} times in:\n{self.output}")
 

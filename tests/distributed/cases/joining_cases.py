@@ -123,7 +123,7 @@ def _grow(plan: Plan) -> Joined:
         policy=plan.policy,
         schedulers=[schedule],
         copies=[copy],
-        timeout_s=30.0,
+        timeout_s=60.0,
         windows=elche.WindowConfig(
             local_batch_size=4,
             **({"outer": elche.OuterConfig(optimizer="slowmo")} | plan.windows),

@@ -263,7 +263,7 @@ def test_a_start_that_fails_leaves_nothing_open(
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(RuntimeError, match="no signal handler in this thread"):
         launch(config, fail)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # of others may be closed
     assert [*tmp_path.iterdir()] == [trace]
 
 

@@ -81,7 +81,7 @@ if more[:1] == [str(own)]:
     hit = plan_death(death, str(folder), Meeting("barrier", str(folder), own))
     if more[1] == "backward":
         net.seen.register_hook(lambda gradient: hit())
-world, epochs = elche.world_size(), 0
+world, epochs, has_said = elche.world_size(), 0, False
 over = folder / "over"
 with (folder / f"log{own}.txt").open("w") as log:
     while not elche.any(over.exists()):
@@ -89,8 +89,9 @@ with (folder / f"log{own}.txt").open("w") as log:
             if elche.batch_weight():
                 log.write(f"{epochs} {' '.join(map(str, index.tolist()))}\n")
                 log.flush()
-            if number == 1 and epochs == 8:  # host 0 has said so to all since
+            if number and epochs >= 8 and not has_said:  # host 0 has, to all, since
                 say("trains")
+                has_said = True
                 if more == [str(own), "sleeps"]:
                     time.sleep(60.0)  # longer than a host that leaves has
             if elche.world_size() != world:

@@ -22,7 +22,6 @@ from tests.harness.printing import Printing
 from tests.runtime.hosts.launchers import (
     ELCHE,
     NAMED,
-    WAIT_S,
     Cluster,
     free_port,
     launched,
@@ -383,14 +382,6 @@ def children_of(launcher: int, word: str) -> list[int]:
     return [each for each in children if word in words[each]]
 
 
-def wait_until_idle(pid: int) -> None:
-    """Waits until a process that has just been sent a signal has acted on it."""
-    deadline_s = time.monotonic() + WAIT_S
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 @SLOW
 def test_a_signal_in_the_first_moment_of_a_new_leader_is_as_ever(
     tmp_path: Path,
@@ -410,7 +401,7 @@ def test_a_signal_in_the_first_moment_of_a_new_leader_is_as_ever(
         hosts[0].process.kill()
         hosts[1].wait_for("leads the run now")
         hosts[1].process.send_signal(signal.SIGTERM)
-        wait_until_idle(hosts[1].process.pid)  # it has been sent before they come
+        hosts[1].wait_until_idle()  # it has been sent before they come
         for rank in ranks:
             os.kill(rank, signal.SIGCONT)
         assert [host.end() for host in hosts[1:]] == [143, 143], hosts[1].output

@@ -107,6 +107,7 @@ def test_a_signal_to_the_launcher_alone_is_told_to_ranks_that_train(
     # Once: the ranks trained on for 10 s and were ended without a word, of code 130.
     with started(tmp_path, "--nproc", "2", TRAINING, "endless") as run:
         run.wait_for(r"rank \d is process", 2)
+        run.wait_until_idle()  # it knows of them
         run.process.send_signal(number)
         assert run.end() == code
         reason = f"interrupted: the launcher was sent {number.name}"

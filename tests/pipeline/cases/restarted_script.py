@@ -40,11 +40,8 @@ with Pipeline(make_layers(), loss_of, micro_batches=4, seed=11, **CALM) as pipe:
             mark = folder / "killed"
             if pipe.rank == 1 and pipe.steps_done == killed_at and not mark.exists():
                 until_s = time.monotonic() + 60
-                while not (
-                    list(folder.glob("checkpoint-*/manifest.json"))
-                    and (folder / "losses").read_text().count("\n") == killed_at
-                ):
-                    assert time.monotonic() < until_s, "no checkpoint, or no loss"
+                while not list(folder.glob("checkpoint-*/manifest.json")):
+                    assert time.monotonic() < until_s, "no checkpoint came"
                     time.sleep(0.01)
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 Rank RANK kills itself at PLACE: "backward", or as `plan_death` has it. With "mortal" a
 run ends with any rank, as with "meets", where ranks are in a group of torch's own.
+With "lasts" a rank outlives its launcher by more than a test takes.
 Each sample is counted by what loops were handed, by the model, and by elche; the end
 says all three.
 """
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 import tests.harness.uncompiled  # noqa: F401 - starts faster
 from elche import session
+from elche.runtime.process import launcher_watch
 from elche.runtime.rank_settings import checksum
 from tests.distributed.cases.meetings import Meeting
 from tests.distributed.cases.survive_cases import Death, plan_death
@@ -57,6 +59,8 @@ def say(what: str) -> None:
     print(f"rank {own} {what} at {time.monotonic():.3f}", flush=True)
 
 
+if "lasts" in more:
+    launcher_watch.END_AFTER_S = 1e3
 if "meets" in more:
     meeting = f"file://{folder}/meeting"
     many = int(os.environ["WORLD_SIZE"])

@@ -9,6 +9,7 @@ import gc
 import re
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -53,17 +54,14 @@ def models_beyond_plain(policy: str, kind: str, codec: str) -> tuple[float, floa
     )
 
     def train() -> int:
-        """What is held at the end of a step, where gradients are.
-
-        The least of the later ones: what the other rank has not read is this one's.
-        """
-        held = []
+        """What is held at the end of a step, where gradients are."""
+        held = 0
         for (x,) in loader:
             optimizer.zero_grad()
             F.mse_loss(model(x), x).backward()
             optimizer.step()
-            held.append(held_bytes())
-        return min(held[len(held) // 2 :])
+            held = held_bytes()
+        return held
 
     plain = train()
     optimizer.zero_grad()
@@ -106,9 +104,12 @@ def test_memory_is_what_is_said(
     """
     fence = print if "outlived" in case else None
     setup = partial(serve_in_thread, fence=fence)
-    for measured, said in ranks2.run(models_beyond_plain, *case[:3], case_setup=setup):
+    found = ranks2.run(models_beyond_plain, *case[:3], case_setup=setup)
+    for _, said in found:
         assert said == pytest.approx(designed, abs=0.15)
-        assert measured == pytest.approx(said - is_gradient, abs=SLACK)
+    # Their mean: what one of them has not touched yet counts whole for the other.
+    held = fmean(measured for measured, _ in found)
+    assert held == pytest.approx(designed - is_gradient, abs=SLACK)
 
 
 def test_memory_over_hosts_is_what_is_said(ranks3: RankPool) -> None:

@@ -63,9 +63,7 @@ def by_hosts(task: Task) -> tuple[Trace, set[str]]:
 
 def trained(pool: RankPool, task: Task, env: list[dict[str, str]]) -> list[Trace]:
     """The task over hosts: equal ranks, every sample once."""
-    found = pool.run(
-        by_hosts, task, case_setup=serve_in_thread, env=env, timeout_s=40.0
-    )
+    found = pool.run(by_hosts, task, case_setup=serve_in_thread, env=env)
     traces = [trace for trace, _ in found]
     assert {kind for _, kinds in found for kind in kinds} == {HostExchange.__name__}
     assert identical([trace.state for trace in traces])

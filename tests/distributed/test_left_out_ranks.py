@@ -85,8 +85,9 @@ def _train(found: Found, task: Task, kind: str) -> None:
             if leaves and len(steps) == STEPS // 2:
                 break
             if kind == "long" and epoch == 1:
-                run.worker.timeout_s = 1.5  # of a rank that waits for grants
-                time.sleep(0.06)
+                if elche.rank() == SLOW:
+                    run.worker.timeout_s = 3.0  # where it waits for grants
+                time.sleep(0.12)
             if kind == "barrier" and len(steps) == STEPS // 2:
                 elche.barrier()
         run.worker.timeout_s = 100.0

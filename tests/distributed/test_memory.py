@@ -9,6 +9,7 @@ import gc
 import re
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -37,9 +38,10 @@ pytestmark = [
 def held_bytes() -> int:
     """Without what malloc keeps of memory that is free."""
     give_back_freed()
-    found = re.search(r"^Pss: +(\d+) kB", ROLLUP.read_text(), re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found[1])
+    kinds = r"^Pss_(?:Anon|Shmem): +(\d+) kB"  # files are shared with other programs
+    found = re.findall(kinds, ROLLUP.read_text(), re.MULTILINE)
+    assert len(found) == 2
+    return 1024 * sum(map(int, found))
 
 
 def models_beyond_plain(policy: str, kind: str, codec: str) -> tuple[float, float]:
@@ -102,9 +104,12 @@ def test_memory_is_what_is_said(
     """
     fence = print if "outlived" in case else None
     setup = partial(serve_in_thread, fence=fence)
-    for measured, said in ranks2.run(models_beyond_plain, *case[:3], case_setup=setup):
+    found = ranks2.run(models_beyond_plain, *case[:3], case_setup=setup)
+    for _, said in found:
         assert said == pytest.approx(designed, abs=0.15)
-        assert measured == pytest.approx(said - is_gradient, abs=SLACK)
+    # Their mean: what one of them has not touched yet counts whole for the other.
+    held = fmean(measured for measured, _ in found)
+    assert held == pytest.approx(designed - is_gradient, abs=SLACK)
 
 
 def test_memory_over_hosts_is_what_is_said(ranks3: RankPool) -> None:

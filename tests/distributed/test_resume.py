@@ -185,7 +185,7 @@ def test_rank_0_asks_for_checkpoints_where_another_trains_alone(
     assert len(slow.pairs) < 600 < len(fast.pairs)
     newest = CheckpointStore(tmp_path).newest()
     assert newest is not None
-    assert int(newest.name.rpartition("-")[2]) > 10
+    assert newest.manifest.info["samples"] > 2000  # long after its last batch
 
 
 @pytest.mark.slow

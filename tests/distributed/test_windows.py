@@ -28,6 +28,7 @@ from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
+NEW_RANKS = True
 
 
 def _positions(traces: list[Trace], epoch: int) -> list[int]:

@@ -32,12 +32,21 @@ class Printing:
         """What matches, as soon as it is there so many times."""
         deadline_s = time.monotonic() + self._wait_s
         while time.monotonic() < deadline_s:
+            has_ended = self.process.poll() is not None  # before its last words
             found = re.findall(pattern, self.output)
             if len(found) >= count:
                 return found
-            assert self.process.poll() is None, self.output
+            assert not has_ended, self.output
             time.sleep(0.02)
         raise AssertionError(f"expected {pattern!r} {count} times in:\n{self.output}")
+
+    def wait_until_idle(self) -> None:
+        """Returns when it has acted on all that was sent to it before."""
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        deadline_s = time.monotonic() + self._wait_s
+        while stat.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
 
     def end(self) -> int:
         """The exit code."""

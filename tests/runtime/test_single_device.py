@@ -66,7 +66,7 @@ def test_a_run_of_one_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         loss.backward()
         elche.log_scalar("loss", loss)
         optimizer.step()
-        assert set(threading.enumerate()) == threads
+        assert set(threading.enumerate()) <= threads  # earlier ones may end
     assert elche.epoch_metrics().samples == 64
 
 

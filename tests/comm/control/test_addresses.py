@@ -76,7 +76,7 @@ def test_connections_that_another_library_made(tmp_path: Path) -> None:
             with connection, datagrams:
                 assert connection.getsockopt(*option) == expected
                 assert connection.gettimeout() == 5.0
-                assert len(os.listdir("/proc/self/fd")) == before + 2
+                assert len(os.listdir("/proc/self/fd")) <= before + 2
         assert earlier.getsockopt(*option) == 30_000, "another's own"
         assert earlier.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
 

@@ -156,7 +156,7 @@ def _opened(fault: str, hosts: str) -> tuple[list[float], str, bool]:
         released.set()
         for thread in threading.enumerate():
             if thread.name == device_group.TRIAL:
-                thread.join(30.0)
+                thread.join(60.0)
     logger.removeHandler(handler)
     is_left = bool(places) and group.rank == 0 and _is_there(places[0])
     return tensor.tolist(), "; ".join(said), is_left
@@ -210,7 +210,7 @@ def _refused() -> tuple[bool, bool]:
     device_group.TRIAL_S = before
     for thread in threading.enumerate():
         if thread.name == device_group.TRIAL:
-            thread.join(10.0)
+            thread.join(60.0)
     names = [thread.name for thread in threading.enumerate()]
     return device_group.TRIAL in names, group.rank == 0 and _is_there(places[0])
 

@@ -124,4 +124,4 @@ def test_no_file_stays_open_where_a_rank_dies_while_memory_is_shared() -> None:
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CommunicationError, match="a rank has died"):
         map_together(group, 64)
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files  # of others may be closed

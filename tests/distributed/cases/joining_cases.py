@@ -95,15 +95,19 @@ class Plan:
 def grow(plan: Plan) -> Joined:
     """Trains; ranks above the founders' join when these are on their way."""
     with session.failing_together():
-        return _grow(plan)
+        try:
+            return _grow(plan)
+        finally:
+            Path(plan.folder, "ready").touch()  # nobody waits for who was refused
 
 
 def _grow(plan: Plan) -> Joined:
     rank, is_joiner = int(os.environ["RANK"]), "ELCHE_JOINS" in os.environ
-    word = Path(plan.folder, "come")
+    word, ready = Path(plan.folder, "come"), Path(plan.folder, "ready")
     if is_joiner:
         wait_for(word)
         plan_failure(plan.fails)
+        visit_events(JoinReady, ready.touch, is_before=True)
     other = plan.other if is_joiner else ""
     torch.manual_seed(5 + is_joiner)
     counter = Counter(plan.samples + (other == "model"))
@@ -123,7 +127,7 @@ def _grow(plan: Plan) -> Joined:
         policy=plan.policy,
         schedulers=[schedule],
         copies=[copy],
-        timeout_s=30.0,
+        timeout_s=60.0,
         windows=elche.WindowConfig(
             local_batch_size=4,
             **({"outer": elche.OuterConfig(optimizer="slowmo")} | plan.windows),
@@ -135,6 +139,8 @@ def _grow(plan: Plan) -> Joined:
     with Path(plan.folder, f"log{rank}.txt").open("w") as log:
         for epoch in numbers:
             for number, index in enumerate(loader):
+                if epoch and word.exists() and not is_joiner:
+                    wait_for(ready)  # else the run may end before it is
                 if last_s:
                     gap_s = max(gap_s, time.monotonic() - last_s)
                 log.write(f"{epoch} {' '.join(map(str, index.tolist()))}\n")

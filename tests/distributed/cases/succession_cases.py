@@ -117,7 +117,8 @@ def train(
     orders = []
     for epoch in range(epochs):
         for number, index in enumerate(loader):
-            if saves and number == 3:
+            # The next rank may come there when it is the first, as rank 0 has died.
+            if saves and number == 3 and (epoch or rank == 0):
                 elche.save(Path(folder, f"epoch{epoch}"))
             model(index).backward()
             optimizer.step()

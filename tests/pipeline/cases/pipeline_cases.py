@@ -696,8 +696,7 @@ def stopped(late_rank: int) -> tuple[list[str], float]:
     handler = Wake(logging.WARNING)
     logger = logging.getLogger("elche.pipeline.peers.transport")
     logger.addHandler(handler)
-    before, waits.NAMED_AFTER_S = waits.NAMED_AFTER_S, 2.0
-    work = Work()
+    before, work = waits.NAMED_AFTER_S, Work()
     try:
         with Pipeline(MODELS["mlp"](), loss_of, micro_batches=4, **CALM) as pipe:
             pids += pipe._communicator.exchange(os.getpid(), "process ids")
@@ -706,6 +705,7 @@ def stopped(late_rank: int) -> tuple[list[str], float]:
                 for one in data_for(work, 0)
             )
             pipe.step(x, y)
+            waits.NAMED_AFTER_S = 2.0
             if pipe.rank == late_rank:
                 os.kill(os.getpid(), signal.SIGSTOP)
             return told, pipe.step(x, y).loss

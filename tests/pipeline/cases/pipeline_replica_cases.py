@@ -265,7 +265,7 @@ def stumbles(kind: str, at: int, steps: int) -> tuple[list[str], list[torch.Tens
     try:
         for step in range(steps):
             if kind == "hangs" and step == steps - 1:
-                lose_patience(pipe, 2.0)
+                lose_patience(pipe, 5.0)
             pipe.zero_grad()
             told.append(_told(lambda: pipe.step(x, y)))
         gradients = [one.grad for one in pipe.parameters() if one.grad is not None]

@@ -102,8 +102,8 @@ def test_what_is_not_computed_is_not_begun_and_has_the_deadline(
     cables = [Cable(), Cable()]
     with two(cables) as (first, second):
         first.devices.stream = Beside(looks=NEVER)
-        with pytest.raises(DeadlineError, match=r"waited 0\.3 s for rank 0: the act"):
-            passed(first, second, Message((torch.ones(1),)), timeout_s=0.3)
+        with pytest.raises(DeadlineError, match=r"waited 1\.0 s for rank 0: the act"):
+            passed(first, second, Message((torch.ones(1),)), timeout_s=1.0)
         assert second.devices.stream.handed_over == 0
         with pytest.raises(DeadlineError, match=r"for rank 1: its receiving what was"):
             first.flush(0.1)
@@ -113,8 +113,8 @@ def test_what_is_not_computed_is_not_begun_and_has_the_deadline(
 def test_a_transfer_that_does_not_end_has_the_deadline() -> None:
     cables = [Cable(looks=NEVER), Cable()]
     with two(cables) as (first, second):
-        with pytest.raises(DeadlineError, match=r"waited 0\.3 s for rank 0: the act"):
-            passed(first, second, Message((torch.ones(1),)), timeout_s=0.3)
+        with pytest.raises(DeadlineError, match=r"waited 1\.0 s for rank 0: the act"):
+            passed(first, second, Message((torch.ones(1),)), timeout_s=1.0)
         assert cables[0].carried == [(0, 1)]
         line = second._incoming[0]
     assert not line._thread.is_alive()

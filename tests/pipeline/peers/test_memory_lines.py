@@ -153,9 +153,9 @@ def two() -> Iterator[list[Transport]]:
 
     def open_one(rank: int) -> None:
         def exchange(value: Any) -> list[Any]:
-            meeting.wait(10)
+            meeting.wait(60)
             told[rank] = value
-            meeting.wait(10)
+            meeting.wait(60)
             return list(told)
 
         made[rank].memory = MemoryLines.open(rank, 2, exchange)
@@ -164,7 +164,7 @@ def two() -> Iterator[list[Transport]]:
     for each in threads:
         each.start()
     for each in threads:
-        each.join(20)
+        each.join(60)
     try:
         yield made
     finally:
@@ -181,11 +181,11 @@ def test_ranks_that_fill_each_others_slots_both_go_on() -> None:
             other = 1 - rank
             for number in range(count):
                 value = torch.full((50_000,), float(number))
-                made[rank].send(Address(other, number, "x"), Message((value,)), 20.0)
+                made[rank].send(Address(other, number, "x"), Message((value,)), 60.0)
             for number in reversed(range(count)):
-                message = made[rank].receive(Address(other, number, "x"), 20.0)
+                message = made[rank].receive(Address(other, number, "x"), 60.0)
                 found[rank].append(float(message.tensors[0][-1]))
-            made[rank].flush(20.0)
+            made[rank].flush(60.0)
 
         threads = [threading.Thread(target=talk, args=(rank,)) for rank in range(2)]
         for each in threads:
@@ -224,7 +224,7 @@ def test_what_does_not_come_has_a_deadline_and_a_closed_end_is_told(
             first.receive(address, 0.2)
         second.close()
         with pytest.raises(CommunicationError, match="it has closed its end"):
-            first.receive(address, 20.0)
+            first.receive(address, 60.0)
 
 
 @pytest.mark.distributed

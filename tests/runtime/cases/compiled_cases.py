@@ -48,4 +48,5 @@ def compiled_run(how: str, shares: str) -> tuple[int, set[int]]:
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
+    elche.shutdown()
     return len(graphs), sizes

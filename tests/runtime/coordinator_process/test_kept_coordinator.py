@@ -39,7 +39,7 @@ from elche.runtime.coordinator_process.serving import COPY_ENTRIES, CoordinatorC
 from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 KILLS = 12
 """Each costs the start of a process: seconds on a busy machine."""
 PAIR = Cluster(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -16,6 +17,8 @@ from pathlib import Path
 from tests.harness.printing import Printing
 
 WAIT_S = 100.0
+PORTS = range(10_000, 15_000)
+"""Below those that the system gives whoever asks for any, and that Slurm would."""
 ELCHE = ("-m", "elche")
 NAMED = "the run goes on without host 0 if that is lost"
 """Says the leading host when another one stands by."""
@@ -127,9 +130,11 @@ def write_key(path: Path) -> None:
     path.write_text(secrets.token_hex(32))
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    """A port that was free just now."""
+def free_port(address: str = "127.0.0.1", ports: range = PORTS) -> int:
+    """A port that was free just now, and that only who asks for it will take."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    for port in secrets.SystemRandom().sample(ports, 50):
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return port
+    raise AssertionError("no free port")

@@ -148,6 +148,7 @@ def test_a_signal_to_one_launcher_ends_all(
     with launched(cluster(tmp_path, case)) as hosts:
         for host in hosts:
             host.wait_for("is ready")
+        hosts[0].wait_until_idle()  # it knows of them
         hosts[at].process.send_signal(number)
         assert [host.end() for host in hosts] == [code, code], hosts[0].output
         where = r" on host 1 \(" if at else ""
@@ -162,6 +163,7 @@ def test_ranks_that_heed_a_signal_save_on_all_hosts(tmp_path: Path) -> None:
     with launched(cluster(tmp_path, "heeds")) as hosts:
         for host in hosts:
             host.wait_for("is ready")
+        hosts[0].wait_until_idle()  # it knows of them
         hosts[1].process.send_signal(signal.SIGTERM)
         assert [host.end() for host in hosts] == [143, 143]
     saved = {path.name: path.read_text() for path in tmp_path.glob("saved-*")}
@@ -173,6 +175,7 @@ def test_a_job_that_is_cancelled_signals_all_launchers(tmp_path: Path) -> None:
     with launched(cluster(tmp_path, "heeds")) as hosts:
         for host in hosts:
             host.wait_for("is ready")
+        hosts[0].wait_until_idle()  # it knows of them
         for host in hosts:
             host.process.send_signal(signal.SIGTERM)
         assert [host.end() for host in hosts] == [143, 143]

@@ -33,7 +33,7 @@ from elche.runtime.hosts.standby import Standby
 from elche.runtime.hosts.witness import serve_witness
 from elche.runtime.process.rank_processes import RankProcesses
 
-WAIT_S = 30.0
+WAIT_S = 100.0
 RUN = "a run"
 OUTLIVED = Status(members=frozenset({1, 2, 3}))
 

@@ -107,6 +107,7 @@ def test_a_signal_to_the_launcher_alone_is_told_to_ranks_that_train(
     # Once: the ranks trained on for 10 s and were ended without a word, of code 130.
     with started(tmp_path, "--nproc", "2", TRAINING, "endless") as run:
         run.wait_for(r"rank \d is process", 2)
+        run.wait_until_idle()  # it knows of them
         run.process.send_signal(number)
         assert run.end() == code
         reason = f"interrupted: the launcher was sent {number.name}"
@@ -263,7 +264,7 @@ def test_a_start_that_fails_leaves_nothing_open(
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(RuntimeError, match="no signal handler in this thread"):
         launch(config, fail)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # of others may be closed
     assert [*tmp_path.iterdir()] == [trace]
 
 
@@ -348,7 +349,7 @@ def test_a_rank_that_hangs_costs_its_deadline_and_little_more(
     with started(tmp_path, "--nproc", "2", TRAINING, "hang", policy) as run:
         run.wait_for(r"rank 1 is process", 1)
         assert run.end() in (1, 137)
-        assert "codes [1, 137 (SIGKILL)]: nothing came for 5 s" in run.output
+        assert "codes [1, 137 (SIGKILL)]: nothing came for 8 s" in run.output
 
 
 def test_ranks_that_never_meet_end_when_they_like(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +13,7 @@ from elche.errors import ConfigError
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import read_placement
 from elche.runtime.process.launchers import read_launcher
+from tests.runtime.hosts.launchers import free_port
 
 # What each launcher sets on the last rank, of what elche reads; from their documents.
 SRUN = {
@@ -145,7 +144,7 @@ def test_several_hosts_without_an_address_are_refused_at_once(
     [({}, "shared memory"), ({"ELCHE_LISTEN": "auto", "ELCHE_HOST": "{}"}, "gloo")],
 )
 def test_ranks_of_srun_train_together(more: dict[str, str], transport: str) -> None:
-    port = _free_port()
+    port = free_port(ports=range(15_000, 25_000))  # those of Slurm
     ranks = []
     for rank in range(2):
         environment = {
@@ -166,7 +165,7 @@ def test_ranks_of_srun_train_together(more: dict[str, str], transport: str) -> N
                 command, env=environment, stdout=subprocess.PIPE, text=True
             )
         )
-    sums = [rank.communicate(timeout=60.0)[0] for rank in ranks]
+    sums = [rank.communicate(timeout=200.0)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert sums[0] == sums[1]
     assert sums[0].endswith(f"{transport}\n")
@@ -178,19 +177,7 @@ def test_an_address_of_its_own_is_found_under_elche_run_too(tmp_path: Path) -> N
     command = [sys.executable, "-m", "elche", "run", "--speeds", "1,1", str(script)]
     environment = os.environ | {"ELCHE_LISTEN": "auto", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120.0
+        command, env=environment, capture_output=True, text=True, timeout=200.0
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("shared memory") == 2  # lines of ranks may mix
-
-
-def _free_port() -> int:
-    """A port among those that a job of Slurm gets."""
-    for port in random.sample(range(15000, 25000), 50):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("localhost", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no free port")

@@ -2,6 +2,7 @@
 
 Rank RANK kills itself at PLACE: "backward", or as `plan_death` has it. With "mortal" a
 run ends with any rank, as with "meets", where ranks are in a group of torch's own.
+With "lasts" a rank outlives its launcher by more than a test takes.
 Each sample is counted by what loops were handed, by the model, and by elche; the end
 says all three.
 """
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 import tests.harness.uncompiled  # noqa: F401 - starts faster
 from elche import session
+from elche.runtime.process import launcher_watch
 from elche.runtime.rank_settings import checksum
 from tests.distributed.cases.meetings import Meeting
 from tests.distributed.cases.survive_cases import Death, plan_death
@@ -57,6 +59,8 @@ def say(what: str) -> None:
     print(f"rank {own} {what} at {time.monotonic():.3f}", flush=True)
 
 
+if "lasts" in more:
+    launcher_watch.END_AFTER_S = 1e3
 if "meets" in more:
     meeting = f"file://{folder}/meeting"
     many = int(os.environ["WORLD_SIZE"])
@@ -81,7 +85,7 @@ if more[:1] == [str(own)]:
     hit = plan_death(death, str(folder), Meeting("barrier", str(folder), own))
     if more[1] == "backward":
         net.seen.register_hook(lambda gradient: hit())
-world, epochs = elche.world_size(), 0
+world, epochs, has_said = elche.world_size(), 0, False
 over = folder / "over"
 with (folder / f"log{own}.txt").open("w") as log:
     while not elche.any(over.exists()):
@@ -89,8 +93,9 @@ with (folder / f"log{own}.txt").open("w") as log:
             if elche.batch_weight():
                 log.write(f"{epochs} {' '.join(map(str, index.tolist()))}\n")
                 log.flush()
-            if number == 1 and epochs == 8:  # host 0 has said so to all since
+            if number and epochs >= 8 and not has_said:  # host 0 has, to all, since
                 say("trains")
+                has_said = True
                 if more == [str(own), "sleeps"]:
                     time.sleep(60.0)  # longer than a host that leaves has
             if elche.world_size() != world:

@@ -19,7 +19,10 @@ WAIT_S = 100.0
 def _connected() -> ControlChannel:
     address = parse_address(os.environ["ELCHE_COORDINATOR"], "the coordinator")
     key = bytes.fromhex(os.environ["ELCHE_KEY"])
-    return ControlChannel.connect(address, key, RANK, WAIT_S)
+    channel = ControlChannel.connect(address, key, RANK, WAIT_S)
+    channel.store_set(f"here {RANK}", b"")
+    channel.store_get(f"here {RANK}", WAIT_S)  # by now the coordinator has said so
+    return channel
 
 
 def _say(what: str) -> None:
@@ -63,7 +66,9 @@ def heeds(folder: Path) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
-    _connected().store_set(heeds_key(RANK), b"1")
+    channel = _connected()
+    channel.store_set(heeds_key(RANK), b"1")
+    channel.store_get(heeds_key(RANK), WAIT_S)
     _say("ready")
     while True:
         signal.pause()

@@ -97,7 +97,7 @@ def _idle(case: str, policy: str) -> None:
 
 def _hang(case: str, policy: str) -> None:
     """The last rank hangs in a step, and hears no signal but SIGKILL."""
-    model, optimizer, loader = _set_up(policy, timeout_s=5.0)
+    model, optimizer, loader = _set_up(policy, timeout_s=8.0)  # less than silence
     for number, (x,) in enumerate(loader):
         if number == 5 and elche.rank() == elche.world_size() - 1:
             print(f"rank {elche.rank()} is process {os.getpid()}", flush=True)

@@ -183,9 +183,9 @@ def test_rank_0_asks_for_checkpoints_where_another_trains_alone(
         *(train, task, str(tmp_path)), case_setup=serve_in_thread, env=env
     )
     assert len(slow.pairs) < 600 < len(fast.pairs)
-    newest = CheckpointStore(tmp_path).newest()
-    assert newest is not None
-    assert newest.manifest.info["samples"] > 2000  # long after its last batch
+    store, complete = CheckpointStore(tmp_path), tmp_path.glob("*/manifest.json")
+    found = [store.open(path.parent.name).manifest.info for path in complete]
+    assert any(2000 < info["samples"] < 4000 for info in found)  # after its last batch
 
 
 @pytest.mark.slow

@@ -240,6 +240,8 @@ def _by_next(policy: str) -> str:
                 optimizer.step()
                 optimizer.zero_grad()
     except ElcheError as error:  # the other rank has met the end before
+        if policy == "sync":
+            raise
         return str(error)
     return said.getvalue()
 

@@ -425,7 +425,7 @@ def test_progress_goes_on_where_the_epoch_before_ended() -> None:
     assert first_windows == sorted(set(first_windows))
 
 
-@pytest.mark.parametrize("at_s", [0.25, 0.3, 0.4, 0.8])
+@pytest.mark.parametrize("at_s", [0.2, 0.3, 0.4, 0.8])
 def test_who_lives_chooses_as_without_the_dead(at_s: float) -> None:
     """Wherever it died: while steps were measured, or on the way to windows."""
     cluster = cluster_of(1.0, 0.5, 0.5, sync_batches=4.0, epochs=4)

@@ -171,7 +171,7 @@ class Prediction:
         world_size: ranks that take part.
         anchor: batches of the slowest of them in a window.
         first_anchor: to start from; overlapped windows get longer when what they cost
-            has been measured. Of one rank alone: that a reduction asks for.
+            has been measured.
         window_s: seconds from one synchronisation to the next.
         lag_batches: batches of the fastest rank until an average arrives.
         hardware_efficiency: 0 to 1; of what each device delivers alone on global
@@ -280,9 +280,7 @@ class Fleet:
     def _newly(self, policy: str, size: int) -> Prediction:
         if size == 1:
             alone_s = self._cluster.global_batch_size / self._alone[0]
-            found = self._prediction(policy, 1, 1, alone_s, self._batches, 0.0)
-            times = BatchTimes(1, alone_s, alone_s, 1.0 / alone_s)
-            return replace(found, first_anchor=anchor_for(times, self._cluster.sync_s))
+            return self._prediction(policy, 1, 1, alone_s, self._batches, 0.0)
         if policy == "sync":
             return self._sync(size)
         return self._cadence(size) if policy == "cadence" else self._async(size)

@@ -42,9 +42,9 @@ LEFT_BEHIND = (GrantBatches, GrantSteps, MetricsReported, PolicyChosen)
 ALL_DEAD = "all who held the run's state have died"
 CANNOT_GO_ON = "ranks died where the others cannot take it up again"
 """A rank's own errors, as a real one's."""
-PROBES_AGAIN = 2
+PROBES = 3
 FIRST_PROBED_BYTES, MOST_PROBED_BYTES = 2**14, 2**22
-PROBE_GROWTH = 4
+PROBE_GROWTH = 8
 LONG_PROBE_S, MOST_PROBE_S = 0.05, 0.1
 """How a rank measures a reduction (`elche.comm.transport.probe`)."""
 
@@ -358,9 +358,11 @@ class Rank:
         self._probe_s = link.reduce_s(run.model_bytes, ranks)
         longest = min(run.model_bytes, MOST_PROBED_BYTES)
         probed = min(longest, FIRST_PROBED_BYTES)
-        yield (took_s := link.reduce_s(probed, ranks))
-        while probed < longest and took_s < LONG_PROBE_S:
+        while probed < longest:
+            took_s = link.reduce_s(probed, ranks)
+            yield took_s
+            if took_s >= LONG_PROBE_S:
+                break
             probed = min(longest, PROBE_GROWTH * probed)
-            yield (took_s := link.reduce_s(probed, ranks))
-        if took_s < LONG_PROBE_S:
-            yield min(PROBES_AGAIN * took_s, MOST_PROBE_S)
+        took_s = link.reduce_s(probed, ranks)
+        yield min(PROBES * took_s, max(took_s, MOST_PROBE_S))

@@ -58,9 +58,9 @@ def test_the_probe_is_short_and_right(
     found_s, sent = probed(monkeypatch, group, numel)
     assert found_s == pytest.approx(latency_s + group.element_s * numel, rel=1e-3)
     assert max(sent) <= min(numel, PROBED_ELEMENTS)
-    # The last one that was not long yet, one of four times that, and two shorter ones.
+    # A message more than three times the last one that was not long yet.
     reductions_s = group.element_s * sum(sent)
-    assert reductions_s <= 2.7 * MOST_S
+    assert reductions_s <= 4 * MOST_S
 
 
 def test_a_quick_link_is_probed_with_long_messages(
@@ -74,8 +74,8 @@ def test_a_slow_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten megabits: three rounds of a million elements took 15 s."""
     group = SlowGroup(1e-4, 1.5 * 32.0 / 1e7)
     _, sent = probed(monkeypatch, group, 9_930_000)
-    assert max(sent) == 1 << 14
-    assert group.now_s < 0.25
+    assert max(sent) == 1 << 15
+    assert group.now_s < 0.5
 
 
 def test_one_rank_has_nothing_to_probe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,10 +176,12 @@ def test_a_glance_takes_cold_steps_and_leaves_the_gauge_as_it_was() -> None:
     assert found.sync_s == pytest.approx(3.0)
     assert [found.batch_s(rank) for rank in (0, 1)] == pytest.approx([5.0, 2.5])
     assert gauge.measurements == 0
+    assert quick.is_cold
     quick.finish_learning()
     quick.trained(batches(0, 0.5))  # warm now
     quick.trained(batches(1, 0.25))
     quick.follow()
+    assert not quick.is_cold
     assert quick.batch_s(0, BATCH) == pytest.approx(0.5)
     assert quick.batch_s(1, BATCH) == pytest.approx(0.25)
 

@@ -13,9 +13,9 @@ FIRST_ELEMENTS = 1 << 12
 """16 KiB: what a link of 10 Mbit/s carries in an eightieth of a second."""
 PROBED_ELEMENTS = 1 << 20
 """The longest message that is tried."""
-GROWTH = 4
+GROWTH = 8
 LONG_ENOUGH_S = 0.05
-"""A message that takes so long is not made longer, nor sent again."""
+"""A message that takes so long is not made longer."""
 ROUNDS = 3
 MOST_S = 0.1
 """After so long no round is repeated."""
@@ -27,9 +27,8 @@ def probe_reduction_s(group: Group, numel: int) -> float:
     As gradients are summed: over hosts, inside them first.
 
     Messages grow until one takes a while, so that a slow link is not kept busy for
-    longer than it must. The quickest of a few of the longest counts, unless one takes
-    a while: what the link allows, not what it does while processes are still starting.
-    What is left to
+    longer than it must. The quickest of a few of the longest counts: what the link
+    allows, not what it does while processes are still starting. What is left to
     ``numel`` elements is scaled up, after the time of a message of one element has been
     taken off: that is the link's latency, which a longer message has once as well.
     """
@@ -38,12 +37,9 @@ def probe_reduction_s(group: Group, numel: int) -> float:
     wanted = max(1, numel)
     longest = min(wanted, PROBED_ELEMENTS)
     probed = min(longest, FIRST_ELEMENTS)
-    quickest_s, slowest_s = _quickest(group, probed, 1)
-    while probed < longest and slowest_s < LONG_ENOUGH_S:
+    while probed < longest and _quickest(group, probed, 1)[1] < LONG_ENOUGH_S:
         probed = min(longest, probed * GROWTH)
-        quickest_s, slowest_s = _quickest(group, probed, 1)
-    if slowest_s < LONG_ENOUGH_S:
-        quickest_s = min(quickest_s, _quickest(group, probed, ROUNDS - 1)[0])
+    quickest_s, _ = _quickest(group, probed)
     if probed == wanted:
         return quickest_s
     latency_s = min(quickest_s, _quickest(group, 1)[0])

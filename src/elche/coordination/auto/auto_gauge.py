@@ -52,6 +52,7 @@ class Gauge:
         cut: of the batches that windows would train on.
         sync_s: what a reduction takes.
         measurements: grants of steps, or windows, since the last :meth:`follow`.
+        is_cold: knows the ranks by steps that were not warm, and by nothing since.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Gauge:
         self._is_learned = False
         self.sync_s = 0.0
         self.measurements = 0
+        self.is_cold = False
 
     def begin_epoch(self, run_batches: float) -> None:
         """An epoch begins, in a run expected to have so many batches."""
@@ -225,6 +227,7 @@ class Gauge:
         other = Gauge(self._config, len(reports), self._few, self._optimizer)
         other.begin_epoch(self._run_batches)
         other.cut, other._ranks = self.cut, {rank: RankCosts() for rank in self._ranks}
+        other.is_cold = True
         other.took_steps([replace(report, warm=True) for report in reports])
         other.learn(probe_s)
         return other
@@ -289,6 +292,7 @@ class Gauge:
     def follow(self) -> None:
         """Takes in what was measured since the last time."""
         self.measurements = 0
+        self.is_cold = False
         for costs in self._ranks.values():
             costs.follow()
         if self._syncs_s:

@@ -424,7 +424,7 @@ class AutoPolicy(Policy):
         cut, hints = self._cut_for(choice), self._config.speed_hints
         if hints is not None and len(hints) != len(ranks):
             hints = None  # of another membership
-        if not choice.is_alone:
+        if not self._gauge.is_cold:
             samples = cut.largest_of(self._batch_size)
             hints = self._gauge.speeds(ranks, choice.left_out, samples)
         self._switch.build_windows(choice, hints, cut)

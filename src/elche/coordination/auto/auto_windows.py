@@ -17,10 +17,8 @@ from elche.coordination.protocol.instructions import EndEpoch, SwitchPolicy
 from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.coordination.windows.window_policy import TakenOver, WindowPolicy
 
-ALONE_ANCHOR, ALONE_ROOMS = 20, 8
-"""Fewest batches in a window of a device that trains alone, and how many times as long
-as a reduction asks for it is: a first step, which may have compiled, told the batches
-of that. An epoch that is shorter than two of them has but one."""
+ALONE_ANCHOR = 20
+"""Batches in a window of a device that trains alone."""
 LONGEST_ALONE = 1 << 20
 """Its most: the last one goes on to the epoch's end, however long a reduction takes,
 so that one device waits for one reduction there, not for two."""
@@ -29,10 +27,7 @@ ANOTHER_ANCHOR = 2
 
 
 def windows_config(
-    config: RunConfig,
-    choice: Choice,
-    speed_hints: tuple[float, ...] | None,
-    epoch_batches: int,
+    config: RunConfig, choice: Choice, speed_hints: tuple[float, ...] | None
 ) -> RunConfig:
     """The run's settings, under the chosen policy.
 
@@ -40,21 +35,16 @@ def windows_config(
         config: of the run.
         choice: what windows are to do.
         speed_hints: batches per second of each rank, as far as they are known.
-        epoch_batches: global ones.
     """
     name, most = choice.carried_out_by, max(1, config.windows.max_anchor)
-    anchor, windows = min(choice.anchor, most), config.windows
+    anchor = min(ALONE_ANCHOR if choice.is_alone else choice.anchor, most)
+    windows = replace(config.windows, anchor=anchor)
+    if name == "async":  # shorter ones would end before their reduction
+        lowest = max(anchor, min(windows.min_anchor, most))
+        windows = replace(windows, min_anchor=lowest)
     if choice.is_alone:  # its windows only keep the others up to date
         average = OuterConfig(optimizer="average")
-        most = LONGEST_ALONE
-        windows = replace(windows, outer=average, max_anchor=most)
-        anchor = max(ALONE_ANCHOR, ALONE_ROOMS * choice.anchor)
-        if 2 * anchor > epoch_batches:
-            anchor = most
-    lowest = windows.min_anchor
-    if name == "async":  # shorter ones would end before their reduction
-        lowest = max(anchor, min(lowest, most))
-    windows = replace(windows, anchor=anchor, min_anchor=lowest)
+        windows = replace(windows, outer=average, max_anchor=LONGEST_ALONE)
     return replace(config, policy=name, windows=windows, speed_hints=speed_hints)
 
 
@@ -165,9 +155,7 @@ class PolicySwitch:
             self._next_window = self.windows.policy.first_window
         self.sync.keep_all()
         policy = WindowPolicy(
-            windows_config(
-                self._settings.config, choice, speed_hints, self._sizes.num_batches
-            ),
+            windows_config(self._settings.config, choice, speed_hints),
             list(self._members.values()),
             self._settings.epochs,
             idle=frozenset(choice.left_out),

@@ -177,9 +177,7 @@ def calibrate(state: WindowState, rank: int) -> Steps:
 
 def _open(state: WindowState, rank: int) -> OpenWindow:
     window = state.book.window_of(rank)
-    is_early = rank in state.idle and window > state.book.window
-    # A whole window before the others come to it is too early to see the epoch's end.
-    pace = state.pacing.pace() if is_early else state.pace(window)
+    pace = state.pace(window)
     planned_samples = state.samples_of(pace)
     committed = state.plan_samples(window, planned_samples)
     plan = state.planned(window)

@@ -73,9 +73,7 @@ class WindowState:
         self._last_pace: tuple[int, Pace | None] = (-1, None)
         self._paced: tuple[Pace | None, int] = (None, 0)
         self.diverged.begin_epoch()
-        working = self.members.keys() - self.idle
-        must_calibrate = len(working) > 1 and self.pacing.must_calibrate
-        self._uncalibrated = working if must_calibrate else set()
+        self._uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
         policy, window = self.config.policy, self.book.window
         self.plans = WindowPlans(policy, len(self.members), sizes, window)
         self.book = WindowBook(self.members, self.book.window)

@@ -40,6 +40,7 @@ def places(folder: Path) -> None:
 def waits(folder: Path) -> None:
     """Is connected, and ends when it is told of the run's end."""
     channel = _connected()
+    channel.store_set(f"waits {RANK}", b"")
     _say("ready")
     told = channel.receive(WAIT_S, "the end")
     assert isinstance(told, Abort)
@@ -52,6 +53,8 @@ def fails(folder: Path) -> None:
     if int(os.environ["WORLD_SIZE"]) - 1 != RANK:
         waits(folder)
     channel = _connected()
+    for other in range(RANK):  # else these would meet the end where they connect
+        channel.store_get(f"waits {other}", WAIT_S)
     _say("ready")
     channel.send(Failed(rank=RANK, error="ValueError: x", traceback=""))
     os._exit(7)

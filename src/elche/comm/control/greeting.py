@@ -48,9 +48,10 @@ class Reconnect:
         self._may_move = may_move
         self.within_s = MOVE_S if may_move else RESUME_S
 
-    def __call__(self) -> tuple[socket.socket, FrameCodec]:
-        """Connects; see `reach`."""
-        return reach(self.address, self._key, self._rank, self._try_s)
+    def __call__(self, most_s: float = MOVE_S) -> tuple[socket.socket, FrameCodec]:
+        """Connects within ``most_s``; see `reach`."""
+        try_s = min(self._try_s, most_s)
+        return reach(self.address, self._key, self._rank, try_s)
 
     def is_hopeless(self, failure: BaseException) -> bool:
         """Whether nobody listens any more: the launcher has ended, and no other is."""

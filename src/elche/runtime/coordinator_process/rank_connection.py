@@ -70,6 +70,9 @@ class ConnectionServer(Protocol):
     def beat(self, rank: int, stack: str, *, waits: bool) -> None:
         """A rank lives."""
 
+    def alive(self, rank: int, connection: RankConnection) -> None:
+        """The process that beats for a rank says that this is not stopped."""
+
     def release(self, rank: int) -> None:
         """A rank leaves."""
 
@@ -153,7 +156,10 @@ class RankConnection(asyncio.Protocol):
         kind = message.get("type") if isinstance(message, dict) else None
         if kind == "Flush" and self._source is not None:
             return [None]
-        if self._rank is None:
+        if kind == "Alive" and type(message.get("rank")) is int:
+            self._unknown_bytes = 0
+            self._server.alive(message["rank"], self)
+        elif self._rank is None:
             hello = _hello_of(message) if kind == "Hello" else None
             if hello is None or not self._server.admit(hello, self):
                 raise ProtocolError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
@@ -266,6 +267,11 @@ class CoordinatorServer:
         """A rank lives; see `Liveness.beat`."""
         if rank not in self._fenced:
             self._liveness.beat(rank, stack, waits=waits)
+
+    def alive(self, rank: int, connection: RankConnection) -> None:
+        """A rank's process is not stopped; its threads may all wait for the GIL."""
+        self._strangers[connection] = math.inf  # no Hello comes
+        self._liveness.heard(rank)
 
     def is_outlived(self, rank: int) -> bool:
         """Whether the run has gone on without a rank: it died, or never joined."""

@@ -1,17 +1,24 @@
-"""Heartbeats of a rank, and where its training thread is when that is quiet."""
+"""Heartbeats of a rank, and where its training thread is when that is quiet.
+
+A thread sends both, and a small process beats as well: one call into C code that holds
+the GIL for long (a regular expression, json of big data) stops every thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 import sys
 import threading
 import time
 import traceback
 from typing import final
 
+from elche.comm.control import beat_process
 from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.liveness import BEAT_S, QUIET_S
-from elche.errors import ElcheError
+from elche.errors import CommunicationError, ElcheError
 
 SHOWN_FRAMES = 4
 
@@ -34,6 +41,7 @@ class Heartbeat:
         # Written by the training thread.
         self._seen_s = time.monotonic()
         self._waits_since_s: float | None = None
+        self._process = _start_process(channel)  # before training, which may hold on
         self._thread = threading.Thread(
             target=self._run, name="elche-heartbeat", daemon=True
         )
@@ -53,13 +61,23 @@ class Heartbeat:
     def close(self) -> None:
         """No more beats, from here on."""
         self._is_over.set()
-        self._thread.join(BEAT_S)
+        self._thread.join(2 * BEAT_S)
+        self._end_process()
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            with self._process:
+                self._process.kill()
 
     def _run(self) -> None:
         with contextlib.suppress(ElcheError, OSError):  # the training thread sees it
             self._beat(time.monotonic())
             while not self._is_over.wait(BEAT_S):
                 self._beat(time.monotonic())
+                if self._process is None or self._process.poll() is not None:
+                    # Its connection ended: the coordinator has moved, or is anew.
+                    self._end_process()
+                    self._process = _start_process(self._channel)
 
     def _beat(self, now_s: float) -> None:
         since_s = self._waits_since_s
@@ -78,3 +96,27 @@ class Heartbeat:
         return " in ".join(
             f"{each.name} ({each.filename}:{each.lineno})" for each in reversed(frames)
         )
+
+
+def _start_process(channel: ControlChannel) -> subprocess.Popen[bytes] | None:
+    """Starts the process that beats as well; None where that cannot be now."""
+    if not os.path.exists("/proc/self/stat"):
+        return None
+    with contextlib.suppress(CommunicationError, OSError):
+        connection, line = channel.connect_beats(BEAT_S)
+        descriptor = connection.fileno()
+        numbers = os.getpid(), descriptor, int(BEAT_S * 1e3)
+        with connection:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", beat_process.__file__, *map(str, numbers)],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(descriptor,),
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        process.stdin.write(line)
+        return process
+    return None

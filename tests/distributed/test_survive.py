@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from elche.checkpoint.store import CheckpointStore
+from elche.coordination import liveness
 from elche.runtime.process import coordinator
 from tests.distributed.cases.late_sums import HOLDS, REDUCTION, TRAINS, WAITS
 from tests.distributed.cases.meetings import SIZE
@@ -20,6 +21,7 @@ from tests.distributed.cases.survive_cases import (
     Death,
     count,
     evaluate_long,
+    hold_the_gil,
     pause,
 )
 from tests.distributed.cases.tasks import identical
@@ -329,6 +331,28 @@ def test_a_stopped_rank_is_dead_for_good(policy: str, way: str, tmp_path: Path) 
     """Fenced by SIGKILL, while the others have gone on."""
     more = WAYS_AND_CODECS[way]
     outlive(tmp_path, (Death(2, "stopped", 0.4),), policy, samples=2400, **more)
+
+
+def test_a_stopped_rank_is_killed_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The process that beats beside it sees that it is stopped.
+    monkeypatch.setattr(liveness, "SILENT_S", 2.0)
+    deaths = (Death(1, "stopped", 0.4),)
+    outlive(tmp_path, deaths, "cadence", ranks=2, samples=1600, beat_s=0.2)
+    assert re.search(r"rank 1 has been silent .* elche has ended it", caplog.text)
+
+
+def test_a_rank_that_holds_the_gil_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Once: it was killed, the next one in the next epoch, and the last trained alone.
+    monkeypatch.setattr(liveness, "SILENT_S", 2.0)
+    monkeypatch.setattr(liveness, "QUIET_S", 1.0)
+    monkeypatch.setattr(coordinator, "STALLED_S", 1.0)
+    beats = {"quiet_s": 0.5, "beat_s": 0.2}
+    outlive(tmp_path, (), "cadence", ranks=3, slow=(0, hold_the_gil, 3.5), **beats)
+    assert "rank 0 is at a call into C code that holds the GIL" in caplog.text
 
 
 @pytest.mark.parametrize(

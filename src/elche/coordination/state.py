@@ -71,6 +71,7 @@ class Coordinator:
 
     Attributes:
         lost: ranks that are gone, and the run went on.
+        silent: those of them that were silent, and had to be killed.
         slice_instructions: most instructions of a slice; runs of as many ranks or fewer
             have no slices.
     """
@@ -87,6 +88,7 @@ class Coordinator:
         self._slice_instructions = slice_instructions
         self._several_hosts = several_hosts
         self.lost: set[int] = set()
+        self.silent: set[int] = set()
         self._membership = Membership(world_size, grows=survives)
         self._epochs: Epochs | None = None
         self._barriers = Barriers()
@@ -351,6 +353,7 @@ class Coordinator:
         """A rank is stopped: dead, where the run goes on; else it has `timeout_s`."""
         if self._why_mortal(event.rank):
             return []
+        self.silent.add(event.rank)
         self._story.decided(f"silent for {event.silent_s:g} s", now_s, event.rank)
         return self._lose(event.rank, now_s)
 

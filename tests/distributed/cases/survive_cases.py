@@ -6,6 +6,7 @@ its rank), by a counter in the model, which travels with every commit, and by el
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from elche.comm.codec.codec_route import Route
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.transport.process_group import Group
-from elche.coordination.liveness import QUIET_S
+from elche.coordination.liveness import BEAT_S, QUIET_S
 from elche.coordination.protocol.events import (
     BarrierReached,
     EpochOpened,
@@ -126,13 +127,14 @@ def count(
     meeting: str = "barrier",
     slow: tuple[int, Callable[[float], float], float] = (-1, float, 0.0),
     quiet_s: float = QUIET_S,
+    beat_s: float = BEAT_S,
     momentum: float = 0.0,
     windows: dict[str, Any] | None = None,
     freezes: bool = False,
 ) -> Counted:
     """Trains, dies where planned, and says what it has at the end."""
     rank = int(os.environ["RANK"])
-    heartbeat.QUIET_S = quiet_s
+    heartbeat.QUIET_S, heartbeat.BEAT_S = quiet_s, beat_s
     torch.manual_seed(5)
     counter = Counter(samples)
     own = torch.optim.SGD(counter.parameters(), lr=1.0, momentum=momentum)
@@ -224,6 +226,12 @@ def pause(duration_s: float) -> float:
 def evaluate_long(duration_s: float) -> float:
     """User code that is at no batch for a while."""
     time.sleep(duration_s)
+    return duration_s
+
+
+def hold_the_gil(duration_s: float) -> float:
+    """One call into C code, in which no thread of this process runs Python."""
+    ctypes.PyDLL(None).usleep(int(duration_s * 1e6))
     return duration_s
 
 

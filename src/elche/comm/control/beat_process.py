@@ -11,14 +11,16 @@ import select
 import signal
 import sys
 
-_IGNORED = ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
-"""Sent to every process of a job step by some launchers; this one ends with its rank."""
+
+def ignore_signals() -> None:
+    """Leaves to ranks what Slurm or a terminal sends to all processes of a job."""
+    for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def main() -> None:
     """Sends one frame again and again while the parent is neither stopped nor gone."""
-    for name in _IGNORED:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    ignore_signals()
     parent, connection, every_ms = map(int, sys.argv[1:])
     key, head, payload = map(bytes.fromhex, sys.stdin.readline().split())
     end = select.poll()

@@ -114,6 +114,7 @@ class Status:
         connected: ranks that instructions reach.
         heeding: those that end well by themselves when they are signalled.
         told_to_end: ranks that were told to, because of another or of none.
+        silent: ranks that were killed because they were silent.
         members: ranks that are in the run, or have left it in order.
         mortal: members whose death would end the run.
         unjoined: why ranks that were to join have failed.
@@ -127,6 +128,7 @@ class Status:
     connected: frozenset[int] = frozenset()
     heeding: frozenset[int] = frozenset()
     told_to_end: frozenset[int] = frozenset()
+    silent: frozenset[int] = frozenset()
     members: frozenset[int] = frozenset()
     mortal: frozenset[int] = frozenset()
     unjoined: tuple[tuple[int, str], ...] = ()

@@ -10,13 +10,13 @@ import contextlib
 import logging
 import os
 import pickle
-import signal
 import socket
 import sys
 from collections import deque
 from enum import Enum
 from typing import Final, final
 
+from elche.comm.control.beat_process import ignore_signals
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -198,6 +198,7 @@ class CoordinatorChild:
             connected=connected,
             heeding=frozenset(filter(server.heeds_signals, connected)),
             told_to_end=frozenset(server.told_to_end),
+            silent=frozenset(core.silent),
             members=frozenset(r for r in ranks if not server.is_outlived(r)),
             mortal=frozenset(r for r in ranks if not core.outlives(r)),
             unjoined=tuple(sorted(server.record.unjoined.items())),
@@ -246,8 +247,7 @@ class _ToLauncher(logging.Handler):
 
 def main() -> None:
     """Serves one run; signals to the process group are the launcher's to heed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     link = Link(socket.socket(fileno=int(sys.argv[1])))
     listener = socket.socket(fileno=int(sys.argv[2]))
     logging.getLogger().addHandler(_ToLauncher(link))

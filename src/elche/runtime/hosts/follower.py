@@ -51,6 +51,7 @@ from elche.runtime.process.rank_processes import (
     SIGNALS,
     RankProcess,
     RankProcesses,
+    handle_signals,
     send_signal,
 )
 
@@ -143,9 +144,7 @@ class _Follower:
 
     async def run(self) -> FollowResult:
         """From this host's coming to the run's end."""
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._interrupt, number)
+        handle_signals(self._processes, self._interrupt)
         standby = self._standby
         ports = () if standby is None else standby.ports
         self._link.send(self._hosts.joins(self._config.world_size, ports))
@@ -340,7 +339,7 @@ class _Follower:
             self._signal_all(signal.SIGKILL)
             self._link.close()
             return
-        self._signal = number
+        self._signal = number if number in SIGNALS else signal.SIGTERM
         self._tell_signal()
         loop, end_s = asyncio.get_running_loop(), OWN_END_S + KILL_AFTER_S
         loop.call_later(end_s, self._signal_all, signal.SIGKILL)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from elche.comm.control.addresses import format_address, listen
+from elche.comm.control.beat_process import ignore_signals
 from elche.comm.control.control_channel import heeds_key
 from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import (
@@ -409,14 +410,14 @@ class CoordinatorServer:
 
     def _say_silent(self, ranks: Sequence[int]) -> None:
         """Where the run does not go on without them, it waits for them."""
-        for rank in ranks:
-            if not self.core.outlives(rank) and self.core.aborted is None:
-                where = self.record.places.get(rank, "")
-                logger.warning(
-                    "rank %d%s has been silent for %g s, and training waits: it is "
-                    "stopped, or the link to it is cut",
-                    *(rank, where, SILENT_S),
-                )
+        for rank in ranks if self.core.aborted is None else ():
+            is_ended = self.core.outlives(rank)
+            comes = "elche has ended it" if is_ended else "training waits"
+            logger.warning(
+                "rank %d%s has been silent for %g s, and %s: it is stopped, or the "
+                "link to it is cut",
+                *(rank, self.record.places.get(rank, ""), SILENT_S, comes),
+            )
 
     def _say_stalled(self, now_s: float) -> None:
         """A line where ranks have long been waiting for others that are elsewhere."""
@@ -482,6 +483,7 @@ async def _serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:
 
 
 if __name__ == "__main__":
+    ignore_signals()
     asyncio.run(
         _serve_beside_rank_0(
             int(sys.argv[1]), sys.argv[2], bytes.fromhex(os.environ["ELCHE_KEY"])

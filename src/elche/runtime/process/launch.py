@@ -163,6 +163,7 @@ class LaunchResult:
         signal: what the launcher was sent to end the run; 0 if it was not.
         have_met: a rank came to the coordinator, or to torch's store.
         failed_s: when the first failure was seen, by the monotonic clock.
+        silent: ranks that were killed because they were silent, and the run went on.
     """
 
     exit_codes: tuple[int, ...]
@@ -172,6 +173,7 @@ class LaunchResult:
     signal: int = 0
     have_met: bool = True
     failed_s: float | None = None
+    silent: tuple[int, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -358,6 +360,7 @@ class _LaunchedRun:
             processes.signal or 0,
             self._have_met(),
             processes.failed_s,
+            tuple(sorted(self.server.status.silent)),
         )
         for each in (self._leader, self._late):
             if each is not None:

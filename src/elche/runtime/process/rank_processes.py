@@ -11,7 +11,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Final, Protocol, final
 
 from elche.coordination.protocol.events import Interrupted
@@ -30,6 +31,8 @@ OWN_END_S = 30.0
 """For ranks that end by themselves after a signal, perhaps with a last checkpoint;
 one that trains alone, and does not say so, may be such a rank."""
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+SCRIPTS: Final = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Of ranks whose scripts handle them; where none does they end the run."""
 
 
 class RankProcess(Protocol):
@@ -88,11 +91,8 @@ class RankProcesses:
         self._watchers.append(asyncio.ensure_future(self._watch(rank, process)))
 
     def handle_signals(self) -> None:
-        """From here on SIGINT and SIGTERM to this process come to :meth:`interrupt`."""
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            with contextlib.suppress(NotImplementedError):
-                loop.add_signal_handler(number, self.interrupt, number)
+        """From here on signals to this process come to :meth:`interrupt`, or ranks."""
+        handle_signals(self._processes, self.interrupt)
 
     async def come(self) -> None:
         """Waits a while until instructions reach all ranks that run.
@@ -111,7 +111,8 @@ class RankProcesses:
 
         Ranks at the coordinator hear the reason from it, and end by an exception. The
         others get the signal itself, unless the terminal has sent it to them already;
-        so do all where all that run heed it, and end with a result or a checkpoint.
+        so do those whose scripts handle SIGTERM, and all where all that run do this or
+        heed it, and end with a result or a checkpoint.
 
         Args:
             number: the signal.
@@ -125,8 +126,15 @@ class RankProcesses:
             return
         self.signal = number
         self.interruption = f"interrupted: the launcher was sent {number.name}{where}"
+        sent = number if number in SIGNALS else signal.SIGTERM
+        # Python handles every SIGINT.
+        handling = [
+            rank
+            for rank, process in self._processes.items()
+            if sent == signal.SIGTERM and _handles(process, sent)
+        ]
         heed = all(
-            self._server.heeds_signals(rank)
+            rank in handling or self._server.heeds_signals(rank)
             for rank, process in self._processes.items()
             if process.returncode is None
         )
@@ -137,10 +145,10 @@ class RankProcesses:
         is_sent = number == signal.SIGINT and not where and has_terminal()
         heed_s = GRACE_S if is_sent else HEED_S
         for rank, process in self._processes.items():
-            is_deaf = heed or not self._server.is_connected(rank)
+            is_deaf = heed or rank in handling or not self._server.is_connected(rank)
             if is_deaf and not (is_sent and process.pid is not None):
-                send_signal(process, number)
-        if heed or is_alone:
+                send_signal(process, sent)
+        if heed or handling or is_alone:
             heed_s = OWN_END_S
         self._waits_s.put_nowait((None, heed_s))
 
@@ -267,6 +275,42 @@ def send_signal(process: RankProcess, number: signal.Signals) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
+
+
+def handle_signals(
+    processes: Mapping[int, RankProcess], interrupt: Callable[[signal.Signals], None]
+) -> None:
+    """From here on a launcher takes signals, but `SCRIPTS` that are ignored (nohup).
+
+    Args:
+        processes: of this host's ranks; those whose scripts handle one of `SCRIPTS`
+            are sent it.
+        interrupt: called with the others, and with one that no rank handles.
+    """
+
+    def take(number: signal.Signals) -> None:
+        handling = [p for p in processes.values() if _handles(p, number)]
+        if number in SIGNALS or not handling:
+            interrupt(number)
+            return
+        for process in handling:
+            send_signal(process, number)
+
+    for number in (*SIGNALS, *SCRIPTS):
+        if number in SIGNALS or signal.getsignal(number) != signal.SIG_IGN:
+            with contextlib.suppress(NotImplementedError):
+                asyncio.get_running_loop().add_signal_handler(number, take, number)
+
+
+def _handles(process: RankProcess, number: signal.Signals) -> bool:
+    """Whether a process of this host runs, and has a handler for a signal."""
+    if process.pid is None or process.returncode is not None:
+        return False
+    with contextlib.suppress(OSError):  # it has ended, or there is no /proc
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        caught = int("0" + status.partition("SigCgt:\t")[2][:16], 16)
+        return bool(caught >> (number - 1) & 1)
+    return False
 
 
 def has_terminal() -> bool:

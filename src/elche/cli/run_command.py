@@ -155,17 +155,11 @@ def _failure_line(result: LaunchResult, world_size: int) -> str:
     failed = [rank for rank, code in enumerate(result.exit_codes) if code]
     if failed:
         reason = result.reason.splitlines()[0] if result.reason else "see its output"
-        if result.silent:
-            said = (
-                f"ranks {list(result.silent)} were silent (stopped?): elche ended them"
-            )
-            reason = said if {*failed} <= {*result.silent} else f"{reason}; {said}"
         if result.terminated:
+            lacks = ": a last checkpoint may be missing" if result.signal else ""
             reason += (
                 f"; ranks {list(result.terminated)} did not end in time, and were "
-            )
-            reason += "ended" + ": a last checkpoint may be missing" * bool(
-                result.signal
+                f"ended{lacks}"
             )
         codes = ", ".join(exit_code(result.exit_codes[rank]) for rank in failed)
         return f"ranks {failed} ended with codes [{codes}]: {reason}"

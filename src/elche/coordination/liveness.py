@@ -26,7 +26,7 @@ class Liveness:
     def __init__(self, tick_s: float) -> None:
         self._tick_s = tick_s
         self._ticks: dict[int, int] = {}
-        self._thread_ticks: dict[int, int] = {}
+        self._alone: dict[int, int] = {}  # beats without the rank's thread
         self._stacks: dict[int, str] = {}
         self._waits: dict[int, bool] = {}
 
@@ -39,7 +39,7 @@ class Liveness:
                 elche; else "".
             waits: it has long been waiting for other ranks.
         """
-        self._ticks[rank] = self._thread_ticks[rank] = 0
+        self._ticks[rank] = self._alone[rank] = 0
         self._stacks[rank], self._waits[rank] = stack, waits
 
     def late(self) -> str:
@@ -47,28 +47,24 @@ class Liveness:
         if not any(self._waits.values()):
             return ""
         stacks = sorted(self._stacks.items())
-        quiet_ticks = round(QUIET_S / self._tick_s)
-        stacks += [
-            (rank, "a call into C code that holds the GIL")
-            for rank, ticks in sorted(self._thread_ticks.items())
-            if ticks >= quiet_ticks > self._ticks[rank]
-        ]
         return "; ".join(f"rank {rank} is at {at}" for rank, at in stacks if at)
 
     def heard(self, rank: int) -> None:
-        """The process of a rank is not stopped, though its threads may be."""
+        """The process of a rank that beats is not stopped, but its threads may be."""
         if rank in self._ticks:
             self._ticks[rank] = 0
+            self._alone[rank] += 1
+            if self._alone[rank] >= QUIET_S / BEAT_S:
+                self._stacks[rank] = "a call into C code that holds the GIL"
 
     def forget(self, rank: int) -> None:
         """A rank is gone, or has left."""
-        for each in (self._ticks, self._thread_ticks, self._stacks, self._waits):
+        for each in (self._ticks, self._alone, self._stacks, self._waits):
             each.pop(rank, None)
 
     def tick(self) -> list[int]:
         """Time has passed; ranks that are silent for too long now."""
         for rank in self._ticks:
             self._ticks[rank] += 1
-            self._thread_ticks[rank] += 1
         limit = round(SILENT_S / self._tick_s)
         return [rank for rank, ticks in self._ticks.items() if ticks == limit]

@@ -19,10 +19,9 @@ KEY, NONCE = b"k" * 32, b"n" * 16
 ALIVE = {"type": "Alive", "rank": 3}
 RANK = """
 import os, subprocess, sys, time
-command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), sys.argv[2], "5"]
-fds = int(sys.argv[2]),
-child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds, bufsize=0)
-os.close(fds[0])
+command, sends = [sys.executable, "-I", "-S", sys.argv[1], ".005"], int(sys.argv[2])
+child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sends, bufsize=0)
+os.close(sends)
 child.stdin.write(sys.argv[3].encode())
 if os.fork() == 0:  # as a loader's worker: holds what the rank holds, and lives on
     time.sleep(float(sys.argv[4]))

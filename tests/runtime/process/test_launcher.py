@@ -46,13 +46,16 @@ FIRST_BATCHES: list[int] = []
 
 @contextmanager
 def started(
-    tmp_path: Path, *arguments: str, entry: tuple[str, ...] = ("-c", PATIENT)
+    tmp_path: Path,
+    *arguments: str,
+    entry: tuple[str, ...] = ("-c", PATIENT),
+    command: tuple[str, ...] = ("run",),
 ) -> Iterator[Printing]:
     """Starts `elche run`; what is left of it at the end, the leak check will say."""
     output = tmp_path / "output.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, *entry, "run", *arguments],
+            [sys.executable, *entry, *command, *arguments],
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -1,6 +1,6 @@
 """Process that beats for a rank while a C call holds the GIL of all its threads.
 
-Runs as ``python -I -S``: it imports the standard library alone, and starts in 20 ms.
+Runs as ``python -I -S``: imports the standard library alone, and starts in 20 ms.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 
 def ignore_signals() -> None:
-    """Leaves to ranks what Slurm or a terminal sends to all processes of a job."""
+    """Ignores what Slurm or a terminal sends to all processes of a job."""
     for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
 
@@ -21,20 +21,18 @@ def ignore_signals() -> None:
 def main() -> None:
     """Sends one frame again and again while the parent is neither stopped nor gone."""
     ignore_signals()
-    parent, connection, every_ms = map(int, sys.argv[1:])
+    parent, sequence = os.getppid(), 0
     key, head, payload = map(bytes.fromhex, sys.stdin.readline().split())
-    end = select.poll()
-    end.register(sys.stdin, 0)  # its end, which the parent's brings about
-    sequence = 0
+    (end := select.poll()).register(sys.stdin, 0)  # the parent's end closes it
     while os.getppid() == parent:
         with open(f"/proc/{parent}/stat", "rb") as file:
             state = file.read().rpartition(b") ")[2][:1]
         if state not in b"TtXZ":
             what = head + sequence.to_bytes(8, "big") + payload
             tag = hmac.digest(key, what, "sha256")[:16]
-            os.write(connection, len(payload).to_bytes(4, "big") + tag + payload)
+            os.write(1, len(payload).to_bytes(4, "big") + tag + payload)
             sequence += 1
-        if end.poll(every_ms):
+        if end.poll(1e3 * float(sys.argv[1])):
             return
 
 

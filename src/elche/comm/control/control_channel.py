@@ -70,7 +70,7 @@ class ControlChannel:
         reconnect: Reconnect | None = None,
     ) -> None:
         self._rank = rank
-        self._reconnect = self._beside = reconnect
+        self._reconnect = self.beside = reconnect
         self._stream = "" if reconnect is None else secrets.token_hex(8)
         self._outbox: Outbox[dict[str, Any]] = Outbox()
         self._received = 0
@@ -117,7 +117,7 @@ class ControlChannel:
         again = Reconnect(address, key, rank, timeout_s, may_move=may_move)
         connection, codec = reach(address, key, rank, timeout_s)
         channel = ControlChannel(connection, codec, rank, again if resumes else None)
-        channel._beside = again
+        channel.beside = again
         channel._send(channel._hello())
         return channel
 
@@ -208,18 +208,6 @@ class ControlChannel:
     def beat(self, stack: str, *, waits: bool) -> None:
         """Says that this process lives; from its heartbeat's thread."""
         self._send({"type": "Beat", "stack": stack, "waits": waits})
-
-    def connect_beats(self, most_s: float) -> tuple[socket.socket, bytes]:
-        """A connection for `beat_process`, and the line that it reads.
-
-        Raises:
-            CommunicationError: the coordinator is not reached within ``most_s``.
-        """
-        if self._beside is None:
-            raise CommunicationError("this channel has no address")
-        connection, codec = self._beside(most_s)
-        connection.setblocking(False)
-        return connection, codec.repeats({"type": "Alive", "rank": self._rank})
 
     def wait_readable(self, timeout_s: float) -> None:
         """Sleeps until an instruction is there, at most ``timeout_s``."""

@@ -96,7 +96,7 @@ class FrameCodec:
             yield message
 
     def repeats(self, message: dict[str, Any]) -> bytes:
-        """A line by which `beat_process` sends a message again and again, alone."""
+        """A line by which `beat_process` sends a message again and again."""
         payload = msgpack.packb(message, use_bin_type=True)
         parts = self._key, self._nonce + self._directions[0], payload
         return b" ".join(part.hex().encode() for part in parts) + b"\n"

@@ -48,10 +48,15 @@ class Reconnect:
         self._may_move = may_move
         self.within_s = MOVE_S if may_move else RESUME_S
 
-    def __call__(self, most_s: float = MOVE_S) -> tuple[socket.socket, FrameCodec]:
-        """Connects within ``most_s``; see `reach`."""
-        try_s = min(self._try_s, most_s)
-        return reach(self.address, self._key, self._rank, try_s)
+    def __call__(self) -> tuple[socket.socket, FrameCodec]:
+        """Connects; see `reach`."""
+        return reach(self.address, self._key, self._rank, self._try_s)
+
+    def connect_beats(self, most_s: float) -> tuple[socket.socket, bytes]:
+        """A connection for `beat_process`, and the line that this reads."""
+        connection, codec = reach(self.address, self._key, self._rank, most_s)
+        connection.setblocking(False)
+        return connection, codec.repeats({"type": "Alive", "rank": self._rank})
 
     def is_hopeless(self, failure: BaseException) -> bool:
         """Whether nobody listens any more: the launcher has ended, and no other is."""

@@ -71,7 +71,7 @@ class ConnectionServer(Protocol):
         """A rank lives."""
 
     def alive(self, rank: int, connection: RankConnection) -> None:
-        """The process that beats for a rank says that this is not stopped."""
+        """A rank is not stopped."""
 
     def release(self, rank: int) -> None:
         """A rank leaves."""

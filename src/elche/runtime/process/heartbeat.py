@@ -1,7 +1,6 @@
 """Heartbeats of a rank, and where its training thread is when that is quiet.
 
-A thread sends both, and a small process beats as well: one call into C code that holds
-the GIL for long (a regular expression, json of big data) stops every thread.
+A thread sends both. A small process beats as well: a C call may hold the GIL for long.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ class Heartbeat:
         # Written by the training thread.
         self._seen_s = time.monotonic()
         self._waits_since_s: float | None = None
-        self._process = _start_process(channel)  # before training, which may hold on
+        self._process: subprocess.Popen[bytes] | None = None
+        self._keep_process()  # before training, which may hold the GIL from now on
         self._thread = threading.Thread(
             target=self._run, name="elche-heartbeat", daemon=True
         )
@@ -69,15 +69,32 @@ class Heartbeat:
             with self._process:
                 self._process.kill()
 
+    def _keep_process(self) -> None:
+        """Starts the process that beats as well, anew where its connection ended."""
+        way = self._channel.beside if os.path.exists("/proc/self/stat") else None
+        if way is None or (self._process and self._process.poll() is None):
+            return
+        self._end_process()
+        with contextlib.suppress(CommunicationError, OSError):
+            connection, line = way.connect_beats(BEAT_S)
+            with connection:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", beat_process.__file__, str(BEAT_S)],
+                    bufsize=0,
+                    stdin=subprocess.PIPE,
+                    stdout=connection.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            assert self._process.stdin is not None
+            self._process.stdin.write(line)
+
     def _run(self) -> None:
         with contextlib.suppress(ElcheError, OSError):  # the training thread sees it
             self._beat(time.monotonic())
             while not self._is_over.wait(BEAT_S):
                 self._beat(time.monotonic())
-                if self._process is None or self._process.poll() is not None:
-                    # Its connection ended: the coordinator has moved, or is anew.
-                    self._end_process()
-                    self._process = _start_process(self._channel)
+                self._keep_process()
 
     def _beat(self, now_s: float) -> None:
         since_s = self._waits_since_s
@@ -96,27 +113,3 @@ class Heartbeat:
         return " in ".join(
             f"{each.name} ({each.filename}:{each.lineno})" for each in reversed(frames)
         )
-
-
-def _start_process(channel: ControlChannel) -> subprocess.Popen[bytes] | None:
-    """Starts the process that beats as well; None where that cannot be now."""
-    if not os.path.exists("/proc/self/stat"):
-        return None
-    with contextlib.suppress(CommunicationError, OSError):
-        connection, line = channel.connect_beats(BEAT_S)
-        descriptor = connection.fileno()
-        numbers = os.getpid(), descriptor, int(BEAT_S * 1e3)
-        with connection:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", beat_process.__file__, *map(str, numbers)],
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(descriptor,),
-                start_new_session=True,
-            )
-        assert process.stdin is not None
-        process.stdin.write(line)
-        return process
-    return None

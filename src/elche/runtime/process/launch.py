@@ -163,7 +163,6 @@ class LaunchResult:
         signal: what the launcher was sent to end the run; 0 if it was not.
         have_met: a rank came to the coordinator, or to torch's store.
         failed_s: when the first failure was seen, by the monotonic clock.
-        silent: ranks that were killed because they were silent, and the run went on.
     """
 
     exit_codes: tuple[int, ...]
@@ -173,7 +172,6 @@ class LaunchResult:
     signal: int = 0
     have_met: bool = True
     failed_s: float | None = None
-    silent: tuple[int, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -352,6 +350,8 @@ class _LaunchedRun:
         """
         processes = self.processes
         given_up, aborted = processes.given_up, self.server.aborted
+        if (silent := self.server.status.silent) and not aborted:
+            aborted = f"ranks {sorted(silent)} were silent: elche has ended them"
         result = LaunchResult(
             processes.exit_codes(),
             given_up or processes.interruption or aborted or "",
@@ -360,7 +360,6 @@ class _LaunchedRun:
             processes.signal or 0,
             self._have_met(),
             processes.failed_s,
-            tuple(sorted(self.server.status.silent)),
         )
         for each in (self._leader, self._late):
             if each is not None:

@@ -111,8 +111,8 @@ class RankProcesses:
 
         Ranks at the coordinator hear the reason from it, and end by an exception. The
         others get the signal itself, unless the terminal has sent it to them already;
-        so do those whose scripts handle SIGTERM, and all where all that run do this or
-        heed it, and end with a result or a checkpoint.
+        so do those that handle SIGTERM, and all where all that run do this or heed it,
+        and end with a result or a checkpoint.
 
         Args:
             number: the signal.
@@ -127,12 +127,8 @@ class RankProcesses:
         self.signal = number
         self.interruption = f"interrupted: the launcher was sent {number.name}{where}"
         sent = number if number in SIGNALS else signal.SIGTERM
-        # Python handles every SIGINT.
-        handling = [
-            rank
-            for rank, process in self._processes.items()
-            if sent == signal.SIGTERM and _handles(process, sent)
-        ]
+        ranks = self._processes if sent == signal.SIGTERM else ()
+        handling = [rank for rank in ranks if _handles(self._processes[rank], sent)]
         heed = all(
             rank in handling or self._server.heeds_signals(rank)
             for rank, process in self._processes.items()
@@ -280,32 +276,24 @@ def send_signal(process: RankProcess, number: signal.Signals) -> None:
 def handle_signals(
     processes: Mapping[int, RankProcess], interrupt: Callable[[signal.Signals], None]
 ) -> None:
-    """From here on a launcher takes signals, but `SCRIPTS` that are ignored (nohup).
-
-    Args:
-        processes: of this host's ranks; those whose scripts handle one of `SCRIPTS`
-            are sent it.
-        interrupt: called with the others, and with one that no rank handles.
-    """
+    """Has a launcher's signals reach this host's ranks that handle them, or here."""
 
     def take(number: signal.Signals) -> None:
-        handling = [p for p in processes.values() if _handles(p, number)]
-        if number in SIGNALS or not handling:
-            interrupt(number)
-            return
+        to = processes.values() if number in SCRIPTS else ()
+        handling = [process for process in to if _handles(process, number)]
         for process in handling:
             send_signal(process, number)
+        if not handling:
+            interrupt(number)
 
     for number in (*SIGNALS, *SCRIPTS):
-        if number in SIGNALS or signal.getsignal(number) != signal.SIG_IGN:
+        if number in SIGNALS or signal.getsignal(number) != signal.SIG_IGN:  # nohup
             with contextlib.suppress(NotImplementedError):
                 asyncio.get_running_loop().add_signal_handler(number, take, number)
 
 
 def _handles(process: RankProcess, number: signal.Signals) -> bool:
-    """Whether a process of this host runs, and has a handler for a signal."""
-    if process.pid is None or process.returncode is not None:
-        return False
+    """Whether a process of this host has a handler for a signal."""
     with contextlib.suppress(OSError):  # it has ended, or there is no /proc
         status = Path(f"/proc/{process.pid}/status").read_text()
         caught = int("0" + status.partition("SigCgt:\t")[2][:16], 16)

@@ -1,0 +1,58 @@
+"""A script with signal handlers of its own: `handlers.py CASE`.
+
+`all`: every rank handles SIGTERM and leaves its loop; `first`: only rank 0 does.
+`gil`, `stop`: a rank runs no Python for 12 s, as in a long call into C, or is stopped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from types import FrameType
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elche
+import tests.harness.uncompiled  # noqa: F401 - starts faster
+
+RANK = int(os.environ["RANK"])
+got: list[str] = []
+
+
+def note(number: int, frame: FrameType | None) -> None:
+    """Only notes the signal, as scripts do that save when the batch is through."""
+    got.append(signal.Signals(number).name)
+    os.write(1, f"rank {RANK} got {got[-1]}\n".encode())
+
+
+def main(case: str) -> None:
+    """Trains until SIGTERM."""
+    handled = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+    for number in handled if case == "all" or (case, RANK) == ("first", 0) else ():
+        signal.signal(number, note)
+    model = nn.Linear(4, 2)
+    size = 600 if case in ("gil", "stop") else 400_000
+    loader = DataLoader(TensorDataset(torch.randn(size, 4)), batch_size=6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    for number, (x,) in enumerate(loader):
+        if number == 20:
+            print(f"rank {RANK} trains", flush=True)
+            if RANK == 1 and case == "gil":
+                ctypes.PyDLL(None).sleep(12)
+            elif RANK == 1 and case == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if "SIGTERM" in got and case == "all":
+            break
+    print(f"rank {RANK} saved", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

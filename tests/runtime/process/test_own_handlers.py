@@ -1,0 +1,101 @@
+"""Signals to the launcher that scripts handle, and ranks that run no Python."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from elche.runtime.process.rank_processes import SIGNALS, handle_signals
+from tests.runtime.process.test_launcher import RANKS, started
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = str(Path(__file__).parent / "cases" / "handlers.py")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+def test_signals_reach_the_handlers_of_every_rank(tmp_path: Path) -> None:
+    # Once: SIGUSR1 and SIGHUP killed the launcher, and SIGTERM raised RemoteRankError.
+    with started(tmp_path, "--nproc", "2", SCRIPT, "all") as run:
+        run.wait_for(r"rank \d trains", 2)
+        for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGTERM"):
+            run.process.send_signal(signal.Signals[name])
+            run.wait_for(rf"rank \d got {name}", 2)
+        run.wait_for(r"rank \d saved", 2)
+        assert run.end() == 128 + signal.SIGTERM
+    assert "Error" not in run.output
+    assert "ended with" not in run.output
+    for rank in range(2):
+        assert run.output.count(f"rank {rank} got SIGTERM") == 1
+
+
+def test_one_rank_that_handles_sigterm_has_time_and_the_others_end(
+    tmp_path: Path,
+) -> None:
+    with started(tmp_path, "--nproc", "2", SCRIPT, "first") as run:
+        run.wait_for(r"rank \d trains", 2)
+        run.wait_until_idle()
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 128 + signal.SIGTERM
+        assert run.output.count("rank 0 got SIGTERM") == 1
+        reason = "interrupted: the launcher was sent SIGTERM"
+        assert f"ended with codes [1, 1]: {reason}" in run.output
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP"])
+def test_a_signal_that_no_script_handles_ends_the_run(
+    name: str, tmp_path: Path
+) -> None:
+    with started(tmp_path, "--nproc", "2", RANKS, "apart", str(tmp_path)) as run:
+        run.wait_for("is ready", 2)
+        run.process.send_signal(signal.Signals[name])
+        assert run.end() == 128 + signal.Signals[name]
+        assert f"interrupted: the launcher was sent {name}" in run.output
+
+
+def test_a_launcher_under_nohup_ignores_hang_ups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[signal.Signals] = []
+
+    async def take() -> None:
+        handle_signals({}, heard.append)
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        while signal.SIGTERM not in heard:
+            await asyncio.sleep(0)
+        for number in (*SIGNALS, signal.SIGUSR1, signal.SIGUSR2):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        asyncio.run(take())
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    assert sorted(heard) == [signal.SIGUSR1, signal.SIGTERM]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["elche", "torchrun"])
+def test_a_rank_that_holds_the_gil_for_12_s_trains_on(way: str, tmp_path: Path) -> None:
+    more = {"entry": TORCHRUN, "command": ()} if way == "torchrun" else {}
+    ranks = f"--nproc{'-per-node' * (way == 'torchrun')}=3"
+    with started(tmp_path, ranks, SCRIPT, "gil", **more) as run:
+        assert run.end() == 0
+    assert run.output.count("saved") == 3
+    assert "silent" not in run.output
+    assert "rank 1 is at a call into C code" in run.output
+
+
+@pytest.mark.slow
+def test_a_rank_that_elche_kills_is_named_with_the_reason(tmp_path: Path) -> None:
+    with started(tmp_path, "--nproc", "3", SCRIPT, "stop") as run:
+        assert run.end() == 0
+    assert run.output.count("saved") == 2
+    assert "rank 1 has been silent for 10 s, and elche has ended it" in run.output
+    said = "ranks [1] were silent: elche has ended them"
+    assert f"ended with codes [137 (SIGKILL)]: {said}" in run.output

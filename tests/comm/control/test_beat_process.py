@@ -62,7 +62,8 @@ def test_it_beats_through_signals_until_its_rank_is_killed(
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         os.kill(beating, number)  # as Slurm does to all processes of a step
     while len(messages) < 10:
-        assert (data := ours.recv(HELLO_BYTES)), "it has ended"
+        data = ours.recv(HELLO_BYTES)
+        assert data, "it has ended"
         messages += codec.feed(data)
     assert messages[0] == messages[-1] == ALIVE
     process.kill()

@@ -59,6 +59,20 @@ def deaf(folder: Path) -> None:
         signal.pause()
 
 
+def first(folder: Path) -> None:
+    """Rank 0 handles SIGTERM, and both hear that the run has ended."""
+    got = list[int]()
+    if RANK == 0:
+        signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    channel = _connected()
+    _say("ready")
+    assert isinstance(channel.receive(WAIT_S, "the end"), Abort)
+    while RANK == 0 and not got:
+        time.sleep(0.01)
+    _say(f"through with {len(got)} signals")
+    sys.exit(1)
+
+
 def apart(folder: Path) -> None:
     """Has nothing to do with the coordinator."""
     _say("ready")

@@ -22,8 +22,8 @@ class BatchCut:
     """How each global batch is cut into local batches: nearly equal, the larger first.
 
     Attributes:
-        parts: local batches of a global one.
-        most: samples of a local batch at most, in place of ``parts``; 0 for ``parts``.
+        parts: local batches of a global one, at least.
+        most: samples of a local batch at most; 0 for no limit.
         least: no local batch has fewer samples, wherever the global one has as many.
     """
 
@@ -37,8 +37,8 @@ class BatchCut:
 
     def parts_of(self, samples: int) -> int:
         """Local batches of a global batch."""
-        wanted = -(-samples // self.most) if self.most else self.parts
-        return max(1, min(wanted, samples // self.least))
+        wanted = -(-samples // self.most) if self.most else 1
+        return max(1, min(max(self.parts, wanted), samples // self.least))
 
     def largest_of(self, samples: int) -> int:
         """Samples of the largest local batch of a global batch."""

@@ -182,7 +182,7 @@ class World:
                 each.lost |= {r for r in late if self.random.random() < 0.5}
 
     def check(self) -> None:
-        """Each batch is in the model that the survivors hold, or left for them, once."""
+        """Each batch is in the survivors' model, or left for the next part, once."""
         survivors = [r for rank, r in self.ranks.items() if rank not in self.core.lost]
         assert len(survivors) == len(self.ranks) - len(self.core.lost)
         for rank in survivors:

@@ -113,9 +113,14 @@ class BatchSizes:
             return less + 1, batch - part + larger
         return less, batch - part + parts
 
-    def whole_of(self, batch: int) -> int:
-        """Samples of the global batch that a batch is cut from."""
-        return self.runs[self._run(batch)][0]
+    def factor_of(self, batch: int) -> int:
+        """What the sum over a batch's samples is multiplied by.
+
+        As many batches as the global one is cut into: the mean of these products is the
+        sum over the global batch. Also where that has too few samples for all ranks.
+        """
+        samples = self.runs[self._run(batch)][0]
+        return max(self.cut.parts, self.cut.parts_of(samples))
 
     def part_of(self, batch: int) -> tuple[int, int, int]:
         """The global batch of a batch, its first sample there, and one past its last.

@@ -46,6 +46,7 @@ class RunEpochs:
         execution: of the part of an epoch that the loop is in.
         reports: of epochs that have ended.
         samples_before: samples of the epochs that have ended, of all ranks.
+        resumed_samples: those of this epoch that were trained before it was resumed.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RunEpochs:
         if not training.config.mortal_by:
             worker.on_regroup = self.execution.regroup
         self.reports: list[EndEpoch] = []
-        self.samples_before = 0
+        self.samples_before = self.resumed_samples = 0
         self._cut: tuple[int, ...] = ()
 
     @property
@@ -406,5 +407,5 @@ class RunEpochs:
             return
         watch.steps.begin_epoch(course.sizes)
         before = course.samples_before
-        done = self.samples_before - before
+        done = self.resumed_samples = self.samples_before - before
         watch.schedulers.begin_epoch(before, watch.optimizers.all(), done)

@@ -52,12 +52,18 @@ class Weights:
         monkeypatch.setattr(Books, "reduce", reduced)
 
     def check(self, sim: Simulation) -> None:
-        """Each position counts as on one device, whoever was there."""
+        """Each position counts as on one device, whoever was there.
+
+        A cut may leave too few samples of a global batch for all ranks: these count for
+        less.
+        """
         assert sim.books is not None
         held = self._models[sim.books[0].model(min(sim.history.finished)).common]
-        assert list(held.values()) == pytest.approx([1.0] * len(held))
-        positions = sum(stop - start for _, start, stop in held)
-        assert positions == BATCH * BATCHES * EPOCHS
+        assert max(held.values()) <= 1.0 + 1e-9
+        weights = [weight * (stop - start) for (_, start, stop), weight in held.items()]
+        positions = BATCH * BATCHES * EPOCHS
+        assert sum(stop - start for _, start, stop in held) == positions
+        assert sum(weights) == pytest.approx(positions, rel=0.02)
 
 
 def run_weighed(

@@ -117,10 +117,9 @@ class BatchSizes:
         """What the sum over a batch's samples is multiplied by.
 
         As many batches as the global one is cut into: the mean of these products is the
-        sum over the global batch. Also where that has too few samples for all ranks.
+        sum over the global batch.
         """
-        samples = self.runs[self._run(batch)][0]
-        return max(self.cut.parts, self.cut.parts_of(samples))
+        return self.cut.parts_of(self.runs[self._run(batch)][0])
 
     def part_of(self, batch: int) -> tuple[int, int, int]:
         """The global batch of a batch, its first sample there, and one past its last.

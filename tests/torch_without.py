@@ -431,7 +431,7 @@ BACKEND = "torch.distributed.ProcessGroup._get_backend"
 GLOO = "torch.distributed.ProcessGroupGloo._Options"
 TIMEOUT = "torch._C._distributed_c10d.Backend.Options._timeout"
 REDUCTION = "torch._C._functions.NllLossBackward0._saved_reduction"
-NUMBER = "torch.autograd.graph.Node._sequence_nr"
+NUMBER = "torch._C._functions.AccumulateGrad._sequence_nr"
 CHECKS: dict[str, list[Callable[[], None]]] = {
     "torch.autograd.Variable._execution_engine.queue_callback": [windows],
     "torch._C._current_autograd_node": [windows],

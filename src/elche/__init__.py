@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from elche.errors import MismatchError as MismatchError
     from elche.errors import NonFiniteError as NonFiniteError
     from elche.errors import ProtocolError as ProtocolError
+    from elche.errors import RankLostError as RankLostError
     from elche.errors import RemoteRankError as RemoteRankError
     from elche.errors import TransitionError as TransitionError
     from elche.launching.launching import launch as launch
@@ -110,6 +111,7 @@ _HOMES = {
         "MismatchError",
         "NonFiniteError",
         "ProtocolError",
+        "RankLostError",
         "RemoteRankError",
         "TransitionError",
     ),

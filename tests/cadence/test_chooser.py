@@ -15,6 +15,7 @@ from elche.cadence.chooser import MARGIN, SAMPLE_COST_SAFETY, Choice, Chooser
 from elche.cadence.convergence import UPDATES
 from elche.cadence.goodput import Fleet, MeasuredCluster, Prediction, predict
 from elche.errors import ConfigError
+from tests.harness.reached import reach
 from tests.harness.work import lines_run
 
 BATCH = 32
@@ -142,11 +143,13 @@ def test_the_first_choice_is_near_the_best_and_above_one_device(
     assert all(measured.batch_s(rank) >= slowest_kept for rank in choice.left_out)
 
 
+@pytest.mark.reaches("sync", "others")
 @given(clusters())
 def test_sync_is_preferred_unless_another_is_clearly_better(
     measured: MeasuredCluster,
 ) -> None:
     choice = Chooser().observe(measured)
+    reach("sync" if choice.policy == "sync" else "others")
     if choice.policy == "sync":
         mine = choice.prediction
         best = max(choice.alternatives, key=lambda found: found.goodput)

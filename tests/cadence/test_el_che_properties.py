@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elche.cadence.el_che import ElChe, ElCheConfig
 from elche.cadence.throughput import DOMINANCE_MARGIN, MAX_SPEED_RATIO
+from tests.harness.reached import reach
 
 times = st.floats(0.0, 1e7) | st.floats(0.0, 1e30)
 hints = st.floats(0.01, 100.0)
@@ -62,6 +63,7 @@ def test_windows_last_as_long_as_room_is_asked_for(
         assert che.anchor == before
 
 
+@pytest.mark.reaches("given back", "fixed")
 @given(
     runs(),
     st.lists(st.floats(0.0, 1e12), min_size=1, max_size=4),
@@ -80,7 +82,10 @@ def test_room_for_pauses_is_given_back(
     before = che.anchor
     for pause_ms in pauses_ms:
         che.make_room(pause_ms)
+    raised = che.anchor
     che.make_room(least_ms)
+    reach("given back" if che.anchor < raised else "")
+    reach("" if che.is_calibrated and che.enabled else "fixed")
     if che.is_calibrated and che.enabled:
         batch_ms = che.anchor_wall_ms / che.anchor
         least = min(least_ms / batch_ms + 1.0, che.max_anchor)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
+from elche.coordination.journal import LAUNCHER, Entry, RunRecord
 from elche.coordination.protocol.events import (
     BarrierReached,
     BatchesDone,
@@ -24,6 +25,7 @@ from elche.coordination.protocol.events import (
     WindowClosed,
     WindowReduced,
 )
+from elche.coordination.protocol.inputs import RankAdded
 from elche.coordination.protocol.instructions import (
     Abort,
     Adopt,
@@ -420,6 +422,20 @@ def test_a_barrier_is_passed_by_all_or_ends_with_the_missing_named() -> None:
     assert core.handle(Tick(), 300.0) == []
     told = core.handle(Tick(), 303.0)
     assert "ranks [0, 2] at barrier 'b'" in reason_of(told, 3)
+
+
+def test_a_pause_of_the_coordinator_is_in_durations_and_in_no_deadline() -> None:
+    record = RunRecord(2, survives=True)
+    assert record.clock_s(1000.0, 7.0) + 7.0 == 1000.0  # the run begins
+    record.apply(Entry(LAUNCHER, RankAdded(), 1200.0))
+    assert record.clock_s(1290.0, 2.0) + 2.0 == 1290.0  # the next one, 90 s later
+    assert record.clock_s(1190.0, 2.0) + 2.0 == 1200.0  # where clocks differ
+    core = joined(plan_of("sync", 2))
+    core.handle(BarrierReached(rank=1, name="b"), 1200.0)
+    told = [core.handle(Tick(), 1200.0 + second) for second in (1, 2, 900, 901)]
+    assert told == [[]] * 4
+    told = [core.handle(Tick(), 2101.0 + second) for second in range(300)]
+    assert "ranks [0] at barrier 'b'" in reason_of(told[299], 2)
 
 
 def test_a_barrier_that_a_rank_cannot_reach_any_more_ends_the_run() -> None:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.coordination.liveness import SILENT_S, Liveness
+from tests.harness.reached import reach
 
 TICK_S = 0.5
 TICKS = round(SILENT_S / TICK_S)
 
 
-@given(st.lists(st.booleans(), max_size=120))
+@pytest.mark.reaches("silent", "silent again", "not quite")
+@given(st.lists(st.integers(0, 2 * TICKS) | st.just(TICKS - 1), max_size=6))
 def test_a_rank_is_silent_once_and_after_ten_seconds_without_a_beat(
-    beats: list[bool],
+    silences: list[int],
 ) -> None:
-    liveness, quiet = Liveness(TICK_S), 0
-    liveness.beat(1, "", waits=False)
-    for is_beat in beats:
-        if is_beat:
-            liveness.beat(1, "", waits=False)
-            quiet = 0
-        quiet += 1
-        assert liveness.tick() == ([1] if quiet == TICKS else [])
+    """Each a beat, and so many ticks after it."""
+    liveness, times = Liveness(TICK_S), 0
+    for silence in silences:
+        liveness.beat(1, "", waits=False)
+        found = [liveness.tick() for _ in range(silence)]
+        is_silent = silence >= TICKS
+        assert [tick for tick, ranks in enumerate(found, 1) if ranks] == (
+            [TICKS] if is_silent else []
+        )
+        assert [ranks for ranks in found if ranks] == ([[1]] if is_silent else [])
+        times += is_silent
+        reach("silent" if is_silent else "not quite" if silence == TICKS - 1 else "")
+        reach("silent again" if times > 1 else "")
 
 
 def test_who_has_never_beaten_or_is_gone_is_not_watched() -> None:

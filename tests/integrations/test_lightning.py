@@ -55,7 +55,7 @@ def assert_same(shared: list[list[str]], alone: list[list[str]]) -> None:
 def test_the_trainer_in_every_way() -> None:
     script = str(CASES / "lightning_fit.py")
     alone = run(script, "auto")
-    assert len(alone) == 4 * 9
+    assert len(alone) == 4 * 10
     assert_same(run(*SPEEDS, script, "elche"), alone)
     assert run(script, "elche", "plain") == alone[:4]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from elche.cadence.convergence import optimizer_kind
 from elche.config import RunConfig
+from elche.coordination.accounts.batch_ranges import BatchCut
+from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.protocol.events import EpochOpened, Join, Left
 
 SHOWN_DIFFERENCES = 5
@@ -46,6 +48,12 @@ class Settings:
     mortal_by: str = ""
     software: Mapping[str, str] = field(default_factory=dict)
     own_sampler: str = ""
+
+    def cut_for(self, ranks: Collection[int]) -> BatchCut:
+        """How windows of these ranks cut global batches."""
+        caps = () if self.micro_batches else map(self.config.cap_of, ranks)
+        windows, least = self.config.windows, self.min_share_samples
+        return local_cut(windows, len(ranks), least, caps)
 
     @property
     def optimizer_kind(self) -> str:

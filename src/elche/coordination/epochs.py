@@ -252,11 +252,14 @@ class Epochs:
         self._policy.arrived(event.rank, event.lost)
 
     def regrouped(self, now_s: float) -> Steps:
-        """All members have formed their group."""
+        """All members have formed their group; the epoch's rest is cut for them."""
         if not self.is_under_way:
-            return self._begin_if_open(now_s)
+            yield from self._begin_if_open(now_s)
+            return
         reduced = self._membership.roster.reduced
-        return self._settle(self._policy.regrouped(reduced, now_s), now_s)
+        yield from self._settle(self._policy.regrouped(reduced, now_s), now_s)
+        if self.is_under_way and self._policy.is_outdated:
+            yield from self.cut(now_s)
 
     def owes(self, rank: int) -> bool:
         """Whether the epoch under way cannot end without a rank."""

@@ -127,6 +127,14 @@ class RunRecord:
             return told
         return []
 
+    def clock_s(self, wall_s: float, host_s: float) -> float:
+        """The run's clock less a host's: wall time, and never behind the last entry.
+
+        So a pause between two coordinators, in which ranks train what was granted, is
+        in the durations that the run reports.
+        """
+        return max(self.now_s, wall_s) - host_s
+
     def is_outlived(self, rank: int) -> bool:
         """Whether the run has gone on without a rank: it died, or never joined."""
         return rank in self.core.lost or not self.core.has_member(rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.auto_policy import AutoPolicy
 from elche.coordination.auto.windows_advice import AdvisedSync
@@ -27,5 +26,5 @@ def build_policy(members: Sequence[Member], settings: Settings) -> Policy:
         return kind(members, settings)
     if config.policy == "auto":
         return AutoPolicy(members, settings)
-    cut = local_cut(config.windows, len(members), settings.min_share_samples)
-    return WindowPolicy(config, members, settings.epochs, cut=cut, may_defer=True)
+    epochs, cut_for = settings.epochs, settings.cut_for
+    return WindowPolicy(config, members, epochs, cut_for=cut_for, may_defer=True)

@@ -225,6 +225,11 @@ class Policy(ABC):
         return False
 
     @property
+    def is_outdated(self) -> bool:
+        """Whether the epoch's batches were cut for other ranks than are there now."""
+        return False
+
+    @property
     def steps_left(self) -> int:
         """In how many global batches that is to be cut; 0: as the epoch was."""
         return 0

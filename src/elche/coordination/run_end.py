@@ -21,6 +21,9 @@ from elche.coordination.protocol.events import (
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.errors import ElcheError, MismatchError, NonFiniteError, TransitionError
 
+PAUSED_S = 5.0
+"""Longest time between ticks; over it the coordinator was stopped, and no rank late."""
+
 
 @final
 class Mortality:
@@ -102,6 +105,7 @@ class Deadline:
         self._barriers = barriers
         self._timeout_s = timeout_s
         self._since_s: float | None = None
+        self._ticked_s: float | None = None
 
     def allow(self, timeout_s: float) -> None:
         """Ranks are waited for so long from now on."""
@@ -117,8 +121,10 @@ class Deadline:
 
     def exceeded(self, epochs: Epochs | None, now_s: float) -> str:
         """Time has passed; what was waited for too long, in words, or ""."""
-        since_s = self.since_s(epochs)
-        if since_s is None:
+        since_s, ticked_s = self.since_s(epochs), self._ticked_s
+        self._ticked_s = now_s
+        was_paused = ticked_s is not None and now_s - ticked_s > PAUSED_S
+        if since_s is None or was_paused:
             self._since_s = since_s = now_s
         if now_s - since_s < self._timeout_s:
             return ""

@@ -80,7 +80,7 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        self._batches = None
+        self._batches, self.optimizers = None, list[Any]()
         # elche divides the training batches, and every rank evaluates on all data.
         trainer._accelerator_connector.use_distributed_sampler = False
         module = self.lightning_module
@@ -106,11 +106,19 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
                 "expected a torch.utils.data.DataLoader to train on, got "
                 f"{type(dataloader).__name__}; elche divides its batches"
             )
+        self._batches = TrainingBatches(dataloader)
+        if self.optimizers:  # else configure_optimizers() asks how many steps there are
+            self.share_batches()
+        return self._batches
+
+    def share_batches(self) -> None:
+        """Model, optimizer and loader meet, unless they have."""
+        if self._batches is None or self._batches.is_shared:
+            return
         if not self.optimizers:
             raise ConfigError("expected an optimizer from configure_optimizers()")
-        loader = self.share(self.lightning_module, self.optimizers[0], dataloader)
-        self._batches = TrainingBatches(loader)
-        return self._batches
+        module, loader = self.lightning_module, self._batches.loader
+        self._batches.take(self.share(module, self.optimizers[0], loader))
 
     def end_epoch(self) -> None:
         """The last batch of the epoch has been trained on."""
@@ -141,20 +149,33 @@ class TrainingBatches:
     go on until the next begins, through validation.
 
     Args:
-        loader: what `elche.setup` has returned.
+        loader: the user's, until `take`.
+
+    Attributes:
+        loader: what `elche.setup` has returned, once it has.
+        is_shared: whether it has.
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
+        self.loader = loader
+        self.is_shared = False
         self._epoch: Any = None
         self._left = 0
 
+    def take(self, loader: Any) -> None:
+        """Takes what `elche.setup` has returned; an epoch may have been asked for."""
+        self.loader, self.is_shared = loader, True
+        if self._left:
+            self._epoch = iter(loader)
+
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         self.end_epoch()
-        self._epoch, self._left = iter(self._loader), len(self)
+        self._epoch, self._left = None, len(self)
+        if self.is_shared:
+            self._epoch = iter(self.loader)
         return self
 
     def __next__(self) -> Any:
@@ -165,17 +186,17 @@ class TrainingBatches:
     @property
     def dataset(self) -> Any:
         """The user's."""
-        return self._loader.dataset
+        return self.loader.dataset
 
     @property
     def sampler(self) -> Any:
         """The user's."""
-        return self._loader.sampler
+        return self.loader.sampler
 
     @property
     def batch_sampler(self) -> Any:
         """The user's."""
-        return self._loader.batch_sampler
+        return self.loader.batch_sampler
 
     def end_epoch(self) -> None:
         """Ends the epoch under way, or leaves it where batches are left."""
@@ -192,6 +213,10 @@ class _BatchEnds(Callback):
 
     def __init__(self, strategy: ElcheStrategy) -> None:
         self._strategy = strategy
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._strategy.share_batches()
 
     @override
     def on_train_batch_end(

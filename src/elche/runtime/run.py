@@ -382,8 +382,8 @@ class Run:
         )
 
     def steps_at(self, samples: float) -> float:
-        """Steps of the run when so many samples of the epoch are trained."""
-        return self._watch.steps.at(samples)
+        """Steps of the run when so many samples of the epoch are trained here."""
+        return self._watch.steps.at(samples + self._epochs.resumed_samples)
 
     def check(self) -> None:
         """Raises what went wrong where nothing could be raised."""

@@ -105,7 +105,7 @@ def backward_roots(thread: int) -> tuple[torch.Tensor, ...]:
 
 
 _HAS_NUMBER = has(
-    "torch.autograd.graph.Node._sequence_nr",
+    "torch._C._functions.AccumulateGrad._sequence_nr",
     "2.0",
     "tells that a graph is older than the batch in hand",
     "a backward pass after the next batch was asked for is not refused where forward "

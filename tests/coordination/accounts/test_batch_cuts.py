@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elche.config import RunConfig
 from elche.config_parts import WindowConfig
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.accounts.local_batches import check_local_batches, local_cut
+from elche.coordination.agreement import Settings
 from elche.errors import ConfigError, ProtocolError
 
 CUTS = st.builds(BatchCut, st.integers(1, 9), st.integers(0, 12), st.integers(1, 3))
@@ -87,6 +89,27 @@ def test_a_batch_is_cut_by_ranks_unless_a_size_is_given() -> None:
     assert parts_in_full([(3, 1)], few) == [[1, 1, 1]]
     normed = local_cut(WindowConfig(), 4, 2)
     assert parts_in_full([(5, 1), (1, 1)], normed) == [[3, 2], [1]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "sizes"),
+    [
+        ((0, 1, 2), False, [4, 4, 4]),
+        ((1, 2), False, [4, 4, 4]),
+        ((0, 2), False, [6, 6]),
+        ((1,), False, [4, 4, 4]),
+        ((1, 2), True, [6, 6]),
+    ],
+)
+def test_local_batches_of_who_is_left_fit_their_devices(
+    ranks: tuple[int, ...], micro_batches: bool, sizes: list[int]
+) -> None:
+    config = RunConfig(max_samples={1: 5})
+    cut = Settings(config=config, micro_batches=micro_batches).cut_for(ranks)
+    assert parts_in_full([(12, 1)], cut) == [sizes]
+    few = BatchSizes(((12, 1), (1, 1)), cut)  # the sum over a part counts for its whole
+    factors = [few.factor_of(batch) for batch in range(few.num_batches)]
+    assert factors == [*([len(sizes)] * len(sizes)), 1]
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,38 @@ from elche.coordination.accounts.metrics import (
 from elche.coordination.policy import EpochTotals
 from elche.coordination.protocol.instructions import EndEpoch, MetricsReported
 from elche.errors import ProtocolError
+from elche.monitor.run_view import RunView
 from tests.harness.work import lines_run
 
 FLOATS = st.floats(
     allow_nan=False, allow_infinity=False, min_value=-1e30, max_value=1e30
 )
 WEIGHTS = st.integers(1, 4096).map(float)
+
+
+@pytest.mark.parametrize(
+    ("samples", "discarded", "busy_s", "efficiency"),
+    [
+        ((80, 20), (0, 0), (0.8, 0.5), 100 / 140),
+        ((80, 10), (0, 10), (0.8, 0.5), 90 / 140),  # what is lost took its time
+        ((100, 0), (0, 0), (1.0, 0.0), 1.0),  # a rank without work counts as nothing
+        ((0, 0), (0, 0), (0.0, 0.0), 0.0),
+    ],
+)
+def test_efficiency_is_the_rate_over_what_all_ranks_deliver(
+    samples: tuple[int, int],
+    discarded: tuple[int, int],
+    busy_s: tuple[float, float],
+    efficiency: float,
+) -> None:
+    book = opened()
+    for rank in (0, 1):
+        work = {"samples": samples[rank], "discarded_samples": discarded[rank]}
+        book.add(0, RankReport(rank=rank, busy_s=busy_s[rank], **work))
+    window, view = book.close_window(0, 11.0), RunView()
+    view.see(MetricsReported(rank=0, epoch=3, window=0, values=window.to_json()))
+    found = window.efficiency, book.end_epoch(11.0).efficiency, view.efficiency
+    assert found == pytest.approx((efficiency,) * 3)
 
 
 def opened(world_size: int = 2, now_s: float = 10.0) -> MetricsBook:

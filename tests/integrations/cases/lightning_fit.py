@@ -82,6 +82,17 @@ class Manual(Regression):
         return torch.optim.SGD(first, lr=0.05), torch.optim.Adam(last, lr=0.01)
 
 
+class Estimating(Regression):
+    """Asks for the number of its steps before there is an optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        steps = int(self.trainer.estimated_stepping_batches)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+MODULES = {"manual": Manual, "estimated": Estimating}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"gradient_clip_val": 0.05},
@@ -92,6 +103,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16-mixed"},
     "manual": {},
     "resumed": {"max_epochs": 1},
+    "estimated": {},
 }
 
 
@@ -122,7 +134,7 @@ def trainer(way: str, strategy: str, folder: str, **settings: Any) -> lightning.
 def fit(way: str, strategy: str) -> list[str]:
     """What came of it, and on this rank alone in the first line."""
     torch.manual_seed(5)
-    module = Manual() if way == "manual" else Regression()
+    module = MODULES.get(way, Regression)()
     # A sampler that is left early has drawn less where nobody looks ahead.
     data = loaders(way != "limited")
     # The same folder on all ranks, which Lightning broadcasts from rank 0.

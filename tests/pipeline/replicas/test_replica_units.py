@@ -30,6 +30,7 @@ from elche.pipeline.replicas.replica_units import (
 from elche.schedule.actions import loop_placement
 from elche.schedule.costs import RankTimes, equal_costs
 from elche.schedule.generators.schedules import make_schedule
+from tests.harness.reached import reach
 
 NUM_LAYERS = 6
 
@@ -188,6 +189,7 @@ def test_every_parameter_is_reduced_once_by_all_that_hold_it(
     assert len({(unit.ranks, unit.stages) for unit in units}) == len(units)
 
 
+@pytest.mark.reaches("same ranks")
 @given(replicas())
 def test_units_are_reduced_in_the_order_in_which_they_are_complete(
     drawn: list[list[list[HeldLayer]]],
@@ -200,6 +202,7 @@ def test_units_are_reduced_in_the_order_in_which_they_are_complete(
     }
     for a, b in pairwise(plan_units(flat)):
         if a.ranks == b.ranks:
+            reach("same ranks")
             complete = [
                 max(finished_at[one.ranks[0], stage] for stage in one.stages[0])
                 for one in (a, b)

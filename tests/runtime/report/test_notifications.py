@@ -66,6 +66,10 @@ def test_a_run_is_summed_up_by_its_last_epoch() -> None:
         "elche: last epoch: 1.00 times the fastest device's own speed; shares 75 %, "
         "25 %; policy cadence"
     )
+    kept.add(epoch_of((75, 75), (2.2, 2.2)))  # 75 a second, of 68 that all deliver
+    assert kept.summary("sync", "sync") == (
+        "elche: last epoch: shares 50 %, 50 %; policy sync"
+    )
     kept.choices.append(("async", "because; from the next epoch on"))
     assert kept.summary("auto", "cadence").endswith("; policy auto (cadence)")
 

@@ -164,6 +164,38 @@ def test_rank_0_alone_logs_for_all_ranks(ranks2: RankPool) -> None:
             assert shares in (0.0, pytest.approx(1.0))
 
 
+def _logged_after_a_resume(folder: str) -> list[int]:
+    """Steps at which a run is logged that goes on inside an epoch of 100 steps."""
+    writer = LogWriter()
+    for is_resumed in (False, True):
+        elche.log_to(writer if is_resumed else None)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loader: Any = DataLoader(TensorDataset(torch.ones(400, 1)), batch_size=4)
+        model, optimizer, loader = elche.setup(model, optimizer, loader)
+        assert elche.resume(folder) == is_resumed
+        for _ in elche.epochs(1):
+            for number, (x,) in enumerate(loader):
+                model(x).mean().backward()
+                optimizer.step()
+                if not is_resumed and number == 5:
+                    elche.save(folder)
+        elche.shutdown()
+    return [step for _, step in writer.logged]
+
+
+@pytest.mark.distributed
+def test_a_resumed_run_is_logged_on_from_its_step(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    steps, _ = ranks2.run(
+        _logged_after_a_resume, str(tmp_path), case_setup=serve_in_thread
+    )
+    assert steps == sorted(steps)
+    assert steps[0] > 5
+    assert steps[-1] == 100
+
+
 @pytest.mark.slow
 def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")

@@ -34,6 +34,7 @@ class OuterStep:
         kind: ``"average"``, ``"nesterov"`` or ``"slowmo"``.
         lr: outer learning rate (SlowMo's alpha); 1 for ``average``.
         momentum: momentum of the step (SlowMo's beta); ``average`` has none.
+        part: the mean drift is scaled by it: the part of the ranks that trained.
 
     Raises:
         ProtocolError: there is no such kind, or its rate is another.
@@ -42,6 +43,7 @@ class OuterStep:
     kind: str
     lr: float
     momentum: float
+    part: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -57,7 +59,8 @@ class OuterStep:
     @staticmethod
     def of(plan: Reduce) -> OuterStep:
         """The step that a reduction asks for."""
-        return OuterStep(plan.outer, plan.outer_lr, plan.outer_momentum)
+        part = min(1.0, plan.active_ranks / plan.mean_over)
+        return OuterStep(plan.outer, plan.outer_lr, plan.outer_momentum, part)
 
 
 class OuterOptimizer:
@@ -90,13 +93,15 @@ class OuterOptimizer:
 
         Args:
             start: where in the base the part begins.
-            mean_drift: as there; stays as it is.
+            mean_drift: as there; it is scaled by the rule's part.
             rule: the step.
             out: memory of as many elements.
 
         Returns:
             The direction: ``out``, or the mean drift itself.
         """
+        if rule.part != 1.0:
+            mean_drift.mul_(rule.part)
         if rule.kind == "average" or self._momentum is None:
             if rule.kind != "nesterov":
                 return mean_drift
@@ -117,6 +122,8 @@ class OuterOptimizer:
             rule: the step; the same for all parts of one reduction.
         """
         stop = start + mean_drift.numel()
+        if rule.part != 1.0:
+            mean_drift.mul_(rule.part)
         if rule.kind != "average":
             if self._momentum is None:
                 self._momentum = torch.zeros_like(self._base)

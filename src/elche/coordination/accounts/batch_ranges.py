@@ -22,8 +22,8 @@ class BatchCut:
     """How each global batch is cut into local batches: nearly equal, the larger first.
 
     Attributes:
-        parts: local batches of a global one.
-        most: samples of a local batch at most, in place of ``parts``; 0 for ``parts``.
+        parts: local batches of a global one, at least.
+        most: samples of a local batch at most; 0 for no limit.
         least: no local batch has fewer samples, wherever the global one has as many.
     """
 
@@ -37,8 +37,8 @@ class BatchCut:
 
     def parts_of(self, samples: int) -> int:
         """Local batches of a global batch."""
-        wanted = -(-samples // self.most) if self.most else self.parts
-        return max(1, min(wanted, samples // self.least))
+        wanted = -(-samples // self.most) if self.most else 1
+        return max(1, min(max(self.parts, wanted), samples // self.least))
 
     def largest_of(self, samples: int) -> int:
         """Samples of the largest local batch of a global batch."""
@@ -113,9 +113,13 @@ class BatchSizes:
             return less + 1, batch - part + larger
         return less, batch - part + parts
 
-    def whole_of(self, batch: int) -> int:
-        """Samples of the global batch that a batch is cut from."""
-        return self.runs[self._run(batch)][0]
+    def factor_of(self, batch: int) -> int:
+        """What the sum over a batch's samples is multiplied by.
+
+        As many batches as the global one is cut into: the mean of these products is the
+        sum over the global batch.
+        """
+        return self.cut.parts_of(self.runs[self._run(batch)][0])
 
     def part_of(self, batch: int) -> tuple[int, int, int]:
         """The global batch of a batch, its first sample there, and one past its last.

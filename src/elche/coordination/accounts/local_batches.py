@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from elche.config_parts import WindowConfig
 from elche.coordination.accounts.batch_ranges import BatchCut
 from elche.errors import ConfigError
 
 
-def local_cut(windows: WindowConfig, world_size: int, least: int) -> BatchCut:
-    """How windows of a run cut its global batches.
+def local_cut(
+    windows: WindowConfig,
+    world_size: int,
+    least: int,
+    caps: Iterable[int | None] = (),
+) -> BatchCut:
+    """How windows of a run cut its global batches, until ranks die or join.
 
     Args:
         windows: the run's settings.
-        world_size: ranks that the run began with. The cut stays as it is when ranks are
-            left out, die or join: another local batch would be another optimisation.
+        world_size: ranks that are in the run now, excluded ones as well.
         least: samples that the model can train on.
+        caps: samples that the ranks' devices hold at once; None for no limit. They
+            limit no size that the user has set.
     """
-    return BatchCut(world_size, windows.local_batch_size or 0, least)
+    if windows.local_batch_size is not None:
+        return BatchCut(1, windows.local_batch_size, least)
+    known = [cap for cap in caps if cap is not None]
+    return BatchCut(world_size, min(known, default=0), least)
 
 
 def check_local_batches(

@@ -109,12 +109,12 @@ class Gauge:
         self._exposed_s.clear()
         self.measurements = 0
         if not self._is_learned:
-            self.cut = local_cut(self._config.windows, len(self._ranks), self._few)
             for costs in known:
                 costs.steps.clear()
 
     def _forget_open(self) -> None:
-        """Of what other ranks were to report nothing is measured."""
+        """Other ranks: of what they were to report nothing is measured."""
+        self.cut = local_cut(self._config.windows, len(self._ranks), self._few)
         self._grants.clear()
         self._windows.clear()
         self._is_redone = True

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from elche.cadence.chooser import Choice, Chooser
+from elche.cadence.chooser import Chooser
 from elche.cadence.goodput import predict
 from elche.coordination.accounts.batch_ranges import (
     WHOLE_BATCHES,
@@ -176,6 +176,11 @@ class AutoPolicy(Policy):
         return self._current.make_room(wanted)
 
     @property
+    def is_outdated(self) -> bool:
+        """Whether the epoch's batches were cut for other ranks."""
+        return self._current.is_outdated
+
+    @property
     def state_from(self) -> int | None:
         """Whose optimizer state all take before the epoch; None: each its own."""
         return self._state_from
@@ -314,14 +319,6 @@ class AutoPolicy(Policy):
         assert self._choice is not None, self._phase
         return self._choice
 
-    def _cut_for(self, choice: Choice) -> BatchCut:
-        """How windows of a choice cut batches; one rank alone takes them whole.
-
-        Otherwise by the ranks of the run, also where some of them are left out: local
-        steps stay as large as they were.
-        """
-        return WHOLE_BATCHES if choice.is_alone else self._gauge.cut
-
     @property
     def _may_return(self) -> bool:
         """Whether steps of all are the choice, or cost little of the time without."""
@@ -421,13 +418,14 @@ class AutoPolicy(Policy):
         """Windows under the chosen policy, with the speeds that were measured."""
         chosen, before = self._chosen, self._switch.windows
         choice, ranks = chosen.now, self._switch.ranks
-        cut, hints = self._cut_for(choice), self._config.speed_hints
+        hints = self._config.speed_hints
         if hints is not None and len(hints) != len(ranks):
             hints = None  # of another membership
         if not self._gauge.is_cold:
+            cut = WHOLE_BATCHES if choice.is_alone else self._gauge.cut
             samples = cut.largest_of(self._batch_size)
             hints = self._gauge.speeds(ranks, choice.left_out, samples)
-        self._switch.build_windows(choice, hints, cut)
+        self._switch.build_windows(choice, hints)
         if before is None or before.choice.left_out != choice.left_out:
             self._trials.begin(self._now_s)
         self.name = choice.carried_out_by

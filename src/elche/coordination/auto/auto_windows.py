@@ -9,13 +9,13 @@ from typing import final
 from elche.cadence.chooser import Choice
 from elche.config import RunConfig
 from elche.config_parts import OuterConfig
-from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member, Outcome, Policy
 from elche.coordination.protocol.events import EpochLeft, Event
 from elche.coordination.protocol.instructions import EndEpoch, SwitchPolicy
 from elche.coordination.sync.sync_policy import SyncPolicy
-from elche.coordination.windows.window_policy import TakenOver, WindowPolicy
+from elche.coordination.windows.window_policy import TakenOver, WindowPolicy, uncut
 
 ALONE_ANCHOR = 20
 """Batches in a window of a device that trains alone."""
@@ -142,14 +142,15 @@ class PolicySwitch:
         self,
         choice: Choice,
         speed_hints: tuple[float, ...] | None,
-        cut: BatchCut,
     ) -> None:
         """Windows as chosen run from now on, or from :meth:`take_over` on.
+
+        They cut batches for the ranks of the run, excluded ones as well: local steps
+        stay as large as they were. One rank alone takes batches whole.
 
         Args:
             choice: what they are to do.
             speed_hints: batches per second of each rank, as far as they are known.
-            cut: how they cut global batches.
         """
         if self.windows is not None:
             self._next_window = self.windows.policy.first_window
@@ -160,7 +161,7 @@ class PolicySwitch:
             self._settings.epochs,
             idle=frozenset(choice.left_out),
             first_window=self._next_window,
-            cut=cut,
+            cut_for=uncut if choice.is_alone else self._settings.cut_for,
         )
         policy.start_from(self._samples_before)
         self.windows = RunningWindows(policy, choice)

@@ -189,7 +189,9 @@ class Reduce:
     generations that have tried. ``state_apart`` are ranks that hold other optimizer
     state than most, where it is to be averaged and therefore is not. ``periods`` are of
     the schedulers that were handed over, in batches; 0 if not known yet. ``copies`` are
-    samples by which each copy of the model (EMA) is behind the result.
+    samples by which each copy of the model (EMA) is behind the result. ``mean_over``
+    ranks the epoch's batches were cut for: where fewer weigh something, their mean is
+    scaled down, so that no sample counts for more than in a window of all.
     """
 
     rank: int
@@ -206,6 +208,7 @@ class Reduce:
     state_apart: tuple[int, ...] = ()
     periods: tuple[int, ...] = ()
     copies: tuple[int, ...] = ()
+    mean_over: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

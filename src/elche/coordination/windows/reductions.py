@@ -33,6 +33,7 @@ class Reduction:
 
     Attributes:
         copies: samples by which each copy of the model is behind it.
+        mean_over: see `Reduce`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Reduction:
         self.begun_s = begun_s
         self.diverged = diverged
         self.copies: tuple[int, ...] = ()
+        self.mean_over = 1
         self.reports: dict[int, WindowReduced] = {}
         self.missing = set(ranks)
 
@@ -284,6 +286,7 @@ class ReductionPlanner:
                 weight=weight,
                 active_ranks=active,
                 copies=reduction.copies,
+                mean_over=reduction.mean_over,
                 **shared,
             )
             for rank, weight in zip(parts, weights, strict=True)

@@ -114,6 +114,7 @@ def begin_reduction(
     copies = {r: part.closed.copies for r, part in parts.items() if part.closed}
     is_last = state.life.is_final
     reduction.copies = state.copies.closed(copies, state.idle, is_last=is_last)
+    reduction.mean_over = state.mean_over
     yield from planner.plan(parts, settings, state.epoch, reduction)
 
 

@@ -10,7 +10,7 @@ adopted, so at most one reduction is under way. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,6 +50,11 @@ from elche.coordination.windows.window_state import WindowState
 from elche.errors import ProtocolError
 
 
+def uncut(ranks: Collection[int]) -> BatchCut:
+    """Local batches are the global ones, whoever trains on them."""
+    return WHOLE_BATCHES
+
+
 @dataclass(frozen=True, slots=True)
 class TakenOver:
     """What another policy has done of an epoch.
@@ -74,7 +79,8 @@ class WindowPolicy(Policy):
         epochs: epochs of the run if known; decides whether outer momentum pays.
         idle: ranks that are given no work: they cost more than they bring.
         first_window: number of the first window; ranks know what they hold by it.
-        cut: how it cuts global batches into the local ones that ranks train on.
+        cut_for: how it cuts global batches into the local ones that ranks train on,
+            by the ranks that are in the run.
         may_defer: instructions to all ranks may be those of `Outcome.later`.
     """
 
@@ -85,15 +91,26 @@ class WindowPolicy(Policy):
         epochs: int | None,
         idle: frozenset[int] = frozenset(),
         first_window: int = 0,
-        cut: BatchCut = WHOLE_BATCHES,
+        cut_for: Callable[[Collection[int]], BatchCut] = uncut,
         *,
         may_defer: bool = False,
     ) -> None:
         self._may_defer = may_defer
-        self.cut = cut
+        self._cut_for = cut_for
         self.name = config.policy
         self._state = WindowState(config, members, idle, first_window)
         self._planner = ReductionPlanner(config, epochs)
+
+    @property
+    def cut(self) -> BatchCut:  # type: ignore[override]
+        """How the next epoch, or part of one, is cut."""
+        return self._cut_for(self._state.members)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the epoch's batches were cut for other ranks than are there now."""
+        state = self._state
+        return state.mean_over != state.parts_of(state.ledger.sizes.cut_by(self.cut))
 
     @property
     def first_window(self) -> int:

@@ -39,6 +39,7 @@ class WindowState:
     Attributes:
         is_paused: the membership has changed: nothing begins until all members are in
             their new group, in whatever phase the epoch is.
+        mean_over: ranks that the epoch's batches are cut for; see `Reduce`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class WindowState:
     def reset(self, sizes: BatchSizes, epoch: int, now_s: float) -> None:
         """Begins an epoch."""
         self.epoch = epoch
+        self.mean_over = self.parts_of(sizes)
         self.ledger = EpochLedger(sizes, self.members)
         self.totals = EpochTotals(epoch, max(self.members, default=0) + 1, now_s)
         self.life = EpochLife()
@@ -91,6 +93,16 @@ class WindowState:
             MAX_AHEAD if most_ahead is None else most_ahead,
         )
         self.leasing.set_costs(self.pacing.batch_s())
+
+    def parts_of(self, sizes: BatchSizes) -> int:
+        """Ranks that a global batch is cut for: as many as it has local batches.
+
+        At least the ranks with work; just these where the user has set the local batch.
+        """
+        working = len(self.members.keys() - self.idle)
+        if self.config.windows.local_batch_size is not None:
+            return working
+        return max(working, *(sizes.cut.parts_of(run[0]) for run in sizes.runs), 0)
 
     def take_plan(self, sizes: BatchSizes, text: str) -> None:
         """Follows a recorded plan, or one made from the settings alone."""

@@ -11,7 +11,7 @@ import torch
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.accounts.epoch_parts import PartRanges, whole_end
 from elche.coordination.protocol.events import EpochOpened, Event, Left
-from elche.coordination.protocol.instructions import EndEpoch
+from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch
 from elche.coordination.sync.step_reports import EARLY
 from elche.errors import CommunicationError, ConfigError, MismatchError
 from elche.runtime.data.epoch_course import EpochCourse
@@ -46,6 +46,7 @@ class RunEpochs:
         execution: of the part of an epoch that the loop is in.
         reports: of epochs that have ended.
         samples_before: samples of the epochs that have ended, of all ranks.
+        resumed_samples: those of this epoch that were trained before it was resumed.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class RunEpochs:
         if not training.config.mortal_by:
             worker.on_regroup = self.execution.regroup
         self.reports: list[EndEpoch] = []
-        self.samples_before = 0
+        self.samples_before = self.resumed_samples = 0
+        self._cut: tuple[int, ...] = ()
 
     @property
     def _epoch(self) -> int:
@@ -351,6 +353,7 @@ class RunEpochs:
             None if course is None else course.part_sizes,
         )
         self._is_new = self._is_cut = self._is_resumed = False
+        self._say_cut(begin)
         self.execution.prepare(begin, is_changed=changed, wants_keys=course is None)
         if course is None:
             sizes = BatchSizes(begin.sizes)
@@ -369,6 +372,17 @@ class RunEpochs:
             is_first=is_new,
             is_by_steps=most is not None,
         )
+
+    def _say_cut(self, begin: BeginEpoch) -> None:
+        """Emits the local batch where ranks have died or joined, on the first rank."""
+        size = self._training.loader.batch_size
+        if begin.policy == "sync" or size is None:
+            return
+        before, self._cut = self._cut, begin.cut
+        if before not in ((), begin.cut) and not self._worker.place:
+            samples = BatchCut(*begin.cut).largest_of(size)
+            said = f"elche: local batches of {samples} samples (batch_size {size})"
+            self._notifications.emit(said)
 
     def _opened(self, steps: int, *, is_changed: bool) -> EpochOpened:
         """What this rank says of the epoch that it opens."""
@@ -393,5 +407,5 @@ class RunEpochs:
             return
         watch.steps.begin_epoch(course.sizes)
         before = course.samples_before
-        done = self.samples_before - before
+        done = self.resumed_samples = self.samples_before - before
         watch.schedulers.begin_epoch(before, watch.optimizers.all(), done)

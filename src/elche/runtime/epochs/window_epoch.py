@@ -200,8 +200,8 @@ class WindowEpoch:
             self._transfer_s = self._leased.transfer_s
             said = self._leased.weight
             self._weight_in_hand = float(samples) if said is None else said
-            parts = self._positions.sizes.whole_of(batch) / samples
-            self._sync.begin_batch(self._weight_in_hand, parts)
+            parts = self._positions.sizes.factor_of(batch)
+            self._sync.begin_batch(self._weight_in_hand, float(parts))
             self._graphs.begin(batch)
             if not self._sync.is_common_step:
                 self._hooks.schedulers.advance(self.progress_samples)

@@ -17,6 +17,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -141,8 +142,7 @@ class CoordinatorServer:
         loop = asyncio.get_running_loop()
         if listener is None:
             listener = listen(host, port)
-        if self.record.now_s:  # where no coordinator served, no time has passed
-            self._clock_s = self.record.now_s - loop.time()
+        self._clock_s = self.record.clock_s(time.time(), loop.time())
         self._server = await loop.create_server(
             lambda: RankConnection(self, self._key), sock=listener
         )

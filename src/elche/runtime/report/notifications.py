@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 KEYS_SHOWN = 64
 RANKS_SHOWN = 16
+MOST_EFFICIENCY = 1.02
+"""The limit of 1, and what rounding and times of the last batch may add."""
 
 
 class RunNotifications:
@@ -70,7 +72,8 @@ class RunNotifications:
         """One line on the last epoch: gain, shares and policy; "" if nothing is known.
 
         The gain is over what the fastest rank delivered outside of reductions, so it
-        counts what the ranks wait for each other and reduce.
+        counts what the ranks wait for each other and reduce. One above what all deliver
+        together was not measured, and is left out.
 
         Args:
             policy: of the run.
@@ -79,17 +82,17 @@ class RunNotifications:
         last = self.epoch_metrics[-1] if self.epoch_metrics else None
         if last is None or len(last.shares) < 2 or not any(last.rank_samples_per_s):
             return ""
-        gain = last.samples_per_s / max(last.rank_samples_per_s)
+        ratio = last.samples_per_s / max(last.rank_samples_per_s)
+        gain = f"{ratio:.2f} times the fastest device's own speed; "
+        if last.efficiency > MOST_EFFICIENCY:
+            gain = ""
         rates = zip(last.shares, last.rank_samples_per_s, strict=True)
         took_part = [share for share, rate in rates if share or rate]
         shown = [f"{100 * share:.0f} %" for share in took_part[:RANKS_SHOWN]]
         more = len(took_part) - len(shown)
         shares = ", ".join([*shown, f"and {more} more"] if more else shown)
         chosen = f" ({in_force})" if in_force != policy else ""
-        return (
-            f"elche: last epoch: {gain:.2f} times the fastest device's own speed; "
-            f"shares {shares}; policy {policy}{chosen}"
-        )
+        return f"elche: last epoch: {gain}shares {shares}; policy {policy}{chosen}"
 
     def whole_sample_bound(self, batch_size: int) -> str:
         """One line on what whole samples cost ``sync``; "" where that is little.

@@ -30,9 +30,9 @@ class AveragedSync(WindowSync):
         steps: this rank's own; optimizers lose their state after a non-finite update.
         own_factor: of the gradients of a batch, where each says what it weighs (one
             that weighs nothing adds none) or losses are sums; else None.
-        is_sum: a loss is the sum over a batch's samples: of a local batch it counts as
-            often as the global one is larger, so that a local step is as long as one
-            device's.
+        is_sum: a loss is the sum over a batch's samples: that of a local batch counts
+            as often as the global one has local batches, so that a local step is as
+            long as one device's.
     """
 
     def __init__(

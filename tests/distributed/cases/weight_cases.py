@@ -1,0 +1,59 @@
+"""A model whose parameters say how often each sample counted, in a run that changes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+import elche
+from elche.coordination.protocol.events import JoinReady
+from tests.distributed.cases.joining_cases import wait_for
+from tests.distributed.cases.survive_cases import Indices, die, visit_events
+
+SAMPLES, BATCH = 480, 12
+
+
+def weigh(
+    folder: str, policy: str, founders: int, victim: int, epochs: int = 4
+) -> list[tuple[int, list[float]]]:
+    """In the second epoch a rank dies, and in the third others join.
+
+    Returns:
+        After each epoch: the world's size, and what each sample counted in it.
+    """
+    rank, joins = int(os.environ["RANK"]), "ELCHE_JOINS" in os.environ
+    come, ready = Path(folder, "come"), Path(folder, f"ready{rank}")
+    if joins:
+        wait_for(come)
+        visit_events(JoinReady, ready.touch, is_before=False)
+    model = torch.nn.Embedding(SAMPLES, 1).double()
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader: DataLoader[int] = DataLoader(Indices(SAMPLES), BATCH, shuffle=True)
+    model, optimizer, loader = elche.setup(
+        *(model, optimizer, loader),
+        policy=policy,
+        loss_reduction="sum",
+        timeout_s=60.0,
+        windows=elche.WindowConfig(outer=elche.OuterConfig(optimizer="average")),
+    )
+    found: list[tuple[int, list[float]]] = []
+    for epoch in elche.epochs(epochs):
+        before = model.weight.detach().clone()
+        for number, index in enumerate(loader):
+            model(index).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (rank, epoch, number) == (victim, 1, 5):
+                die()
+            if not joins and (epoch, number) == (2, 3):
+                come.touch()
+                for other in range(founders, int(os.environ["COMING"])):
+                    wait_for(Path(folder, f"ready{other}"))
+        counted = (before - model.weight.detach()).flatten().tolist()
+        found.append((elche.world_size(), counted))
+    elche.shutdown()
+    return found

@@ -1,0 +1,44 @@
+"""Windows of a run that ranks leave and join: each sample counts as on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.cases.weight_cases import SAMPLES, weigh
+from tests.harness.fenced import run_fenced
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize(
+    ("policy", "founders", "victim", "joiners", "sizes"),
+    [
+        ("cadence", 3, 1, 1, [3, 2, 3, 3]),
+        ("async", 3, 0, 1, [3, 2, 3, 3]),
+        ("async", 2, -1, 2, [2, 2, 4, 4]),
+        pytest.param("cadence", 2, 0, 2, [2, 1, 3, 3], marks=pytest.mark.slow),
+    ],
+)
+def test_each_sample_counts_once_whoever_is_there(
+    policy: str,
+    founders: int,
+    victim: int,
+    joiners: int,
+    sizes: list[int],
+    tmp_path: Path,
+) -> None:
+    ranks = founders + joiners
+    outcomes, _ = run_fenced(
+        *(ranks, weigh, str(tmp_path), policy, founders, victim),
+        joiners=joiners,
+        env=[{"COMING": str(ranks)}] * ranks,
+    )
+    errors = {each.rank: str(each.error) for each in outcomes if each.error}
+    assert errors.keys() == {victim} - {-1}, "\n".join(errors.values())
+    first = min({*range(founders)} - {victim})
+    found = outcomes[first].value
+    assert [size for size, _ in found] == sizes
+    for _, counted in found:
+        assert counted == pytest.approx([1.0] * SAMPLES)

@@ -232,10 +232,14 @@ class PassBegun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierReached:
-    """A rank waits at the barrier ``name``."""
+    """A rank waits at the barrier ``name``, with what it says there.
+
+    The first rank's ``text`` reaches all; None: a rank that is not the first yet.
+    """
 
     rank: int
     name: str
+    text: str | None = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -340,8 +340,8 @@ class Worker:
 
 def _lost_error(own: int, left: Sequence[int]) -> RankLostError:
     return RankLostError(
-        f"rank {own}: {_named(left)} died where the others cannot take it up again (to "
-        "save, to gather, to evaluate together); "
+        f"rank {own}: {_named(left)} died where the others cannot take it up again (in "
+        "elche.all_gather inside an epoch, or while copies of the model are averaged); "
         "start the run anew from its last checkpoint (--max-restarts)"
     )
 

@@ -1,18 +1,17 @@
 """Short epochs in which ranks die, counted by the model; and a driver of random kills.
 
-``python -m tests.distributed.cases.epoch_ends RUNS`` starts runs under ``elche run``,
-kills ranks at random moments, and prints what was lost.
+``python -m tests.distributed.cases.epoch_ends RUNS`` starts runs by `elche.launch`,
+kills ranks at random moments, and prints how many runs were lost or not exact.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import re
-import subprocess
 import sys
+import tempfile
 import threading
-import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import elche
 from elche import session
+from elche.launching import launching
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from tests.distributed.cases.auto_deaths import Ones, Visited
 from tests.distributed.cases.meetings import Meeting
@@ -71,57 +71,47 @@ def train(
     return state, [int(visits) for visits in state["count"] - state["w"]]
 
 
+def train_once(folder: str, policy: str, epochs: int, kills: dict[int, float]) -> None:
+    """As a rank of a run that `main` starts; leaves a file of how it ended."""
+    rank, killer = int(os.environ["RANK"]), None
+
+    def end() -> None:
+        Path(folder, f"killed {rank}").touch()
+        die()
+
+    if rank in kills:
+        killer = threading.Timer(kills[rank], end)
+    state, visits = train(policy, epochs, killer=killer)
+    norm = float(sum(value.double().square().sum() for value in state.values()))
+    said = f"{visits == [epochs] * SAMPLES} {norm!r}"
+    Path(folder, f"through {rank}").write_text(said)
+
+
 def main(runs: int) -> None:
     """Random kills of real processes: one of three ranks, or two, at any moment."""
+    launching._is_defined_in_notebook = lambda _: True  # type: ignore[assignment] # ranks are forks
     draw, lost, kills = random.Random(31), 0, 0
     for number in range(runs):
-        policy, epochs = POLICIES[number % len(POLICIES)], draw.randint(10, 20)
+        policy, epochs = POLICIES[number % len(POLICIES)], draw.randint(6, 10)
         victims = draw.sample(range(3), draw.choice((1, 1, 2)))
-        after = {f"KILL{rank}": str(draw.uniform(0.02, 2.5)) for rank in victims}
-        command = [sys.executable, "-m", "elche", "run", "--nproc", "3", __file__]
-        command += [policy, str(epochs)]
-        began_s = time.monotonic()
-        ended = subprocess.run(
-            command,
-            env={**os.environ, **after, "PYTHONPATH": os.getcwd()},
-            capture_output=True,
-            text=True,
-        )
-        said = ended.stdout + ended.stderr
-        through = set(re.findall(r"through (\S+ \S+)", said))
-        dead = set(re.findall(r"killed (\d)", said))
-        kills += len(dead)
-        is_exact = len(through) == 1 and next(iter(through)).startswith("True")
-        is_right = ended.returncode == 0 and is_exact
-        lost += not is_right
-        took_s = time.monotonic() - began_s
+        after_s = {rank: draw.uniform(0.02, 4.0) for rank in victims}
+        with tempfile.TemporaryDirectory() as name:
+            error, folder = "", Path(name)
+            try:
+                elche.launch(train_once, 3, args=(name, policy, epochs, after_s))
+            except elche.ElcheError as failed:
+                error = str(failed)
+            dead = len([*folder.glob("killed *")])
+            said = [path.read_text() for path in folder.glob("through *")]
+        kills += dead
+        is_right = not error and len(said) == 3 - dead and len({*said}) == 1
+        lost += not (is_right and said[0].startswith("True"))
         print(
-            f"{number} {policy} {victims} dead {sorted(dead)} {through} {took_s:.1f} s"
+            f"{number} {policy} {epochs} {after_s} {dead} dead {said} {error}",
+            flush=True,
         )
-        if not is_right:
-            print(said)
-        sys.stdout.flush()
     print(f"{runs} runs, {kills} kills, {lost} lost or not exact")
 
 
-def one_run(policy: str, epochs: int) -> None:
-    """As a rank of a driven run."""
-    rank = os.environ["RANK"]
-
-    def end() -> None:
-        os.write(1, f"killed {rank}\n".encode())
-        die()
-
-    after_s = os.environ.get(f"KILL{rank}")
-    killer = threading.Timer(float(after_s), end) if after_s else None
-    state, visits = train(policy, epochs, killer=killer)
-    is_exact = visits == [epochs] * SAMPLES
-    norm = float(sum(value.double().square().sum() for value in state.values()))
-    print(f"through {is_exact} {norm!r}", flush=True)
-
-
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        one_run(sys.argv[1], int(sys.argv[2]))
-    else:
-        main(int(sys.argv[1]))
+    main(int(sys.argv[1]))

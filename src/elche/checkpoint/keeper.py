@@ -479,7 +479,11 @@ class CheckpointKeeper(Pauses):
 
         def choose() -> str:
             nonlocal found
-            found = self._store(folder).newest()
+            store = self._store(folder)
+            found = store.newest()
+            if found is None and (folder.is_file() or store.has_any):
+                what = "a file" if folder.is_file() else "without a whole checkpoint"
+                logger.warning("%s is %s: this run begins anew", folder, what)
             return "" if found is None else found.name
 
         name = run.agree(choose, "elche.resume")

@@ -14,7 +14,6 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
 from elche.coordination.protocol.events import Event, Failed, Join, JoinReady
 from elche.coordination.protocol.inputs import (
-    AllMortal,
     RankAdded,
     StoreSet,
     StreamBegun,
@@ -233,7 +232,6 @@ def test_what_is_no_event_is_remembered_too() -> None:
         Entry(None, StreamBegun(0, "a"), 0.0),
         Entry(0, StoreSet("key", b"value"), 0.0),
         Entry(LAUNCHER, RankAdded(" on a host"), 0.0),
-        Entry(LAUNCHER, AllMortal("a test"), 0.0),
         Entry(None, Failed(rank=2, error="does not fit", traceback=""), 0.0),
         Entry(LAUNCHER, Failed(rank=2, error="code 1", traceback=""), 0.0),
         Entry(LAUNCHER, Failed(rank=1, error="an error", traceback=""), 0.0),
@@ -244,7 +242,7 @@ def test_what_is_no_event_is_remembered_too() -> None:
     assert record.num_ranks == 3
     assert record.places == {2: " on a host"}
     assert record.unjoined == {2: "does not fit"}
-    assert record.commands == 4
+    assert record.commands == 3
     assert record.streams[0].taken == 1
     for rank in (0, 1):
         (told,) = record.streams[rank].told.rest()

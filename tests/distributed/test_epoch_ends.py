@@ -40,7 +40,7 @@ def test_deaths_as_epochs_end(policy: str, ranks: tuple[int, ...], turn: int) ->
     assert visits == [5] * SAMPLES
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*PLACES[:2], pytest.param(PLACES[2], marks=SLOW)])
 def test_a_death_of_rank_0_in_save(place: str, tmp_path: Path) -> None:
     """The next rank chooses the checkpoint, where that was not settled."""
     deaths = (Death(0, place, 3),)  # after the first epoch's, and its end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import final
+from typing import Final, final
 
 from elche.coordination.agreement import Settings
 from elche.coordination.epochs import Epochs
@@ -20,6 +20,11 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.errors import ElcheError, MismatchError, NonFiniteError, TransitionError
+
+DEFAULT_GROUP: Final = (
+    "a script that meets in torch.distributed's own process group, whose others would "
+    "wait for it"
+)
 
 
 @final

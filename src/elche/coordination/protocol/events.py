@@ -243,6 +243,13 @@ class BarrierReached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultGroupFormed:
+    """torch.distributed's default group exists on a rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """A rank ends with an error, or by ``sys.exit(exit_code)`` inside an epoch."""
 
@@ -327,6 +334,7 @@ Event = (
     | EpochCut
     | PassBegun
     | BarrierReached
+    | DefaultGroupFormed
     | Failed
     | Left
     | Disconnected

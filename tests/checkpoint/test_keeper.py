@@ -61,10 +61,10 @@ def test_a_file_and_a_damaged_folder_are_said_to_begin_anew(
     saved(tmp_path)
     (manifest,) = tmp_path.glob("*/manifest.json")
     manifest.write_text("{}")
-    for path, what in ((manifest, "a file"), (tmp_path, "without a whole checkpoint")):
+    for path in (manifest, tmp_path):
         set_up()
         assert not elche.resume(path)
-        assert f"{path} is {what}: this run begins anew" in caplog.text
+        assert f"{path} has no whole checkpoint: the run begins anew" in caplog.text
         elche.shutdown()
     caplog.clear()
     set_up()

@@ -335,13 +335,7 @@ class CheckpointKeeper(Pauses):
                 self._save(epoch + 1, 0, wanted)
 
     def _agreed(self, where: str, *, asks: bool = False, is_end: bool = False) -> str:
-        """The checkpoints that rank 0 wants, with all ranks there.
-
-        Args:
-            where: the ranks meet.
-            asks: whether it wants one; "" if not.
-            is_end: it is the run's last one.
-        """
+        """The checkpoints that rank 0 wants; "" if it ``asks`` first and wants none."""
 
         def made() -> str:
             if asks and not self.wants_cut():
@@ -479,11 +473,11 @@ class CheckpointKeeper(Pauses):
 
         def choose() -> str:
             nonlocal found
-            store = self._store(folder)
-            found = store.newest()
-            if found is None and (folder.is_file() or store.has_any):
-                what = "a file" if folder.is_file() else "without a whole checkpoint"
-                logger.warning("%s is %s: this run begins anew", folder, what)
+            found = self._store(folder).newest()
+            if not found and (folder.is_file() or any(folder.glob("checkpoint-*"))):
+                logger.warning(
+                    "%s has no whole checkpoint: the run begins anew", folder
+                )
             return "" if found is None else found.name
 
         name = run.agree(choose, "elche.resume")

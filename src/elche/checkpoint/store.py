@@ -223,11 +223,6 @@ class CheckpointStore:
         complete = self._complete()
         return self._path(complete[-1]).name if complete else None
 
-    @property
-    def has_any(self) -> bool:
-        """Whether there is a checkpoint, complete or not."""
-        return bool(self._numbers())
-
     def next_name(self) -> str:
         """A name after all that are there, complete or not; for rank 0 to choose."""
         return self._path(max(self._numbers(), default=0) + 1).name

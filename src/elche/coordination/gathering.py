@@ -31,10 +31,7 @@ class Barriers:
             there.pop(rank, None)
 
     def passed(self, members: Set[int]) -> list[Instruction]:
-        """Lets all pass where all members have come, with the first one's text.
-
-        A rank that becomes the first by a death sends its text when it learns of that.
-        """
+        """Lets all pass where all members have come, with the first one's text."""
         told: list[Instruction] = []
         for name, there in [*self._there.items()]:
             text = there.get(min(members))

@@ -51,9 +51,10 @@ class Mortality:
         self._set_by = settings.config.mortal_by or settings.mortal_by or nccl
         self._own_sampler = settings.own_sampler
 
-    def end_with_any_rank(self, why: str) -> None:
-        """A death ends every run of these processes from now on, because of this."""
-        self._by = self._by or why
+    def end_with_any_rank(self, event: Event, now_s: float) -> list[Instruction]:
+        """A death ends every run of these processes: a default group was formed."""
+        self._by = self._by or DEFAULT_GROUP
+        return []
 
     @property
     def by(self) -> str:

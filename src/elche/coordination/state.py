@@ -47,7 +47,7 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
-from elche.coordination.run_end import DEFAULT_GROUP, Deadline, Mortality, RunEnd
+from elche.coordination.run_end import Deadline, Mortality, RunEnd
 from elche.coordination.story import Story
 from elche.errors import ProtocolError, TransitionError
 
@@ -102,7 +102,7 @@ class Coordinator:
             JoinReady: self._be_ready,
             EpochOpened: self._open_epoch,
             BarrierReached: self._barrier,
-            DefaultGroupFormed: self._end_with_any_rank,
+            DefaultGroupFormed: self._mortality.end_with_any_rank,
             Failed: self._failed,
             Left: self._leave,
             Disconnected: self._disconnected,
@@ -405,11 +405,6 @@ class Coordinator:
         """Whether the run would go on without ranks that die now."""
         others = self._membership.ranks - {*ranks}
         return bool(others) and not any(map(self._why_mortal, ranks))
-
-    def _end_with_any_rank(self, event: Event, now_s: float) -> list[Instruction]:
-        """A death ends every run of these processes from now on."""
-        self._mortality.end_with_any_rank(DEFAULT_GROUP)
-        return []
 
     def _why_mortal(self, rank: int) -> str:
         """Why the run does not go on without a rank; "" if it does."""

@@ -41,23 +41,15 @@ class UserCollectives:
         self._rows_of = -1
 
     def agree(self, make: Callable[[], str], what: str) -> str:
-        """What rank 0 makes, on every rank; called by all of them.
+        """What rank 0 makes, on every rank; called by all of them."""
+        return self.barrier(what, make)
 
-        It goes through the coordinator: a death meanwhile is survived, and the next
-        first rank makes it where rank 0 has died before all had come.
-        """
-        return self._meet(what, make)
-
-    def barrier(self, name: str) -> None:
-        """Waits until every rank is here.
+    def barrier(self, name: str, make: Callable[[], str] = str) -> str:
+        """Waits until every rank is here; returns what the first one makes.
 
         Raises:
             ConfigError: inside a loop under ``cadence``, or on a rank that is to join.
         """
-        self._meet(name, str)
-
-    def _meet(self, name: str, make: Callable[[], str]) -> str:
-        """A barrier; returns what the first rank makes for it."""
         worker, under_way = self._worker, self._epochs.under_way
         is_first = False
         self._epochs.execution.check()
@@ -132,8 +124,7 @@ class UserCollectives:
     def _gather_between(self, tensor: torch.Tensor, call: str) -> torch.Tensor:
         """Between epochs: redone by the survivors where a rank dies in the sum.
 
-        The barrier after it passes on all ranks before they learn of a death, or on all
-        of them after that: so all return the same sum.
+        Ranks learn of a death all before the barrier after it passes, or all after.
         """
         worker = self._worker
         if worker.on_regroup is None:

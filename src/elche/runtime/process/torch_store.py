@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import sys
 from typing import Any, Final, final
@@ -21,7 +22,7 @@ HOST = "127.0.0.1"
 HELLO: Final = b"\0" + (0x3C85F7CE).to_bytes(4, sys.byteorder)
 """First bytes that a client of a TCPStore sends (torch 2.8 to 2.13)."""
 HELLO_S = 10.0
-PIECE_BYTES = 1 << 16
+GONE: Final = OSError, EOFError, asyncio.TimeoutError
 
 
 @final
@@ -37,11 +38,11 @@ class TorchStore:
     def __init__(self) -> None:
         self.is_used = False
         self._listener = socket.create_server((HOST, 0))
-        self._listener.setblocking(False)
         self._port = int(self._listener.getsockname()[1])
+        self._descriptor = os.dup(self._listener.fileno())  # of the store
         self._serving: asyncio.Task[Any] | None = None
-        self._clients: set[asyncio.Task[None]] = set()
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        listening = asyncio.start_server(self._meet, sock=self._listener)
+        self._server = asyncio.ensure_future(listening)
 
     def environment(self) -> dict[str, str]:
         """What sends torch there, and tells rank 0 not to host a store itself."""
@@ -53,46 +54,32 @@ class TorchStore:
 
     async def close(self) -> None:
         """Ends the store and the socket."""
-        for client in self._clients:
-            client.cancel()
+        (await self._server).close()
         if self._serving is None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
+            os.close(self._descriptor)
         else:
             await asyncio.wait([self._serving])
             self._serving = None  # with it goes the store
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone again
-            connection, _ = self._listener.accept()
-            client = asyncio.ensure_future(self._meet(connection))
-            self._clients.add(client)
-            client.add_done_callback(self._clients.discard)
-
-    async def _meet(self, connection: socket.socket) -> None:
+    async def _meet(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """One that came before there was a store: what it says is passed on to that."""
-        with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError):
-            reader, writer = await asyncio.open_connection(sock=connection)
-            with contextlib.closing(writer):
-                said = reader.readexactly(len(HELLO))
-                if await asyncio.wait_for(said, HELLO_S) != HELLO:
-                    return
-                await asyncio.wait([self._serve()])
-                store = await asyncio.open_connection(HOST, self._port)
-                store[1].write(HELLO)
-                await asyncio.gather(
-                    _pass_on(reader, store[1]), _pass_on(store[0], writer)
+        with contextlib.closing(writer), contextlib.suppress(*GONE):
+            said = await asyncio.wait_for(reader.readexactly(len(HELLO)), HELLO_S)
+            if said != HELLO:
+                return
+            self.is_used = True
+            if self._serving is None:
+                self._server.result().close()
+                self._serving = asyncio.ensure_future(
+                    asyncio.to_thread(_store_on, self._descriptor, self._port)
                 )
-
-    def _serve(self) -> asyncio.Task[Any]:
-        self.is_used = True
-        if self._serving is None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._serving = asyncio.ensure_future(
-                asyncio.to_thread(_store_on, self._listener.detach(), self._port)
-            )
-            self._serving.add_done_callback(_say_failure)
-        return self._serving
+                self._serving.add_done_callback(_say_failure)
+            await asyncio.wait([self._serving])
+            store, to_store = await asyncio.open_connection(HOST, self._port)
+            to_store.write(HELLO)
+            await asyncio.gather(_pass_on(reader, to_store), _pass_on(store, writer))
 
 
 def _store_on(descriptor: int, port: int) -> Any:
@@ -109,7 +96,7 @@ def _store_on(descriptor: int, port: int) -> Any:
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while piece := await reader.read(PIECE_BYTES):
+    while piece := await reader.read(1 << 16):
         writer.write(piece)
         await writer.drain()
     writer.close()

@@ -155,8 +155,7 @@ class Worker:
     def send(self, *events: Event) -> None:
         """Sends events to the coordinator, at once; does not wait.
 
-        What sending costs is the system call, not what is sent. The first ones after
-        torch.distributed's default group was formed say that before.
+        What sending costs is the system call, not what is sent.
         """
         if (
             not self._has_default_group

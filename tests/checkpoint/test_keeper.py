@@ -54,6 +54,24 @@ def test_an_empty_folder_is_a_fresh_run(tmp_path: Path) -> None:
     assert list(elche.epochs(2)) == [0, 1]
 
 
+def test_a_file_and_a_damaged_folder_are_said_to_begin_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once without a word, the first one."""
+    saved(tmp_path)
+    (manifest,) = tmp_path.glob("*/manifest.json")
+    manifest.write_text("{}")
+    for path in (manifest, tmp_path):
+        set_up()
+        assert not elche.resume(path)
+        assert f"{path} has no whole checkpoint: the run begins anew" in caplog.text
+        elche.shutdown()
+    caplog.clear()
+    set_up()
+    assert not elche.resume(tmp_path / "none")
+    assert not caplog.text
+
+
 def test_a_script_that_ends_has_written_its_last_checkpoint(tmp_path: Path) -> None:
     # Once: the thread that writes it ended with the process, on one device.
     script = """

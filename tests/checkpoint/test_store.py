@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -331,3 +331,57 @@ def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     assert not isinstance(manifest, CheckpointError)
     assert sorted(text["manifest"]["versions"]) == ["elche", "python", "torch"]
     assert manifest.info == {"steps": 1.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.pop("files"),
+        lambda body: body.update(files=["rank0.json"]),
+        lambda body: body.update(files={"rank0.json": {"num_bytes": 1}}),
+        lambda body: body["files"]["rank0.json"].update(sha256=1),
+        lambda body: body.update(more=1),
+        lambda body: body.update(world_size="1"),
+        lambda body: body.update(info=[]),
+        lambda body: body.update(name="checkpoint-00000001"),
+        lambda body: body.update(name="../../x"),
+    ],
+)
+def test_a_manifest_with_a_right_checksum_and_wrong_fields_is_passed_over(
+    change: Callable[[dict[str, Any]], object],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once a raw KeyError, TypeError or AttributeError, or taken."""
+    for content in (1.0, 2.0):
+        save(tmp_path, content)
+    path = tmp_path / "checkpoint-00000002" / MANIFEST
+    body = json.loads(path.read_text())["manifest"]
+    change(body)
+    whole = {"manifest": body, "sha256": manifests._digest(body)}
+    path.write_text(json.dumps(whole))
+    assert content_of(tmp_path) == 1.0
+    assert "checkpoint-00000002 is damaged, passed over: manifest.json" in caplog.text
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_what_a_link_leads_to_and_files_of_others_stay(
+    is_complete: bool, tmp_path: Path
+) -> None:
+    """Once rotation removed all files of the folder that a link led to."""
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    save(elsewhere, 1.0)
+    target = elsewhere / "checkpoint-00000001"
+    if not is_complete:
+        (target / MANIFEST).unlink()
+    names = sorted(path.name for path in target.iterdir())
+    folder.mkdir()
+    (link := folder / "checkpoint-00000001").symlink_to(target)
+    save(folder, 2.0)
+    (notes := folder / "checkpoint-00000002" / "notes.txt").write_text("mine")
+    for content in (3.0, 4.0):
+        save(folder, content)
+    assert not link.is_symlink()
+    assert sorted(path.name for path in target.iterdir()) == names
+    assert [*notes.parent.iterdir()] == [notes]
+    assert content_of(folder) == 4.0

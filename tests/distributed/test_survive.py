@@ -409,6 +409,21 @@ def test_a_checkpoint_waits_for_no_part_of_a_dead_rank(tmp_path: Path) -> None:
     assert newest.manifest.world_size == 3
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("meeting", ["gather", pytest.param("evaluate", marks=SLOW)])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 2])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_death_in_the_sum_itself(
+    meeting: str, rank: int, at: int, tmp_path: Path
+) -> None:
+    """Before the numbers of rows are summed, and before the rows are."""
+    deaths, two = (Death(rank, "meeting", at),), {"samples": 160, "meeting": meeting}
+    for each in outlive(tmp_path, deaths, "async", **two):
+        assert each.found == ([9, 9] if meeting == "gather" else [(SIZE - 1) / 2] * 2)
+
+
 @pytest.mark.slow
 def test_a_second_death_while_a_step_is_handed_over_ends_the_run_by_name(
     tmp_path: Path,
@@ -432,13 +447,11 @@ TOO_EARLY = "RemoteRankError: rank 2 is gone: .*before the first epoch has begun
 @pytest.mark.parametrize(
     ("meeting", "place", "says"),
     [
-        ("save", "meeting", OUTSIDE),
-        pytest.param("gather", "meeting", OUTSIDE, marks=pytest.mark.slow),
         pytest.param("copies", "sharing copies", OUTSIDE, marks=pytest.mark.slow),
         pytest.param("resume", "meeting", TOO_EARLY, marks=pytest.mark.slow),
         ("barrier", "setup", TOO_EARLY),
     ],
-    ids=["saving", "gathering", "sharing copies", "resuming", "before any epoch"],
+    ids=["sharing copies", "resuming", "before any epoch"],
 )
 def test_a_death_elsewhere_ends_the_run_by_name(
     meeting: str, place: str, says: str, tmp_path: Path

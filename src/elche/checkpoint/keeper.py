@@ -266,7 +266,8 @@ class CheckpointKeeper(Pauses):
 
     def cut(self, *, is_end: bool) -> None:
         """Makes what is asked for, inside an epoch."""
-        self._save(self._epoch, self._passes_before, is_end=is_end)
+        wanted = self._agreed("a checkpoint", is_end=is_end)
+        self._save(self._epoch, self._passes_before, wanted)
         self._has_ended = is_end  # asked for meanwhile, it is when the rest is done
 
     @property
@@ -329,19 +330,21 @@ class CheckpointKeeper(Pauses):
             self._epoch = epoch
             yield epoch
             self._epoch, self._passes, self._passes_done = epoch + 1, 0, 0
-            if self._wants_one():
-                self._save(epoch + 1, 0)
+            wanted = self._agreed("the end of an epoch", asks=True)
+            if wanted:
+                self._save(epoch + 1, 0, wanted)
 
-    def _wants_one(self) -> bool:
-        """What rank 0 wants, between epochs."""
-        run = self._current
-        run.barrier("the end of an epoch")
-        return (
-            run.agree(
-                lambda: "1" if self.wants_cut() else "", "agreeing on a checkpoint"
-            )
-            == "1"
-        )
+    def _agreed(self, where: str, *, asks: bool = False, is_end: bool = False) -> str:
+        """The checkpoints that rank 0 wants; "" if it ``asks`` first and wants none."""
+
+        def made() -> str:
+            if asks and not self.wants_cut():
+                return ""
+            self._run_id = self._run_id or uuid.uuid4().hex
+            ends = is_end or self.wants_end()
+            return json.dumps([self._run_id, self._names(is_end=ends), ends])
+
+        return self._current.agree(made, where)
 
     def save(self, folder: Path) -> None:
         """Makes a checkpoint now, or inside a loop as soon as all ranks pause."""
@@ -352,8 +355,8 @@ class CheckpointKeeper(Pauses):
                 self._asked.append(folder)
             return
         self._asked.append(folder)
-        run.barrier("elche.save")
-        self._save(self._epoch + bool(self._passes), 0)
+        wanted = self._agreed("elche.save")
+        self._save(self._epoch + bool(self._passes), 0, wanted)
 
     @property
     def has_run(self) -> bool:
@@ -372,17 +375,10 @@ class CheckpointKeeper(Pauses):
         if self._config is not None:
             self._due_at_s = time.monotonic() + self._config.every_s
 
-    def _save(self, epoch: int, passes: int, *, is_end: bool = False) -> None:
+    def _save(self, epoch: int, passes: int, wanted: str) -> None:
         run = self._current
-
-        def said() -> str:
-            self._run_id = self._run_id or uuid.uuid4().hex
-            ends = is_end or self.wants_end()
-            return json.dumps([self._run_id, self._names(is_end=ends), ends])
-
-        told = json.loads(run.agree(said, "agreeing on a checkpoint"))
         self._asked.clear()
-        self._run_id, names, self._has_ended = told
+        self._run_id, names, self._has_ended = json.loads(wanted)
         held = self._contents().capture({"epoch": epoch, "passes": passes})
         info = run.described() | {"epoch": epoch}
         for folder, name in names:
@@ -474,14 +470,17 @@ class CheckpointKeeper(Pauses):
         found: Checkpoint | None = None
         if run.is_in_epoch:
             raise ConfigError("elche.resume() inside a loop; call it before the first")
-        run.barrier("elche.resume")
 
         def choose() -> str:
             nonlocal found
             found = self._store(folder).newest()
+            if not found and (folder.is_file() or any(folder.glob("checkpoint-*"))):
+                logger.warning(
+                    "%s has no whole checkpoint: the run begins anew", folder
+                )
             return "" if found is None else found.name
 
-        name = run.agree(choose, "choosing a checkpoint")
+        name = run.agree(choose, "elche.resume")
         if not name:
             return None
         return found or self._store(folder).open(name)

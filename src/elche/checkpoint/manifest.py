@@ -67,16 +67,28 @@ def read_manifest(folder: Path) -> Manifest | CheckpointError:
     body = whole["manifest"]
     if whole.get("sha256") != _digest(body):
         return CheckpointError(f"{MANIFEST} has another checksum than when written")
-    if body.get("format") != FORMAT:
-        own = metadata.version("elche")
-        raise CheckpointError(
-            f"expected a checkpoint of format {FORMAT}, which elche {own} reads, got "
-            f"format {body.get('format')} by elche "
-            f"{body.get('versions', {}).get('elche', 'of unknown version')} in "
-            f"{folder}; resume with that version, or from another folder"
-        )
-    files = {name: FileRecord(**record) for name, record in body["files"].items()}
-    return Manifest(**{**body, "files": files})
+    try:
+        if body.get("format") != FORMAT:
+            own = metadata.version("elche")
+            raise CheckpointError(
+                f"expected a checkpoint of format {FORMAT}, which elche {own} reads, "
+                f"got format {body.get('format')} by elche "
+                f"{body.get('versions', {}).get('elche', 'of unknown version')} in "
+                f"{folder}; resume with that version, or from another folder"
+            )
+        files = {name: FileRecord(**record) for name, record in body["files"].items()}
+        manifest = Manifest(**{**body, "files": files})
+        kinds: dict[type, list[Any]] = {
+            dict: [manifest.info],
+            str: [manifest.run_id, *(each.sha256 for each in files.values())],
+            int: [manifest.world_size, *(each.num_bytes for each in files.values())],
+        }
+        is_own = manifest.name == folder.name
+        is_own &= all(type(each) is kind for kind in kinds for each in kinds[kind])
+    except (AttributeError, KeyError, TypeError):
+        is_own = False
+    other = CheckpointError(f"{MANIFEST} has fields that elche does not write there")
+    return manifest if is_own else other
 
 
 def plain_json(info: Mapping[str, Any]) -> dict[str, Any]:

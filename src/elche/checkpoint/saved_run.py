@@ -50,9 +50,6 @@ class SavedRun(Protocol):
     def agree(self, make: Callable[[], str], what: str) -> str:
         """What rank 0 makes, on every rank."""
 
-    def barrier(self, name: str) -> None:
-        """Waits until every rank is here."""
-
     def heeds_signals(self, heeds: bool) -> None:
         """Tells the launcher whether this rank ends by itself after a signal."""
 

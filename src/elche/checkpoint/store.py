@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"checkpoint-(\d{8,})")
+_FILE: Final = re.compile(
+    r"(rank\d+|shared|model(-rank\d+)?|manifest)\.(json|safetensors|failed)(\.partial)?"
+)
+"""Names of the files in a checkpoint's folder."""
 
 
 @final
@@ -254,13 +258,20 @@ class CheckpointStore:
             self._remove(self.folder / name)
 
     def _remove(self, path: Path) -> None:
-        """From its manifest on, so that one that is half removed does not count."""
+        """From its manifest on, so that one that is half removed does not count.
+
+        Of a link that alone; files of others stay, and their folder.
+        """
         with contextlib.suppress(OSError):
+            if path.is_symlink():
+                self.disk.remove(path)
+                return
             if (path / MANIFEST).exists():
                 self.disk.remove(path / MANIFEST)
                 sync_folder(self.disk, path)
             for file in path.iterdir():
-                self.disk.remove(file)
+                if _FILE.fullmatch(file.name):
+                    self.disk.remove(file)
             self.disk.remove(path)
 
     def _complete(self) -> list[int]:

@@ -12,10 +12,10 @@ WELL_AFTER_S = 1.0
 
 
 class Barriers:
-    """Who waits at which barrier."""
+    """Ranks that wait at each barrier, and their texts."""
 
     def __init__(self) -> None:
-        self._there: dict[str, set[int]] = {}
+        self._there: dict[str, dict[int, str | None]] = {}
 
     def __bool__(self) -> bool:
         """Whether anybody waits."""
@@ -23,28 +23,30 @@ class Barriers:
 
     def reach(self, event: BarrierReached) -> None:
         """A rank has come."""
-        self._there.setdefault(event.name, set()).add(event.rank)
+        self._there.setdefault(event.name, {})[event.rank] = event.text
 
     def remove(self, rank: int) -> None:
         """A rank is gone."""
         for there in self._there.values():
-            there.discard(rank)
+            there.pop(rank, None)
 
     def passed(self, members: Set[int]) -> list[Instruction]:
-        """Lets all pass where all members have come."""
-        names = [name for name, there in self._there.items() if there >= members]
-        for name in names:
+        """Lets all pass where all members have come, with the first one's text."""
+        told: list[Instruction] = []
+        for name, there in [*self._there.items()]:
+            text = there.get(min(members))
+            if text is None or not there.keys() >= members:
+                continue
             del self._there[name]
-        return [
-            BarrierPassed(rank=rank, name=name)
-            for name in names
-            for rank in sorted(members)
-        ]
+            told += [
+                BarrierPassed(rank=r, name=name, text=text) for r in sorted(members)
+            ]
+        return told
 
     def waiting_for(self, members: Set[int]) -> str:
         """Who is missing at the first of them, in words."""
         name, there = next(iter(self._there.items()))
-        return f"ranks {sorted(members - there)} at barrier {name!r}"
+        return f"ranks {sorted(members - there.keys())} at barrier {name!r}"
 
 
 class EpochEnding:

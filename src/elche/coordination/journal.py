@@ -19,7 +19,6 @@ from typing import Final, final
 
 from elche.coordination.protocol.events import Failed
 from elche.coordination.protocol.inputs import (
-    AllMortal,
     Input,
     RankAdded,
     StoreSet,
@@ -118,8 +117,6 @@ class RunRecord:
             if what.place:
                 self.places[self.num_ranks] = what.place
             self.num_ranks += 1
-        elif isinstance(what, AllMortal):
-            self.core.end_with_any_rank(what.why)
         else:
             told = self._kept(self.core.handle(what, entry.now_s))
             if isinstance(what, Failed) and self.is_outlived(what.rank):

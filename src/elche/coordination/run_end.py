@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import final
+from typing import Final, final
 
 from elche.coordination.agreement import Settings
 from elche.coordination.epochs import Epochs
@@ -23,6 +23,10 @@ from elche.errors import ElcheError, MismatchError, NonFiniteError, TransitionEr
 
 PAUSED_S = 5.0
 """Longest time between ticks; over it the coordinator was stopped, and no rank late."""
+DEFAULT_GROUP: Final = (
+    "a script that meets in torch.distributed's own process group, whose others would "
+    "wait for it"
+)
 
 
 @final
@@ -49,9 +53,10 @@ class Mortality:
         self._set_by = settings.config.mortal_by or settings.mortal_by or nccl
         self._own_sampler = settings.own_sampler
 
-    def end_with_any_rank(self, why: str) -> None:
-        """A death ends every run of these processes from now on, because of this."""
-        self._by = self._by or why
+    def end_with_any_rank(self, event: Event, now_s: float) -> list[Instruction]:
+        """A death ends every run of these processes: a default group was formed."""
+        self._by = self._by or DEFAULT_GROUP
+        return []
 
     @property
     def by(self) -> str:

@@ -30,6 +30,7 @@ from elche.coordination.policies import build_policy
 from elche.coordination.policy import Steps
 from elche.coordination.protocol.events import (
     BarrierReached,
+    DefaultGroupFormed,
     Disconnected,
     EpochOpened,
     Event,
@@ -103,6 +104,7 @@ class Coordinator:
             JoinReady: self._be_ready,
             EpochOpened: self._open_epoch,
             BarrierReached: self._barrier,
+            DefaultGroupFormed: self._mortality.end_with_any_rank,
             Failed: self._failed,
             Left: self._leave,
             Disconnected: self._disconnected,
@@ -406,10 +408,6 @@ class Coordinator:
         """Whether the run would go on without ranks that die now."""
         others = self._membership.ranks - {*ranks}
         return bool(others) and not any(map(self._why_mortal, ranks))
-
-    def end_with_any_rank(self, why: str) -> None:
-        """A death ends every run of these processes from now on, because of this."""
-        self._mortality.end_with_any_rank(why)
 
     def _why_mortal(self, rank: int) -> str:
         """Why the run does not go on without a rank; "" if it does."""

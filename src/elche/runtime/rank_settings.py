@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -24,7 +23,6 @@ from elche.runtime.data.sample_order import sampler_with_state
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.hosts.versions import installed_versions
 from elche.runtime.process.environment import Placement
-from elche.runtime.process.torch_store import DEFAULT_GROUP
 from elche.runtime.training import Training
 from elche.torch_internals.held import BatchNormBase, held_buffers, unsaved_buffers
 
@@ -71,8 +69,6 @@ def _mortal_by(training: Training) -> str:
         return "a stream"
     if training.delayed is not None:
         return f"policy={DELAYED_SYNC!r}"
-    if dist.is_available() and dist.is_initialized():  # on hosts without a TorchStore
-        return DEFAULT_GROUP
     policy = training.config.policy
     if policy not in ("sync", "auto"):
         return ""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import final
 
 import torch
 
 from elche.comm.tensors.row_gather import RowGather
-from elche.comm.transport.process_group import gather_texts
 from elche.config import RunConfig
 from elche.coordination.protocol.events import BarrierReached
 from elche.coordination.protocol.instructions import (
@@ -16,7 +16,7 @@ from elche.coordination.protocol.instructions import (
     Instruction,
     Regroup,
 )
-from elche.errors import ConfigError
+from elche.errors import ConfigError, RankLostError
 from elche.runtime.epochs.run_epochs import RunEpochs
 from elche.runtime.epochs.sync_epoch import SyncEpoch
 from elche.runtime.epochs.window_epoch import WindowEpoch
@@ -42,17 +42,16 @@ class UserCollectives:
 
     def agree(self, make: Callable[[], str], what: str) -> str:
         """What rank 0 makes, on every rank; called by all of them."""
-        self._meet_to_sum()
-        own = make() if self._worker.place == 0 else ""
-        return gather_texts(self._worker.group, own, what)[0]
+        return self.barrier(what, make)
 
-    def barrier(self, name: str) -> None:
-        """Waits until every rank is here.
+    def barrier(self, name: str, make: Callable[[], str] = str) -> str:
+        """Waits until every rank is here; returns what the first one makes.
 
         Raises:
             ConfigError: inside a loop under ``cadence``, or on a rank that is to join.
         """
         worker, under_way = self._worker, self._epochs.under_way
+        is_first = False
         self._epochs.execution.check()
         self._refuse_new(name)
         if isinstance(under_way, WindowEpoch):
@@ -65,16 +64,25 @@ class UserCollectives:
             elif isinstance(instruction, Regroup) and worker.on_regroup:
                 worker.hear_of(instruction)
                 worker.on_regroup()
+                if not is_first and worker.place == 0:
+                    reach()
             elif isinstance(under_way, SyncEpoch):
                 under_way.handle(instruction)
+
+        def reach() -> None:
+            nonlocal is_first
+            is_first = worker.place == 0
+            text = make() if is_first else None
+            worker.send(BarrierReached(rank=worker.rank, name=name, text=text))
 
         if under_way is not None:
             self._epochs.members.meet("elche.barrier()")
         else:
             worker.regroup_if_told()
-        worker.send(BarrierReached(rank=worker.rank, name=name))
+        reach()
         while not passed:
             worker.receive(handle, f"all ranks at {name}")
+        return passed[0].text
 
     def gather_rows(
         self,
@@ -97,27 +105,38 @@ class UserCollectives:
         worker, under_way = self._worker, self._epochs.under_way
         if isinstance(under_way, WindowEpoch):
             raise self._would_hang(call, "use policy='sync', or call it between epochs")
-        weight = 1.0
         if under_way is None:
-            self._meet_to_sum()
-        else:
-            self._epochs.members.meet(f"{call}()")
-            worker.meets_in_forward = True
-            weight = under_way.weight_in_hand if is_of_batch else 1.0
-            if self._config.loss_reduction == "sum":
-                weight = float(weight > 0.0)
-        if self._rows is None or self._rows_of != worker.groups.generation:
-            self._rows_of = worker.groups.generation
-            self._rows = RowGather(worker.groups.side())
+            return self._gather_between(tensor, call)
+        self._epochs.members.meet(f"{call}()")
+        worker.meets_in_forward = True
+        weight = under_way.weight_in_hand if is_of_batch else 1.0
+        if self._config.loss_reduction == "sum":
+            weight = float(weight > 0.0)
+        return self._gather(tensor, weight, call)
+
+    def _gather(self, tensor: torch.Tensor, weight: float, call: str) -> torch.Tensor:
+        groups = self._worker.groups
+        if self._rows is None or self._rows_of != groups.generation:
+            self._rows_of = groups.generation
+            self._rows = RowGather(groups.side())
         return self._rows.gather(tensor, weight, call)
 
-    def _meet_to_sum(self) -> None:
-        """Between epochs: a death while ranks wait for each other is outlived here.
+    def _gather_between(self, tensor: torch.Tensor, call: str) -> torch.Tensor:
+        """Between epochs: redone by the survivors where a rank dies in the sum.
 
-        Inside the sum that follows, for milliseconds, it ends the run.
+        Ranks learn of a death all before the barrier after it passes, or all after.
         """
-        if self._worker.on_regroup is not None:
+        worker = self._worker
+        if worker.on_regroup is None:
+            return self._gather(tensor, 1.0, call)
+        self.barrier("sums")
+        while True:
+            generation, rows = worker.groups.generation, tensor
+            with contextlib.suppress(RankLostError):
+                rows = self._gather(tensor, 1.0, call)
             self.barrier("sums")
+            if generation == worker.groups.generation:
+                return rows
 
     def _refuse_new(self, call: str) -> None:
         if self._worker.is_new:

@@ -42,6 +42,7 @@ from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.process import heartbeat
 from elche.runtime.process.worker import Worker
+from elche.runtime.user_collectives import UserCollectives
 from elche.runtime.windows import gradient_sync, model_copies
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.regrouping import Regrouping
@@ -279,6 +280,8 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
         meet.at_step = visit
     elif death.place == "meeting":
         before(Group, "all_reduce", lambda: visit() if meet.is_under_way else None)
+    elif death.place == "agreed":
+        after(UserCollectives, "agree", visit)
     elif death.place == "sharing copies":
         before(model_copies, "_average", visit)
     elif death.place == "writing":

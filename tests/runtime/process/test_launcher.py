@@ -335,9 +335,16 @@ def test_the_launchers_death_ends_ranks_that_look_at_no_connection(
     # to that of its script.
     with started(tmp_path, "--nproc", "2", TRAINING, case) as run:
         pids = [int(p) for p in run.wait_for(r"is process (\d+)", 2)]
+        launcher = run.process.pid
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text()
+        stopped = pids[0], *({*map(int, children.split())} - {*pids})
+        assert len(stopped) == 2  # a rank and the coordinator; once for ever
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+            until(lambda: is_stopped(pid))  # noqa: B023 - called here
         run.process.kill()
         run.process.wait()
-        until(lambda: all(_has_ended(pid) for pid in pids))
+        until(lambda: all(map(_has_ended, {*pids, *stopped})))
         ends = r"rank \d ends, since its launcher has ended or was killed\n"
         assert len(re.findall(ends, run.output)) == 2
 

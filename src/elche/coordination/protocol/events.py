@@ -232,10 +232,21 @@ class PassBegun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierReached:
-    """A rank waits at the barrier ``name``."""
+    """A rank waits at the barrier ``name``, with what it says there.
+
+    The first rank's ``text`` reaches all; None: a rank that is not the first yet.
+    """
 
     rank: int
     name: str
+    text: str | None = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultGroupFormed:
+    """torch.distributed's default group exists on a rank."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +334,7 @@ Event = (
     | EpochCut
     | PassBegun
     | BarrierReached
+    | DefaultGroupFormed
     | Failed
     | Left
     | Disconnected

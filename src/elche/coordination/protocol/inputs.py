@@ -31,11 +31,4 @@ class RankAdded:
     place: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class AllMortal:
-    """A death ends every run of these processes from now on, because of this."""
-
-    why: str
-
-
-Input: TypeAlias = Event | StreamBegun | StoreSet | RankAdded | AllMortal
+Input: TypeAlias = Event | StreamBegun | StoreSet | RankAdded

@@ -281,10 +281,11 @@ class MetricsReported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierPassed:
-    """All ranks have reached the barrier ``name``."""
+    """All ranks have reached the barrier ``name``; the first one's ``text``."""
 
     rank: int
     name: str
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,15 +61,11 @@ class SavedPipeline:
             )
 
     def agree(self, make: Callable[[], str], what: str) -> str:
-        """What rank 0 makes, on every rank; called by all of them."""
+        """What rank 0 makes, on every rank; all call it, between epochs or at a cut."""
         communicator = self._pipe.communicator
         found: str = communicator.agree(lambda: "" if self.rank else make(), what)[0]
-        return found
-
-    def barrier(self, name: str) -> None:
-        """Waits until every rank is here, between two epochs."""
-        self._pipe.communicator.agree(lambda: None, name)
         self._pipe.passes.steps_outside = 0
+        return found
 
     def heeds_signals(self, heeds: bool) -> None:
         """Tells the launcher whether this rank ends by itself after a signal."""

@@ -18,7 +18,7 @@ from typing import Any, Final, final
 
 from elche.comm.control.addresses import listen
 from elche.coordination.protocol.events import Disconnected, Event, Failed
-from elche.coordination.protocol.inputs import AllMortal, Input, RankAdded
+from elche.coordination.protocol.inputs import Input, RankAdded
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.outbox import Outbox
 from elche.runtime.coordinator_process.link import (
@@ -271,10 +271,6 @@ class KeptCoordinator:
         self.take(RankAdded(place))
         self.num_ranks += 1
         return self.num_ranks - 1
-
-    def end_with_any_rank(self, why: str) -> None:
-        """A death ends every run of these processes from now on, because of this."""
-        self.take(AllMortal(why))
 
     def is_connected(self, rank: int) -> bool:
         """Whether instructions reach a rank."""

@@ -47,6 +47,7 @@ from elche.runtime.coordinator_process.link import (
 )
 from elche.runtime.coordinator_process.pieces import pack_piece, replay_piece
 from elche.runtime.process.coordinator import CoordinatorServer
+from elche.runtime.process.launcher_watch import wake_with_parent
 
 COPY_ENTRIES: Final = 1024
 """After so many entries a copy of the record takes their place in the launcher."""
@@ -248,6 +249,7 @@ class _ToLauncher(logging.Handler):
 def main() -> None:
     """Serves one run; signals to the process group are the launcher's to heed."""
     ignore_signals()
+    wake_with_parent()
     link = Link(socket.socket(fileno=int(sys.argv[1])))
     listener = socket.socket(fileno=int(sys.argv[2]))
     logging.getLogger().addHandler(_ToLauncher(link))

@@ -45,7 +45,6 @@ from elche.coordination.protocol.events import (
     Tick,
 )
 from elche.coordination.protocol.inputs import (
-    AllMortal,
     Input,
     RankAdded,
     StoreSet,
@@ -219,7 +218,7 @@ class CoordinatorServer:
             self.on_first_batch = None
         if self.on_message is None:
             return
-        if not isinstance(what, StoreSet | StreamBegun | RankAdded | AllMortal):
+        if not isinstance(what, StoreSet | StreamBegun | RankAdded):
             self.on_message(what)
 
     def _say_refused(self, what: Input) -> None:

@@ -31,7 +31,7 @@ from elche.runtime.process.launcher_watch import PIPE
 from elche.runtime.process.launchers import rank_environments
 from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
-from elche.runtime.process.torch_store import DEFAULT_GROUP, TorchStore
+from elche.runtime.process.torch_store import TorchStore
 from elche.runtime.report.files import write_story
 from elche.runtime.report.trace_parts import TRACE, join_parts
 
@@ -249,8 +249,6 @@ class _LaunchedRun:
         # A store is reached from loopback alone; on a network given nobody needs it.
         is_one_host = config.network is None and leader is None
         self._store = TorchStore() if is_one_host else None
-        if self._store is not None:
-            self._store.on_use = partial(server.end_with_any_rank, DEFAULT_GROUP)
         self.processes = processes = RankProcesses(server)
         processes.on_outlived = self._outlived
         self._late: LateHosts | None = None

@@ -8,8 +8,11 @@ goes on, on another host, the launcher writes its address into it, as a line.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +22,7 @@ from elche.comm.control.addresses import parse_address
 from elche.runtime.process.rank_output import write_whole_lines
 
 PIPE = "ELCHE_LAUNCHER_PIPE"
+PR_SET_PDEATHSIG = 1
 END_AFTER_S = 5.0
 """Within which a training thread that sees it as well may end by an error."""
 
@@ -60,6 +64,7 @@ def watch_launcher(rank: int) -> None:
     if descriptor < 0 or not _is_pipe(descriptor):
         return  # started by a rank, which keeps its pipe for itself
     write_whole_lines()
+    wake_with_parent()
     os.set_inheritable(descriptor, False)
     threading.Thread(
         target=_end_with_launcher,
@@ -67,6 +72,15 @@ def watch_launcher(rank: int) -> None:
         name="elche-launcher-watch",
         daemon=True,
     ).start()
+
+
+def wake_with_parent() -> None:
+    """Continues this process, if it is stopped, when its parent ends: it sees that.
+
+    No SIGKILL: a thread's end in the parent counts as well, and ranks end in order.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 def _is_pipe(descriptor: int) -> bool:

@@ -2,24 +2,27 @@
 
 torch's store takes every interface unless it is handed a listening socket, and to
 import torch costs seconds that most launchers need not spend. So the launcher holds a
-socket on loopback, and the store comes to be behind it when somebody connects.
+socket on loopback, and the store comes to be behind it when somebody speaks to it as
+torch does: a port scan does not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import socket
-from collections.abc import Callable
-from typing import Any, final
+import sys
+from typing import Any, Final, final
 
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-DEFAULT_GROUP = (
-    "a script that meets in torch.distributed's own process group, whose others would "
-    "wait for it"
-)
+HELLO: Final = b"\0" + (0x3C85F7CE).to_bytes(4, sys.byteorder)
+"""First bytes that a client of a TCPStore sends (torch 2.8 to 2.13)."""
+HELLO_S = 10.0
+GONE: Final = OSError, EOFError, asyncio.TimeoutError
 
 
 @final
@@ -29,17 +32,17 @@ class TorchStore:
     elche's own groups meet at the coordinator instead.
 
     Attributes:
-        is_used: somebody has connected.
-        on_use: called when the first one does.
+        is_used: a client of such a store has come.
     """
 
     def __init__(self) -> None:
         self.is_used = False
-        self.on_use: Callable[[], None] = lambda: None
         self._listener = socket.create_server((HOST, 0))
         self._port = int(self._listener.getsockname()[1])
+        self._descriptor = os.dup(self._listener.fileno())  # of the store
         self._serving: asyncio.Task[Any] | None = None
-        asyncio.get_running_loop().add_reader(self._listener, self._serve)
+        listening = asyncio.start_server(self._meet, sock=self._listener)
+        self._server = asyncio.ensure_future(listening)
 
     def environment(self) -> dict[str, str]:
         """What sends torch there, and tells rank 0 not to host a store itself."""
@@ -51,21 +54,32 @@ class TorchStore:
 
     async def close(self) -> None:
         """Ends the store and the socket."""
+        (await self._server).close()
         if self._serving is None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
+            os.close(self._descriptor)
         else:
             await asyncio.wait([self._serving])
             self._serving = None  # with it goes the store
 
-    def _serve(self) -> None:
-        self.is_used = True
-        self.on_use()
-        asyncio.get_running_loop().remove_reader(self._listener)
-        self._serving = asyncio.ensure_future(
-            asyncio.to_thread(_store_on, self._listener.detach(), self._port)
-        )
-        self._serving.add_done_callback(_say_failure)
+    async def _meet(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """One that came before there was a store: what it says is passed on to that."""
+        with contextlib.closing(writer), contextlib.suppress(*GONE):
+            said = await asyncio.wait_for(reader.readexactly(len(HELLO)), HELLO_S)
+            if said != HELLO:
+                return
+            self.is_used = True
+            if self._serving is None:
+                self._server.result().close()
+                self._serving = asyncio.ensure_future(
+                    asyncio.to_thread(_store_on, self._descriptor, self._port)
+                )
+                self._serving.add_done_callback(_say_failure)
+            await asyncio.wait([self._serving])
+            store, to_store = await asyncio.open_connection(HOST, self._port)
+            to_store.write(HELLO)
+            await asyncio.gather(_pass_on(reader, to_store), _pass_on(store, writer))
 
 
 def _store_on(descriptor: int, port: int) -> Any:
@@ -79,6 +93,13 @@ def _store_on(descriptor: int, port: int) -> Any:
         wait_for_workers=False,
         master_listen_fd=descriptor,
     )
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while piece := await reader.read(1 << 16):
+        writer.write(piece)
+        await writer.drain()
+    writer.close()
 
 
 def _say_failure(serving: asyncio.Task[Any]) -> None:

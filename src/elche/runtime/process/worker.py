@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import distributed as dist
 
 from elche.comm.control.control_channel import ControlChannel, heeds_key
 from elche.comm.transport.process_group import Group, late_error
-from elche.coordination.protocol.events import Event
+from elche.coordination.protocol.events import DefaultGroupFormed, Event
 from elche.coordination.protocol.instructions import (
     Abort,
     GrantBatches,
@@ -97,7 +98,7 @@ class Worker:
         self._channel = channel
         watch = GroupWatch(self.timeout_s, self._check, self._why_failed)
         self.groups = RankGroups(placement, channel, watch)
-        self._is_due = False
+        self._is_due = self._has_default_group = False
         self._aborted: ElcheError | None = None
         self._events: deque[torch.cuda.Event] = deque()
 
@@ -156,6 +157,18 @@ class Worker:
 
         What sending costs is the system call, not what is sent.
         """
+        if (
+            not self._has_default_group
+            and dist.is_available()
+            and dist.is_initialized()
+        ):
+            self._has_default_group = True
+            events = DefaultGroupFormed(rank=self.rank), *events
+            if self.placement.resumes and self.rank == self.members[0]:
+                logger.warning(
+                    "torch.distributed's default process group exists: the death of "
+                    "any rank ends this run"
+                )
         self._channel.send(*events)
 
     def take_all(self, handle: Callable[[Instruction], None]) -> None:
@@ -340,8 +353,8 @@ class Worker:
 
 def _lost_error(own: int, left: Sequence[int]) -> RankLostError:
     return RankLostError(
-        f"rank {own}: {_named(left)} died where the others cannot take it up again (to "
-        "save, to gather, to evaluate together); "
+        f"rank {own}: {_named(left)} died where the others cannot take it up again (in "
+        "elche.all_gather inside an epoch, or while copies of the model are averaged); "
         "start the run anew from its last checkpoint (--max-restarts)"
     )
 

@@ -1,0 +1,52 @@
+"""Deaths where an epoch ends, and ranks agree whether to save: the others continue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elche.checkpoint.store import CheckpointStore
+from tests.distributed.cases.epoch_ends import POLICIES, SAMPLES, train
+from tests.distributed.cases.survive_cases import Death
+from tests.harness.fenced import run_fenced, survivors_of
+
+pytestmark = pytest.mark.distributed
+
+SLOW = pytest.mark.slow
+PLACES = ("before barrier", "after barrier", "agreed")
+"""Before and after a rank has said that it is there, and when all are."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks", "turn"),
+    [
+        ("sync", (0, 1, 2), 1),
+        ("async", (2, 0, 1), 0),
+        *(
+            pytest.param(policy, ranks, turn, marks=SLOW)
+            for policy in POLICIES
+            for ranks in ((0, 1, 2), (1, 2, 0), (2, 0, 1))
+            for turn in range(3)
+        ),
+    ],
+)
+def test_deaths_as_epochs_end(policy: str, ranks: tuple[int, ...], turn: int) -> None:
+    """Each of three in turn, at each place; once in a sum that ended the whole run."""
+    places = (*PLACES[turn:], *PLACES[:turn])
+    deaths = tuple(map(Death, ranks, places, (1, 2, 3)))
+    outcomes, lost = run_fenced(4, train, policy, 5, deaths)
+    ((_, visits),) = survivors_of(outcomes, lost, ranks)
+    assert visits == [5] * SAMPLES
+
+
+@pytest.mark.parametrize("place", [*PLACES[:2], pytest.param(PLACES[2], marks=SLOW)])
+def test_a_death_of_rank_0_in_save(place: str, tmp_path: Path) -> None:
+    """The next rank chooses the checkpoint, where that was not settled."""
+    deaths = (Death(0, place, 3),)  # after the first epoch's, and its end
+    outcomes, lost = run_fenced(3, train, "cadence", 3, deaths, saves=str(tmp_path))
+    for _, visits in survivors_of(outcomes, lost, [0]):
+        assert visits == [3] * SAMPLES
+    newest = CheckpointStore(tmp_path).newest()
+    assert newest is not None
+    assert newest.manifest.world_size == 2

@@ -216,6 +216,14 @@ class GradientReducer:
         self._holds = False
         self._refuse_broken_backward()
 
+    def weigh_forward(self, part: StepPart | None) -> None:
+        """A forward pass of an earlier step than the one in hand begins.
+
+        Args:
+            part: of that step; None: it has ended.
+        """
+        self._weigh(self._in_hand if part is None else part)
+
     def weigh_pass(self, part: StepPart) -> None:
         """The backward pass under way is of an earlier step than the one in hand.
 

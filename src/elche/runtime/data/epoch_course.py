@@ -20,10 +20,20 @@ from elche.coordination.protocol.instructions import EndEpoch
 from elche.errors import ConfigError
 from elche.runtime.data.positions import EpochPositions, packed_keys
 
+FAR_AHEAD = (
+    "the loop has fetched batches before the last checkpoint inside this epoch whose "
+    "backward pass is still to come, so that none can be made now: train on each batch "
+    "before many others are fetched"
+)
 STATE_KEYS = {
     *("number", "sizes", "left", "keys", "is_packed", "samples_before", "most"),
     "steps",
 }
+
+
+def ranges_of(sizes: BatchSizes, batches: Sequence[int]) -> tuple[Range, ...]:
+    """Positions of each of these batches."""
+    return tuple((sizes.position_of(n), sizes.position_of(n + 1)) for n in batches)
 
 
 class EpochCourse:
@@ -59,6 +69,7 @@ class EpochCourse:
         self._rest = EpochRest(sizes, left)
         self._is_whole = left.num_positions == sizes.num_samples
         self._open: tuple[Range, ...] = ()
+        self._open_steps = 0
 
     @property
     def is_over(self) -> bool:
@@ -105,10 +116,12 @@ class EpochCourse:
     def done(self, left: Sequence[Range], open_batch: Sequence[Range] = ()) -> None:
         """All of the part but these ranges of it is done.
 
-        Of ``open_batch`` the backward pass is to come: here it will, and who goes on
-        from what is saved now trains on it again. What a dead rank had of it is left.
+        ``open_batch`` has a range for each batch whose backward pass is to come: here
+        it will, and who goes on from what is saved now trains on it again. What a dead
+        rank had of it is left.
         """
         part = self._rest.left
+        self._open_steps = sum(bool(without([each], left)) for each in open_batch)
         self._open = part.origins_of(without(open_batch, left)).ranges
         self._rest = replace(self._rest, left=part.origins_of(left))
         self._is_whole = False
@@ -132,7 +145,7 @@ class EpochCourse:
             "is_packed": is_packed,
             "samples_before": self.samples_before - samples + self.open_samples,
             "most": self._most,
-            "steps": steps and steps + bool(self._open),
+            "steps": steps and steps + self._open_steps,
         }
 
     @staticmethod

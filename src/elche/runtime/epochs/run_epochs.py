@@ -181,7 +181,7 @@ class RunEpochs:
         """
         policy = self._training.config.policy
         if policy in ("sync", "auto"):  # in whose steps ranks may meet
-            is_late = self._watch.graphs.is_live  # their next pass is of a step before
+            is_late = self._watch.graphs.open_batches  # their next pass is of these
             why = EARLY if is_late else self._watch.batch_state.barred()
             if why:
                 raise ConfigError(f"none can join steps under policy {policy!r}: {why}")

@@ -111,7 +111,7 @@ class StepAccount:
         has_sent = self.report()  # there was no backward pass
         if self._dead.is_settled or not self._reports.step_done(number, cost):
             return has_sent
-        hooks, is_live = self._hooks, self._hooks.graphs.is_live
+        hooks, is_live = self._hooks, bool(self._hooks.graphs.open_batches)
         is_last = number + 1 == self._positions.num_batches
         tells_norm = is_last and self._worker.place == 0
         self._numbers.report(final=is_last)

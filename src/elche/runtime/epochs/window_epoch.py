@@ -163,7 +163,10 @@ class WindowEpoch:
     def batches(self) -> Generator[Any, None, None]:
         """Yields this rank's batches; a break drains and ends the epoch everywhere."""
         refuse = partial(_refuse_late, self._policy)
-        self._graphs.begin_epoch(refuse if self._sync.weighs_gradients else None)
+        early = partial(_refuse_early, self._policy)
+        self._graphs.begin_epoch(
+            refuse if self._sync.weighs_gradients else None, early
+        )
         try:
             yield from self._train()
         except GeneratorExit:
@@ -202,7 +205,7 @@ class WindowEpoch:
             self._weight_in_hand = float(samples) if said is None else said
             parts = self._positions.sizes.whole_of(batch) / samples
             self._sync.begin_batch(self._weight_in_hand, parts)
-            self._graphs.begin(batch)
+            self._graphs.begin(batch, data)
             if not self._sync.is_common_step:
                 self._hooks.schedulers.advance(self.progress_samples)
             if self._hooks.copies is not None:
@@ -476,6 +479,15 @@ class WindowEpoch:
         if self._hooks.copies is not None:
             group, has_trained = self._worker.group, self._has_trained
             self._hooks.copies.end_epoch(group, has_trained=has_trained)
+
+
+def _refuse_early(policy: str, batch: int | None) -> None:
+    """A forward pass is not of the batch in hand, whose window may have ended.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise fetched_too_early(policy)
 
 
 def _refuse_late(policy: str, batch: int, other: int | None) -> None:

@@ -1,0 +1,39 @@
+"""Loops that are ahead of their passes: as in one process, or refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.lookahead_cases import LOOPS, Look, alone, on_ranks
+from tests.distributed.cases.tasks import difference, identical
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+EQUAL = (16,) * 7
+EXACT = [
+    *[Look(loop) for loop in LOOPS],
+    *[Look(loop, sizes=EQUAL) for loop in ("one ahead", "groups of 3")],
+    *[Look(loop, "sam") for loop in ("one ahead", "groups of 3", "listed")],
+    *[Look(loop, "chunks") for loop in ("plain", "one ahead", "groups of 3")],
+    *[Look(loop, "views") for loop in ("plain", "groups of 3", "listed")],
+    *[Look("plain", body) for body in ("gan", "labels kept", "nothing kept")],
+    *[Look(loop, "normalised") for loop in ("one ahead", "listed")],
+    *[Look(loop, policy="sync, sums") for loop in ("one ahead", "groups of 3")],
+    *[Look(loop, policy="sync, weighed") for loop in ("one ahead", "groups of 3")],
+]
+
+
+def test_passes_are_weighed_as_their_own_batches(ranks2: RankPool) -> None:
+    found = ranks2.run(on_ranks, EXACT, case_setup=serve_in_thread, timeout_s=200)
+    wrong = {}
+    for look, *each in zip(EXACT, *found, strict=True):
+        errors = [one.error for one in each if one.error]
+        states = [one.state for one in each]
+        far = errors or difference(states[0], alone(look))
+        if errors or not identical(states) or far > 1e-13:
+            wrong[look] = far
+    assert wrong == {}

@@ -37,3 +37,28 @@ def test_passes_are_weighed_as_their_own_batches(ranks2: RankPool) -> None:
         if errors or not identical(states) or far > 1e-13:
             wrong[look] = far
     assert wrong == {}
+
+
+UNCLEAR = "ConfigError: the loop has fetched batches ahead, and this forward pass reads"
+SWAP = r"ConfigError: .*\bswap the two lines, loss\.backward\(\) first"
+REFUSED = [
+    (Look("one ahead", "labels kept"), UNCLEAR),
+    (Look("one ahead", "nothing kept"), UNCLEAR),
+    (Look("groups of 3", "labels kept"), UNCLEAR),
+    (Look("listed", "labels kept"), UNCLEAR),
+    (Look("one ahead", "gan"), UNCLEAR),
+    (Look("one ahead", policy="cadence"), SWAP),
+    (Look("groups of 3", policy="async"), SWAP),
+    (Look("listed", policy="cadence"), SWAP),
+    (Look("listed", policy="async"), SWAP),
+    (Look("groups of 3", policy="gradients"), SWAP),
+    (Look("listed", "labels kept", policy="async"), UNCLEAR),
+]
+
+
+@pytest.mark.parametrize(("look", "says"), REFUSED)
+def test_a_pass_of_an_unknown_batch_is_refused(
+    ranks2: RankPool, look: Look, says: str
+) -> None:
+    for [one] in ranks2.run(on_ranks, [look], case_setup=serve_in_thread):
+        assert re.search(says, one.error), one.error

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import get_worker_info
 
@@ -93,20 +92,3 @@ def as_if_alone() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = info
-
-
-_HAS_CDATA = has(
-    "torch.UntypedStorage._cdata",
-    "2.0",
-    "tells the batch that a forward pass reads",
-    "the same takes longer",
-)
-
-
-def storage_key(tensor: torch.Tensor) -> int | None:
-    """Names a tensor's memory, as ``StorageWeakRef.cdata`` does; None: it has none."""
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse, or inside of functorch
-        return None
-    return int(storage._cdata if _HAS_CDATA else StorageWeakRef(storage).cdata)

@@ -1,4 +1,4 @@
-"""Loops that fetch batches before the forward passes of earlier ones, and their like."""
+"""Loops that fetch batches before the forward passes of earlier ones."""
 
 from __future__ import annotations
 

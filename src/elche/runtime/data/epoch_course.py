@@ -21,9 +21,8 @@ from elche.errors import ConfigError
 from elche.runtime.data.positions import EpochPositions, packed_keys
 
 FAR_AHEAD = (
-    "the loop has fetched batches before the last checkpoint inside this epoch whose "
-    "backward pass is still to come, so that none can be made now: train on each batch "
-    "before many others are fetched"
+    "no checkpoint can be made: batches fetched before the last one still have no "
+    "backward pass; train on each batch before many others are fetched"
 )
 STATE_KEYS = {
     *("number", "sizes", "left", "keys", "is_packed", "samples_before", "most"),

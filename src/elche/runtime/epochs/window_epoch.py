@@ -163,10 +163,8 @@ class WindowEpoch:
     def batches(self) -> Generator[Any, None, None]:
         """Yields this rank's batches; a break drains and ends the epoch everywhere."""
         refuse = partial(_refuse_late, self._policy)
-        early = partial(_refuse_early, self._policy)
-        self._graphs.begin_epoch(
-            refuse if self._sync.weighs_gradients else None, early
-        )
+        on_late = refuse if self._sync.weighs_gradients else None
+        self._graphs.begin_epoch(on_late, refuse)
         try:
             yield from self._train()
         except GeneratorExit:
@@ -481,17 +479,8 @@ class WindowEpoch:
             self._hooks.copies.end_epoch(group, has_trained=has_trained)
 
 
-def _refuse_early(policy: str, batch: int | None) -> None:
-    """A forward pass is not of the batch in hand, whose window may have ended.
-
-    Raises:
-        ConfigError: always.
-    """
-    raise fetched_too_early(policy)
-
-
-def _refuse_late(policy: str, batch: int, other: int | None) -> None:
-    """A backward pass is not of the batch in hand, as whose its gradients are weighed.
+def _refuse_late(policy: str, *_: int | None) -> None:
+    """A pass is not of the batch in hand, whose window may have ended.
 
     Raises:
         ConfigError: always.

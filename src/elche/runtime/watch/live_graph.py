@@ -11,8 +11,8 @@ loops may be ahead:
 A *live graph* is that of a forward pass whose backward pass has not come. A hook on
 what the model returns tells, which autograd calls before any gradient of that graph is
 there. A container without a forward pass (a ``ModuleList``) is called by its parts.
-Gradients of a forward pass that was not seen count as those of the batch in hand, and
-`UnseenForwards` refuses what is older.
+A forward pass that no hook sees (of a model compiled after set-up, or called by another
+method) counts as one of the batch in hand, if no earlier one waits for a pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 from elche.comm.tensors.nested import outputs_in
 from elche.errors import ConfigError
 from elche.runtime.watch.batch_tensors import BatchForwards, BatchTensors
-from elche.runtime.watch.unseen_forward import UnseenForwards
 from elche.torch_internals.passes import graph_task_id
 
 OnLate = Callable[[Any, Any], None]
@@ -37,8 +36,18 @@ hand, with that batch, and the one that the pass has come to before, or None."""
 OnForward = Callable[[Any], None]
 """Called with an earlier batch than the one in hand when a forward pass of it begins,
 and with None when it has ended."""
-MOST_WAITING = 16
-"""Most batches without a backward pass before those that are gone are dropped."""
+UNSEEN = (
+    "a backward pass came after the next batch was asked for, through a forward pass "
+    "that elche has not seen, so that the weight of its gradients is not known: call "
+    "loss.backward() before the next batch, or let elche see it: torch.compile before "
+    "elche.setup, and the model called as model(...)"
+)
+UNCLEAR = (
+    "the loop has fetched batches ahead, and this forward pass reads no tensor of the "
+    "loader's, so that its batch, and the weight of its gradients, are not known: pass "
+    "the loader's own tensors to the model (and convert them inside its forward), or "
+    "run forward and backward before the next batch is fetched"
+)
 
 
 @final
@@ -56,7 +65,6 @@ class LiveGraph:
         self._on_forward: OnForward | None = None
         self._tensors = BatchTensors()
         self._waiting: list[BatchForwards] = []  # for a backward pass, oldest first
-        self._most = MOST_WAITING
         self._number = self._first = 0  # batches so far, and before this part
         self._is_ahead: bool | None = None  # None: no forward pass in this part yet
         self._in_hand: BatchForwards | None = None
@@ -66,7 +74,6 @@ class LiveGraph:
         self._pass_of: BatchForwards | None = None
         self._moves = 0
         self._policy = ""
-        self._unseen = UnseenForwards()
         self._has_come = False
         self._came = weakref.WeakMethod(self.before_backward)
 
@@ -109,20 +116,17 @@ class LiveGraph:
 
     def begin(self, batch: Any, data: Any = None) -> None:
         """A batch is yielded; ``batch`` is its label, ``data`` what the loop gets."""
-        was_seen = self._in_hand is not None and self._last is self._in_hand
-        self._unseen.begin(is_watched=not was_seen)
         self._in_hand = BatchForwards(batch, self._moves, self._number, self._came)
         self._in_hand.had_forward = data is None  # there is nothing to read
         self._number += 1
         self._tensors.keep(self._in_hand, data)
-        if len(self._waiting) >= self._most:
-            self._waiting = [each for each in self._waiting if self._may_wait(each)]
-            self._most = MOST_WAITING + 2 * len(self._waiting)
-        self._waiting.append(self._in_hand)
-
-    def _may_wait(self, batch: BatchForwards) -> bool:
-        may_be_read = batch.is_held or self._is_ahead is None or batch is self._last
-        return may_be_read and not batch.had_backward
+        waiting, last, is_known = self._waiting, self._last, self._is_ahead is not None
+        while waiting and (
+            waiting[0].had_backward
+            or (is_known and waiting[0] is not last and not waiting[0].is_held)
+        ):
+            waiting.pop(0)
+        waiting.append(self._in_hand)
 
     def end_epoch(self) -> None:
         """No batch is in hand; what is open may still have its passes."""
@@ -156,8 +160,7 @@ class LiveGraph:
         has_come, self._has_come = self._has_come, False
         if has_come:
             return
-        self._unseen.check()
-        batch = self._untold()
+        batch = self._untold(is_seen=False)
         if batch is not None:
             batch.had_forward = batch.had_backward = True
 
@@ -187,7 +190,7 @@ class LiveGraph:
         if batch is not None and batch is not in_hand and self._on_forward is not None:
             self._on_forward(batch.batch)
 
-    def _untold(self) -> BatchForwards | None:
+    def _untold(self, *, is_seen: bool = True) -> BatchForwards | None:
         """The batch of a pass that reads none of the loader's tensors.
 
         None: the loader has ended, and the pass is the user's own.
@@ -195,28 +198,22 @@ class LiveGraph:
         Raises:
             ConfigError: there are several that it may be of.
         """
-        in_hand, is_known = self._in_hand, self._is_ahead is not None
+        in_hand, is_ahead = self._in_hand, self._is_ahead
+        is_new = is_ahead is None and in_hand is not None
         others = [
             each
             for each in self._waiting
-            if each is not in_hand
-            and each.number >= self._first
-            and not each.had_forward
-            and (each.is_held or (in_hand and not (is_known and each.has_data)))
+            if each is not in_hand and each.number >= self._first
+            if not each.had_forward
+            if each.is_held or is_new or (in_hand and not each.storages)
         ]
         if in_hand is not None:
-            is_unclear = bool(others) or (self._is_ahead and self._last is not in_hand)
+            is_unclear = bool(others) or (is_ahead and self._last is not in_hand)
         else:
-            is_unclear = self._is_ahead is not False and len(others) + is_known > 1
+            is_unclear = is_ahead is not False and len(others) + bool(is_ahead) > 1
         if is_unclear and self._on_forward is not None:
-            raise ConfigError(
-                "the loop has fetched batches ahead, and this forward pass reads no "
-                "tensor of the loader's, so that its batch, and the weight of its "
-                "gradients, are not known: pass the loader's own tensors to the model "
-                "(and convert them inside its forward), or run forward and backward "
-                "before the next batch is fetched"
-            )
-        if in_hand is not None and not is_known:
+            raise ConfigError(UNCLEAR if is_seen else UNSEEN)
+        if is_new:
             self._is_ahead = False
         return in_hand
 

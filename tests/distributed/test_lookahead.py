@@ -20,7 +20,7 @@ EXACT = [
     *[Look(loop, "sam") for loop in ("one ahead", "groups of 3", "listed")],
     *[Look(loop, "chunks") for loop in ("plain", "one ahead", "groups of 3")],
     *[Look(loop, "views") for loop in ("plain", "groups of 3", "listed")],
-    *[Look("plain", body) for body in ("gan", "labels kept", "nothing kept")],
+    *[Look("plain", body) for body in ("gan", "labels kept", "everywhere")],
     *[Look(loop, "normalised") for loop in ("one ahead", "listed")],
     *[Look(loop, policy="sync, sums") for loop in ("one ahead", "groups of 3")],
     *[Look(loop, policy="sync, weighed") for loop in ("one ahead", "groups of 3")],
@@ -62,3 +62,18 @@ def test_a_pass_of_an_unknown_batch_is_refused(
 ) -> None:
     for [one] in ranks2.run(on_ranks, [look], case_setup=serve_in_thread):
         assert re.search(says, one.error), one.error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *("one each", "first ones", "far apart", "last ones", "two each"),
+        *("alone", "alone at the end", "uneven", "uneven inside"),
+    ],
+)
+def test_ranks_that_run_other_passes_are_told_what_to_write(
+    ranks2: RankPool, body: str
+) -> None:
+    looks = [Look("plain", body, sizes=EQUAL)]
+    for [one] in ranks2.run(on_ranks, looks, case_setup=serve_in_thread):
+        assert re.search(r"ConfigError: .*if elche\.any\(is_bad\)", one.error), one

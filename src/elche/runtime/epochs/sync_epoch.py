@@ -100,6 +100,7 @@ class SyncEpoch:
         self._reducer = reducer
         self._account.watch(reducer)
         reducer.outlive_by(self.regroup)
+        reducer.on_pass = self._pass_begun
 
     @property
     def open_batch(self) -> Runs:
@@ -141,6 +142,7 @@ class SyncEpoch:
             self._hooks.graphs.end_epoch()
             self._reducer.correct_by(None)
             self._reducer.outlive_by(None)
+            self._reducer.on_pass = None
             self._worker.on_rank_left = None
 
     def _weight_of(self, step: Step) -> float:
@@ -158,6 +160,7 @@ class SyncEpoch:
         finally:
             self._hooks.graphs.end_epoch()
             self._reducer.outlive_by(None)
+            self._reducer.on_pass = None
 
     def _leave(self, in_hand: Step | None) -> None:
         """The loop has broken off in this step, or before the first.
@@ -215,6 +218,12 @@ class SyncEpoch:
     def _announce(self) -> None:
         self._gone.announce(self._step, self._reducer.backward_passes)
 
+    def _pass_begun(self) -> None:
+        """In the last step granted, others may have ended that step without it."""
+        is_last = self._step + 1 == self._granted_until
+        if self._is_inside and is_last and not self._is_leaving:
+            self._announce()
+
     def _steps(self) -> Iterator[tuple[Step, Any]]:
         self._account.begin()
         for number in range(self._positions.num_batches):
@@ -243,8 +252,7 @@ class SyncEpoch:
         self._is_inside = False
         self._reducer.end_step()
         self._worker.pace_device()
-        reducer = self._reducer
-        self._account.step_ran(step, reducer.wait_s, reducer.backward_passes)
+        self._account.step_ran(step, self._reducer)
         self.samples_done += self._positions.samples_of(step.step)
         self._settle(self._place.first)
 

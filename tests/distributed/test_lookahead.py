@@ -39,7 +39,7 @@ def test_passes_are_weighed_as_their_own_batches(ranks2: RankPool) -> None:
     assert wrong == {}
 
 
-UNCLEAR = "ConfigError: the loop has fetched batches ahead, and this forward pass reads"
+UNCLEAR = "ConfigError: the loop has fetched batches ahead, and elche has not seen"
 SWAP = r"ConfigError: .*\bswap the two lines, loss\.backward\(\) first"
 REFUSED = [
     (Look("one ahead", "labels kept"), UNCLEAR),

@@ -59,7 +59,6 @@ class GradientReducer:
 
     Attributes:
         pass_steps: a checksum of the steps that passes so far were of, in order.
-        on_pass: called when a pass begins.
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class GradientReducer:
         self._passed: Any = None
         self._is_delayed = False
         self._traced = self.pass_steps = 0
-        self.on_pass: Callable[[], None] | None = None
 
     def weigh_by_user(self) -> None:
         """Steps are weighted by what each rank says; before :meth:`attach`."""
@@ -431,8 +429,6 @@ class GradientReducer:
             self._traced = self._pass.passes
             step = getattr(self._part and self._part.label, "step", 0)
             self.pass_steps = zlib.crc32(str(step).encode(), self.pass_steps)
-            if self.on_pass is not None:
-                self.on_pass()
         scale, wait_s = self._weights.open_pass(side)
         self._pass.wait_s += wait_s
         self._sends = scale != 0.0

@@ -222,7 +222,7 @@ class EpochCut:
 class PassBegun:
     """``sync``: how far a rank is that knows of ``gone`` ranks which left the epoch.
 
-    It says so while there are such ranks, and in the last step that it was granted.
+    It says so while there are such ranks, and where it waits for others in a pass.
 
     It has begun ``step`` steps of the epoch, and ``passes`` backward passes of the run.
     """

@@ -29,16 +29,10 @@ from elche.coordination.sync.model_handover import ModelHandover
 from elche.coordination.sync.nonfinite import NonFiniteReports
 from elche.coordination.sync.step_book import Granted, report_of
 from elche.coordination.sync.step_grants import StepGrants
-from elche.coordination.sync.step_leaving import EarlyEnd
+from elche.coordination.sync.step_leaving import SAME_PASSES, EarlyEnd
 from elche.coordination.sync.step_reports import EARLY
 from elche.coordination.sync.step_shares import StepShares
 from elche.errors import ConfigError, ProtocolError
-
-SAME_PASSES = (
-    "gradients are summed pass by pass, so every rank must run as many backward passes "
-    "for each batch: agree on what to skip (if elche.any(is_bad): continue), or on the "
-    "number of passes (elche.all_gather)"
-)
 
 
 class SyncPolicy(Policy):
@@ -62,8 +56,6 @@ class SyncPolicy(Policy):
         self._epoch = -1
         self._totals = EpochTotals(-1, self._grants.world_size, 0.0)
         self._left = EarlyEnd(config.policy)
-        self._begun: dict[int, PassBegun] = {}
-        self._done: dict[int, StepsDone] = {}
         self._lost: dict[int, int] = {}
         self._returned: list[Range] = []
         self._numbers = NonFiniteReports()
@@ -92,7 +84,7 @@ class SyncPolicy(Policy):
         self._lost.clear()
         self._returned.clear()
         self._left.clear()
-        self._forget_passes()
+        self._numbers.clear()
         told = self._left_out.begin_epoch(epoch, sizes, now_s)
         return Outcome([*told, *self._top_up()])
 
@@ -107,11 +99,8 @@ class SyncPolicy(Policy):
         elif isinstance(event, StepsDone):
             self._take(event)
         elif isinstance(event, PassBegun):
-            if event.epoch != self._epoch:
-                return Outcome()
-            self._begun[event.rank] = event
-            self._refuse_uneven()
-            return Outcome(self._left.begun(event, self._active))
+            is_late = event.epoch != self._epoch
+            return Outcome([] if is_late else self._left.begun(event, self._active))
         else:
             raise ProtocolError(f"sync: unexpected {type(event).__name__}")
         return Outcome() if self._is_paused else self._go_on(now_s)
@@ -259,33 +248,12 @@ class SyncPolicy(Policy):
             now_s: the time.
         """
         self._is_paused = False
-        self._forget_passes()
+        self._numbers.clear()
+        self._left.clear()
         self._grants.settle(max(reduced.values()) + 1, self._lost)
         self._is_cut = True
         self._handover.await_steps(self._members.keys())
         return self._go_on(now_s)
-
-    def _forget_passes(self) -> None:
-        self._numbers.clear()
-        self._begun.clear()
-        self._done.clear()
-
-    def _refuse_uneven(self) -> None:
-        """Refuses a pass of a step that another rank has ended with fewer of them.
-
-        Raises:
-            ConfigError: it would wait for that rank.
-        """
-        for done in self._done.values():
-            for begun in self._begun.values():
-                is_fewer = done.backward_passes < begun.passes
-                if is_fewer and begun.step <= done.stop and done.unknown != EARLY:
-                    raise ConfigError(
-                        f"rank {begun.rank} begins backward pass {begun.passes} in "
-                        f"step {begun.step - 1} of epoch {self._epoch}, and rank "
-                        f"{done.rank} has ended that step after {done.backward_passes} "
-                        f"of them; {self._left.under} {SAME_PASSES}"
-                    )
 
     def _adopted(self, event: WindowReduced) -> None:
         self._handover.take(event, is_paused=self._is_paused)
@@ -324,8 +292,7 @@ class SyncPolicy(Policy):
         if event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} reports steps it was not granted")
         self._grants.take(event)
-        self._done[event.rank] = event
-        self._refuse_uneven()
+        self._left.done(event)
         self._numbers.take(event)
         self._numbers.check(event.epoch, self._active, is_last=False)
         self._left_out.see(event)

@@ -68,7 +68,6 @@ class EpochCourse:
         self._rest = EpochRest(sizes, left)
         self._is_whole = left.num_positions == sizes.num_samples
         self._open: tuple[Range, ...] = ()
-        self._open_steps = 0
 
     @property
     def is_over(self) -> bool:
@@ -120,7 +119,6 @@ class EpochCourse:
         rank had of it is left.
         """
         part = self._rest.left
-        self._open_steps = sum(bool(without([each], left)) for each in open_batch)
         self._open = part.origins_of(without(open_batch, left)).ranges
         self._rest = replace(self._rest, left=part.origins_of(left))
         self._is_whole = False
@@ -144,7 +142,7 @@ class EpochCourse:
             "is_packed": is_packed,
             "samples_before": self.samples_before - samples + self.open_samples,
             "most": self._most,
-            "steps": steps and steps + self._open_steps,
+            "steps": steps and steps + bool(self._open),
         }
 
     @staticmethod

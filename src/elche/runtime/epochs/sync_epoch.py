@@ -100,7 +100,6 @@ class SyncEpoch:
         self._reducer = reducer
         self._account.watch(reducer)
         reducer.outlive_by(self.regroup)
-        reducer.on_pass = self._pass_begun
 
     @property
     def open_batch(self) -> Runs:
@@ -127,6 +126,7 @@ class SyncEpoch:
         """Yields this rank's batches; a break ends the epoch."""
         in_hand: Step | None = None
         self._worker.on_rank_left = self._rank_left
+        self._worker.on_wait = self._announce
         self._hooks.graphs.begin_epoch(self._weigh_late, self._weigh_forward)
         try:
             for in_hand, data in self._steps():
@@ -142,8 +142,7 @@ class SyncEpoch:
             self._hooks.graphs.end_epoch()
             self._reducer.correct_by(None)
             self._reducer.outlive_by(None)
-            self._reducer.on_pass = None
-            self._worker.on_rank_left = None
+            self._worker.on_rank_left = self._worker.on_wait = None
 
     def _weight_of(self, step: Step) -> float:
         """What the step that was taken last weighs on this rank."""
@@ -160,7 +159,6 @@ class SyncEpoch:
         finally:
             self._hooks.graphs.end_epoch()
             self._reducer.outlive_by(None)
-            self._reducer.on_pass = None
 
     def _leave(self, in_hand: Step | None) -> None:
         """The loop has broken off in this step, or before the first.
@@ -181,7 +179,7 @@ class SyncEpoch:
             self._report()
             self._await_end()
             return
-        self._is_leaving = True
+        self._is_leaving, self._worker.on_wait = True, None
         broken, apart = None, ""
         if not reducer.is_joinable:
             apart = "SyncBatchNorm layers need every rank's forward pass"
@@ -217,12 +215,6 @@ class SyncEpoch:
 
     def _announce(self) -> None:
         self._gone.announce(self._step, self._reducer.backward_passes)
-
-    def _pass_begun(self) -> None:
-        """In the last step granted, others may have ended that step without it."""
-        is_last = self._step + 1 == self._granted_until
-        if self._is_inside and is_last and not self._is_leaving:
-            self._announce()
 
     def _steps(self) -> Iterator[tuple[Step, Any]]:
         self._account.begin()

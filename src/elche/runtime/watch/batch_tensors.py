@@ -7,16 +7,12 @@ not what a weak reference to a storage names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import islice
 from typing import Any, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elche.comm.tensors.nested import outputs_in
-
-MOST_TENSORS = 32
-"""Most tensors of a batch that are kept."""
 
 
 @final
@@ -60,14 +56,14 @@ class BatchTensors:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[StorageWeakRef, BatchForwards | None]] = {}
-        self._most = MOST_TENSORS
+        self._most = 64
 
     def keep(self, batch: BatchForwards, data: Any) -> None:
         """A batch is yielded; memory that two batches share tells neither."""
         if len(self._of) >= self._most:
             kept = {k: v for k, v in self._of.items() if not v[0].expired()}
-            self._of, self._most = kept, MOST_TENSORS + 2 * len(kept)
-        for storage in islice(_storages_in(data), MOST_TENSORS):
+            self._of, self._most = kept, 64 + 2 * len(kept)
+        for storage in _storages_in(data):
             _, other = self._of.setdefault(storage.cdata, (storage, batch))
             if other is batch:
                 batch.storages.append(storage)

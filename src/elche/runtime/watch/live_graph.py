@@ -33,20 +33,11 @@ from elche.torch_internals.passes import graph_task_id
 OnLate = Callable[[Any, Any], None]
 """Called when a backward pass comes to the graph of an earlier batch than the one in
 hand, with that batch, and the one that the pass has come to before, or None."""
-OnForward = Callable[[Any], None]
-"""Called with an earlier batch than the one in hand when a forward pass of it begins,
-and with None when it has ended."""
-UNSEEN = (
-    "a backward pass came after the next batch was asked for, through a forward pass "
-    "that elche has not seen, so that the weight of its gradients is not known: call "
-    "loss.backward() before the next batch, or let elche see it: torch.compile before "
-    "elche.setup, and the model called as model(...)"
-)
 UNCLEAR = (
-    "the loop has fetched batches ahead, and this forward pass reads no tensor of the "
-    "loader's, so that its batch, and the weight of its gradients, are not known: pass "
-    "the loader's own tensors to the model (and convert them inside its forward), or "
-    "run forward and backward before the next batch is fetched"
+    "the loop has fetched batches ahead, and elche has not seen which of them this "
+    "pass is of, so that the weight of its gradients is not known: call model(...) "
+    "with the loader's own tensors (convert them inside its forward; torch.compile "
+    "before elche.setup), or run forward and backward before the next batch is fetched"
 )
 
 
@@ -62,7 +53,7 @@ class LiveGraph:
         self._model = model
         self._handles: list[RemovableHandle] = []
         self._on_late: OnLate | None = None
-        self._on_forward: OnForward | None = None
+        self._on_forward: Callable[[Any], None] | None = None
         self._tensors = BatchTensors()
         self._waiting: list[BatchForwards] = []  # for a backward pass, oldest first
         self._number = self._first = 0  # batches so far, and before this part
@@ -92,14 +83,14 @@ class LiveGraph:
         return [each.batch for each in waiting if each is last or each.is_held]
 
     def begin_epoch(
-        self, on_late: OnLate | None, on_forward: OnForward | None = None
+        self, on_late: OnLate | None, on_forward: Callable[[Any], None] | None = None
     ) -> None:
         """Batches will come.
 
         Args:
             on_late: told of late backward passes.
-            on_forward: told of forward passes of earlier batches; None: a pass whose
-                batch is not known is not refused.
+            on_forward: told of an earlier batch whose forward pass begins, and None
+                when it has ended; None: passes of unknown batches are not refused.
         """
         self.end_epoch()
         self._remove_hooks()
@@ -160,7 +151,7 @@ class LiveGraph:
         has_come, self._has_come = self._has_come, False
         if has_come:
             return
-        batch = self._untold(is_seen=False)
+        batch = self._untold()
         if batch is not None:
             batch.had_forward = batch.had_backward = True
 
@@ -190,7 +181,7 @@ class LiveGraph:
         if batch is not None and batch is not in_hand and self._on_forward is not None:
             self._on_forward(batch.batch)
 
-    def _untold(self, *, is_seen: bool = True) -> BatchForwards | None:
+    def _untold(self) -> BatchForwards | None:
         """The batch of a pass that reads none of the loader's tensors.
 
         None: the loader has ended, and the pass is the user's own.
@@ -212,7 +203,7 @@ class LiveGraph:
         else:
             is_unclear = is_ahead is not False and len(others) + bool(is_ahead) > 1
         if is_unclear and self._on_forward is not None:
-            raise ConfigError(UNCLEAR if is_seen else UNSEEN)
+            raise ConfigError(UNCLEAR)
         if is_new:
             self._is_ahead = False
         return in_hand

@@ -99,6 +99,11 @@ class UserCollectives:
             raise self._would_hang(call, "use policy='sync', or call it between epochs")
         weight = 1.0
         if under_way is None:
+            if tensor.requires_grad and self._epochs.has_open_batches:
+                raise ConfigError(
+                    f"{call} after the loader's end: run the forward and "
+                    "backward passes of each batch before the next one is fetched"
+                )
             self._meet_to_sum()
         else:
             self._epochs.members.meet(f"{call}()")

@@ -85,6 +85,10 @@ class EarlyEnd:
         for begun in self._waits.values():
             self._compare(event, begun)
 
+    def completed(self, stop: int) -> None:
+        """All ranks have ended the steps before this one, and wait in none of them."""
+        self._waits = {r: each for r, each in self._waits.items() if each.step > stop}
+
     def _compare(self, done: StepsDone, begun: PassBegun) -> None:
         if begun.step <= done.stop and begun.passes > done.backward_passes:
             raise ConfigError(

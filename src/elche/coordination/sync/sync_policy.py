@@ -311,6 +311,7 @@ class SyncPolicy(Policy):
             first = self._grants.ledger.sizes.position_of(step)
             self._returned.append((first + start, first + stop))
         self._left_out.completed()
+        self._left.completed(grant.stop)
         reports = [grant.reports[rank] for rank in sorted(grant.reports)]
         told: list[Instruction] = []
         if not (grant.is_settled or grant.left):

@@ -103,11 +103,7 @@ class SyncEpoch:
 
     @property
     def open_batch(self) -> Runs:
-        """Positions of each step whose backward pass is to come, of all ranks.
-
-        Raises:
-            ConfigError: some are of an earlier part of an epoch that was cut.
-        """
+        """Positions of each step whose backward pass is to come, of all ranks."""
         steps, is_cut = self._open_steps, self.end is not None and self.end.left
         if is_cut and any(step.span != self._span for step in steps):
             raise ConfigError(FAR_AHEAD)
@@ -130,8 +126,7 @@ class SyncEpoch:
         self._hooks.graphs.begin_epoch(self._weigh_late, self._weigh_forward)
         try:
             for in_hand, data in self._steps():
-                self.samples_in_hand = in_hand.samples
-                self.weight_in_hand = self._weight_of(in_hand)
+                self._turn_to(in_hand, self._leased.weight)
                 yield data
         except GeneratorExit:
             try:
@@ -144,10 +139,11 @@ class SyncEpoch:
             self._reducer.outlive_by(None)
             self._worker.on_rank_left = self._worker.on_wait = None
 
-    def _weight_of(self, step: Step) -> float:
-        """What the step that was taken last weighs on this rank."""
-        weight = self._leased.weight
-        return float(step.samples) if weight is None or not step.samples else weight
+    def _turn_to(self, step: Step, weight: float | None) -> None:
+        """Figures and rows are of this step from now on; None: its samples weigh."""
+        samples = float(step.samples)
+        self.samples_in_hand = step.samples
+        self.weight_in_hand = samples if weight is None or not samples else weight
 
     def leave(self) -> None:
         """The loop had broken off before this began."""
@@ -417,8 +413,11 @@ class SyncEpoch:
         return step.among(self._worker.members).weighed(part.weight)
 
     def _weigh_forward(self, part: StepPart | None) -> None:
-        """A forward pass of an earlier batch begins, or has ended."""
-        self._reducer.weigh_forward(None if part is None else self._alive(part))
+        """A forward pass begins, perhaps of an earlier batch; None: it has ended."""
+        if part is not None:
+            part = self._alive(part)
+            self._turn_to(part.label, part.weight)
+        self._reducer.weigh_forward(part)
 
     def _weigh_late(self, part: StepPart, other: StepPart | None) -> None:
         """A backward pass comes to the graph of a batch before the one in hand.

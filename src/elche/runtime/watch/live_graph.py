@@ -89,11 +89,10 @@ class LiveGraph:
 
         Args:
             on_late: told of late backward passes.
-            on_forward: told of an earlier batch whose forward pass begins, and None
-                when it has ended; None: passes of unknown batches are not refused.
+            on_forward: told of the batch whose forward pass begins where the loop is
+                ahead, and None at its end; None: nothing is refused.
         """
-        self.end_epoch()
-        self._remove_hooks()
+        self.end_epoch(is_over=True)
         if self._is_ahead is False:  # what has had no pass was skipped
             self._waiting = [each for each in self._waiting if each is self._last]
         self._is_ahead, self._first = None, self._number
@@ -119,20 +118,15 @@ class LiveGraph:
             waiting.pop(0)
         waiting.append(self._in_hand)
 
-    def end_epoch(self) -> None:
-        """No batch is in hand; what is open may still have its passes."""
+    def end_epoch(self, *, is_over: bool = False) -> None:
+        """No batch is in hand; what is open may have its passes, or ``is_over``."""
         self._in_hand = None
-        if not self.open_batches:
-            self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles and (is_over or not self.open_batches):
+            self._handles.pop().remove()
 
     def forget(self) -> None:
         """The run is over."""
-        self._remove_hooks()
+        self.end_epoch(is_over=True)
         self._waiting.clear()
         self._on_late = self._on_forward = None
         self._in_hand = self._forward = self._last = self._pass_of = None
@@ -178,7 +172,7 @@ class LiveGraph:
         elif self._is_ahead is None:
             self._is_ahead = False
         self._forward = batch
-        if batch is not None and batch is not in_hand and self._on_forward is not None:
+        if batch is not None and self._is_ahead and self._on_forward is not None:
             self._on_forward(batch.batch)
 
     def _untold(self) -> BatchForwards | None:
@@ -210,8 +204,7 @@ class LiveGraph:
 
     def after_forward(self, output: Any) -> None:
         """The model has returned something."""
-        in_hand = self._in_hand
-        batch = self._forward or in_hand
+        batch = self._forward or self._in_hand
         if batch is None or graph_task_id() != -1:
             return
         outputs = (output,) if isinstance(output, torch.Tensor) else outputs_in(output)
@@ -221,7 +214,7 @@ class LiveGraph:
                 node.register_prehook(batch)
                 batch.had_forward = True
                 self._last = batch
-        if batch is not in_hand and self._on_forward is not None:
+        if self._is_ahead and self._on_forward is not None:
             self._on_forward(None)
 
     def before_backward(self, batch: BatchForwards) -> None:

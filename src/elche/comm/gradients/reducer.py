@@ -222,11 +222,7 @@ class GradientReducer:
         self._refuse_broken_backward()
 
     def weigh_forward(self, part: StepPart | None) -> None:
-        """A forward pass of an earlier step than the one in hand begins.
-
-        Args:
-            part: of that step; None: it has ended.
-        """
+        """A forward pass of a step begins; None: it has ended."""
         self._weigh(self._in_hand if part is None else part)
 
     def weigh_pass(self, part: StepPart) -> None:

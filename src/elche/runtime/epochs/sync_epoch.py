@@ -122,7 +122,7 @@ class SyncEpoch:
         """Yields this rank's batches; a break ends the epoch."""
         in_hand: Step | None = None
         self._worker.on_rank_left = self._rank_left
-        self._worker.on_wait = self._announce
+        self._worker.on_wait = self._waits
         self._hooks.graphs.begin_epoch(self._weigh_late, self._weigh_forward)
         try:
             for in_hand, data in self._steps():
@@ -207,6 +207,10 @@ class SyncEpoch:
         if not self._is_leaving and gone.epoch == self._positions.epoch:
             self._gone.add(gone)
             self._reducer.correct_by(self._gone.lost)
+            self._announce()
+
+    def _waits(self) -> None:
+        if self._is_inside:  # else passes may be another reducer's soon
             self._announce()
 
     def _announce(self) -> None:

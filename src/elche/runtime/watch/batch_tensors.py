@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
-import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elche.comm.tensors.nested import outputs_in
@@ -79,8 +78,7 @@ class BatchTensors:
 
 
 def _storages_in(values: Any) -> Iterable[StorageWeakRef]:
-    is_flat = type(values) in (list, tuple) and all(map(torch.is_tensor, values))
-    for tensor in values if is_flat else outputs_in(values):
+    for tensor in outputs_in(values):
         try:
             yield StorageWeakRef(tensor.untyped_storage())
         except (NotImplementedError, RuntimeError):  # sparse, or inside of functorch

@@ -167,10 +167,8 @@ class LiveGraph:
             batch = in_hand  # an earlier one may be read again, in a step of this one
         if batch is None:
             batch = self._untold()
-        elif batch is not in_hand:
-            self._is_ahead = True
-        elif self._is_ahead is None:
-            self._is_ahead = False
+        else:
+            self._is_ahead = bool(self._is_ahead) or batch is not in_hand
         self._forward = batch
         if batch is not None and self._is_ahead and self._on_forward is not None:
             self._on_forward(batch.batch)
@@ -185,12 +183,12 @@ class LiveGraph:
         """
         in_hand, is_ahead = self._in_hand, self._is_ahead
         is_new = is_ahead is None and in_hand is not None
+        waiting = [b for b in self._waiting if b is not in_hand and not b.had_forward]
         others = [
-            each
-            for each in self._waiting
-            if each is not in_hand and each.number >= self._first
-            if not each.had_forward
-            if each.is_held or is_new or (in_hand and not each.storages)
+            b
+            for b in waiting
+            if b.number >= self._first
+            and (b.is_held or is_new or (in_hand and not b.storages))
         ]
         if in_hand is not None:
             is_unclear = bool(others) or (is_ahead and self._last is not in_hand)

@@ -95,15 +95,15 @@ SCRIPTS = st.lists(st.integers(0, 2), min_size=STEPS, max_size=STEPS)
 @pytest.mark.reaches("as many in all", "more or fewer")
 @given(
     SCRIPTS,
-    st.lists(st.tuples(st.integers(0, STEPS - 1), st.integers(0, 2)), max_size=3),
+    st.tuples(st.integers(0, STEPS - 1), st.integers(0, STEPS - 1), st.booleans()),
     st.lists(st.integers(0, 1), min_size=1, max_size=5),
 )
 def test_an_epoch_ends_where_all_run_the_same_passes(
-    script: Script, changes: list[tuple[int, int]], turns: list[int]
+    script: Script, change: tuple[int, int, bool], turns: list[int]
 ) -> None:
-    other = list(script)
-    for step, passes in changes:
-        other[step] = passes
+    other, (step, skipped, is_moved) = list(script), change
+    other[step] += is_moved
+    other[skipped] = max(0, other[skipped] - 1)
     end = outcome([script, other], turns)
     if other == script:
         assert isinstance(end, EndEpoch)

@@ -331,28 +331,6 @@ def losses() -> None:
     assert found == (["sum"] if is_there else [])
 
 
-def late() -> None:
-    """A late backward pass of another method is seen only with the name."""
-    from elche.errors import ConfigError
-    from elche.runtime.watch.live_graph import LiveGraph
-    from elche.torch_internals.lookup import INTERNALS
-
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    graphs = LiveGraph(model)
-    graphs.begin_epoch(None)
-    graphs.begin(0)
-    loss = model[1](model[0](torch.ones(3, 2))).mean()
-    graphs.begin(1)
-    model[0].weight.register_hook(lambda gradient: graphs.refuse_unseen())
-    error = ""
-    try:
-        loss.backward()
-    except ConfigError as raised:
-        error = str(raised)
-    is_there = any(i.is_there for i in INTERNALS if i.name == NUMBER)
-    assert ("has not seen" in error) is is_there
-
-
 def batches() -> None:
     from elche.runtime.data.batch_parts import cut_batch
 
@@ -431,14 +409,12 @@ BACKEND = "torch.distributed.ProcessGroup._get_backend"
 GLOO = "torch.distributed.ProcessGroupGloo._Options"
 TIMEOUT = "torch._C._distributed_c10d.Backend.Options._timeout"
 REDUCTION = "torch._C._functions.NllLossBackward0._saved_reduction"
-NUMBER = "torch._C._functions.AccumulateGrad._sequence_nr"
 CHECKS: dict[str, list[Callable[[], None]]] = {
     "torch.autograd.Variable._execution_engine.queue_callback": [windows],
     "torch._C._current_autograd_node": [windows],
     "torch._C._current_graph_task_id": [windows, wrapper, norm],
     "torch.autograd.graph._engine_run_backward": [split_backward],
     REDUCTION: [losses],
-    NUMBER: [late],
     **{name: [split_with(name)] for name in SPLIT},
     "torch.Tensor._post_accumulate_grad_hooks": [split_backward, wrapper],
     "torch.Tensor._version": [versions, buffers, split_with("torch.Tensor._version")],

@@ -144,7 +144,11 @@ def skipping(elche: Any) -> Trained:
     return Trained(model, optimizer, seen)
 
 
-@feature(windows="N swap the two lines", why="the error says so")
+@feature(
+    windows="N swap the two lines",
+    why="the error says so; also before forward, an epoch's last batch, groups fetched "
+    "first",
+)
 def fetch_ahead(elche: Any) -> Trained:
     """The next batch fetched before backward."""
     model, loader, seen = network(), batches_of(), Seen()

@@ -562,7 +562,7 @@ def test_skipped_backward_passes_are_named() -> None:
     core, _ = opened(plan_of("sync"))
     core.handle(steps_done(0, 0, 1), 1.0)
     told = core.handle(steps_done(1, 0, 1, backward_passes=0), 1.0)
-    assert "different numbers of backward passes up to step 0: [1, 0]" in (
+    assert "different numbers of backward passes up to step 0: [1, 0]; under" in (
         reason_of(told, 2)
     )
 

@@ -97,7 +97,7 @@ def test_it_ends_as_in_one_process(ranks2: RankPool, job: Job) -> None:
         ),
         (
             Job("sync", "fetched ahead", model="called otherwise"),
-            r"through a forward pass that elche has not seen",
+            r"elche has not seen which of them this pass is of",
         ),
         (Job("gradients", "fetched ahead"), SWAP),
         (Job("cadence", "fetched ahead"), SWAP),

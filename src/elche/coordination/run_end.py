@@ -19,7 +19,13 @@ from elche.coordination.protocol.events import (
     Left,
 )
 from elche.coordination.protocol.instructions import Abort, Instruction
-from elche.errors import ElcheError, MismatchError, NonFiniteError, TransitionError
+from elche.errors import (
+    ConfigError,
+    ElcheError,
+    MismatchError,
+    NonFiniteError,
+    TransitionError,
+)
 
 PAUSED_S = 5.0
 """Longest time between ticks; over it the coordinator was stopped, and no rank late."""
@@ -206,6 +212,8 @@ class RunEnd:
         """
         if isinstance(error, MismatchError):
             return self.abort(str(error), kind="mismatch")
+        if isinstance(error, ConfigError):
+            return self.abort(str(error), kind="config")
         if isinstance(error, NonFiniteError):
             return self._send(
                 Abort(

@@ -17,7 +17,7 @@ from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.coordination.accounts.metrics import MetricsBook, RankReport
 from elche.coordination.protocol.messages import Runs, Scalars
 from elche.errors import ConfigError
-from elche.runtime.data.epoch_course import EpochCourse
+from elche.runtime.data.epoch_course import FAR_AHEAD, EpochCourse, ranges_of
 from elche.runtime.data.leased_data import BatchFeed
 from elche.runtime.data.positions import enumerate_batches
 from elche.runtime.data.seeding import rank_seed, seed_rank
@@ -327,7 +327,7 @@ class SingleRun:
     def _part_of(self, course: EpochCourse) -> Generator[Any, None, tuple[Runs, Runs]]:
         """Hands out what is left of an epoch, or to where it is cut.
 
-        Returns the rest, and the last batch if its backward pass is to come.
+        Returns the rest, and batches whose backward pass is to come.
         Nothing is left when the loop comes back from the last batch.
         """
         positions = course.positions(self._training.config.seed)
@@ -341,14 +341,16 @@ class SingleRun:
         open_batch: Runs = ()
         while not left and (got := self._feed.next()) is not None:
             if self._training.pauses.is_active:
-                self._graphs.begin(got[0])
+                self._graphs.begin((positions, got[0]), got[1])
             yield got[1]
             at = got[0] + 1
             if at < positions.num_batches and self._training.pauses.wants_cut():
                 sizes = positions.sizes
-                first, now = sizes.position_of(got[0]), sizes.position_of(at)
-                left = ((now, sizes.num_samples),)
-                open_batch = ((first, now),) * self._graphs.is_live
+                left = ((sizes.position_of(at), sizes.num_samples),)
+                waiting = self._graphs.open_batches
+                if any(part is not positions for part, _ in waiting):
+                    raise ConfigError(FAR_AHEAD)
+                open_batch = ranges_of(sizes, [number for _, number in waiting])
         self._feed.finish()
         return left, open_batch
 

@@ -106,6 +106,11 @@ class UserCollectives:
         if isinstance(under_way, WindowEpoch):
             raise self._would_hang(call, "use policy='sync', or call it between epochs")
         if under_way is None:
+            if tensor.requires_grad and self._epochs.has_open_batches:
+                raise ConfigError(
+                    f"{call} after the loader's end: run the forward and "
+                    "backward passes of each batch before the next one is fetched"
+                )
             return self._gather_between(tensor, call)
         self._epochs.members.meet(f"{call}()")
         worker.meets_in_forward = True

@@ -104,20 +104,6 @@ def backward_roots(thread: int) -> tuple[torch.Tensor, ...]:
     return (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
 
 
-_HAS_NUMBER = has(
-    "torch._C._functions.AccumulateGrad._sequence_nr",
-    "2.0",
-    "tells that a graph is older than the batch in hand",
-    "a backward pass after the next batch was asked for is not refused where forward "
-    "passes are not seen",
-)
-
-
-def node_number(node: Any) -> int:
-    """Counts the nodes of autograd's graph on the thread that made this one."""
-    return int(node._sequence_nr()) if _HAS_NUMBER else 0
-
-
 # Split backward passes of pipelines. Where one of these is missing, nothing is split:
 # a full backward pass gives the same gradients.
 

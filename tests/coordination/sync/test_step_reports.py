@@ -99,7 +99,7 @@ class Shell:
     is_cold = is_due = False
     max_samples = closed_passes = 0
     transfer_s = wait_s = 0.0
-    backward_passes = 0
+    backward_passes = pass_steps = 0
     weight: float | None = None
     parameters = ()
     part_under_way = passed = None

@@ -162,16 +162,17 @@ def test_copies_of_the_model_are_not_watched() -> None:
     assert not model._forward_hooks
 
 
-def unseen(model: Any) -> torch.Tensor:
+def unseen(model: Any, x: torch.Tensor) -> torch.Tensor:
     """A loss of a forward pass that calls no hook of the model."""
-    out: torch.Tensor = model[2](model[1](model[0](X)))
+    out: torch.Tensor = model[2](model[1](model[0](x)))
     return out.mean()
 
 
 @pytest.mark.parametrize("is_late", [True, False])
 def test_what_no_hook_has_seen_is_refused_where_it_is_late(is_late: bool) -> None:
     model: Any = network()
-    graphs, _ = watched(model)
+    graphs = LiveGraph(model)
+    graphs.begin_epoch(None, lambda batch: None)
     errors: list[str] = []
 
     def check(gradient: torch.Tensor) -> None:
@@ -181,15 +182,15 @@ def test_what_no_hook_has_seen_is_refused_where_it_is_late(is_late: bool) -> Non
             errors.append(str(error))
 
     model[0].weight.register_hook(check)
-    graphs.begin(0)
-    loss = unseen(model)
+    graphs.begin(0, x := X.clone())
+    loss = unseen(model, x)
     for batch in (1, 2):
         if not is_late:
             loss.backward()
-        graphs.begin(batch)
+        graphs.begin(batch, x := X.clone())
         if is_late:
             (2 * loss).backward()
-        loss = unseen(model)
+        loss = unseen(model, x)
     assert len(errors) == 2 * is_late
     assert all("torch.compile before elche.setup" in each for each in errors)
 

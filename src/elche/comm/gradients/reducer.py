@@ -21,6 +21,7 @@ why this one exists.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,6 +56,9 @@ class GradientReducer:
         names: of the parameters, for people; None numbers them.
         codec: how float32 and half precision gradients travel.
         keeps_sums: ranks may die, and the others go on.
+
+    Attributes:
+        pass_steps: a checksum of the steps that passes so far were of, in order.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class GradientReducer:
         self._looked_at = 0
         self._passed: Any = None
         self._is_delayed = False
+        self._traced = self.pass_steps = 0
 
     def weigh_by_user(self) -> None:
         """Steps are weighted by what each rank says; before :meth:`attach`."""
@@ -215,6 +220,10 @@ class GradientReducer:
         self._weigh(None)
         self._holds = False
         self._refuse_broken_backward()
+
+    def weigh_forward(self, part: StepPart | None) -> None:
+        """A forward pass of a step begins; None: it has ended."""
+        self._weigh(self._in_hand if part is None else part)
 
     def weigh_pass(self, part: StepPart) -> None:
         """The backward pass under way is of an earlier step than the one in hand.
@@ -412,6 +421,10 @@ class GradientReducer:
         work, self._beneath = self._beneath, None
         if work is not None:
             work()
+        if self._traced < self._pass.passes:  # not again in another group
+            self._traced = self._pass.passes
+            step = getattr(self._part and self._part.label, "step", 0)
+            self.pass_steps = zlib.crc32(str(step).encode(), self.pass_steps)
         scale, wait_s = self._weights.open_pass(side)
         self._pass.wait_s += wait_s
         self._sends = scale != 0.0

@@ -59,7 +59,8 @@ class StepsDone:
     it, ``data_wait_s`` waiting for data and ``transfer_s`` moving them to the device.
     ``parameter_norm`` is reported once per epoch, by the first rank, and 0.0 otherwise.
     ``warm`` is False when the steps held a first batch, which is not timed.
-    ``backward_passes`` of the run so far were reduced: as many on every rank.
+    ``backward_passes`` of the run so far were reduced: as many on every rank, of the
+    same steps in the same order, whose checksum is ``pass_steps``.
     ``max_samples`` is what the rank's device turned out to hold at once (0: no limit
     was met). ``is_finite`` is False where checked parameters are NaN; ``broken`` is
     the part since which this rank's own gradients are NaN or Inf. ``unknown`` names
@@ -77,6 +78,7 @@ class StepsDone:
     sync_wait_s: float
     warm: bool
     backward_passes: int
+    pass_steps: int = 0
     transfer_s: float = 0.0
     parameter_norm: float = 0.0
     max_samples: int = 0
@@ -218,7 +220,7 @@ class EpochCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassBegun:
-    """``sync``: how far a rank is that knows of ``gone`` ranks which left the epoch.
+    """``sync``: how far a rank is that waits, or knows of ``gone`` ranks which left.
 
     It has begun ``step`` steps of the epoch, and ``passes`` backward passes of the run.
     """

@@ -15,14 +15,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import final
 
-from elche.coordination.protocol.events import EpochLeft, PassBegun
+from elche.coordination.protocol.events import EpochLeft, PassBegun, StepsDone
 from elche.coordination.protocol.instructions import Instruction, JoinPasses, RankLeft
-from elche.errors import ProtocolError
+from elche.coordination.sync.step_reports import EARLY
+from elche.errors import ConfigError, ProtocolError
+
+SAME_PASSES = (
+    "gradients are summed pass by pass, so every rank must run as many backward passes "
+    "for each batch: agree on what to skip (if elche.any(is_bad): continue), or on the "
+    "number of passes (elche.all_gather)"
+)
 
 
 @final
 class EarlyEnd:
-    """Who has left the epoch under way, and where.
+    """Who has left the epoch under way, and where; who waits for whose pass.
 
     Args:
         policy: as the user has set it.
@@ -32,6 +39,8 @@ class EarlyEnd:
         self._policy = policy
         self._left: dict[int, EpochLeft] = {}
         self._begun: dict[int, PassBegun] = {}
+        self._waits: dict[int, PassBegun] = {}
+        self._done: dict[int, StepsDone] = {}
         self._is_settled = False
 
     def __bool__(self) -> bool:
@@ -60,8 +69,34 @@ class EarlyEnd:
     def clear(self) -> None:
         """Begins an epoch."""
         self._left.clear()
-        self._begun.clear()
+        for each in (self._begun, self._waits, self._done):
+            each.clear()
         self._is_settled = False
+
+    def done(self, event: StepsDone) -> None:
+        """A rank has ended steps.
+
+        Raises:
+            ConfigError: another waits in a pass of them that this one has not run.
+        """
+        if event.unknown == EARLY:  # their passes are to come
+            return
+        self._done[event.rank] = event
+        for begun in self._waits.values():
+            self._compare(event, begun)
+
+    def completed(self, stop: int) -> None:
+        """All ranks have ended the steps before this one, and wait in none of them."""
+        self._waits = {r: each for r, each in self._waits.items() if each.step > stop}
+
+    def _compare(self, done: StepsDone, begun: PassBegun) -> None:
+        if begun.step <= done.stop and begun.passes > done.backward_passes:
+            raise ConfigError(
+                f"rank {begun.rank} waits in backward pass {begun.passes} of the run, "
+                f"in step {begun.step - 1} of epoch {begun.epoch}, which rank "
+                f"{done.rank} ended after {done.backward_passes}; {self.under} "
+                f"{SAME_PASSES}"
+            )
 
     def staying(self, members: Iterable[int]) -> list[int]:
         """Members that have not left."""
@@ -81,7 +116,11 @@ class EarlyEnd:
 
         Raises:
             ProtocolError: it went on where another has left that cannot join it.
+            ConfigError: see `done`.
         """
+        self._waits[event.rank] = event
+        for done in self._done.values():
+            self._compare(done, event)
         if event.rank in self._left or event.gone != len(self._left):
             return []
         for rank, left in self._left.items():

@@ -29,10 +29,10 @@ from elche.coordination.sync.model_handover import ModelHandover
 from elche.coordination.sync.nonfinite import NonFiniteReports
 from elche.coordination.sync.step_book import Granted, report_of
 from elche.coordination.sync.step_grants import StepGrants
-from elche.coordination.sync.step_leaving import EarlyEnd
+from elche.coordination.sync.step_leaving import SAME_PASSES, EarlyEnd
 from elche.coordination.sync.step_reports import EARLY
 from elche.coordination.sync.step_shares import StepShares
-from elche.errors import ProtocolError
+from elche.errors import ConfigError, ProtocolError
 
 
 class SyncPolicy(Policy):
@@ -249,6 +249,7 @@ class SyncPolicy(Policy):
         """
         self._is_paused = False
         self._numbers.clear()
+        self._left.clear()
         self._grants.settle(max(reduced.values()) + 1, self._lost)
         self._is_cut = True
         self._handover.await_steps(self._members.keys())
@@ -291,6 +292,7 @@ class SyncPolicy(Policy):
         if event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} reports steps it was not granted")
         self._grants.take(event)
+        self._left.done(event)
         self._numbers.take(event)
         self._numbers.check(event.epoch, self._active, is_last=False)
         self._left_out.see(event)
@@ -309,6 +311,7 @@ class SyncPolicy(Policy):
             first = self._grants.ledger.sizes.position_of(step)
             self._returned.append((first + start, first + stop))
         self._left_out.completed()
+        self._left.completed(grant.stop)
         reports = [grant.reports[rank] for rank in sorted(grant.reports)]
         told: list[Instruction] = []
         if not (grant.is_settled or grant.left):
@@ -323,14 +326,14 @@ class SyncPolicy(Policy):
         """Takes in what steps of all who take part took.
 
         Raises:
-            ProtocolError: they ran different numbers of backward passes.
+            ConfigError: they ran different backward passes.
         """
         passes = [report.backward_passes for report in reports]
-        if len(set(passes)) > 1:
-            raise ProtocolError(
-                f"ranks ran different numbers of backward passes up to step "
-                f"{grant.stop - 1}: {passes}; {self._left.under} a batch may only be "
-                "skipped on every rank, because their gradients are summed step by step"
+        if len({(report.backward_passes, report.pass_steps) for report in reports}) > 1:
+            what = "different numbers of" if len(set(passes)) > 1 else "other batches'"
+            raise ConfigError(
+                f"ranks ran {what} backward passes up to step {grant.stop - 1}: "
+                f"{passes}; {self._left.under} {SAME_PASSES}"
             )
         if not all(report.warm for report in reports) or self._is_deterministic:
             return []

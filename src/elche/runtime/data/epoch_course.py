@@ -20,10 +20,19 @@ from elche.coordination.protocol.instructions import EndEpoch
 from elche.errors import ConfigError
 from elche.runtime.data.positions import EpochPositions, packed_keys
 
+FAR_AHEAD = (
+    "no checkpoint can be made: batches fetched before the last one still have no "
+    "backward pass; train on each batch before many others are fetched"
+)
 STATE_KEYS = {
     *("number", "sizes", "left", "keys", "is_packed", "samples_before", "most"),
     "steps",
 }
+
+
+def ranges_of(sizes: BatchSizes, batches: Sequence[int]) -> tuple[Range, ...]:
+    """Positions of each of these batches."""
+    return tuple((sizes.position_of(n), sizes.position_of(n + 1)) for n in batches)
 
 
 class EpochCourse:
@@ -105,8 +114,9 @@ class EpochCourse:
     def done(self, left: Sequence[Range], open_batch: Sequence[Range] = ()) -> None:
         """All of the part but these ranges of it is done.
 
-        Of ``open_batch`` the backward pass is to come: here it will, and who goes on
-        from what is saved now trains on it again. What a dead rank had of it is left.
+        ``open_batch`` has a range for each batch whose backward pass is to come: here
+        it will, and who goes on from what is saved now trains on it again. What a dead
+        rank had of it is left.
         """
         part = self._rest.left
         self._open = part.origins_of(without(open_batch, left)).ranges

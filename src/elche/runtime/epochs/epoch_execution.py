@@ -22,7 +22,7 @@ from elche.errors import CommunicationError, ElcheError, NonFiniteError
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.epoch_opening import EpochOpening
-from elche.runtime.epochs.step import open_step
+from elche.runtime.epochs.step import open_steps
 from elche.runtime.epochs.sync_epoch import TOO_EARLY, SyncEpoch
 from elche.runtime.epochs.window_epoch import EpochHooks, WindowEpoch
 from elche.runtime.process.shutdown import exit_watch
@@ -137,7 +137,7 @@ class EpochExecution:
         self._opening.regroup()
         reducer = self._synchroniser.reducer
         has_lost = reducer is not None and self._opening.steps.has_lost
-        if reducer and has_lost and open_step(reducer, self._watch.graphs):
+        if reducer and has_lost and open_steps(reducer, self._watch.graphs):
             raise CommunicationError(TOO_EARLY)
 
     def prepare(self, begin: BeginEpoch, *, is_changed: bool, wants_keys: bool) -> None:

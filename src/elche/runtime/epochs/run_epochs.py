@@ -96,6 +96,11 @@ class RunEpochs:
         return self.execution.under_way
 
     @property
+    def has_open_batches(self) -> bool:
+        """Whether batches of the loader have yet to have their backward pass."""
+        return bool(self._watch.graphs.open_batches)
+
+    @property
     def progress_samples(self) -> float:
         """Samples of all ranks since the run began, the same function on each."""
         if isinstance(self.under_way, WindowEpoch):
@@ -183,7 +188,7 @@ class RunEpochs:
         """
         policy = self._training.config.policy
         if policy in ("sync", "auto"):  # in whose steps ranks may meet
-            is_late = self._watch.graphs.is_live  # their next pass is of a step before
+            is_late = self.has_open_batches  # their next pass is of a step before
             why = EARLY if is_late else self._watch.batch_state.barred()
             if why:
                 raise ConfigError(f"none can join steps under policy {policy!r}: {why}")

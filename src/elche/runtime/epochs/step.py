@@ -45,10 +45,9 @@ class Step(NamedTuple):
         return other is not None and (self.span, self.step) == (other.span, other.step)
 
 
-def open_step(reducer: GradientReducer, graphs: LiveGraph) -> Step | None:
-    """The step whose backward pass is under way, or has not come since its forward."""
-    part = reducer.part_under_way or graphs.live_batch
-    if not isinstance(part, StepPart) or part.label.is_same(reducer.passed):
-        return None
-    step: Step = part.label
-    return step
+def open_steps(reducer: GradientReducer, graphs: LiveGraph) -> list[Step]:
+    """Steps whose backward pass is under way, or to come, oldest first."""
+    parts = [reducer.part_under_way, *graphs.open_batches]
+    steps = {part.label for part in parts if isinstance(part, StepPart)}
+    found = [step for step in steps if not step.is_same(reducer.passed)]
+    return sorted(found, key=lambda step: (step.span, step.step))

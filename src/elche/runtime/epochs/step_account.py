@@ -48,7 +48,7 @@ class StepAccount:
         self._dead = dead
         self._reports = StepReports(worker.rank, positions.epoch, hooks.numbers)
         self._numbers = NonFiniteWatch([], hooks.numbers)
-        self._ran: deque[tuple[int, BatchCost, int]] = deque()
+        self._ran: deque[tuple[int, BatchCost, tuple[int, int]]] = deque()
         self._began_s = self._ready_s = self._transfer_s = 0.0
         self.reported = 0
         self.is_early = False
@@ -85,15 +85,15 @@ class StepAccount:
             is_timed=is_warm,
         )
 
-    def step_ran(self, step: Step, wait_s: float, passes: int) -> None:
+    def step_ran(self, step: Step, reducer: GradientReducer) -> None:
         """The loop has come back from a step; see :meth:`settle`.
 
         Args:
             step: which.
-            wait_s: of it, for other ranks.
-            passes: backward passes of the run so far.
+            reducer: its wait for other ranks, and its backward passes so far.
         """
-        self._ran.append((step.step, self._cost(step, wait_s), passes))
+        passes = reducer.backward_passes, reducer.pass_steps
+        self._ran.append((step.step, self._cost(step, reducer.wait_s), passes))
 
     def settle(self, first: int | None = None) -> bool:
         """Steps are done before this one; None: all, with a backward pass to come.
@@ -106,19 +106,20 @@ class StepAccount:
             has_changed |= self._done(*self._ran.popleft())
         return has_changed
 
-    def _done(self, number: int, cost: BatchCost, passes: int) -> bool:
+    def _done(self, number: int, cost: BatchCost, passes: tuple[int, int]) -> bool:
         """A step is done; what is to be said of its grant waits for the next one."""
         has_sent = self.report()  # there was no backward pass
         if self._dead.is_settled or not self._reports.step_done(number, cost):
             return has_sent
-        hooks, is_live = self._hooks, self._hooks.graphs.is_live
+        hooks, is_live = self._hooks, bool(self._hooks.graphs.open_batches)
         is_last = number + 1 == self._positions.num_batches
         tells_norm = is_last and self._worker.place == 0
         self._numbers.report(final=is_last)
         self.reported = number + 1
         self.is_early |= is_live
         self._reports.close(
-            backward_passes=passes,
+            backward_passes=passes[0],
+            pass_steps=passes[1],
             max_samples=self._worker.max_samples,
             parameter_norm=hooks.parameter_norm() if tells_norm else 0.0,
             scalars=hooks.scalars(is_last),
@@ -145,8 +146,8 @@ class StepAccount:
 
         Args:
             in_hand: the step; None: there is none.
-            wait_s: as in :meth:`step_ran`.
-            passes: likewise.
+            wait_s: of it, for other ranks.
+            passes: backward passes of the run so far.
             apart: why this rank cannot take part in later ones, if it cannot.
         """
         cost = None if in_hand is None else self._cost(in_hand, wait_s)

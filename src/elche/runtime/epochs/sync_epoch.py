@@ -31,10 +31,11 @@ from elche.errors import (
     ProtocolError,
     RankLostError,
 )
+from elche.runtime.data.epoch_course import FAR_AHEAD, ranges_of
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.left_ranks import LeftRanks
-from elche.runtime.epochs.step import Step, open_step
+from elche.runtime.epochs.step import Step, open_steps
 from elche.runtime.epochs.step_account import StepAccount
 from elche.runtime.epochs.window_epoch import EpochHooks
 from elche.runtime.process.worker import Worker
@@ -102,12 +103,16 @@ class SyncEpoch:
 
     @property
     def open_batch(self) -> Runs:
-        """Positions of the step whose backward pass is to come, of all ranks."""
-        waits = open_step(self._reducer, self._hooks.graphs)
-        if waits is None or waits.span != self._span:
-            return ()
-        first = self._positions.sizes.position_of(waits.step)
-        return ((first, first + self._positions.samples_of(waits.step)),)
+        """Positions of each step whose backward pass is to come, of all ranks."""
+        steps, is_cut = self._open_steps, self.end is not None and self.end.left
+        if is_cut and any(step.span != self._span for step in steps):
+            raise ConfigError(FAR_AHEAD)
+        numbers = [step.step for step in steps if step.span == self._span]
+        return ranges_of(self._positions.sizes, numbers)
+
+    @property
+    def _open_steps(self) -> list[Step]:
+        return open_steps(self._reducer, self._hooks.graphs)
 
     def refill(self) -> None:
         """Reads grants that have come; called when the loader draws."""
@@ -117,11 +122,11 @@ class SyncEpoch:
         """Yields this rank's batches; a break ends the epoch."""
         in_hand: Step | None = None
         self._worker.on_rank_left = self._rank_left
-        self._hooks.graphs.begin_epoch(self._weigh_late)
+        self._worker.on_wait = self._waits
+        self._hooks.graphs.begin_epoch(self._weigh_late, self._weigh_forward)
         try:
             for in_hand, data in self._steps():
-                self.samples_in_hand = in_hand.samples
-                self.weight_in_hand = self._weight_of(in_hand)
+                self._turn_to(in_hand, self._leased.weight)
                 yield data
         except GeneratorExit:
             try:
@@ -132,12 +137,13 @@ class SyncEpoch:
             self._hooks.graphs.end_epoch()
             self._reducer.correct_by(None)
             self._reducer.outlive_by(None)
-            self._worker.on_rank_left = None
+            self._worker.on_rank_left = self._worker.on_wait = None
 
-    def _weight_of(self, step: Step) -> float:
-        """What the step that was taken last weighs on this rank."""
-        weight = self._leased.weight
-        return float(step.samples) if weight is None or not step.samples else weight
+    def _turn_to(self, step: Step, weight: float | None) -> None:
+        """Figures and rows are of this step from now on; None: its samples weigh."""
+        samples = float(step.samples)
+        self.samples_in_hand = step.samples
+        self.weight_in_hand = samples if weight is None or not samples else weight
 
     def leave(self) -> None:
         """The loop had broken off before this began."""
@@ -169,7 +175,7 @@ class SyncEpoch:
             self._report()
             self._await_end()
             return
-        self._is_leaving = True
+        self._is_leaving, self._worker.on_wait = True, None
         broken, apart = None, ""
         if not reducer.is_joinable:
             apart = "SyncBatchNorm layers need every rank's forward pass"
@@ -203,6 +209,10 @@ class SyncEpoch:
             self._reducer.correct_by(self._gone.lost)
             self._announce()
 
+    def _waits(self) -> None:
+        if self._is_inside:  # else passes may be another reducer's soon
+            self._announce()
+
     def _announce(self) -> None:
         self._gone.announce(self._step, self._reducer.backward_passes)
 
@@ -222,7 +232,7 @@ class SyncEpoch:
                 self._reducer.run_beneath(self._report_beneath)
             part = self._part_of(step)
             self._reducer.begin_step(part)
-            self._hooks.graphs.begin(part)
+            self._hooks.graphs.begin(part, data)
             yield step, data
             self._end_step(step)
         self._hooks.drain()
@@ -234,8 +244,7 @@ class SyncEpoch:
         self._is_inside = False
         self._reducer.end_step()
         self._worker.pace_device()
-        reducer = self._reducer
-        self._account.step_ran(step, reducer.wait_s, reducer.backward_passes)
+        self._account.step_ran(step, self._reducer)
         self.samples_done += self._positions.samples_of(step.step)
         self._settle(self._place.first)
 
@@ -261,7 +270,8 @@ class SyncEpoch:
             is_over |= self._worker.is_due
             if is_over or not waits:  # drawing may have brought it
                 continue
-            if not self._account.is_early or self._is_held:  # the grant may wait for it
+            is_early = self._account.is_early and len(self._open_steps) < 2
+            if not is_early or self._is_held:  # the grant may wait for it
                 self._report_all()
             if self._is_left_out:  # for as long as the others train
                 self._worker.sleep_until_told(LEFT_OUT_S)
@@ -368,8 +378,7 @@ class SyncEpoch:
         """Ranks have died: forms the group of the others, and settles what was open."""
         steps, has_formed = self._hooks.steps, False
         assert steps is not None
-        waits = open_step(self._reducer, self._hooks.graphs)
-        if waits is not None and waits.span != self._span:
+        if any(step.span != self._span for step in self._open_steps):
             raise CommunicationError(TOO_EARLY)
         self._report()
         self._account.void()
@@ -387,13 +396,13 @@ class SyncEpoch:
     @property
     def _place(self) -> StepPlace:
         """Where this rank is."""
-        waits = open_step(self._reducer, self._hooks.graphs)
+        waits = next((s.step for s in self._open_steps if s.span == self._span), None)
         passed: Step | None = self._reducer.passed
         return StepPlace.at(
             self._reducer.closed_passes,
             self._step,
             is_inside=self._is_inside,
-            waits=waits.step if waits and waits.span == self._span else None,
+            waits=waits,
             passed=passed.step if passed and passed.span == self._span else -1,
         )
 
@@ -406,6 +415,13 @@ class SyncEpoch:
         """A part of a step, without ranks that have died since."""
         step: Step = part.label
         return step.among(self._worker.members).weighed(part.weight)
+
+    def _weigh_forward(self, part: StepPart | None) -> None:
+        """A forward pass begins, perhaps of an earlier batch; None: it has ended."""
+        if part is not None:
+            part = self._alive(part)
+            self._turn_to(part.label, part.weight)
+        self._reducer.weigh_forward(part)
 
     def _weigh_late(self, part: StepPart, other: StepPart | None) -> None:
         """A backward pass comes to the graph of a batch before the one in hand.

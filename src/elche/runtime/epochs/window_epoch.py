@@ -163,7 +163,8 @@ class WindowEpoch:
     def batches(self) -> Generator[Any, None, None]:
         """Yields this rank's batches; a break drains and ends the epoch everywhere."""
         refuse = partial(_refuse_late, self._policy)
-        self._graphs.begin_epoch(refuse if self._sync.weighs_gradients else None)
+        on_late = refuse if self._sync.weighs_gradients else None
+        self._graphs.begin_epoch(on_late, refuse)
         try:
             yield from self._train()
         except GeneratorExit:
@@ -202,7 +203,7 @@ class WindowEpoch:
             self._weight_in_hand = float(samples) if said is None else said
             parts = self._positions.sizes.factor_of(batch)
             self._sync.begin_batch(self._weight_in_hand, float(parts))
-            self._graphs.begin(batch)
+            self._graphs.begin(batch, data)
             if not self._sync.is_common_step:
                 self._hooks.schedulers.advance(self.progress_samples)
             if self._hooks.copies is not None:
@@ -478,8 +479,8 @@ class WindowEpoch:
             self._hooks.copies.end_epoch(group, has_trained=has_trained)
 
 
-def _refuse_late(policy: str, batch: int, other: int | None) -> None:
-    """A backward pass is not of the batch in hand, as whose its gradients are weighed.
+def _refuse_late(policy: str, *_: int | None) -> None:
+    """A pass is not of the batch in hand, whose window may have ended.
 
     Raises:
         ConfigError: always.

@@ -66,6 +66,7 @@ class Worker:
     Attributes:
         is_cold: the batch in hand is not timed.
         max_samples: what the device turned out to hold at once; 0: no limit was met.
+        on_wait: called while this rank waits for others, again and again.
         on_rank_left: called while this rank waits inside a step, perhaps again and
             again, where another has left the epoch.
         meets_in_forward: ranks meet in forward passes, so none can leave alone.
@@ -88,6 +89,7 @@ class Worker:
         self.meets_in_forward = False
         self.max_samples = 0
         self.on_notification: Callable[[MetricsReported | PolicyChosen], None] = _ignore
+        self.on_wait: Callable[[], None] | None = None
         self.on_rank_left: Callable[[RankLeft], None] | None = None
         self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
         self.on_regroup: Callable[[], None] | None = None
@@ -277,6 +279,8 @@ class Worker:
         if left := self._left():
             # Kept by no frame: that would keep the collective, and its connections.
             raise _lost_error(self.rank, left)
+        if self.on_wait is not None:
+            self.on_wait()
         if self.on_rank_left is not None:
             for each in self._channel.waiting(RankLeft):
                 self.on_rank_left(each)

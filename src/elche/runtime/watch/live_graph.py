@@ -1,21 +1,24 @@
-"""Watch over which batch a backward pass is of: the one of its forward pass.
+"""Watch over the batch that a forward pass and its backward pass are of.
 
-A *live graph* is that of a forward pass of the model whose backward pass has not come.
-A loop that asks for the next batch while there is one gets gradients of an earlier
-batch than the one in hand (nanoGPT's does, to load while the device computes):
+A forward pass is of the batch whose tensors it reads (`BatchTensors`), or of the one
+fetched last, where it reads none of the loader's and no other comes into question. So
+loops may be ahead:
 
-    fetch 0, forward 0, fetch 1, backward 0, forward 1, fetch 2, backward 1, ...
+    fetch 0, forward 0, fetch 1, backward 0, forward 1, ...            (nanoGPT)
+    fetch 0, fetch 1, forward 0, backward 0, fetch 2, forward 1, ...   (timm)
+    fetch 0, fetch 1, fetch 2, forward 0, backward 0, forward 1, ...   (a group)
 
-A hook on what the model returns tells, which autograd calls before any gradient of
-that graph is there. A container without a forward pass (a ``ModuleList``) is called by
-its parts. Gradients of a forward pass that was not seen count as those of the batch in
-hand, and `UnseenForwards` refuses what is older.
+A *live graph* is that of a forward pass whose backward pass has not come. A hook on
+what the model returns tells, which autograd calls before any gradient of that graph is
+there. A container without a forward pass (a ``ModuleList``) is called by its parts.
+A forward pass that no hook sees (of a model compiled after set-up, or called by another
+method) counts as one of the batch in hand, if no earlier one waits for a pass.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -24,12 +27,18 @@ from torch.utils.hooks import RemovableHandle
 
 from elche.comm.tensors.nested import outputs_in
 from elche.errors import ConfigError
-from elche.runtime.watch.unseen_forward import UnseenForwards
+from elche.runtime.watch.batch_tensors import BatchForwards, BatchTensors
 from elche.torch_internals.passes import graph_task_id
 
 OnLate = Callable[[Any, Any], None]
 """Called when a backward pass comes to the graph of an earlier batch than the one in
 hand, with that batch, and the one that the pass has come to before, or None."""
+UNCLEAR = (
+    "the loop has fetched batches ahead, and elche has not seen which of them this "
+    "pass is of, so that the weight of its gradients is not known: call model(...) "
+    "with the loader's own tensors (convert them inside its forward; torch.compile "
+    "before elche.setup), or run forward and backward before the next batch is fetched"
+)
 
 
 @final
@@ -44,14 +53,20 @@ class LiveGraph:
         self._model = model
         self._handles: list[RemovableHandle] = []
         self._on_late: OnLate | None = None
-        self._in_hand: _BatchForwards | None = None
-        self._last: _BatchForwards | None = None
+        self._on_forward: Callable[[Any], None] | None = None
+        self._tensors = BatchTensors()
+        self._waiting: list[BatchForwards] = []  # for a backward pass, oldest first
+        self._number = self._first = 0  # batches so far, and before this part
+        self._is_ahead: bool | None = None  # None: no forward pass in this part yet
+        self._in_hand: BatchForwards | None = None
+        self._forward: BatchForwards | None = None
+        self._last: BatchForwards | None = None
         self._task = -1
-        self._pass_of: _BatchForwards | None = None
+        self._pass_of: BatchForwards | None = None
         self._moves = 0
         self._policy = ""
-        self._unseen = UnseenForwards()
         self._has_come = False
+        self._came = weakref.WeakMethod(self.before_backward)
 
     @property
     def is_live(self) -> bool:
@@ -59,36 +74,62 @@ class LiveGraph:
         return self._last is not None and not self._last.had_backward
 
     @property
-    def live_batch(self) -> Any:
-        """The one of the last forward pass, if no backward pass has come to it."""
-        return self._last.batch if self._last is not None and self.is_live else None
+    def open_batches(self) -> list[Any]:
+        """Batches whose backward pass is to come, as far as is known, oldest first."""
+        last = self._last if self.is_live else None
+        if self._is_ahead is False:
+            return [last.batch] if last is not None else []
+        waiting = [each for each in self._waiting if not each.had_backward]
+        return [each.batch for each in waiting if each is last or each.is_held]
 
-    def begin_epoch(self, on_late: OnLate | None) -> None:
-        """Batches will come; ``on_late`` is told of late backward passes."""
-        self.end_epoch()
-        self._on_late = on_late
+    def begin_epoch(
+        self, on_late: OnLate | None, on_forward: Callable[[Any], None] | None = None
+    ) -> None:
+        """Batches will come.
+
+        Args:
+            on_late: told of late backward passes.
+            on_forward: told of the batch whose forward pass begins where the loop is
+                ahead, and None at its end; None: nothing is refused.
+        """
+        self.end_epoch(is_over=True)
+        if self._is_ahead is False:  # what has had no pass was skipped
+            self._waiting = [each for each in self._waiting if each is self._last]
+        self._is_ahead, self._first = None, self._number
+        self._on_late, self._on_forward = on_late, on_forward
         hook = _ForwardHook(self)
-        self._handles = [
-            module.register_forward_hook(hook) for module in _called(self._model)
-        ]
+        for module in _called(self._model):
+            self._handles += [
+                module.register_forward_pre_hook(hook.before, with_kwargs=True),
+                module.register_forward_hook(hook),
+            ]
 
-    def begin(self, batch: Any) -> None:
-        """A batch is handed out: forward passes from now on are of it."""
-        was_seen = self._in_hand is not None and self._last is self._in_hand
-        self._unseen.begin(is_watched=not was_seen)
-        self._in_hand = _BatchForwards(self, batch, self._moves)
+    def begin(self, batch: Any, data: Any = None) -> None:
+        """A batch is yielded; ``batch`` is its label, ``data`` what the loop gets."""
+        self._in_hand = BatchForwards(batch, self._moves, self._number, self._came)
+        self._in_hand.had_forward = data is None  # there is nothing to read
+        self._number += 1
+        self._tensors.keep(self._in_hand, data)
+        waiting, last, is_known = self._waiting, self._last, self._is_ahead is not None
+        while waiting and (
+            waiting[0].had_backward
+            or (is_known and waiting[0] is not last and not waiting[0].is_held)
+        ):
+            waiting.pop(0)
+        waiting.append(self._in_hand)
 
-    def end_epoch(self) -> None:
-        """No batch is in hand; what is live may still have its backward pass."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def end_epoch(self, *, is_over: bool = False) -> None:
+        """No batch is in hand; what is open may have its passes, or ``is_over``."""
         self._in_hand = None
+        while self._handles and (is_over or not self.open_batches):
+            self._handles.pop().remove()
 
     def forget(self) -> None:
         """The run is over."""
-        self.end_epoch()
-        self._on_late = self._last = self._pass_of = None
+        self.end_epoch(is_over=True)
+        self._waiting.clear()
+        self._on_late = self._on_forward = None
+        self._in_hand = self._forward = self._last = self._pass_of = None
 
     def moved(self, policy: str) -> None:
         """The model is another one for what is live, whose backward pass is refused."""
@@ -99,25 +140,82 @@ class LiveGraph:
         """At the end of a backward pass whose gradients the batch in hand weighs.
 
         Raises:
-            ConfigError: it is of an earlier batch, which no hook has shown.
+            ConfigError: it is of an earlier batch, which no hook has shown, or may be.
         """
         has_come, self._has_come = self._has_come, False
-        if not has_come:
-            self._unseen.check()
+        if has_come:
+            return
+        batch = self._untold()
+        if batch is not None:
+            batch.had_forward = batch.had_backward = True
+
+    def before_forward(self, values: Iterable[Any]) -> None:
+        """The model is called with these.
+
+        Raises:
+            ConfigError: the batch is not known.
+        """
+        if graph_task_id() != -1:  # recomputed, for a checkpoint
+            return
+        batch, in_hand = self._tensors.newest(values), self._in_hand
+        if not torch.is_grad_enabled():
+            self._forward = None
+            if batch is not None and batch is in_hand and self._is_ahead is None:
+                self._is_ahead = False
+            return
+        if batch is not None and batch.had_backward and not self._is_ahead:
+            batch = in_hand  # an earlier one may be read again, in a step of this one
+        if batch is None:
+            batch = self._untold()
+        else:
+            self._is_ahead = bool(self._is_ahead) or batch is not in_hand
+        self._forward = batch
+        if batch is not None and self._is_ahead and self._on_forward is not None:
+            self._on_forward(batch.batch)
+
+    def _untold(self) -> BatchForwards | None:
+        """The batch of a pass that reads none of the loader's tensors.
+
+        None: the loader has ended, and the pass is the user's own.
+
+        Raises:
+            ConfigError: there are several that it may be of.
+        """
+        in_hand, is_ahead = self._in_hand, self._is_ahead
+        is_new = is_ahead is None and in_hand is not None
+        waiting = [b for b in self._waiting if b is not in_hand and not b.had_forward]
+        others = [
+            b
+            for b in waiting
+            if b.number >= self._first
+            and (b.is_held or is_new or (in_hand and not b.storages))
+        ]
+        if in_hand is not None:
+            is_unclear = bool(others) or (is_ahead and self._last is not in_hand)
+        else:
+            is_unclear = is_ahead is not False and len(others) + bool(is_ahead) > 1
+        if is_unclear and self._on_forward is not None:
+            raise ConfigError(UNCLEAR)
+        if is_new:
+            self._is_ahead = False
+        return in_hand
 
     def after_forward(self, output: Any) -> None:
         """The model has returned something."""
-        batch = self._in_hand
-        if batch is None or graph_task_id() != -1:  # recomputed, for a checkpoint
+        batch = self._forward or self._in_hand
+        if batch is None or graph_task_id() != -1:
             return
         outputs = (output,) if isinstance(output, torch.Tensor) else outputs_in(output)
         for tensor in outputs:
             node: Any = tensor.grad_fn
             if node is not None:
                 node.register_prehook(batch)
+                batch.had_forward = True
                 self._last = batch
+        if self._is_ahead and self._on_forward is not None:
+            self._on_forward(None)
 
-    def before_backward(self, batch: _BatchForwards) -> None:
+    def before_backward(self, batch: BatchForwards) -> None:
         """A backward pass has come to what the model returned for a batch.
 
         Raises:
@@ -140,27 +238,6 @@ class LiveGraph:
 
 
 @final
-class _BatchForwards:
-    """The forward passes of one batch; autograd calls it when it comes to one.
-
-    Attributes:
-        batch: as it was handed out.
-        moves: how often the model had become another one.
-        had_backward: a backward pass has come.
-    """
-
-    def __init__(self, watch: LiveGraph, batch: Any, moves: int) -> None:
-        self._watch = weakref.ref(watch)
-        self.batch = batch
-        self.moves = moves
-        self.had_backward = False
-
-    def __call__(self, gradients: Any) -> None:
-        if (watch := self._watch()) is not None:
-            watch.before_backward(self)
-
-
-@final
 class _ForwardHook:
     """What the model holds; nothing in its copies, and in one that was saved.
 
@@ -170,6 +247,13 @@ class _ForwardHook:
 
     def __init__(self, watch: LiveGraph | None = None) -> None:
         self._watch = None if watch is None else weakref.ref(watch)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before the forward pass; as :meth:`__call__` after it."""
+        if self._watch is None or torch.compiler.is_compiling():
+            return
+        if (watch := self._watch()) is not None:
+            watch.before_forward((*args, *kwargs.values()))
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._watch is None or torch.compiler.is_compiling():

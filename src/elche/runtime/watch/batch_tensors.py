@@ -1,0 +1,85 @@
+"""Batches that the loop holds, told by the memory of their tensors.
+
+Only weak references are kept. Addresses would not do: freed memory is used again, but
+not what a weak reference to a storage names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from elche.comm.tensors.nested import outputs_in
+
+
+@final
+class BatchForwards:
+    """The forward passes of one batch; autograd calls it when it comes to one.
+
+    Args:
+        batch: its label.
+        moves: how often the parameters had been replaced.
+        number: of the batch, in the order of the run.
+        on_backward: returns what is called with this then, or None.
+
+    Attributes:
+        storages: of its tensors, but for those that another batch shares.
+        had_forward: a forward pass with a gradient has read the batch.
+        had_backward: a backward pass has come.
+    """
+
+    def __init__(
+        self, batch: Any, moves: int, number: int, on_backward: Callable[[], Any]
+    ) -> None:
+        self.batch, self.moves, self.number = batch, moves, number
+        self.had_forward = self.had_backward = False
+        self.storages: list[StorageWeakRef] = []
+        self._on_backward = on_backward
+
+    def __call__(self, gradients: Any) -> None:
+        """Autograd has come to the graph."""
+        if (on_backward := self._on_backward()) is not None:
+            on_backward(self)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether something holds a tensor of the batch."""
+        return any(not storage.expired() for storage in self.storages)
+
+
+@final
+class BatchTensors:
+    """Finds the batch that a value's tensors are of, views included."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[StorageWeakRef, BatchForwards | None]] = {}
+        self._most = 64
+
+    def keep(self, batch: BatchForwards, data: Any) -> None:
+        """A batch is yielded; memory that two batches share tells neither."""
+        if len(self._of) >= self._most:
+            kept = {k: v for k, v in self._of.items() if not v[0].expired()}
+            self._of, self._most = kept, 64 + 2 * len(kept)
+        for storage in _storages_in(data):
+            _, other = self._of.setdefault(storage.cdata, (storage, batch))
+            if other is batch:
+                batch.storages.append(storage)
+            elif other is not None:
+                other.storages.remove(storage)
+                self._of[storage.cdata] = storage, None
+
+    def newest(self, values: Any) -> BatchForwards | None:
+        """The batch fetched last of those whose tensors are among these."""
+        held = [self._of.get(storage.cdata) for storage in _storages_in(values)]
+        batches = [each[1] for each in held if each is not None and each[1]]
+        return max(batches, key=lambda each: each.number, default=None)
+
+
+def _storages_in(values: Any) -> Iterable[StorageWeakRef]:
+    for tensor in outputs_in(values):
+        try:
+            yield StorageWeakRef(tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):  # sparse, or inside of functorch
+            continue

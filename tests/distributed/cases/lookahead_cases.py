@@ -1,0 +1,215 @@
+"""Loops that fetch batches before the forward passes of earlier ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elche
+from elche import session
+from elche.errors import ElcheError
+from tests.distributed.cases.user_loop_cases import FEATURES, POLICIES, Found, weights
+from tests.harness.settings import nested
+
+SIZES = [16, 5, 31, 9, 20, 15, 2]
+
+
+@dataclass(frozen=True)
+class Look:
+    """A loop, what it does with each batch, and under what policy."""
+
+    loop: str
+    body: str = "plain"
+    policy: str = "sync"
+    sizes: tuple[int, ...] = tuple(SIZES)
+
+
+def _build(look: Look) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    torch.manual_seed(3)
+    net: nn.Module = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 2))
+    if look.body == "normalised":
+        layers = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        net = elche.convert_sync_batchnorm(nn.Sequential(*layers))
+    if look.body == "gan":
+        net = nn.ModuleList([nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 2)])
+    if look.body == "chunks":
+        net = nn.RNNCell(FEATURES // 2, 2)
+    net.double()
+    ends = list(itertools.accumulate(look.sizes))
+    batches = [list(range(a, b)) for a, b in zip([0, *ends], ends, strict=False)]
+    x = torch.randn(ends[-1], FEATURES, dtype=torch.float64)
+    data = TensorDataset(x, (x[:, 0] > 0).long(), torch.arange(ends[-1]))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return net, optimizer, DataLoader(data, batch_sampler=batches)
+
+
+def alone(look: Look) -> dict[str, torch.Tensor]:
+    """By plain PyTorch."""
+    model, optimizer, loader = _build(look)
+    _train(look, model, optimizer, loader)
+    return dict(model.state_dict())
+
+
+def on_ranks(looks: list[Look]) -> list[Found]:
+    """On this rank of a run for each."""
+    return [_on_rank(look) for look in looks]
+
+
+def _on_rank(look: Look) -> Found:
+    model, optimizer, loader = _build(look)
+    settings = nested({"timeout_s": 60.0, **POLICIES.get(look.policy, {})})
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **settings)
+    error = ""
+    try:
+        with session.failing_together():
+            _train(look, model, optimizer, loader)
+    except ElcheError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    elche.shutdown()
+    return Found(error, {k: v.detach().clone() for k, v in model.state_dict().items()})
+
+
+def _one_ahead(loader: Any) -> Iterator[list[Any]]:
+    last = None
+    for batch in loader:
+        if last is not None:
+            yield [last]
+        last = batch
+    yield [last]
+
+
+def _groups(loader: Any, size: int) -> Iterator[list[Any]]:
+    batches = iter(loader)
+    while group := list(itertools.islice(batches, size)):
+        yield group
+
+
+def _both(loader: Any) -> Iterator[list[Any]]:
+    """One ahead of another that is."""
+    yield from (group for [group] in _one_ahead(_one_ahead(loader)))
+
+
+LOOPS: dict[str, Callable[[Any], Iterator[list[Any]]]] = {
+    "plain": lambda loader: ([batch] for batch in loader),
+    "one ahead": _one_ahead,
+    "two ahead": _both,
+    "groups of 3": lambda loader: _groups(loader, 3),
+    "groups of 8": lambda loader: _groups(loader, 8),
+    "listed": lambda loader: ([batch] for batch in list(loader)),
+}
+CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "labels kept": lambda batch: [batch[0] * 1.0, *batch[1:]],
+    "nothing kept": lambda batch: [each * 1 for each in batch],
+}
+
+
+def _train(
+    look: Look, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any
+) -> None:
+    if look.body in CONVERTED:
+        loader = Converted(loader, CONVERTED[look.body])
+    body = BODIES.get(look.body, _plain)
+    for _ in range(2):
+        for number, group in enumerate(LOOPS[look.loop](loader)):
+            if (look.body, elche.rank(), number) in SKIPS:
+                continue
+            for batch in group:
+                body(look, model, batch, 1.0 / len(group))
+                if (look.body, elche.rank(), number) in TWICE:
+                    body(look, model, batch, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+SKIPS = {
+    *(("one each", 0, 2), ("one each", 1, 3)),
+    *(("first ones", 0, 0), ("first ones", 1, 1)),
+    *(("far apart", 0, 0), ("far apart", 1, 5)),
+    *(("last ones", 0, 5), ("last ones", 1, 6)),
+    *(("two each", 0, 1), ("two each", 0, 4), ("two each", 1, 2), ("two each", 1, 5)),
+    *(("everywhere", 0, 2), ("everywhere", 1, 2)),
+    *(("alone", 1, 3), ("alone at the end", 1, 6)),
+}
+"""What a loop passes over, by its rank and the number of the batch."""
+TWICE = {("uneven", 1, 6), ("uneven inside", 0, 3)}
+
+
+class Converted:
+    """A loader whose batches are converted by a wrapper of the user's."""
+
+    def __init__(self, loader: Any, convert: Callable[[Any], Any]) -> None:
+        self.loader, self.convert = loader, convert
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.convert, self.loader)
+
+
+def _plain(look: Look, model: nn.Module, batch: Any, scale: float) -> None:
+    x, y, index = batch
+    losses = F.cross_entropy(model(x), y, reduction="none")
+    loss = losses.mean()
+    if look.policy == "sync, sums":
+        loss = losses.sum() / 16
+    if look.policy == "sync, weighed":
+        loss = (losses * (index % 3)).sum() / max(1.0, weights(index))
+    (loss * scale).backward()
+
+
+def _sharpness_aware(look: Look, model: nn.Module, batch: Any, scale: float) -> None:
+    """SAM: two forward and backward passes of one batch."""
+    _plain(look, model, batch, scale)
+    with torch.no_grad():
+        moved = [(p, 0.05 * p.grad) for p in model.parameters() if p.grad is not None]
+        for parameter, by in moved:
+            parameter.add_(by)
+    model.zero_grad()
+    _plain(look, model, batch, scale)
+    with torch.no_grad():
+        for parameter, by in moved:
+            parameter.sub_(by)
+
+
+def _adversarial(look: Look, model: Any, batch: Any, scale: float) -> None:
+    """A GAN's shape: the generator's input is not the loader's."""
+    x, y, _ = batch
+    maker, judge = model
+    fake = maker(x.flip(1) * 0.5)
+    (F.cross_entropy(judge(x), y) * scale).backward()
+    (F.cross_entropy(judge(fake.detach()), 1 - y) * scale).backward()
+    (F.cross_entropy(judge(fake), y) * scale).backward()
+
+
+def _chunks(look: Look, model: nn.Module, batch: Any, scale: float) -> None:
+    """Truncated backpropagation over two chunks of each sample."""
+    x, y, _ = batch
+    hidden = x.new_zeros(len(x), 2)
+    for chunk in x.chunk(2, dim=1):
+        hidden = model(chunk, hidden.detach())
+        (F.cross_entropy(hidden, y) * scale).backward()
+
+
+def _cut(look: Look, model: nn.Module, batch: Any, scale: float) -> None:
+    """Views of a batch, by keyword, after a forward pass to look at."""
+    x, y, index = batch
+    with torch.no_grad():
+        model(x * 2.0)
+    for part in (0, 1):
+        losses = F.cross_entropy(
+            model(input=x[:].view(-1, FEATURES)), y, reduction="none"
+        )
+        ((losses * (index % 2 == part)).mean() * scale).backward()
+
+
+BODIES: dict[str, Callable[[Look, Any, Any, float], None]] = {
+    "sam": _sharpness_aware,
+    "gan": _adversarial,
+    "chunks": _chunks,
+    "views": _cut,
+}

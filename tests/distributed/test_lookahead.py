@@ -1,0 +1,79 @@
+"""Loops that are ahead of their passes: as in one process, or refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.lookahead_cases import LOOPS, Look, alone, on_ranks
+from tests.distributed.cases.tasks import difference, identical
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+EQUAL = (16,) * 7
+EXACT = [
+    *[Look(loop) for loop in LOOPS],
+    *[Look(loop, sizes=EQUAL) for loop in ("one ahead", "groups of 3")],
+    *[Look(loop, "sam") for loop in ("one ahead", "groups of 3", "listed")],
+    *[Look(loop, "chunks") for loop in ("plain", "one ahead", "groups of 3")],
+    *[Look(loop, "views") for loop in ("plain", "groups of 3", "listed")],
+    *[Look("plain", body) for body in ("gan", "labels kept", "everywhere")],
+    *[Look(loop, "normalised") for loop in ("one ahead", "listed")],
+    *[Look(loop, policy="sync, sums") for loop in ("one ahead", "groups of 3")],
+    *[Look(loop, policy="sync, weighed") for loop in ("one ahead", "groups of 3")],
+]
+
+
+def test_passes_are_weighed_as_their_own_batches(ranks2: RankPool) -> None:
+    found = ranks2.run(on_ranks, EXACT, case_setup=serve_in_thread, timeout_s=200)
+    wrong = {}
+    for look, *each in zip(EXACT, *found, strict=True):
+        errors = [one.error for one in each if one.error]
+        states = [one.state for one in each]
+        far = errors or difference(states[0], alone(look))
+        if errors or not identical(states) or far > 1e-13:
+            wrong[look] = far
+    assert wrong == {}
+
+
+UNCLEAR = "ConfigError: the loop has fetched batches ahead, and elche has not seen"
+SWAP = r"ConfigError: .*\bswap the two lines, loss\.backward\(\) first"
+REFUSED = [
+    (Look("one ahead", "labels kept"), UNCLEAR),
+    (Look("one ahead", "nothing kept"), UNCLEAR),
+    (Look("groups of 3", "labels kept"), UNCLEAR),
+    (Look("listed", "labels kept"), UNCLEAR),
+    (Look("one ahead", "gan"), UNCLEAR),
+    (Look("one ahead", policy="cadence"), SWAP),
+    (Look("groups of 3", policy="async"), SWAP),
+    (Look("listed", policy="cadence"), SWAP),
+    (Look("listed", policy="async"), SWAP),
+    (Look("groups of 3", policy="gradients"), SWAP),
+    (Look("listed", "labels kept", policy="async"), UNCLEAR),
+]
+
+
+@pytest.mark.parametrize(("look", "says"), REFUSED)
+def test_a_pass_of_an_unknown_batch_is_refused(
+    ranks2: RankPool, look: Look, says: str
+) -> None:
+    for [one] in ranks2.run(on_ranks, [look], case_setup=serve_in_thread):
+        assert re.search(says, one.error), one.error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *("one each", "first ones", "far apart", "last ones", "two each"),
+        *("alone", "alone at the end", "uneven", "uneven inside"),
+    ],
+)
+def test_ranks_that_run_other_passes_are_told_what_to_write(
+    ranks2: RankPool, body: str
+) -> None:
+    looks = [Look("plain", body, sizes=EQUAL)]
+    for [one] in ranks2.run(on_ranks, looks, case_setup=serve_in_thread):
+        assert re.search(r"ConfigError: .*if elche\.any\(is_bad\)", one.error), one

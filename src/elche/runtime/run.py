@@ -72,7 +72,11 @@ class Run:
         self._memory_bytes = welcome.memory_bytes
         self._training = training
         self._watch = watch = RankWatch(
-            worker, training, self.notifications.scalars, welcome.devices
+            worker,
+            training,
+            self.notifications.scalars,
+            welcome.devices,
+            lambda line: self.notifications.emit(line),
         )
         self._synchroniser = Synchroniser(
             training.config,

@@ -16,13 +16,14 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import ProtocolError
+from elche.torch_internals.held import NormBase
 
 AGREEING = "agreeing on buffers"
 _DIGEST_BYTES = 8
@@ -30,6 +31,8 @@ _DIGEST_BYTES = 8
 _log = logging.getLogger(__name__)
 _named: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Buffers of a model that were logged already: once is enough."""
+_warned: WeakSet[nn.Module] = WeakSet()
+"""Models whose buffers that become means were named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,34 @@ class KnownBuffers:
         if new:
             _log.info("buffers %s: each rank keeps its own", ", ".join(new))
         told.update(new)
+
+    def name_means(
+        self, pairs: Iterable[tuple[int, torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Warns once of buffers that forward passes write differently by rank.
+
+        Args:
+            pairs: the number of a buffer, and flat what this rank has and the mean.
+        """
+        if self._model in _warned:
+            return
+        layers = [m for m in self._model.modules() if isinstance(m, NormBase)]
+        norms = {id(b) for layer in layers for b in layer.buffers(recurse=False)}
+        names, present = list(self._numbers), self.present()
+        found = [
+            repr(names[number])
+            for number, own, mean in pairs
+            if id(present[number]) not in norms
+            and not torch.allclose(own.double(), mean.double(), equal_nan=True)
+        ]
+        if found:
+            _warned.add(self._model)
+            _log.warning(
+                "elche: buffers that forward passes write (%s) become the mean of what "
+                "each rank makes of its share; elche.all_gather(...) of what they are "
+                "made of makes them those of the whole batch, as on one device",
+                ", ".join(found),
+            )
 
     def present(self) -> list[torch.Tensor | None]:
         """The buffers as they are now; None for one that is no more, or is resized."""

@@ -108,7 +108,7 @@ def accumulated(loop: Loop) -> None:
 
 
 def in_turn(loop: Loop) -> None:
-    """As a GAN's: both networks get gradients in each pass; one optimizer is foreach."""
+    """As a GAN's: both networks get gradients in each pass."""
     one = torch.optim.AdamW(loop.model[:2].parameters(), foreach=True)
     other = torch.optim.Adam(loop.model[2].parameters(), lr=0.01, fused=True)
     for x, y in loop.loader:

@@ -85,7 +85,7 @@ class GradientSync(WindowSync):
         self._pass: int | None = None
         self._touched: list[torch.Tensor] = []
         self._index = {id(p): at for at, p in enumerate(self._parameters)}
-        self._holds = False
+        self._holds = True  # until a batch begins: what comes is the script's own
         self._has_ended = False
         self._hooks = GradientHooks(self._parameters)
         self._guard = LoopGuard(optimizer, parameters)
@@ -169,7 +169,7 @@ class GradientSync(WindowSync):
         if self._is_sum:  # before the batch is counted
             self._add_gradients()
         self._window.add(self._weight if self._has_ended else 0.0)
-        self._weight = 0.0
+        self._weight, self._holds = 0.0, True
 
     def close(self, *, begins: bool) -> bool:
         """The window ends; non-finite gradients are not sent."""

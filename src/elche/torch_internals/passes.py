@@ -89,19 +89,10 @@ def saved_reduction(node: Any) -> str:
     return ("none", "mean", "sum")[saved] if saved in (0, 1, 2) else ""
 
 
-_HAS_IGNORED = has(
-    "torch._C._functions.NllLossBackward0._saved_ignore_index",
-    "2.0",
-    "sees that a loss is a mean over something else than samples",
-    "nothing hints at weight_of=",
-)
-
-
 def mean_of_targets(node: Any) -> tuple[bool, int] | None:
     """Whether a mean NLL loss has class weights, and the target that it ignores."""
-    is_mean = _HAS_IGNORED and saved_reduction(node) == "mean"
-    ignored = getattr(node, "_saved_ignore_index", None) if is_mean else None
-    if ignored is None:
+    ignored = getattr(node, "_saved_ignore_index", None)
+    if ignored is None or saved_reduction(node) != "mean":
         return None
     try:
         has_weights = node._saved_weight is not None

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -31,8 +31,6 @@ _DIGEST_BYTES = 8
 _log = logging.getLogger(__name__)
 _named: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Buffers of a model that were logged already: once is enough."""
-_warned: WeakSet[nn.Module] = WeakSet()
-"""Models whose buffers that become means were named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,24 +138,19 @@ class KnownBuffers:
     def name_means(
         self, pairs: Iterable[tuple[int, torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Warns once of buffers that forward passes write differently by rank.
-
-        Args:
-            pairs: the number of a buffer, and flat what this rank has and the mean.
-        """
-        if self._model in _warned:
-            return
+        """Warns once of those that ranks wrote differently: a number, own and mean."""
+        told = _named.setdefault(self._model, set())
         layers = [m for m in self._model.modules() if isinstance(m, NormBase)]
         norms = {id(b) for layer in layers for b in layer.buffers(recurse=False)}
         names, present = list(self._numbers), self.present()
-        found = [
+        found = "means" not in told and [
             repr(names[number])
             for number, own, mean in pairs
             if id(present[number]) not in norms
             and not torch.allclose(own.double(), mean.double(), equal_nan=True)
         ]
         if found:
-            _warned.add(self._model)
+            told.add("means")
             _log.warning(
                 "elche: buffers that forward passes write (%s) become the mean of what "
                 "each rank makes of its share; elche.all_gather(...) of what they are "

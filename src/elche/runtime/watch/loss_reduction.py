@@ -47,8 +47,7 @@ class SumLossWatch:
 
     Args:
         parameters: the trainable ones, whose gradients are reduced as of a mean.
-        look_on: looks at the losses of this pass and the next ones, while it answers
-            True.
+        look_on: looks at the loss of each pass, while it answers True.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class MeanHints:
         A shorter one is said to be short where others held theirs: else it is not known
         which dimension counts samples.
         """
-        self._batch, self._samples = batch, samples
+        self._batch, self._samples = batch if self._looks < LOOKS else None, samples
         if not (self.is_on and samples and self._whole >= 0):
             return
         length = batch_length(batch)
@@ -128,7 +127,9 @@ class MeanHints:
                 left = f"{int(odd[0].sum())} targets, without ignored ones,"
                 weight = f"(labels != {ignored}).sum()"
                 self._say(f"the loss is a mean over {left}", weight)
-        return self.is_on and self._looks < (LOOKS if is_host else ACCELERATOR_LOOKS)
+        if not self.is_on or (not is_host and self._looks >= ACCELERATOR_LOOKS):
+            self._looks = LOOKS
+        return self._looks < LOOKS
 
     def _say(self, what: str, weight: str) -> None:
         self.is_on = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, final
 
@@ -12,7 +12,7 @@ from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.agreement import round_differently
 from elche.coordination.protocol.messages import Scalars
 from elche.runtime.process.worker import Worker
-from elche.runtime.report.scalars import ScalarLog
+from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.training import Training
 from elche.runtime.watch.batch_state import BatchStateWatch
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers, mean_of
@@ -32,9 +32,8 @@ class RankWatch:
     Args:
         worker: this rank's shell.
         training: what is trained.
-        scalars: what the loop logs.
+        notifications: what the loop logs, and what it is told.
         devices: device names of all ranks.
-        emit: writes a line for the user.
 
     Attributes:
         is_mixed: the ranks' devices round differently.
@@ -52,16 +51,16 @@ class RankWatch:
         self,
         worker: Worker,
         training: Training,
-        scalars: ScalarLog,
+        notifications: RunNotifications,
         devices: Sequence[str],
-        emit: Callable[[str], None],
     ) -> None:
         config, model = training.config, training.model
         self._policy = config.policy
         self._refuses_sums = config.loss_reduction == "mean"
         self._sum_loss: SumLossWatch | None = None
-        self._hints = MeanHints(emit, is_on=training.weights is None)
-        self._scalars = scalars
+        is_mean = training.weights is None and self._refuses_sums
+        self._hints = MeanHints(lambda line: notifications.emit(line), is_on=is_mean)
+        self._scalars = scalars = notifications.scalars
         self.is_mixed = round_differently(devices)
         self.steps = StepCount()
         self.skips = ScalerSkips(training.optimizer, scalars)

@@ -189,6 +189,15 @@ def looked_for_a_rate(loop: Loop) -> None:
     changed(loop)
 
 
+def looked_at_between(loop: Loop) -> None:
+    """A backward pass between epochs, to look at gradients, that no step follows."""
+    changed(loop)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    loop.backward(x, torch.tensor([0, 1]))
+    loop.optimizer.zero_grad()
+    changed(loop)
+
+
 def projected(loop: Loop) -> None:
     """PCGrad's: gradients of passes are kept, merged and assigned."""
     for x, y in loop.loader:
@@ -215,6 +224,7 @@ EXACT = {
         adversarial,
         truncated,
         looked_for_a_rate,
+        looked_at_between,
         projected,
     )
 }

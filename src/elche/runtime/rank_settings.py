@@ -221,11 +221,17 @@ def check_shared(
     held = [p for group in groups for p in group["params"]]
     strange = [p for p in held if id(p) not in own]
     if strange:
-        raise ConfigError(
-            f"the optimizer holds {len(strange)} parameters that are not the model's "
-            f"(one of shape {list(strange[0].shape)}); they would not be shared: put "
-            "them into the model"
-        )
+        raise ConfigError(foreign_parameters("the optimizer", strange))
+
+
+def foreign_parameters(optimizer: str, strange: Sequence[torch.Tensor]) -> str:
+    """The refusal of an optimizer of parameters that no rank shares."""
+    return (
+        f"{optimizer} holds {len(strange)} parameters that are not the model's (one of "
+        f"shape {list(strange[0].shape)}); they would not be shared: put them into the "
+        "model (all that is trained in one torch.nn.ModuleList or ModuleDict, handed "
+        "to elche.setup)"
+    )
 
 
 def refuse_sync_norms(model: nn.Module, policy: str) -> None:

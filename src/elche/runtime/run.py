@@ -72,7 +72,7 @@ class Run:
         self._memory_bytes = welcome.memory_bytes
         self._training = training
         self._watch = watch = RankWatch(
-            worker, training, self.notifications.scalars, welcome.devices
+            worker, training, self.notifications, welcome.devices
         )
         self._synchroniser = Synchroniser(
             training.config,

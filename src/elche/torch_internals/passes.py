@@ -89,6 +89,18 @@ def saved_reduction(node: Any) -> str:
     return ("none", "mean", "sum")[saved] if saved in (0, 1, 2) else ""
 
 
+def mean_of_targets(node: Any) -> tuple[bool, int] | None:
+    """Whether a mean NLL loss has class weights, and the target that it ignores."""
+    ignored = getattr(node, "_saved_ignore_index", None)
+    if ignored is None or saved_reduction(node) != "mean":
+        return None
+    try:
+        has_weights = node._saved_weight is not None
+    except RuntimeError:  # freed, so there were some
+        has_weights = True
+    return has_weights, ignored - (1 << 64) if ignored >> 63 else ignored
+
+
 def backward_roots(thread: int) -> tuple[torch.Tensor, ...]:
     """What a thread has called `torch.autograd.backward` with; () outside of it.
 

@@ -121,8 +121,8 @@ def refuse_gradient(parameter: torch.Tensor, name: str, dtype: torch.dtype) -> N
         raise ConfigError(
             f"{name}: its gradient came from a backward with "
             "create_graph=True, which a reduction cannot be differentiated "
-            "through; use torch.autograd.grad, or put that backward into no_sync() "
-            "of a DistributedDataParallel"
+            "through; differentiate with torch.autograd.grad(..., create_graph=True), "
+            "make a loss of what it returns, and call backward() on that alone"
         )
     if gradient.dtype is not dtype:
         raise ConfigError(

@@ -32,6 +32,7 @@ from elche.comm.gradients.backward_end import at_backward_end
 from elche.comm.gradients.buckets.bucket_contract import Closed, PassOptions
 from elche.comm.gradients.buckets.bucket_layout import formats_agree
 from elche.comm.gradients.buckets.bucket_pass import BucketPass
+from elche.comm.gradients.buckets.gradient_views import Reduced
 from elche.comm.gradients.part_weights import Lost, PartWeights, StepPart
 from elche.comm.gradients.residual_state import packed, unpacked
 from elche.comm.model_buffers.buffers import BufferAverager
@@ -56,6 +57,7 @@ class GradientReducer:
         names: of the parameters, for people; None numbers them.
         codec: how float32 and half precision gradients travel.
         keeps_sums: ranks may die, and the others go on.
+        reduced: records which gradients are sums; None: nobody asks.
 
     Attributes:
         pass_steps: a checksum of the steps that passes so far were of, in order.
@@ -72,7 +74,9 @@ class GradientReducer:
         codec: str = "fp32",
         *,
         keeps_sums: bool = False,
+        reduced: Reduced | None = None,
     ) -> None:
+        self._reduced = Reduced() if reduced is None else reduced
         self._group = group
         self._norms = norms
         self._buffers = buffers
@@ -84,7 +88,9 @@ class GradientReducer:
             codec=codec,
             keeps_sums=keeps_sums,
         )
-        self._pass = BucketPass(self._parameters, names, group, options, self)
+        self._pass = BucketPass(
+            self._parameters, names, group, options, self, self._reduced
+        )
         self._in_hand: StepPart | None = None
         self._part: StepPart | None = None
         self._weights = PartWeights(self._parameters, group, norms)
@@ -164,6 +170,8 @@ class GradientReducer:
 
     def takes(self, parameter: torch.Tensor) -> bool:
         """Whether a step is under way whose gradients are complete."""
+        if self._part is None:
+            self._reduced.strays.add(id(parameter))
         return self._part is not None and not self._holds
 
     def attach(self) -> None:
@@ -418,6 +426,7 @@ class GradientReducer:
 
     def open_pass(self, side: int) -> float:
         """A pass begins; returns the factor of this rank's gradients."""
+        self._reduced.strays.clear()  # what they hold takes part in this reduction
         work, self._beneath = self._beneath, None
         if work is not None:
             work()

@@ -140,6 +140,12 @@ class BufferAverager:
             if new:
                 self._travelling.update(new)
                 self._reduce(buffers, new, written, divisor)
+                if self._group.rank == 0:
+                    self._known.name_means(
+                        (index, held(buffers[index]).reshape(-1).cpu(), mean)
+                        for index in new
+                        if (mean := self._last.get(index)) is not None
+                    )
             self._write(buffers, self._last)  # all of them or none: it may be redone
         except CommunicationError:
             self._travelling = agreed  # other ranks may not have come so far

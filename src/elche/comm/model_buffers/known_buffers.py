@@ -23,6 +23,7 @@ from torch import nn
 
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import ProtocolError
+from elche.torch_internals.held import NormBase
 
 AGREEING = "agreeing on buffers"
 _DIGEST_BYTES = 8
@@ -133,6 +134,29 @@ class KnownBuffers:
         if new:
             _log.info("buffers %s: each rank keeps its own", ", ".join(new))
         told.update(new)
+
+    def name_means(
+        self, pairs: Iterable[tuple[int, torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Warns once of those that ranks wrote differently: a number, own and mean."""
+        told = _named.setdefault(self._model, set())
+        layers = [m for m in self._model.modules() if isinstance(m, NormBase)]
+        norms = {id(b) for layer in layers for b in layer.buffers(recurse=False)}
+        names, present = list(self._numbers), self.present()
+        found = "means" not in told and [
+            repr(names[number])
+            for number, own, mean in pairs
+            if id(present[number]) not in norms
+            and not torch.allclose(own.double(), mean.double(), equal_nan=True)
+        ]
+        if found:
+            told.add("means")
+            _log.warning(
+                "elche: buffers that forward passes write (%s) become the mean of what "
+                "each rank makes of its share; elche.all_gather(...) of what they are "
+                "made of makes them those of the whole batch, as on one device",
+                ", ".join(found),
+            )
 
     def present(self) -> list[torch.Tensor | None]:
         """The buffers as they are now; None for one that is no more, or is resized."""

@@ -260,6 +260,15 @@ class WindowBuffers:
         assert plan is not None
         late = self._written()
         settled = set()
+        if plan.active_ranks > 0 and self._group.rank == 0:
+            self._known.name_means(
+                (index, own, part[:-1] / plan.active_ranks)
+                for sent in self._sent
+                for index, part in self._parts_of(sent)
+                if self._known.kinds[index].is_averaged
+                and index in plan.buffers
+                and (own := self._taken.get(index)) is not None
+            )
         for sent in self._sent:
             for index, part in self._parts_of(sent):
                 if bool(part[-1]):

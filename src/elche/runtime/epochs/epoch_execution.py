@@ -32,13 +32,9 @@ from elche.runtime.report.notifications import with_samples
 from elche.runtime.resume_sync import broadcast_from
 from elche.runtime.training import Training
 from elche.runtime.watch.rank_watch import RankWatch
-from elche.runtime.windows.gradient_sync import refuse_stray_gradients
 from elche.runtime.windows.step_members import StepMembers
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.passes import is_compiled
-
-STEPS_WITHOUT_BACKWARD = 3
-"""Steps of ``sync`` without a backward pass after which no skipping is assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +93,6 @@ class EpochExecution:
         self._batch_cost = CostEstimate()
         self._lag_steps = int(training.delayed is not None)
         self._numbers = NonFiniteRecord(self._lag_steps)
-        self._steps_without_backward = 0
         self._pending_error: ElcheError | None = None
         self._part: EpochPart | None = None
         self._is_asked = False
@@ -194,7 +189,10 @@ class EpochExecution:
         self._batches.start(part.positions)
         self._worker.name_samples = partial(with_samples, positions=part.positions)
         self.under_way = self._made(part)
-        self._watch.watch_loss(self._synchroniser.parameters)
+        self._watch.guard.is_inside = True
+        sync = self._synchroniser
+        is_weighed = sync.windows is None or sync.windows.is_common_step
+        self._watch.watch_loss(sync.parameters, weighs_samples=is_weighed)
 
     def run(self) -> Generator[Any, None, None]:
         """Hands out this rank's batches of the part; a break ends the epoch."""
@@ -236,8 +234,7 @@ class EpochExecution:
         self.under_way = None
         self._watch.copies.is_in_steps = False
         self.last_samples = run.samples_in_hand
-        if isinstance(run, WindowEpoch):
-            self._watch.trailing.watch(self._synchroniser.policy)
+        self._watch.guard.is_inside = False
         return run
 
     def _batches_of(self, run: SyncEpoch | WindowEpoch) -> Iterator[Any]:
@@ -246,7 +243,7 @@ class EpochExecution:
         with contextlib.closing(run.batches()) as batches:
             for batch in batches:
                 exit_watch.forget()
-                self._watch.steps.taken += 1
+                self._watch.begin_batch(batch, run.samples_in_hand)
                 try:
                     yield batch
                 except GeneratorExit:
@@ -279,7 +276,6 @@ class EpochExecution:
         """What executes the part, under the policy in force."""
         training, reducer = self._training, self._synchroniser.reducer
         assert self._batches is not None
-        self._steps_without_backward = 0
         self._batches.marks_dynamic = reducer is not None and self._varies
         is_counted = training.epochs is not None or part.is_by_steps
         is_counted &= training.config.leave_out
@@ -362,11 +358,7 @@ class EpochExecution:
         self._watch.schedulers.check(self._watch.optimizers.all())
         if reducer is None:
             self._ask_for_cut()  # also of a rank that is given no batches
-        elif reducer.backward_passes == 0:
-            self._steps_without_backward += 1
-            if self._steps_without_backward > STEPS_WITHOUT_BACKWARD:
-                refuse_stray_gradients(self._synchroniser.parameters)
-        else:
+        elif reducer.backward_passes:
             self._watch.batch_state.batch_done()
 
     def _keep_error(self, error: ElcheError) -> None:

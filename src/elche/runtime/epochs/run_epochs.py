@@ -217,7 +217,7 @@ class RunEpochs:
         seed, rank = self._training.config.seed, self._worker.rank
         self._watch.skips.attach()
         self._synchroniser.build()
-        self._watch.attach()
+        self._watch.attach(self._synchroniser)
         self._opening.probe()
         if seed is None:
             separate_rank(rank)
@@ -312,7 +312,6 @@ class RunEpochs:
         self._end_part()
 
     def _run_part(self, steps: int) -> Generator[Any, None, None]:
-        self._watch.trailing.forget()
         self.execution.begin(self._open_part(steps))
         try:
             yield from self.execution.run()

@@ -11,15 +11,21 @@ from one over a sample's elements: of those nothing is said.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from elche.comm.tensors.nested import outputs_in
 from elche.errors import ConfigError
-from elche.torch_internals.passes import backward_roots, saved_reduction
+from elche.runtime.data.transfer import batch_length
+from elche.torch_internals.passes import (
+    backward_roots,
+    mean_of_targets,
+    saved_reduction,
+)
 
 SUM = "sum"
 PART = "part"
@@ -29,6 +35,10 @@ ADDITIONS = frozenset(
     for name in ("Add", "Sub", "Neg", "ToCopy", "View", "Alias", "Clone", "Squeeze")
 )
 DISTANCES = frozenset({"PowBackward0", "AbsBackward0"})
+LOOKS, ACCELERATOR_LOOKS = 20, 3
+"""Backward passes to look at for hints: a look waits for an accelerator."""
+WHOLE = 2
+"""Whole batches after which a shorter one is said to be short."""
 
 
 @final
@@ -37,9 +47,15 @@ class SumLossWatch:
 
     Args:
         parameters: the trainable ones, whose gradients are reduced as of a mean.
+        look_on: looks at the loss of each pass, while it answers True.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        look_on: Callable[[Sequence[torch.Tensor]], bool] | None = None,
+    ) -> None:
+        self._look_on, self._is_first = look_on, True
         self._thread = threading.get_ident()
         self._handle: RemovableHandle | None = register_multi_grad_hook(
             parameters, self._look, mode="any"
@@ -55,14 +71,84 @@ class SumLossWatch:
         roots = backward_roots(self._thread)
         if not roots:
             return  # torch.autograd.grad
-        self.detach()
-        if all(is_sum(root.grad_fn) for root in roots):
+        if self._look_on is None or not self._look_on(roots):
+            self.detach()
+        is_first, self._is_first = self._is_first, False
+        if is_first and all(is_sum(root.grad_fn) for root in roots):
+            self.detach()
             raise ConfigError(
                 "the loss is a sum over the batch, but gradients are taken for those "
                 "of a mean, which is another result than on one device: give "
                 "elche.setup (or elche.Trainer) loss_reduction='sum', or make the loss "
                 "a mean"
             )
+
+
+@final
+class MeanHints:
+    """Hints, once per run, at losses that are means over something else than samples.
+
+    Args:
+        emit: writes a line for the user.
+        is_on: gradients are weighed by samples.
+    """
+
+    def __init__(self, emit: Callable[[str], None], *, is_on: bool) -> None:
+        self._emit = emit
+        self._batch: Any = None
+        self._samples = self._looks = self._whole = 0
+        self.is_on = is_on
+
+    def begin(self, batch: Any, samples: int) -> None:
+        """The loop gets a batch that was to have so many samples; 0: it has no part.
+
+        A shorter one is said to be short where others held theirs: else it is not known
+        which dimension counts samples.
+        """
+        self._batch, self._samples = batch if self._looks < LOOKS else None, samples
+        if not (self.is_on and samples and self._whole >= 0):
+            return
+        length = batch_length(batch)
+        if length < samples and self._whole >= WHOLE:
+            what = f"a batch of {length} samples came where {samples} were asked for"
+            self._say(f"{what} (a collate_fn that drops some?)", "len(batch[0])")
+        self._whole = self._whole + (length == samples) if length <= samples else -1
+
+    def look(self, roots: Sequence[torch.Tensor]) -> bool:
+        """Looks at the losses of a backward pass; whether at those of the next, too."""
+        labels = [t for t in outputs_in(self._batch) if t.dtype is torch.int64]
+        is_host = all(label.device.type == "cpu" for label in labels)
+        self._looks += 1
+        for has_weights, ignored in _means(roots) if self.is_on else ():
+            counts = [(each != ignored).view(len(each), -1).sum(1) for each in labels]
+            if has_weights:
+                self._say("the loss is a mean over class weights", "w[labels].sum()")
+            elif odd := [count for count in counts if bool((count != count[0]).any())]:
+                left = f"{int(odd[0].sum())} targets, without ignored ones,"
+                weight = f"(labels != {ignored}).sum()"
+                self._say(f"the loss is a mean over {left}", weight)
+        if not self.is_on or (not is_host and self._looks >= ACCELERATOR_LOOKS):
+            self._looks = LOOKS
+        return self._looks < LOOKS
+
+    def _say(self, what: str, weight: str) -> None:
+        self.is_on = False
+        self._emit(
+            f"elche: {what} in a batch of {self._samples} samples, by which ranks are "
+            f"weighed: pass weight_of=lambda batch: {weight}, or the result is another "
+            "one than on one device"
+        )
+
+
+def _means(roots: Sequence[torch.Tensor]) -> Iterator[tuple[bool, int]]:
+    """Means over targets among the terms of a loss."""
+    nodes: list[Any] = [root.grad_fn for root in roots]
+    while nodes:
+        node = nodes.pop()
+        if found := mean_of_targets(node):
+            yield found
+        elif _name(node) in ADDITIONS or _name(node)[:3] in ("Mul", "Div"):
+            nodes += _inputs(node)
 
 
 def is_sum(root: Any) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+Check = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @final
@@ -33,14 +35,20 @@ class OptimizersSeen:
         self._stepped: set[int] = set()
         self._handle: Any = None
 
-    def attach(self) -> None:
-        """Begins to watch."""
+    def attach(self, check: Check | None = None) -> None:
+        """Begins to watch.
+
+        Args:
+            check: called before every step, as torch calls its own hooks.
+        """
         me = weakref.WeakMethod(self._see)
 
-        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             see = me()
-            if see is not None:
-                see(optimizer)
+            if see is None:
+                return None
+            see(optimizer)
+            return None if check is None else check(optimizer, args, kwargs)
 
         self._handle = register_optimizer_step_pre_hook(hook)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -12,16 +12,17 @@ from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.agreement import round_differently
 from elche.coordination.protocol.messages import Scalars
 from elche.runtime.process.worker import Worker
-from elche.runtime.report.scalars import ScalarLog
+from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.training import Training
 from elche.runtime.watch.batch_state import BatchStateWatch
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers, mean_of
 from elche.runtime.watch.live_graph import LiveGraph
-from elche.runtime.watch.loss_reduction import SumLossWatch
+from elche.runtime.watch.loss_reduction import MeanHints, SumLossWatch
 from elche.runtime.watch.optimizers_seen import OptimizersSeen
 from elche.runtime.watch.scaler_skips import ScalerSkips
-from elche.runtime.watch.trailing_step import TrailingSteps
+from elche.runtime.watch.step_guard import StepGuard
 from elche.runtime.windows.model_copies import ModelCopies
+from elche.runtime.windows.synchroniser import Synchroniser
 
 
 @final
@@ -31,7 +32,7 @@ class RankWatch:
     Args:
         worker: this rank's shell.
         training: what is trained.
-        scalars: what the loop logs.
+        notifications: what the loop logs, and what it is told.
         devices: device names of all ranks.
 
     Attributes:
@@ -41,7 +42,7 @@ class RankWatch:
         optimizers: which step the model.
         copies: of the model, that the loop keeps.
         graphs: whose backward pass has not come.
-        trailing: steps after an epoch of windows.
+        guard: asks at every step whether its gradients were reduced.
         schedulers: those that were handed over.
         batch_state: what cannot be carried to another rank.
     """
@@ -50,21 +51,23 @@ class RankWatch:
         self,
         worker: Worker,
         training: Training,
-        scalars: ScalarLog,
+        notifications: RunNotifications,
         devices: Sequence[str],
     ) -> None:
         config, model = training.config, training.model
         self._policy = config.policy
         self._refuses_sums = config.loss_reduction == "mean"
         self._sum_loss: SumLossWatch | None = None
-        self._scalars = scalars
+        is_mean = training.weights is None and self._refuses_sums
+        self._hints = MeanHints(lambda line: notifications.emit(line), is_on=is_mean)
+        self._scalars = scalars = notifications.scalars
         self.is_mixed = round_differently(devices)
         self.steps = StepCount()
         self.skips = ScalerSkips(training.optimizer, scalars)
         self.optimizers = OptimizersSeen(model, training.optimizers)
         self.copies = ModelCopies(model, training.copies)
         self.graphs = LiveGraph(model)
-        self.trailing = TrailingSteps(model)
+        self.guard = StepGuard(self.steps)
         self.schedulers = FollowedSchedulers(
             config.policy, partial(mean_of, worker), self.steps
         )
@@ -72,16 +75,26 @@ class RankWatch:
             model, self.optimizers, self.skips, self.copies, self.schedulers
         )
 
-    def attach(self) -> None:
+    def attach(self, synchroniser: Synchroniser) -> None:
         """Begins to see optimizers, and copies where windows run or may."""
-        self.optimizers.attach()
+        self.guard.synchroniser = synchroniser
+        self.optimizers.attach(self.guard.check)
         if self._policy != "sync":
             self.copies.attach()
 
-    def watch_loss(self, parameters: Sequence[torch.Tensor]) -> None:
+    def watch_loss(
+        self, parameters: Sequence[torch.Tensor], *, weighs_samples: bool
+    ) -> None:
         """Refuses a loss that is a sum: of a part of the batch it is another one."""
         if self._refuses_sums and self._sum_loss is None:
-            self._sum_loss = SumLossWatch([p for p in parameters if p.requires_grad])
+            self._hints.is_on &= weighs_samples
+            trained = [p for p in parameters if p.requires_grad]
+            self._sum_loss = SumLossWatch(trained, self._hints.look)
+
+    def begin_batch(self, batch: Any, samples: int) -> None:
+        """The loop gets a batch of its share, of so many samples."""
+        self.steps.taken += 1
+        self._hints.begin(batch, samples)
 
     def drain_scalars(self, final: bool) -> Scalars:
         """What the loop has logged since this was called last; True waits for all."""
@@ -90,7 +103,6 @@ class RankWatch:
 
     def detach(self) -> None:
         """Ends all of it: no other epoch follows."""
-        self.trailing.forget()
         self.graphs.forget()
         if self._sum_loss is not None:
             self._sum_loss.detach()

@@ -61,6 +61,7 @@ class GradientSync(WindowSync):
 
     weighs_gradients = True
     is_common_step = True
+    takes_steps = False
 
     def __init__(
         self,
@@ -84,8 +85,8 @@ class GradientSync(WindowSync):
         self._pass: int | None = None
         self._touched: list[torch.Tensor] = []
         self._index = {id(p): at for at, p in enumerate(self._parameters)}
-        self._holds = False
-        self._has_seen = self._has_ended = False
+        self._holds = True  # until a batch begins: what comes is the script's own
+        self._has_ended = False
         self._hooks = GradientHooks(self._parameters)
         self._guard = LoopGuard(optimizer, parameters)
 
@@ -100,7 +101,6 @@ class GradientSync(WindowSync):
         self._guard.detach()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        self._has_seen = True
         if self._holds:
             return
         index = self._index.get(id(parameter))
@@ -160,18 +160,16 @@ class GradientSync(WindowSync):
         self._weight = weight
         self._pass = None
         self._touched.clear()
-        self._holds = self._has_seen = self._has_ended = False
+        self._holds = self._has_ended = False
 
     @override
     def batch_done(self) -> None:
-        if not self._has_seen:
-            refuse_stray_gradients(self._parameters)
-        elif self._pass is not None:  # broken off, and the loop caught the error
+        if self._pass is not None:  # broken off, and the loop caught the error
             self._window.clear()
         if self._is_sum:  # before the batch is counted
             self._add_gradients()
         self._window.add(self._weight if self._has_ended else 0.0)
-        self._weight = 0.0
+        self._weight, self._holds = 0.0, True
 
     def close(self, *, begins: bool) -> bool:
         """The window ends; non-finite gradients are not sent."""
@@ -201,7 +199,9 @@ class GradientSync(WindowSync):
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         self._set_rates(self._rates.means() or own)
+        self.takes_steps = True
         self._optimizer.step()
+        self.takes_steps = False
         self._set_rates(own)
         self._rates = None
         self._window.clear()  # also of what this optimizer does not hold
@@ -272,23 +272,3 @@ class GradientSync(WindowSync):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-
-
-def refuse_stray_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Refuses gradients that came without a backward pass, and were not reduced.
-
-    Where such a gradient is, the loop's optimizer has stepped along it on this rank
-    alone.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    stray = next((p for p in parameters if p.grad is not None), None)
-    if stray is not None:
-        raise ConfigError(
-            f"a parameter of shape {list(stray.shape)} has a gradient, but no backward "
-            "pass of this loop produced one: gradients that are assigned "
-            "(torch.autograd.grad), or that a replayed CUDA graph writes, are not "
-            "reduced; call loss.backward(), or choose policy 'async' or 'cadence', "
-            "which average parameters"
-        )

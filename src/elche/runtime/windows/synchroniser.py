@@ -15,6 +15,7 @@ from torch.nn.utils import get_total_norm
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.codec.codec_choice import codec_in
+from elche.comm.gradients.buckets.gradient_views import Reduced
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.gradients.part_weights import StepPart
@@ -56,6 +57,8 @@ class Synchroniser:
         reducer: of gradients, under ``sync``.
         windows: of windows, under the other policies.
         is_left_out: this rank reduces nothing.
+        reduced: which gradients are sums of ranks, under ``sync``.
+        own_ids: of the model's parameters, as it was when this was built last.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class Synchroniser:
         self.reducer: GradientReducer | None = None
         self.windows: WindowSync | None = None
         self.is_left_out = False
+        self.reduced = Reduced()
+        self.own_ids = {*map(id, self.parameters)}
         self._is_nan_from_start = math.isnan(self._norm())
 
     @property
@@ -127,6 +132,7 @@ class Synchroniser:
         self.is_left_out = False
         self._signature = self._current_signature()
         self._watch = ParameterWatch(self._model)
+        self.own_ids = {*map(id, self.parameters)}
         if self.policy == "sync":
             if self._norm_group is None and sync_batchnorm_layers(self._model):
                 self._norm_group = self._side_group()
@@ -206,6 +212,7 @@ class Synchroniser:
             [name for name, p in self._model.named_parameters() if p.requires_grad],
             self._gradient_codec(group),
             keeps_sums=self._keeps_sums,
+            reduced=self.reduced,
         )
         self.reducer = reducer
         if self._config.loss_reduction == "sum":

@@ -21,6 +21,8 @@ class WindowSync(ABC):
     """Whether gradients are weighed by the batch in hand."""
     is_common_step = False
     """Whether the window's end is a step of the optimizer, the same on every rank."""
+    takes_steps = True
+    """Whether optimizers may step now: gradients that are summed none but the end's."""
     has_moved = True
     """False where the last window's update is known to be none, as gradients wait for a
     step; looked at only after one that was not finite."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -14,17 +15,35 @@ from elche.comm.gradients.buckets.bucket_contract import Closed
 
 
 @final
+@dataclass(slots=True)
+class Reduced:
+    """Which gradients are sums of ranks, by ids of parameters.
+
+    Attributes:
+        given: what the last pass that was reduced left each parameter with.
+        passes: such passes so far.
+        strays: parameters that another pass has come to since.
+    """
+
+    given: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    passes: int = 0
+    strays: set[int] = field(default_factory=set)
+
+
+@final
 class HandedOut:
     """Gradients handed out, and what they took the place of.
 
     Args:
         as_views: ``p.grad`` becomes a view of the reduced bucket; else the sum is
             copied into the gradient's own memory.
+        reduced: records them.
     """
 
-    def __init__(self, *, as_views: bool) -> None:
+    def __init__(self, *, as_views: bool, reduced: Reduced) -> None:
         self._as_views = as_views
-        self._given: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._record = reduced
+        self._given = reduced.given
         self._kept: list[torch.Tensor | None] = []
 
     def is_given(self, parameter: nn.Parameter) -> bool:
@@ -42,6 +61,7 @@ class HandedOut:
 
         A rank whose gradients weigh nothing drops those that no other rank has.
         """
+        self._record.passes += 1
         kept: list[torch.Tensor | None] = []
         replaces_all = self._as_views and closed.source is not None
         for bucket in buckets:

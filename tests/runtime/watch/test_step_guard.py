@@ -1,0 +1,385 @@
+"""Optimizer steps along gradients that were not reduced, or of other parameters."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elche
+from elche import session
+from elche.errors import ElcheError
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.tasks import difference, identical
+from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
+
+pytestmark = pytest.mark.distributed
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "sync": {"policy": "sync", "speed_hints": (1.0, 0.4)},
+    "cadence": {"policy": "cadence"},
+    "async": {"policy": "async"},
+    "gradients": {"policy": "cadence", "update": "gradients"},
+    "auto": {"policy": "auto"},
+}
+State = dict[str, torch.Tensor]
+
+
+class Loop:
+    """Two small networks, their optimizers, and loops as people write them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        parts = [nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(6, 3)]
+        self.model = nn.ModuleList(parts).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        x = torch.randn(44, 6, dtype=torch.float64)
+        data = TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 1))
+        self.loader: Any = DataLoader(data, 8)
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        body, head, _ = self.model
+        return F.cross_entropy(head(body(x).tanh()), y)
+
+    def other(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model[2](x), 2 - y)
+
+    def backward(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.loss(x, y).backward()
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        pairs = ((p, p.grad) for p in self.model.parameters())
+        return ((p, g) for p, g in pairs if g is not None)
+
+    def assign(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        held = [*self.model[:2].parameters()]
+        found = torch.autograd.grad(self.loss(x, y), held)
+        for parameter, gradient in zip(held, found, strict=True):
+            parameter.grad = gradient
+
+
+def changed(loop: Loop) -> None:
+    """Gradients changed by hand, in place and replaced, alike on every rank."""
+    for batch in loop.loader:
+        loop.backward(*batch)
+        nn.utils.clip_grad_value_(loop.model.parameters(), 0.05)
+        for parameter, gradient in loop.gradients():
+            parameter.grad = gradient * 0.9 + 0.01 * parameter.detach()
+        for parameter in loop.model[2].parameters():  # which the loss does not use
+            parameter.grad = torch.zeros_like(parameter)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.optimizer.step()  # without a gradient
+
+
+def scaled(loop: Loop) -> None:
+    """A GradScaler that skips a step, unscales and clips."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    for number, batch in enumerate(loop.loader):
+        loop.optimizer.zero_grad()
+        bad = float("inf") if number == 2 else 1.0
+        scaler.scale(loop.loss(*batch) * bad).backward()
+        scaler.unscale_(loop.optimizer)
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+        scaler.step(loop.optimizer)
+        scaler.update()
+
+
+def accumulated(loop: Loop) -> None:
+    """Several passes for a step, the rest stepped after the loop, and steps twice."""
+    for number, batch in enumerate(loop.loader):
+        loop.loss(*batch).backward()
+        if number % 2 == 1:
+            loop.optimizer.step()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad(set_to_none=False)
+        if number == 4:
+            break
+    loop.optimizer.step()
+
+
+def in_turn(loop: Loop) -> None:
+    """As a GAN's: both networks get gradients in each pass."""
+    one = torch.optim.AdamW(loop.model[:2].parameters(), foreach=True)
+    other = torch.optim.Adam(loop.model[2].parameters(), lr=0.01, fused=True)
+    for x, y in loop.loader:
+        for optimizer, loss in ((one, loop.loss), (other, loop.other)):
+            loop.model.zero_grad()
+            (loss(x, y) + 0.1 * (loop.loss(x, y) + loop.other(x, y))).backward()
+            optimizer.step()
+
+
+def sharpness_aware(loop: Loop) -> None:
+    """SAM: a first step by hand, along a first backward pass, is taken back."""
+    for batch in loop.loader:
+        loop.backward(*batch)
+        moved = [(p, 0.05 * g / g.norm()) for p, g in loop.gradients()]
+        with torch.no_grad():
+            for parameter, move in moved:
+                parameter.add_(move)
+        loop.backward(*batch)
+        with torch.no_grad():
+            for parameter, move in moved:
+                parameter.sub_(move)
+        loop.optimizer.step()
+
+
+def with_closure(loop: Loop) -> None:
+    """LBFGS, whose closure runs forward and backward."""
+    held = [*loop.model[:2].parameters()]
+    optimizer = torch.optim.LBFGS(held, lr=0.1, max_iter=3)
+    for batch in itertools.islice(loop.loader, 3):
+
+        def closure(batch: Any = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loop.loss(*batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def adversarial(loop: Loop) -> None:
+    """Perturbations with an optimizer of their own, made anew for each batch."""
+    for x, y in loop.loader:
+        delta = torch.zeros_like(x, requires_grad=True)
+        inner = torch.optim.SGD([delta], lr=1.0)
+        for _ in range(2):
+            inner.zero_grad()
+            loss = F.cross_entropy(loop.model[2](x + delta), y) * -len(x)
+            loss.backward()
+            inner.step()
+        loop.backward(x + delta.detach(), y)
+        loop.optimizer.step()
+
+
+def truncated(loop: Loop) -> None:
+    """TBPTT: a step for each part of a batch, whose state is detached."""
+    for x, y in loop.loader:
+        state = torch.zeros(len(x), 8, dtype=x.dtype)
+        for _ in range(2):
+            state = (loop.model[0](x) + state.detach()).tanh()
+            loop.optimizer.zero_grad()
+            F.cross_entropy(loop.model[1](state), y).backward()
+            loop.optimizer.step()
+
+
+def looked_for_a_rate(loop: Loop) -> None:
+    """A finder of learning rates: some steps, and everything taken back."""
+    before = {k: v.clone() for k, v in loop.model.state_dict().items()}
+    for rate, batch in zip((0.1, 1.0, 10.0), loop.loader, strict=False):
+        loop.optimizer.param_groups[0]["lr"] = rate
+        loop.backward(*batch)
+        loop.optimizer.step()
+    loop.model.load_state_dict(before)
+    loop.optimizer.param_groups[0]["lr"] = 0.1
+    loop.optimizer.state.clear()
+    for parameter in loop.model.parameters():  # makes an optimizer's state
+        parameter.grad = torch.zeros_like(parameter)
+    loop.optimizer.step()
+    changed(loop)
+
+
+def looked_at_between(loop: Loop) -> None:
+    """A backward pass between epochs, to look at gradients, that no step follows."""
+    changed(loop)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    loop.backward(x, torch.tensor([0, 1]))
+    loop.optimizer.zero_grad()
+    changed(loop)
+
+
+def projected(loop: Loop) -> None:
+    """PCGrad's: gradients of passes are kept, merged and assigned."""
+    for x, y in loop.loader:
+        kept: list[list[torch.Tensor]] = []
+        for loss in (loop.loss, loop.other):
+            loop.optimizer.zero_grad()
+            (loss(x, y) + 0.1 * (loop.loss(x, y) + loop.other(x, y))).backward()
+            kept.append([g.clone() for _, g in loop.gradients()])
+        held = list(loop.model.parameters())
+        for parameter, one, other in zip(held, *kept, strict=True):
+            parameter.grad = one + other * (one * other).sum().sign()
+        loop.optimizer.step()
+
+
+EXACT = {
+    each.__name__: each
+    for each in (
+        changed,
+        scaled,
+        accumulated,
+        in_turn,
+        sharpness_aware,
+        with_closure,
+        adversarial,
+        truncated,
+        looked_for_a_rate,
+        looked_at_between,
+        projected,
+    )
+}
+
+
+def listed(loop: Loop) -> None:
+    for batch in list(loop.loader):
+        loop.backward(*batch)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def assigned(loop: Loop, *, mixed: bool = False, is_clean: bool = True) -> None:
+    for number, batch in enumerate(loop.loader):
+        if mixed and number % 2 == 0:
+            loop.backward(*batch)
+        else:
+            loop.assign(*batch)
+        loop.optimizer.step()
+        if is_clean:
+            loop.optimizer.zero_grad()
+
+
+def assigned_in_turn(loop: Loop) -> None:
+    assigned(loop, mixed=True, is_clean=False)
+
+
+def assigned_in_a_closure(loop: Loop) -> None:
+    for batch in loop.loader:
+
+        def closure(batch: Any = batch) -> None:
+            loop.optimizer.zero_grad()
+            loop.assign(*batch)
+
+        loop.optimizer.step(closure=closure)
+
+
+def one_part_assigned(loop: Loop) -> None:
+    """A pass reaches one network, and the other's gradients are made by hand."""
+    for x, y in loop.loader:
+        loop.backward(x, y)
+        held = [*loop.model[2].parameters()]
+        found = torch.autograd.grad(loop.other(x, y), held)
+        for parameter, gradient in zip(held, found, strict=True):
+            parameter.grad = gradient
+        loop.optimizer.step()
+
+
+def after_the_loop(loop: Loop) -> None:
+    """More steps, on other data, which the last epoch's own may be."""
+    for batch in loop.loader:
+        loop.backward(*batch)
+        loop.optimizer.step()
+    loop.backward(*batch)
+    loop.optimizer.step()
+
+
+def accumulated_after_the_loop(loop: Loop) -> None:
+    for batch in loop.loader:
+        loop.loss(*batch).backward()
+    loop.loss(*batch).backward()  # into a gradient that was reduced
+    loop.optimizer.step()
+
+
+def before_the_loop(loop: Loop) -> None:
+    x = torch.ones(2, 6, dtype=torch.float64)
+    loop.backward(x, torch.tensor([0, 1]))
+    loop.optimizer.step()
+
+
+def foreign(loop: Loop) -> None:
+    centres = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+    other = torch.optim.SGD([centres], lr=0.1)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        other.zero_grad()
+        F.cross_entropy(loop.model[2](x) @ centres, y).backward()
+        loop.optimizer.step()
+        other.step()
+
+
+UNREDUCED = r"optimizer\.step\(\) outside of the loop, under policy '\w+'"
+ASSIGNED = "has a gradient, but no backward pass of this loop"
+FOREIGN = r"SGD holds 1 parameters that are not the model's .*ModuleDict"
+REFUSED: dict[str, tuple[Callable[[Loop], None], str, str]] = {
+    "listed": (listed, UNREDUCED, "sync cadence async gradients auto"),
+    "assigned": (assigned, ASSIGNED, "sync gradients auto"),
+    "assigned in turn": (assigned_in_turn, ASSIGNED, "sync gradients"),
+    "assigned in a closure": (assigned_in_a_closure, ASSIGNED, "sync gradients"),
+    "one part assigned": (one_part_assigned, ASSIGNED, "sync"),
+    "after": (after_the_loop, UNREDUCED, "sync cadence async gradients"),
+    "accumulated after": (accumulated_after_the_loop, UNREDUCED, "sync cadence"),
+    "before": (before_the_loop, UNREDUCED, "sync cadence gradients"),
+    "foreign": (foreign, FOREIGN, "sync cadence async auto"),
+}
+
+
+def on_a_rank(policy: str, names: list[str]) -> list[tuple[str, State]]:
+    """Loops, each in a run of its own: its error, if any, and the model at the end."""
+    found = []
+    for name in names:
+        loop, error = Loop(), ""
+        run = EXACT.get(name) or REFUSED[name][0]
+        loop.model, loop.optimizer, loop.loader = elche.setup(
+            loop.model, loop.optimizer, loop.loader, **nested(POLICIES[policy])
+        )
+        try:
+            with session.failing_together():
+                run(loop)
+        except ElcheError as raised:
+            error = str(raised)
+        elche.shutdown()
+        found.append((error, state_of(loop)))
+        loop.optimizer.step()  # the run is over, and the model the script's alone
+    return found
+
+
+def state_of(loop: Loop) -> State:
+    return {k: v.detach().clone() for k, v in loop.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("names", [[*EXACT][:5], [*EXACT][5:]], ids=str)
+def test_what_all_ranks_do_alike_is_exact(ranks2: RankPool, names: list[str]) -> None:
+    found = ranks2.run(on_a_rank, "sync", names, case_setup=serve_in_thread)
+    for name, *ranks in zip(names, *found, strict=True):
+        assert [error for error, _ in ranks] == ["", ""], name
+        assert identical([state for _, state in ranks]), name
+        loop = Loop()
+        EXACT[name](loop)
+        assert difference(ranks[0][1], state_of(loop)) < 1e-12, name
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
+def test_local_steps_are_taken(ranks2: RankPool, policy: str) -> None:
+    """Inside a window they are a rank's own: also along gradients that are assigned."""
+    names = ["changed", "adversarial", "with_closure"]
+    names += [] if policy == "auto" else ["assigned", "one part assigned"]
+    found = ranks2.run(on_a_rank, policy, names, case_setup=serve_in_thread)
+    for name, *ranks in zip(names, *found, strict=True):
+        assert [error for error, _ in ranks] == ["", ""], name
+        assert identical([state for _, state in ranks]), name
+
+
+CASES = [(name, policy) for name in REFUSED for policy in REFUSED[name][2].split()]
+
+
+@pytest.mark.parametrize(("name", "policy"), CASES)
+def test_other_steps_are_refused(ranks2: RankPool, name: str, policy: str) -> None:
+    (ranks,) = zip(
+        *ranks2.run(on_a_rank, policy, [name], case_setup=serve_in_thread), strict=True
+    )
+    for error, state in ranks:
+        if name == "listed" and policy == "sync" and not error:  # its batch is known
+            alone = Loop()
+            listed(alone)
+            assert difference(state, state_of(alone)) < 1e-12
+        else:
+            assert re.search(REFUSED[name][1], error), error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from elche.coordination.accounts.model_checks import refuse_parted
 from elche.coordination.protocol.events import BarrierReached, EpochOpened, Event, Left
 from elche.coordination.protocol.instructions import BarrierPassed, Instruction
 
@@ -15,7 +16,7 @@ class Barriers:
     """Who waits at which barrier."""
 
     def __init__(self) -> None:
-        self._there: dict[str, set[int]] = {}
+        self._there: dict[str, dict[int, BarrierReached]] = {}
 
     def __bool__(self) -> bool:
         """Whether anybody waits."""
@@ -23,18 +24,23 @@ class Barriers:
 
     def reach(self, event: BarrierReached) -> None:
         """A rank has come."""
-        self._there.setdefault(event.name, set()).add(event.rank)
+        self._there.setdefault(event.name, {})[event.rank] = event
 
     def remove(self, rank: int) -> None:
         """A rank is gone."""
         for there in self._there.values():
-            there.discard(rank)
+            there.pop(rank, None)
 
     def passed(self, members: Set[int]) -> list[Instruction]:
-        """Lets all pass where all members have come."""
-        names = [name for name, there in self._there.items() if there >= members]
+        """Lets all pass where all members have come.
+
+        Raises:
+            MismatchError: their models differ.
+        """
+        names = [n for n, there in self._there.items() if there.keys() >= members]
         for name in names:
-            del self._there[name]
+            checks = {r: each.checks for r, each in self._there.pop(name).items()}
+            refuse_parted(checks, f"at {name}", "when that, or its last part, began")
         return [
             BarrierPassed(rank=rank, name=name)
             for name in names
@@ -44,7 +50,7 @@ class Barriers:
     def waiting_for(self, members: Set[int]) -> str:
         """Who is missing at the first of them, in words."""
         name, there = next(iter(self._there.items()))
-        return f"ranks {sorted(members - there)} at barrier {name!r}"
+        return f"ranks {sorted(members - there.keys())} at barrier {name!r}"
 
 
 class EpochEnding:

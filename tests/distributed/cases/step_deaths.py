@@ -35,8 +35,8 @@ from elche.coordination.protocol.instructions import (
     Regroup,
 )
 from elche.runtime.data.sample_order import SampleOrder
+from elche.runtime.epochs.model_sums import checksum
 from elche.runtime.process.worker import Worker
-from elche.runtime.rank_settings import checksum
 from elche.runtime.windows.regrouping import Regrouping
 from elche.runtime.windows.step_members import StepMembers
 from elche.runtime.windows.step_regrouping import StepRegrouping

@@ -7,7 +7,7 @@ an event, the addressee of an instruction. Times are seconds, sizes are samples.
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""
@@ -21,3 +21,6 @@ Scalars = tuple[tuple[str, float, float], ...]
 OwnPart = tuple[int, ...]
 """A rank's part of a step: epoch, step, backward pass in it, its first sample and one
 past the last; or ()."""
+
+CheckRows = tuple[tuple[int, str, str, int, int, float, float, float], ...]
+"""Checksums of a rank's parameters: the fields of a `ModelCheck`, each."""

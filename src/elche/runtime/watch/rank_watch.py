@@ -9,7 +9,6 @@ from typing import final
 import torch
 
 from elche.coordination.accounts.step_count import StepCount
-from elche.coordination.agreement import round_differently
 from elche.coordination.protocol.messages import Scalars
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.scalars import ScalarLog
@@ -32,10 +31,8 @@ class RankWatch:
         worker: this rank's shell.
         training: what is trained.
         scalars: what the loop logs.
-        devices: device names of all ranks.
 
     Attributes:
-        is_mixed: the ranks' devices round differently.
         steps: of the run.
         skips: steps that a GradScaler skips.
         optimizers: which step the model.
@@ -51,14 +48,12 @@ class RankWatch:
         worker: Worker,
         training: Training,
         scalars: ScalarLog,
-        devices: Sequence[str],
     ) -> None:
         config, model = training.config, training.model
         self._policy = config.policy
         self._refuses_sums = config.loss_reduction == "mean"
         self._sum_loss: SumLossWatch | None = None
         self._scalars = scalars
-        self.is_mixed = round_differently(devices)
         self.steps = StepCount()
         self.skips = ScalerSkips(training.optimizer, scalars)
         self.optimizers = OptimizersSeen(model, training.optimizers)

@@ -558,7 +558,7 @@ def test_skipped_backward_passes_are_named() -> None:
         ({"layout": "x changed"}, "rank 1 does not train what rank 0 trains"),
         (
             {"checks": checks_of(1)},
-            "rank 1 and rank 0 hold different values in w",
+            "ranks [1] and [0] hold different values in w",
         ),
     ],
 )

@@ -270,7 +270,7 @@ def test_a_rank_of_another_kind_joins() -> None:
         ({"checks": checks_of("common"), "steps": 7}, "rank 2 asks for 7 steps more"),
         (
             {"checks": checks_of("mine")},
-            "rank 2 and ranks 0, 1 hold different",
+            r"ranks [2] and [0, 1] hold different",
         ),
     ],
 )

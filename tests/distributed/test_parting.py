@@ -17,7 +17,7 @@ def parted(ranks: RankPool, parting: Parting) -> str:
     (error, ran), (other, _) = found
     assert error == other
     assert ran <= parting.batches
-    assert error.startswith("rank 1 and rank 0 hold different values in "), found
+    assert error.startswith("ranks [1] and [0] hold different values in "), found
     assert "noise" in error
     return error
 

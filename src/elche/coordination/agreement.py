@@ -9,11 +9,16 @@ from typing import Any
 
 from elche.cadence.convergence import optimizer_kind
 from elche.config import RunConfig
-from elche.coordination.accounts.model_checks import refuse_parted
+from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.protocol.events import EpochOpened, Join, Left
 from elche.errors import MismatchError
 
 SHOWN_DIFFERENCES = 5
+CHANGED_BETWEEN = (
+    "parameters were changed between epochs on some ranks only (a checkpoint loaded on "
+    "one rank, or an optimizer step on gradients that were left over after the loop, "
+    "say); do it on every rank, and step inside the loop"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,16 +191,10 @@ def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
                 f"{_steps_of(first)}; give loader.steps() the same number on every "
                 "rank"
             )
+    when = f"where epoch {first.epoch} begins"
+    checks = {rank: each.checks for rank, each in opened.items()}
     try:
-        refuse_parted(
-            {rank: each.checks for rank, each in opened.items()},
-            f"where epoch {first.epoch} begins",
-            "before it",
-            causes="parameters were changed between epochs on some ranks only (a "
-            "checkpoint loaded on one rank, or an optimizer step on gradients that "
-            "were left over after the loop, say); do it on every rank, and step "
-            "inside the loop",
-        )
+        ModelChecks(when, "before that", CHANGED_BETWEEN).compare(checks)
     except MismatchError as error:
         return str(error)
     return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from elche.coordination.accounts.model_checks import refuse_parted
+from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.protocol.events import BarrierReached, EpochOpened, Event, Left
 from elche.coordination.protocol.instructions import BarrierPassed, Instruction
 
@@ -40,7 +40,7 @@ class Barriers:
         names = [n for n, there in self._there.items() if there.keys() >= members]
         for name in names:
             checks = {r: each.checks for r, each in self._there.pop(name).items()}
-            refuse_parted(checks, f"at {name}", "when that, or its last part, began")
+            ModelChecks(f"at {name}", "where its last part began").compare(checks)
         return [
             BarrierPassed(rank=rank, name=name)
             for name in names

@@ -129,10 +129,6 @@ class Averager:
         is_here = all(group.is_summed for group in self._groups)
         return is_here and self._buffers.is_summed
 
-    def base(self) -> dict[int, torch.Tensor]:
-        """θ_k by the ids of the parameters; on the host, not to be written."""
-        return {k: v for group in self._groups for k, v in group.common().items()}
-
     def has_sum(self, plan: Reduce) -> bool:
         """Whether all sums of a reduction that was begun are here.
 

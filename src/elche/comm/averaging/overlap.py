@@ -249,7 +249,10 @@ class OverlappedAverager(Averager):
 
         On the host, in the precision in which they are averaged; not to be written.
         """
-        return self._buffers.common_counts() | self.base()
+        held = self._buffers.common_counts()
+        for group in self._groups:
+            held.update(group.common())
+        return held
 
     def _expect(self, call: str, *phases: _Phase) -> None:
         if self._phase not in phases:

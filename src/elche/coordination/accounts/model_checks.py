@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, final
 
 from elche.coordination.protocol.messages import CheckRows
 from elche.errors import MismatchError
 
 EVERY_STEPS = 8
 SLICES = 32
-LEAST_VALUES = 16_384
-"""Values of a slice at least."""
-MOST_VALUES = 1 << 20
-"""Values summed at once at most, which bounds temporary memory."""
+LEAST_VALUES, MOST_VALUES = 1 << 14, 1 << 22
+"""Values of a slice: the most bounds temporary memory."""
 WALK, SHIFT = 1024.0, 16.0
 """Tolerance in roundings: a random walk of each value; a shift of all of them alike."""
 CAUSES = (
@@ -30,22 +28,12 @@ CAUSES = (
     "every rank"
 )
 
-Chunk: TypeAlias = list[tuple[int, int, int]]
-"""(tensor, first row, one past the last) of tensors that are summed at once."""
-
 
 class ModelCheck(NamedTuple):
-    """Sums over one slice of a rank's parameters.
+    """Sums over a slice of a rank's parameters: of bits, values and squares.
 
-    Attributes:
-        at: the step, window or slice that it was made at.
-        what: names of the slice's tensors.
-        kind: of the device.
-        bits: sum of the values' bits, each times an odd number of its place.
-        values: number of values.
-        precision: relative error of a rounding.
-        total: sum of the values.
-        squares: sum of their squares.
+    It was made `at` a step, window or slice, of the tensors named in `what`, on a
+    device of this `kind`; `precision` is the relative error of a rounding.
     """
 
     at: int
@@ -58,29 +46,27 @@ class ModelCheck(NamedTuple):
     squares: float
 
 
-def plan_slices(shapes: Sequence[tuple[int, int]]) -> list[list[Chunk]]:
-    """Cuts tensors of one dtype into slices of about equal size.
+def plan_slices(shapes: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Cuts tensors into slices of about equal size: (tensor, first row, past the last).
 
     Args:
         shapes: rows of each tensor, and values in each row.
     """
     total = sum(rows * values for rows, values in shapes)
-    most = max(LEAST_VALUES, math.ceil(total / SLICES))
-    per_chunk = min(most, MOST_VALUES)
-    chunks: list[Chunk] = []
+    most = min(MOST_VALUES, max(LEAST_VALUES, math.ceil(total / SLICES)))
+    slices: list[list[tuple[int, int, int]]] = []
     room = 0
     for tensor, (rows, values) in enumerate(shapes):
         start = 0
         while start < rows and values:
             if room < values:
-                chunks.append([])
-                room = per_chunk
+                slices.append([])
+                room = most
             stop = min(rows, start + max(1, room // values))
-            chunks[-1].append((tensor, start, stop))
+            slices[-1].append((tensor, start, stop))
             room -= (stop - start) * values
             start = stop
-    size = math.ceil(most / per_chunk)
-    return [chunks[at : at + size] for at in range(0, len(chunks), size)]
+    return slices
 
 
 def slice_at(steps: int) -> int | None:
@@ -114,77 +100,52 @@ def parted(checks: Mapping[int, ModelCheck]) -> tuple[list[int], list[int]] | No
 def _is_near(one: ModelCheck, other: ModelCheck) -> bool:
     """Whether rounding on two kinds of devices explains the difference."""
     squares = max(one.squares, other.squares)
-    shift = SHIFT * math.sqrt(max(one.values, other.values))
-    most = max(one.precision, other.precision) * (WALK + shift)
+    most = max(one.precision, other.precision)
+    most *= WALK + SHIFT * math.sqrt(max(one.values, other.values))
     if not math.isfinite(squares + one.total + other.total):
         return True  # NaN and Inf have their own error
     is_near = abs(one.total - other.total) <= most * math.sqrt(squares)
     return is_near and abs(one.squares - other.squares) <= 2 * most * squares
 
 
-def refuse_parted(
-    rows: Mapping[int, CheckRows],
-    when: str,
-    before: str,
-    since: dict[str, str] | None = None,
-    causes: str = CAUSES,
-) -> None:
-    """Compares the checks that ranks report.
-
-    Args:
-        rows: of each rank.
-        when: these were made; `{at}` stands for a check's own place.
-        before: this, ranks were equal, where `since` does not say.
-        since: when tensors were last found equal, by their names; it is updated.
-        causes: of a difference.
-
-    Raises:
-        MismatchError: ranks hold different values.
-    """
-    since = {} if since is None else since
-    found: dict[int, dict[int, ModelCheck]] = {}
-    for rank, checks in rows.items():
-        for row in checks:
-            found.setdefault(row[0], {})[rank] = ModelCheck(*row)
-    for at in sorted(found):
-        sides, time = parted(found[at]), when.format(at=at)
-        what = found[at][sides[0][0] if sides else min(found[at])].what
-        if sides is not None:
-            raise MismatchError(
-                f"{_named(sides[0])} and {_named(sides[1])} hold different values in "
-                f"{what} {time}; they were equal {since.get(what, before)}; {causes}"
-            )
-        since[what] = time
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
 @final
 class ModelChecks:
-    """Checks of an epoch's steps or windows.
+    """Comparison of ranks at several places; remembers when tensors were equal.
 
     Args:
-        when: they are made; with `{at}`.
+        when: the checks are made; `{at}` stands for their place.
+        before: ranks were equal, of tensors that were not compared yet.
+        causes: of a difference.
     """
 
-    def __init__(self, when: str) -> None:
-        self._when = when
-        self._epoch = 0
+    def __init__(self, when: str, before: str, causes: str = CAUSES) -> None:
+        self._when, self._before, self._causes = when, before, causes
         self._since: dict[str, str] = {}
 
-    def begin_epoch(self, epoch: int) -> None:
-        """An epoch, or its next part, begins: all ranks hold one model."""
-        self._epoch = epoch
-        self._since.clear()
+    @staticmethod
+    def of_epoch(epoch: int, when: str) -> ModelChecks:
+        """Of an epoch or a part of it, at whose beginning all ranks hold one model."""
+        before = f"when epoch {epoch}, or this part of it, began"
+        return ModelChecks(f"{when} of epoch {epoch}", before)
 
     def compare(self, rows: Mapping[int, CheckRows]) -> None:
         """Compares what the ranks of one group report.
 
         Raises:
-            MismatchError: they have parted.
+            MismatchError: ranks hold different values.
         """
-        when = f"{self._when} of epoch {self._epoch}"
-        before = f"when epoch {self._epoch}, or this part of it, began"
-        refuse_parted(rows, when, before, self._since)
+        found: dict[int, dict[int, ModelCheck]] = {}
+        for rank, checks in rows.items():
+            for row in checks:
+                found.setdefault(row[0], {})[rank] = ModelCheck(*row)
+        for at in sorted(found):
+            sides, time = parted(found[at]), self._when.format(at=at)
+            what = found[at][sides[0][0] if sides else min(found[at])].what
+            if sides is not None:
+                one, other = (", ".join(map(str, side)) for side in sides)
+                since = self._since.get(what, self._before)
+                raise MismatchError(
+                    f"ranks [{one}] and [{other}] hold different values in {what} "
+                    f"{time}; they were equal {since}; {self._causes}"
+                )
+            self._since[what] = time

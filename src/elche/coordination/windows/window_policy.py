@@ -95,7 +95,7 @@ class WindowPolicy(Policy):
         self.name = config.policy
         self._state = WindowState(config, members, idle, first_window)
         self._planner = ReductionPlanner(config, epochs)
-        self._checks = ModelChecks("after window {at}")
+        self._checks = ModelChecks.of_epoch(-1, "")
 
     @property
     def first_window(self) -> int:
@@ -113,7 +113,7 @@ class WindowPolicy(Policy):
         """Opens the epoch's first window with its first leases."""
         state, sizes = self._state, sizes.cut_by(self.cut)
         state.reset(sizes, epoch, now_s)
-        self._checks.begin_epoch(epoch)
+        self._checks = ModelChecks.of_epoch(epoch, "after window {at}")
         state.take_plan(sizes, plan)
         ranks = list(state.members)
         return self._outcome([], self._begin(ranks, now_s))
@@ -135,7 +135,7 @@ class WindowPolicy(Policy):
         """Goes on with an epoch of which another policy has committed the beginning."""
         state, sizes = self._state, sizes.cut_by(self.cut)
         state.reset(sizes, epoch, now_s)
-        self._checks.begin_epoch(epoch)
+        self._checks = ModelChecks.of_epoch(epoch, "after window {at}")
         state.take_over(sizes.first_of(done.batches), done.totals)
         done.totals.first_window = done.batches
         state.start_from(done.progress_samples)

@@ -108,9 +108,11 @@ class EpochExecution:
 
     @property
     def sums(self) -> ModelSums:
-        """Of the model as it is laid out now, to be compared between ranks."""
-        kind = kind_of(self._worker.placement.device)
-        return ModelSums(self._training.model.named_parameters(), kind)
+        """Of the model as it is laid out now, if there are ranks to compare with."""
+        worker = self._worker
+        named = self._training.model.named_parameters()
+        is_alone = len(worker.members) == 1
+        return ModelSums(() if is_alone else named, kind_of(worker.placement.device))
 
     def attach(self) -> None:
         """Makes the stream that batches are drawn from."""
@@ -357,7 +359,7 @@ class EpochExecution:
             leave_out=members.leave_out,
             unknown=members.unknown,
             checksum=partial(checksum, self._training.model),
-            sums=self.sums if len(self._worker.members) > 1 else None,
+            sums=self.sums,
             drain=(lambda: None) if delayed is None else delayed.drain,
             regrouping=self._opening.regrouping,
             steps=self._opening.steps,

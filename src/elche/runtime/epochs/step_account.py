@@ -93,8 +93,7 @@ class StepAccount:
             wait_s: of it, for other ranks.
             passes: backward passes of the run so far.
         """
-        if self._hooks.sums is not None and not self._dead.is_settled:
-            self._hooks.sums.step_ran(step.step + 1)
+        self._hooks.sums.step_ran(step.step + 1)
         self._ran.append((step.step, self._cost(step, wait_s), passes))
 
     def settle(self, first: int | None = None) -> bool:
@@ -111,6 +110,7 @@ class StepAccount:
     def _done(self, number: int, cost: BatchCost, passes: int) -> bool:
         """A step is done; what is to be said of its grant waits for the next one."""
         has_sent = self.report()  # there was no backward pass
+        grant = self._reports.under_way
         if self._dead.is_settled or not self._reports.step_done(number, cost):
             return has_sent
         hooks, is_live = self._hooks, self._hooks.graphs.is_live
@@ -127,7 +127,7 @@ class StepAccount:
             parameter_norm=hooks.parameter_norm() if tells_norm else 0.0,
             scalars=hooks.scalars(is_last),
             unknown=EARLY if is_live else hooks.unknown(),
-            checks=() if hooks.sums is None else hooks.sums.take(grant.start),
+            checks=hooks.sums.take(grant.start),
         )
         return True
 
@@ -170,8 +170,6 @@ class StepAccount:
         """The group has changed: what is not reported is granted anew."""
         self._reports.void()
         self._ran.clear()
-        if self._hooks.sums is not None:
-            self._hooks.sums.void()
 
 
 def _look(

@@ -71,7 +71,7 @@ class EpochHooks:
         leave_out: shares steps among others from now on; returns what reduces them.
         unknown: names state of this rank that cannot be carried to another, or "".
         checksum: of the parameters.
-        sums: of what is compared between ranks; None where there is one rank.
+        sums: of what is compared between ranks.
         drain: takes the step that is still under way, with all ranks.
         regrouping: forms the next group where ranks have died.
         steps: the same under ``sync``.
@@ -91,7 +91,7 @@ class EpochHooks:
     leave_out: Callable[[LeaveOut], GradientReducer] | None = None
     unknown: Callable[[], str] = str
     checksum: Callable[[], str] = str
-    sums: ModelSums | None = None
+    sums: ModelSums = field(default_factory=lambda: ModelSums(()))
     drain: Callable[[], None] = lambda: None
     regrouping: Regrouping | None = None
     steps: StepRegrouping | None = None
@@ -423,11 +423,8 @@ class WindowEpoch:
 
     def _checks(self, window: int) -> CheckRows:
         """Checks a slice of the common model that this rank goes on from."""
-        sums = self._hooks.sums
-        if sums is None:
-            return ()
-        sums.begin(window, window, self._sync.base())
-        return sums.take(window)
+        self._hooks.sums.begin(window, window, self._sync.common())
+        return self._hooks.sums.take(window)
 
     def handle(self, instruction: Instruction) -> None:
         """Takes an instruction of the epoch."""

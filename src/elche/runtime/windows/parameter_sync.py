@@ -97,10 +97,6 @@ class AveragedSync(WindowSync):
         self._averager.retire()
 
     @override
-    def base(self) -> dict[int, torch.Tensor]:
-        return self._averager.base()
-
-    @override
     def has_sum(self, plan: Reduce) -> bool:
         return self._averager.has_sum(plan)
 

@@ -88,10 +88,6 @@ class WindowSync(ABC):
         """
         return {}
 
-    def base(self) -> dict[int, torch.Tensor]:
-        """The common parameters that this rank goes on from, where it keeps them."""
-        return {}
-
     def has_sum(self, plan: Reduce) -> bool:
         """Whether :meth:`finish` would not need the other ranks any more.
 

@@ -72,7 +72,9 @@ class UserCollectives:
             self._epochs.members.meet("elche.barrier()")
         else:
             worker.regroup_if_told()
-        worker.send(BarrierReached(rank=worker.rank, name=name))
+        saves = name == "elche.save"  # one model of all ranks
+        checks = self._epochs.execution.sums.whole() if saves else ()
+        worker.send(BarrierReached(rank=worker.rank, name=name, checks=checks))
         while not passed:
             worker.receive(handle, f"all ranks at {name}")
 

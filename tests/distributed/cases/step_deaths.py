@@ -386,7 +386,7 @@ def read_together() -> None:
         waiting_for: str,
         most_s: float | None = None,
     ) -> None:
-        if not waiting_for.startswith("the grant of step"):
+        if worker.dead or not waiting_for.startswith("the grant of step"):
             original(worker, handle, waiting_for, most_s)
             return
         channel = worker._channel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
@@ -63,6 +65,14 @@ def test_they_end_with_the_epoch_at_the_latest(
         assert "at the end of epoch 0" in error
     elif parting.policy in ("cadence", "async"):
         assert "after window" in error
+
+
+def test_ranks_that_part_between_epochs_are_not_saved(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    error = parted(ranks2, Parting("", policy="cadence", folder=str(tmp_path)))
+    assert "at elche.save" in error
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from elche.coordination.accounts.model_checks import (
     EVERY_STEPS,
@@ -82,12 +81,6 @@ def test_a_common_tensor_stands_for_a_parameter() -> None:
     assert sums.take(5) == ()
     assert len(sums.take(6)) == 1
     assert sums.take(6) == ()
-
-
-def test_a_model_without_parameters_has_no_sums() -> None:
-    sums = ModelSums(nn.Identity().named_parameters())
-    sums.begin(1, 1)
-    assert sums.take(1) == sums.whole() == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ class Parting:
     policy: str = "sync"
     two_kinds: bool = False
     is_last: bool = False
-    is_narrow: bool = False
     folder: str = ""
 
     @property
@@ -46,9 +46,8 @@ class Parting:
 def train(parting: Parting) -> tuple[str, int]:
     """Trains one epoch; returns the error and how many batches this rank ran."""
     torch.manual_seed(3)
-    body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-    body[0].bias.requires_grad_(False)
-    model: nn.Module = Cast(body) if parting.is_narrow else body
+    model: nn.Module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    next(islice(model.parameters(), 1, None)).requires_grad_(False)
     samples = parting.batches * BATCH
     data = TensorDataset(torch.randn(samples, 6), torch.arange(samples) % 3)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -119,20 +118,6 @@ def body_of(
         assert run is not None
         windows: Any = run._synchroniser.windows
         windows._averager._groups[0]._base_memory[3] += 1e-3
-
-
-class Cast(nn.Module):
-    """A narrow layer in a wide model."""
-
-    def __init__(self, body: nn.Sequential) -> None:
-        super().__init__()
-        self.body = body
-        body[0].to(torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.body[0](x.to(torch.bfloat16)).float()
-        out: torch.Tensor = self.body[1:](hidden)
-        return out
 
 
 def elche_rank() -> int:

@@ -10,12 +10,7 @@ import torch
 
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.accounts.epoch_parts import PartRanges, whole_end
-from elche.coordination.protocol.events import (
-    BarrierReached,
-    EpochOpened,
-    Event,
-    Left,
-)
+from elche.coordination.protocol.events import BarrierReached, EpochOpened, Event, Left
 from elche.coordination.protocol.instructions import BarrierPassed, EndEpoch
 from elche.coordination.sync.step_reports import EARLY
 from elche.errors import CommunicationError, ConfigError, MismatchError

@@ -110,16 +110,13 @@ class StepAccount:
     def _done(self, number: int, cost: BatchCost, passes: int) -> bool:
         """A step is done; what is to be said of its grant waits for the next one."""
         has_sent = self.report()  # there was no backward pass
-        grant = self._reports.under_way
         if self._dead.is_settled or not self._reports.step_done(number, cost):
             return has_sent
         hooks, is_live = self._hooks, self._hooks.graphs.is_live
-        grant = self._reports.under_way
-        assert grant is not None
         is_last = number + 1 == self._positions.num_batches
         tells_norm = is_last and self._worker.place == 0
         self._numbers.report(final=is_last)
-        self.reported = number + 1
+        checks, self.reported = hooks.sums.take(self.reported), number + 1
         self.is_early |= is_live
         self._reports.close(
             backward_passes=passes,
@@ -127,7 +124,7 @@ class StepAccount:
             parameter_norm=hooks.parameter_norm() if tells_norm else 0.0,
             scalars=hooks.scalars(is_last),
             unknown=EARLY if is_live else hooks.unknown(),
-            checks=hooks.sums.take(grant.start),
+            checks=checks,
         )
         return True
 

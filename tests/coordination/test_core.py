@@ -46,6 +46,7 @@ from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.state import Coordinator
 from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of as simulated_join
+from tests.harness.model_checks import checks_of
 from tests.harness.settings import nested
 
 
@@ -571,14 +572,17 @@ def test_skipped_backward_passes_are_named() -> None:
     ("change", "says"),
     [
         ({"layout": "x changed"}, "rank 1 does not train what rank 0 trains"),
-        ({"checksum": "1"}, "rank 1 begins epoch 0 with other parameters than rank 0"),
+        (
+            {"checks": checks_of(1)},
+            "ranks [1] and [0] hold different values in w",
+        ),
     ],
 )
 def test_ranks_that_differ_at_the_beginning_of_an_epoch(
-    change: dict[str, str], says: str
+    change: dict[str, Any], says: str
 ) -> None:
     core = joined(plan_of("sync"))
-    same = {"checksum": "0"}
+    same = {"checks": checks_of(0)}
     core.handle(EpochOpened(rank=0, epoch=0, sizes=((8, 2),), **same), 1.0)
     told = core.handle(EpochOpened(rank=1, epoch=0, **{**same, **change}), 1.0)
     assert says in reason_of(told, 2)

@@ -37,6 +37,7 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.state import Coordinator
 from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of
+from tests.harness.model_checks import checks_of
 from tests.harness.settings import nested
 
 BATCHES, FOUNDERS = 24, 2
@@ -63,7 +64,7 @@ class Member:
         self.rank = rank
         self.joins = joins
         self.is_over = self.is_in = False
-        self.refused, self.checksum = "", "common"
+        self.refused, self.checks = "", checks_of("common")
         self.leases: list[int] = []
         self.window = self.trained = self.reduced = 0
         self.opened: EpochOpened | None = None
@@ -129,7 +130,7 @@ class Member:
             epoch=epoch,
             sizes=said,
             continues=continues,
-            checksum=self.checksum,
+            checks=self.checks,
         )
         return [self.opened]
 
@@ -256,7 +257,7 @@ def test_a_rank_of_another_kind_joins() -> None:
     meeting = Meeting(plan_of())
     meeting.move(0)
     meeting.come(device="NVIDIA A100")
-    meeting.members[2].checksum = ""
+    meeting.members[2].checks = ()
     meeting.say(JoinReady(rank=2))
     meeting.finish()
     assert meeting.core.aborted is None
@@ -266,8 +267,11 @@ def test_a_rank_of_another_kind_joins() -> None:
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        ({"checksum": "common", "steps": 7}, "rank 2 asks for 7 steps more"),
-        ({"checksum": "mine"}, "rank 2 begins epoch 0 with other parameters"),
+        ({"checks": checks_of("common"), "steps": 7}, "rank 2 asks for 7 steps more"),
+        (
+            {"checks": checks_of("mine")},
+            r"ranks [2] and [0, 1] hold different",
+        ),
     ],
 )
 def test_who_opens_another_epoch_ends_alone(

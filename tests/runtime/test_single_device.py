@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import elche
 from elche.config import RunConfig
 from elche.errors import ConfigError
+from elche.runtime.epochs.model_sums import ModelSums
 from elche.runtime.rank_settings import check_shared, describe
 from elche.runtime.training import Training
 
@@ -59,6 +60,7 @@ def test_a_run_of_one_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in ((socket, "socket"), (subprocess, "Popen"), (os, "fork")):
         monkeypatch.setattr(owner, name, refuse)
+    monkeypatch.setattr(ModelSums, "begin", refuse)
     threads = set(threading.enumerate())
     model, optimizer, loader = elche.setup(*_parts(), seed=3)
     for (x,) in loader:

@@ -19,7 +19,6 @@ late is named.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -43,6 +42,7 @@ from elche.comm.transport.process_group import Group, gather_texts
 from elche.config import RunConfig
 from elche.config_parts import TransportConfig
 from elche.errors import ConfigError, MismatchError
+from elche.runtime.epochs.model_sums import ModelSums
 from elche.runtime.manual_run import begin_manual_run
 from elche.session import current_run
 
@@ -253,7 +253,9 @@ class Replica:
         if self.world_size == 1:
             return
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        sums = json.dumps([_checksum(tensor) for _, tensor in named])
+        sums = json.dumps(
+            [[row[3] for row in ModelSums([each]).whole()] for each in named]
+        )
         texts = [json.loads(text) for text in gather_texts(self.group, sums, what)]
         for rank, other in enumerate(texts):
             wrong = [
@@ -350,8 +352,3 @@ def _agreed_counts(what: str, rows: Sequence[Sequence[float]]) -> list[float]:
                 "as one number"
             )
     return list(rows[0])
-
-
-def _checksum(tensor: torch.Tensor) -> str:
-    host = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(host.numpy().tobytes()).hexdigest()[:16]

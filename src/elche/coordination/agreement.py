@@ -11,9 +11,16 @@ from elche.cadence.convergence import optimizer_kind
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchCut
 from elche.coordination.accounts.local_batches import local_cut
+from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.protocol.events import EpochOpened, Join, Left
+from elche.errors import MismatchError
 
 SHOWN_DIFFERENCES = 5
+CHANGED_BETWEEN = (
+    "parameters were changed between epochs on some ranks only (a checkpoint loaded on "
+    "one rank, or an optimizer step on gradients that were left over after the loop, "
+    "say); do it on every rank, and step inside the loop"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +85,6 @@ class Settings:
         ):
             flat[name] = getattr(self, name)
         return tuple((name, json.dumps(flat[name])) for name in sorted(flat))
-
-
-def round_differently(devices: Sequence[str]) -> bool:
-    """Whether devices, by their names, are of several kinds: each rounds otherwise."""
-    on_cpu = all(name.startswith("CPU") for name in devices)
-    return not on_cpu and len(set(devices)) > 1
 
 
 def settings_of(join: Join) -> Settings:
@@ -178,35 +179,32 @@ def disagreement(joins: Sequence[Join]) -> str:
 
 def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
     """What ranks do not agree on at the beginning of an epoch, in words, or ""."""
-    first = opened[min(opened)]
-    # "" of ranks that see devices of several kinds: who joins may be the first of them.
-    checksum = next((each.checksum for each in opened.values() if each.checksum), "")
+    lowest = min(opened)
+    first = opened[lowest]
     for rank, other in sorted(opened.items()):
         if (other.epoch, other.continues) != (first.epoch, first.continues):
             return (
-                f"rank {rank} begins with epoch {other.epoch}, rank 0 with "
+                f"rank {rank} begins with epoch {other.epoch}, rank {lowest} with "
                 f"{first.epoch}: call elche.resume with the same folder on every rank"
             )
         if other.layout != first.layout:
             return (
-                f"rank {rank} does not train what rank 0 trains in epoch "
+                f"rank {rank} does not train what rank {lowest} trains in epoch "
                 f"{first.epoch}: parameters were frozen, unfrozen, added or "
                 "replaced on some ranks only; do it on every rank"
             )
-        if other.checksum not in ("", checksum):
-            return (
-                f"rank {rank} begins epoch {first.epoch} with other parameters "
-                "than rank 0: they were changed between epochs on some ranks only "
-                "(a checkpoint loaded on rank 0, or an optimizer step on gradients "
-                "that were left over after the loop, say); do it on every rank, and "
-                "step inside the loop"
-            )
         if other.steps != first.steps:
             return (
-                f"rank {rank} asks for {_steps_of(other)}, rank 0 for "
+                f"rank {rank} asks for {_steps_of(other)}, rank {lowest} for "
                 f"{_steps_of(first)}; give loader.steps() the same number on every "
                 "rank"
             )
+    when = f"where epoch {first.epoch} begins"
+    checks = {rank: each.checks for rank, each in opened.items()}
+    try:
+        ModelChecks(when, "before that", CHANGED_BETWEEN).compare(checks)
+    except MismatchError as error:
+        return str(error)
     return ""
 
 

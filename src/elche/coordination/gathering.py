@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.protocol.events import BarrierReached, EpochOpened, Event, Left
 from elche.coordination.protocol.instructions import BarrierPassed, Instruction
 
@@ -15,7 +16,7 @@ class Barriers:
     """Ranks that wait at each barrier, and their texts."""
 
     def __init__(self) -> None:
-        self._there: dict[str, dict[int, str | None]] = {}
+        self._there: dict[str, dict[int, BarrierReached]] = {}
 
     def __bool__(self) -> bool:
         """Whether anybody waits."""
@@ -23,7 +24,7 @@ class Barriers:
 
     def reach(self, event: BarrierReached) -> None:
         """A rank has come."""
-        self._there.setdefault(event.name, {})[event.rank] = event.text
+        self._there.setdefault(event.name, {})[event.rank] = event
 
     def remove(self, rank: int) -> None:
         """A rank is gone."""
@@ -31,15 +32,21 @@ class Barriers:
             there.pop(rank, None)
 
     def passed(self, members: Set[int]) -> list[Instruction]:
-        """Lets all pass where all members have come, with the first one's text."""
+        """Lets all pass where all members have come, with the first one's text.
+
+        Raises:
+            MismatchError: their models differ.
+        """
         told: list[Instruction] = []
         for name, there in [*self._there.items()]:
-            text = there.get(min(members))
-            if text is None or not there.keys() >= members:
+            first = there.get(min(members))
+            if first is None or first.text is None or not there.keys() >= members:
                 continue
-            del self._there[name]
+            checks = {r: each.checks for r, each in self._there.pop(name).items()}
+            ModelChecks(f"at {name}", "where its last part began").compare(checks)
             told += [
-                BarrierPassed(rank=r, name=name, text=text) for r in sorted(members)
+                BarrierPassed(rank=r, name=name, text=first.text)
+                for r in sorted(members)
             ]
         return told
 

@@ -32,7 +32,6 @@ FUSED = (torch.optim.AdamW, torch.optim.Adam)
 """Optimizers whose fused kernel, on CUDA and on the CPU, saves most of a step."""
 FUSED_PARAMETERS = 1_000_000
 """Of fewer, a step is short anyway."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def describe(training: Training, epochs: int | None) -> Settings:
@@ -361,17 +360,6 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor,
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Tensors of the state that the optimizer already has, in a fixed order."""
     return [value for value, _ in _state_tensors(optimizer)]
-
-
-def checksum(model: nn.Module) -> str:
-    """A sum over the bits of all parameters: equal for equal bits, in any order."""
-    total = 0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            bits = _BITS.get(parameter.element_size())
-            if bits is not None and not parameter.is_complex():
-                total += int(parameter.detach().contiguous().view(bits).sum())
-    return f"{total & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
 def _is_plain(value: Any) -> bool:

@@ -71,9 +71,7 @@ class Run:
         self._devices = welcome.devices
         self._memory_bytes = welcome.memory_bytes
         self._training = training
-        self._watch = watch = RankWatch(
-            worker, training, self.notifications, welcome.devices
-        )
+        self._watch = watch = RankWatch(worker, training, self.notifications)
         self._synchroniser = Synchroniser(
             training.config,
             training.model,

@@ -73,7 +73,11 @@ class UserCollectives:
             nonlocal is_first
             is_first = worker.place == 0
             text = make() if is_first else None
-            worker.send(BarrierReached(rank=worker.rank, name=name, text=text))
+            saves = name == "elche.save"  # one model of all ranks
+            checks = self._epochs.execution.sums.whole() if saves else ()
+            worker.send(
+                BarrierReached(rank=worker.rank, name=name, text=text, checks=checks)
+            )
 
         if under_way is not None:
             self._epochs.members.meet("elche.barrier()")

@@ -43,11 +43,12 @@ from elche.coordination.protocol.instructions import (
     Regroup,
     Welcome,
 )
-from elche.coordination.protocol.messages import PROTOCOL_VERSION
+from elche.coordination.protocol.messages import PROTOCOL_VERSION, CheckRows
 from elche.coordination.state import Coordinator
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import EARLY, StepReports
+from tests.harness.model_checks import checks_of
 from tests.harness.reached import reach
 
 BUCKETS = 2
@@ -239,7 +240,7 @@ class Rank:
             rank=self.rank,
             epoch=0,
             sizes=sizes.runs,
-            checksum=repr(self.model),
+            checks=checks_of(self.model),
             continues=self.is_part,
         )
         self.step, self.passed, self.is_inside = -1, -1, False
@@ -261,6 +262,7 @@ class Rank:
         self.grants, self.end, self.has_said = {}, None, False
         self.reports = StepReports(self.rank, 0, NonFiniteRecord())
         self.ran: deque[int] = deque()
+        self.checks: dict[int, CheckRows] = {}
         self.said_until, self.is_known = 0, False
 
     def say_opened(self) -> None:
@@ -290,6 +292,7 @@ class Rank:
             yield  # in the optimizer
             self.is_inside = False
             self.ran.append(step)
+            self.checks[step + 1] = checks_of(self.model, at=step + 1)
             self.account(self.place.first)
         self.account(sizes.num_batches)
         while self.end is None:
@@ -310,11 +313,16 @@ class Rank:
             step = self.ran.popleft()
             share = self.grants[step].shares[self.rank]
             cost = BatchCost(samples=share, busy_s=0.01 * share, data_wait_s=0.0)
+            grant = self.reports.under_way
             if not self.lost.is_settled and self.reports.step_done(step, cost):
+                assert grant is not None
+                checks = self.checks.pop(grant.start, ())
                 self.said_until, is_early = step + 1, self.open is not None
                 self.is_known |= is_early
                 unknown = EARLY if is_early else ""
-                self.reports.close(backward_passes=self.closed, unknown=unknown)
+                self.reports.close(
+                    backward_passes=self.closed, unknown=unknown, checks=checks
+                )
             self.report()
 
     def report(self) -> None:

@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elche
-from elche.checkpoint.keeper import CheckpointKeeper
 from elche.comm.gradients.buckets.bucket import Bucket
 from elche.comm.gradients.buckets.bucket_contract import Closed
 from elche.comm.gradients.buckets.bucket_pass import BucketPass
@@ -35,8 +34,9 @@ from elche.coordination.protocol.instructions import (
     Regroup,
 )
 from elche.runtime.data.sample_order import SampleOrder
+from elche.runtime.epochs.model_sums import checksum
+from elche.runtime.epochs.run_epochs import RunEpochs
 from elche.runtime.process.worker import Worker
-from elche.runtime.rank_settings import checksum
 from elche.runtime.windows.regrouping import Regrouping
 from elche.runtime.windows.step_members import StepMembers
 from elche.runtime.windows.step_regrouping import StepRegrouping
@@ -367,7 +367,7 @@ def plan_death(
     elif place == "positions":
         before(SampleOrder, "share", visit)
     elif place == "pausing":
-        before(CheckpointKeeper, "cut", visit)
+        before(RunEpochs, "_compare", visit)
     elif place == "forming":
         before(Regrouping, "meet", visit)
     elif place == "formed":
@@ -386,7 +386,7 @@ def read_together() -> None:
         waiting_for: str,
         most_s: float | None = None,
     ) -> None:
-        if not waiting_for.startswith("the grant of step"):
+        if worker.dead or not waiting_for.startswith("the grant of step"):
             original(worker, handle, waiting_for, most_s)
             return
         channel = worker._channel

@@ -38,6 +38,7 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.sim.rank import LEFT_BEHIND, join_of
+from tests.harness.model_checks import checks_of
 from tests.sim.exploring.rank_states import Seat
 
 BATCH_S = 0.25
@@ -130,7 +131,7 @@ class WindowRank:
                 rank=self._rank,
                 epoch=0,
                 sizes=sizes if is_first else None,
-                checksum=repr(self.common),
+                checks=checks_of(self.common),
                 continues=self._is_part,
             )
             self._seat.tell(told)

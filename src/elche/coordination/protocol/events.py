@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elche.coordination.protocol.messages import OwnPart, Runs, Scalars
+from elche.coordination.protocol.messages import CheckRows, OwnPart, Runs, Scalars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,8 @@ class EpochOpened:
 
     ``probe_s`` is what one reduction of the model takes (0.0 where nobody asks).
     ``layout`` names what is trained now and whether that has changed since the last
-    epoch, ``checksum`` the values of the parameters ("" where devices of several kinds
-    round differently): both must agree. ``rates`` names what the optimizer steps with
+    epoch, ``checks`` the values of the parameters (none where the layout has changed):
+    both must agree. ``rates`` names what the optimizer steps with
     (learning rate and so on, but not a rate that follows the run's progress). ``steps``
     is how many the loop takes at most, -1 for a whole epoch. ``continues``: it is what
     was left of the epoch begun last when that was cut, or a resumed run's first.
@@ -43,7 +43,7 @@ class EpochOpened:
     epoch: int
     sizes: Runs | None = None
     layout: str = ""
-    checksum: str = ""
+    checks: CheckRows = ()
     plan: str = ""
     probe_s: float = 0.0
     rates: str = ""
@@ -65,7 +65,8 @@ class StepsDone:
     was met). ``is_finite`` is False where checked parameters are NaN; ``broken`` is
     the part since which this rank's own gradients are NaN or Inf. ``unknown`` names
     state that moves with this rank's batches and cannot be carried to another ("" if
-    none was seen), so that no rank may be left out.
+    none was seen), so that no rank may be left out. ``checks`` are of its parameters
+    after some of the steps before ``start``; see `ModelCheck`.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class StepsDone:
     is_finite: bool = True
     broken: OwnPart = ()
     unknown: str = ""
+    checks: CheckRows = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +146,8 @@ class WindowReduced:
 
     ``sync_s`` is what it cost the training thread, ``wait_s`` the wait for other ranks
     before it, ``divergence`` the rank's distance from the consensus it contributed to
-    over the consensus' norm, ``adopted_at`` the batches it had run in the next window.
+    over the consensus' norm, ``adopted_at`` the batches it had run in the next window,
+    ``checks`` of the common model that it goes on from.
     """
 
     rank: int
@@ -155,6 +158,7 @@ class WindowReduced:
     divergence: float
     adopted_at: int
     parameter_norm: float = 0.0
+    checks: CheckRows = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +238,7 @@ class PassBegun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierReached:
-    """A rank waits at the barrier ``name``, with what it says there.
+    """A rank waits at the barrier ``name``, which needs equal ``checks`` of all.
 
     The first rank's ``text`` reaches all; None: a rank that is not the first yet.
     """
@@ -242,6 +246,7 @@ class BarrierReached:
     rank: int
     name: str
     text: str | None = ""
+    checks: CheckRows = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,3 +21,6 @@ Scalars = tuple[tuple[str, float, float], ...]
 OwnPart = tuple[int, ...]
 """A rank's part of a step: epoch, step, backward pass in it, its first sample and one
 past the last; or ()."""
+
+CheckRows = tuple[tuple[int, str, str, int, int, float, float, float], ...]
+"""Checksums of a rank's parameters: the fields of a `ModelCheck`, each."""

@@ -15,7 +15,7 @@ from typing import final
 from elche.coordination.accounts.delivered_times import BatchCost, DeliveredTimes
 from elche.coordination.protocol.events import EpochLeft, StepsDone
 from elche.coordination.protocol.instructions import GrantSteps
-from elche.coordination.protocol.messages import Scalars
+from elche.coordination.protocol.messages import CheckRows, Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 
 EARLY = "the next batch is asked for before the backward pass of the last one"
@@ -68,6 +68,7 @@ class StepReports:
         parameter_norm: float = 0.0,
         scalars: Scalars = (),
         unknown: str = "",
+        checks: CheckRows = (),
     ) -> None:
         """The grant under way is done, and its report due; see `StepsDone`."""
         assert self._due is None, "the last report has not been said"
@@ -92,6 +93,7 @@ class StepReports:
             is_finite=self._numbers.is_finite and not math.isnan(parameter_norm),
             broken=self._numbers.broken,
             unknown=unknown,
+            checks=checks,
         )
 
     def take(self) -> StepsDone | None:

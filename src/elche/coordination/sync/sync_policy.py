@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 from elche.coordination.accounts.batch_ranges import BatchSizes, Range, joined
+from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.protocol.events import (
@@ -59,6 +60,7 @@ class SyncPolicy(Policy):
         self._lost: dict[int, int] = {}
         self._returned: list[Range] = []
         self._numbers = NonFiniteReports()
+        self._checks = ModelChecks.of_epoch(-1, "")
 
     @property
     def may_lose(self) -> bool:
@@ -85,6 +87,7 @@ class SyncPolicy(Policy):
         self._returned.clear()
         self._left.clear()
         self._numbers.clear()
+        self._checks = ModelChecks.of_epoch(epoch, "after step {at}")
         told = self._left_out.begin_epoch(epoch, sizes, now_s)
         return Outcome([*told, *self._top_up()])
 
@@ -314,6 +317,8 @@ class SyncPolicy(Policy):
         self._left.completed(grant.stop)
         reports = [grant.reports[rank] for rank in sorted(grant.reports)]
         told: list[Instruction] = []
+        if not grant.is_settled:
+            self._checks.compare({report.rank: report.checks for report in reports})
         if not (grant.is_settled or grant.left):
             told += self._measure(grant, reports)
         sync_s = max((report.sync_wait_s for report in reports), default=0.0)

@@ -17,6 +17,7 @@ from functools import partial
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchCut, BatchSizes
 from elche.coordination.accounts.metrics import RankReport
+from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy, Steps
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -100,6 +101,7 @@ class WindowPolicy(Policy):
         self.name = config.policy
         self._state = WindowState(config, members, idle, first_window)
         self._planner = ReductionPlanner(config, epochs)
+        self._checks = ModelChecks.of_epoch(-1, "")
 
     @property
     def cut(self) -> BatchCut:  # type: ignore[override]
@@ -128,6 +130,7 @@ class WindowPolicy(Policy):
         """Opens the epoch's first window with its first leases."""
         state, sizes = self._state, sizes.cut_by(self.cut)
         state.reset(sizes, epoch, now_s)
+        self._checks = ModelChecks.of_epoch(epoch, "after window {at}")
         state.take_plan(sizes, plan)
         ranks = list(state.members)
         return self._outcome([], self._begin(ranks, now_s))
@@ -149,6 +152,7 @@ class WindowPolicy(Policy):
         """Goes on with an epoch of which another policy has committed the beginning."""
         state, sizes = self._state, sizes.cut_by(self.cut)
         state.reset(sizes, epoch, now_s)
+        self._checks = ModelChecks.of_epoch(epoch, "after window {at}")
         state.take_over(sizes.first_of(done.batches), done.totals)
         done.totals.first_window = done.batches
         state.start_from(done.progress_samples)
@@ -376,6 +380,7 @@ class WindowPolicy(Policy):
         if not running.is_done or state.is_paused:
             return self._outcome([])
         done = state.reductions.commit()
+        self._checks.compare({r: each.checks for r, each in done.reports.items()})
         outcome = self._outcome([], self._commit(done, now_s))
         if self._may_defer:
             outcome.then = partial(self._committed, done, now_s)

@@ -22,6 +22,7 @@ from elche.errors import CommunicationError, ElcheError, NonFiniteError
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.epoch_opening import EpochOpening
+from elche.runtime.epochs.model_sums import ModelSums, checksum, kind_of
 from elche.runtime.epochs.step import open_steps
 from elche.runtime.epochs.sync_epoch import TOO_EARLY, SyncEpoch
 from elche.runtime.epochs.window_epoch import EpochHooks, WindowEpoch
@@ -99,6 +100,14 @@ class EpochExecution:
         self.generator = torch.Generator()
         self.under_way: SyncEpoch | WindowEpoch | None = None
         self.last_samples = 0
+
+    @property
+    def sums(self) -> ModelSums:
+        """Of the model as it is laid out now, if there are ranks to compare with."""
+        worker = self._worker
+        named = self._training.model.named_parameters()
+        is_alone = len(worker.members) == 1
+        return ModelSums(() if is_alone else named, kind_of(worker.placement.device))
 
     def attach(self) -> None:
         """Makes the stream that batches are drawn from."""
@@ -345,7 +354,8 @@ class EpochExecution:
             copies=watch.copies,
             leave_out=members.leave_out,
             unknown=members.unknown,
-            checksum=lambda: members.checksum() or f"of rank {self._worker.rank}",
+            checksum=partial(checksum, self._training.model),
+            sums=self.sums,
             drain=(lambda: None) if delayed is None else delayed.drain,
             regrouping=self._opening.regrouping,
             steps=self._opening.steps,

@@ -10,8 +10,12 @@ import torch
 
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.accounts.epoch_parts import PartRanges, whole_end
-from elche.coordination.protocol.events import EpochOpened, Event, Left
-from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch
+from elche.coordination.protocol.events import BarrierReached, EpochOpened, Event, Left
+from elche.coordination.protocol.instructions import (
+    BarrierPassed,
+    BeginEpoch,
+    EndEpoch,
+)
 from elche.coordination.sync.step_reports import EARLY
 from elche.errors import CommunicationError, ConfigError, MismatchError
 from elche.runtime.data.epoch_course import EpochCourse
@@ -84,6 +88,7 @@ class RunEpochs:
         self.reports: list[EndEpoch] = []
         self.samples_before = self.resumed_samples = 0
         self._cut: tuple[int, ...] = ()
+        self._ended: EndEpoch | None = None  # and the ranks' models are not compared
 
     @property
     def _epoch(self) -> int:
@@ -283,15 +288,35 @@ class RunEpochs:
         try:
             while self._is_new or self._is_cut:
                 yield from self._run_part(steps)
+                self._compare()
                 if self._is_cut and self._pause():
                     return
         except GeneratorExit:
+            self._compare()
             if self._is_cut and not self._is_closed:
                 self._leave_rest(steps)
             raise
         finally:
             if not self._is_closed:
                 self._course = None
+
+    def _compare(self) -> None:
+        """Compares the whole model with that of all ranks, where a part has ended.
+
+        Not where a rank's loop has broken off: it may have raised.
+
+        Raises:
+            MismatchError: ranks hold different parameters.
+        """
+        end, self._ended = self._ended, None
+        worker = self._worker
+        was_left = end is not None and end.is_early and not end.left
+        if end is None or was_left or worker.is_closed or len(worker.members) == 1:
+            return
+        worker.regroup_if_told()
+        name, checks = f"the end of epoch {end.epoch}", self.execution.sums.whole()
+        worker.send(BarrierReached(rank=worker.rank, name=name, checks=checks))
+        worker.expect(BarrierPassed, f"all ranks at {name}")
 
     def _pause(self) -> bool:
         """The epoch is cut; whether it ends here on all ranks."""
@@ -326,7 +351,7 @@ class RunEpochs:
         if run.end is not None:
             self.samples_before += sum(run.end.samples)
             course.ended(run.end, run.open_batch if isinstance(run, SyncEpoch) else ())
-            self._is_cut = not course.is_over
+            self._is_cut, self._ended = not course.is_over, run.end
         if not self._is_cut:
             self._end_epoch(run.end)
 
@@ -396,7 +421,7 @@ class RunEpochs:
             rank=rank,
             epoch=self._epoch,
             layout=self._synchroniser.layout(),
-            checksum="" if is_changed else self.members.checksum(),
+            checks=() if is_changed else self.execution.sums.whole(),
             plan=self._plans.epoch(self._epoch),
             rates=rates(watch.optimizers.all(), rank, followed),
             steps=steps,

@@ -93,6 +93,7 @@ class StepAccount:
             reducer: its wait for other ranks, and its backward passes so far.
         """
         passes = reducer.backward_passes, reducer.pass_steps
+        self._hooks.sums.step_ran(step.step + 1)
         self._ran.append((step.step, self._cost(step, reducer.wait_s), passes))
 
     def settle(self, first: int | None = None) -> bool:
@@ -115,7 +116,7 @@ class StepAccount:
         is_last = number + 1 == self._positions.num_batches
         tells_norm = is_last and self._worker.place == 0
         self._numbers.report(final=is_last)
-        self.reported = number + 1
+        checks, self.reported = hooks.sums.take(self.reported), number + 1
         self.is_early |= is_live
         self._reports.close(
             backward_passes=passes[0],
@@ -124,6 +125,7 @@ class StepAccount:
             parameter_norm=hooks.parameter_norm() if tells_norm else 0.0,
             scalars=hooks.scalars(is_last),
             unknown=EARLY if is_live else hooks.unknown(),
+            checks=checks,
         )
         return True
 

@@ -32,7 +32,7 @@ from elche.coordination.protocol.instructions import (
     Reduce,
     Regroup,
 )
-from elche.coordination.protocol.messages import Scalars
+from elche.coordination.protocol.messages import CheckRows, Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
@@ -40,6 +40,7 @@ from elche.errors import ElcheError, ProtocolError, RankLostError
 from elche.monitor.trace import SYNC
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
+from elche.runtime.epochs.model_sums import ModelSums
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import warn_discarded
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
@@ -69,7 +70,8 @@ class EpochHooks:
         copies: of the model, that the loop keeps.
         leave_out: shares steps among others from now on; returns what reduces them.
         unknown: names state of this rank that cannot be carried to another, or "".
-        checksum: of the parameters; of this rank alone where devices round differently.
+        checksum: of the parameters.
+        sums: of what is compared between ranks.
         drain: takes the step that is still under way, with all ranks.
         regrouping: forms the next group where ranks have died.
         steps: the same under ``sync``.
@@ -89,6 +91,7 @@ class EpochHooks:
     leave_out: Callable[[LeaveOut], GradientReducer] | None = None
     unknown: Callable[[], str] = str
     checksum: Callable[[], str] = str
+    sums: ModelSums = field(default_factory=lambda: ModelSums(()))
     drain: Callable[[], None] = lambda: None
     regrouping: Regrouping | None = None
     steps: StepRegrouping | None = None
@@ -358,6 +361,7 @@ class WindowEpoch:
                 divergence=result.divergence,
                 adopted_at=adopted_at,
                 parameter_norm=self._hooks.parameter_norm() if norm is None else norm,
+                checks=self._checks(plan.window),
             )
         )
         if self._hooks.copies is not None:  # no cost of a reduction: one per batch
@@ -414,8 +418,14 @@ class WindowEpoch:
                 divergence=0.0,
                 adopted_at=0,
                 parameter_norm=self._hooks.parameter_norm(),
+                checks=self._checks(told.window),
             )
         )
+
+    def _checks(self, window: int) -> CheckRows:
+        """Checks a slice of the common model that this rank goes on from."""
+        self._hooks.sums.begin(window, window, self._sync.common())
+        return self._hooks.sums.take(window)
 
     def handle(self, instruction: Instruction) -> None:
         """Takes an instruction of the epoch."""

@@ -9,7 +9,6 @@ from typing import Any, final
 import torch
 
 from elche.coordination.accounts.step_count import StepCount
-from elche.coordination.agreement import round_differently
 from elche.coordination.protocol.messages import Scalars
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import RunNotifications
@@ -33,10 +32,8 @@ class RankWatch:
         worker: this rank's shell.
         training: what is trained.
         notifications: what the loop logs, and what it is told.
-        devices: device names of all ranks.
 
     Attributes:
-        is_mixed: the ranks' devices round differently.
         steps: of the run.
         skips: steps that a GradScaler skips.
         optimizers: which step the model.
@@ -52,7 +49,6 @@ class RankWatch:
         worker: Worker,
         training: Training,
         notifications: RunNotifications,
-        devices: Sequence[str],
     ) -> None:
         config, model = training.config, training.model
         self._policy = config.policy
@@ -61,7 +57,6 @@ class RankWatch:
         is_mean = training.weights is None and self._refuses_sums
         self._hints = MeanHints(lambda line: notifications.emit(line), is_on=is_mean)
         self._scalars = scalars = notifications.scalars
-        self.is_mixed = round_differently(devices)
         self.steps = StepCount()
         self.skips = ScalerSkips(training.optimizer, scalars)
         self.optimizers = OptimizersSeen(model, training.optimizers)

@@ -16,7 +16,6 @@ from elche.comm.transport.process_group import Group, gather_texts
 from elche.coordination.protocol.instructions import LeaveOut
 from elche.errors import ConfigError
 from elche.runtime.process.worker import Worker
-from elche.runtime.rank_settings import checksum
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.resume_sync import (
     broadcast_from,
@@ -60,10 +59,6 @@ class StepMembers:
         self._left_out: tuple[int, ...] = ()
         self._changes = 0
         self.late_error: ConfigError | None = None
-
-    def checksum(self) -> str:
-        """Equal where ranks hold equal parameters; "" where they round differently."""
-        return "" if self._watch.is_mixed else checksum(self._training.model)
 
     def reset(self) -> None:
         """What reduces gradients was built anew, with all ranks."""

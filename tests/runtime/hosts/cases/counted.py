@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 import tests.harness.uncompiled  # noqa: F401 - starts faster
 from elche import session
+from elche.runtime.epochs.model_sums import checksum
 from elche.runtime.process import launcher_watch
-from elche.runtime.rank_settings import checksum
 from tests.distributed.cases.meetings import Meeting
 from tests.distributed.cases.survive_cases import Death, plan_death
 

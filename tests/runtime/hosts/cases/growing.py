@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 import tests.harness.uncompiled  # noqa: F401 - starts faster
 from elche.process import process
-from elche.runtime.rank_settings import checksum
+from elche.runtime.epochs.model_sums import checksum
 
 SAMPLES = 640
 WITHIN_S = 100.0

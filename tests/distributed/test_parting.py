@@ -1,0 +1,92 @@
+"""Ranks that part are found within the epoch; those that do not are left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.parting import Parting, train
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+
+def parted(ranks: RankPool, parting: Parting) -> str:
+    """The error, which both ranks got."""
+    found = ranks.run(train, parting, case_setup=serve_in_thread)
+    (error, ran), (other, _) = found
+    assert error == other
+    assert ran <= parting.batches
+    assert error.startswith("ranks [1] and [0] hold different values in "), found
+    assert "noise" in error
+    return error
+
+
+@pytest.mark.parametrize(
+    "parting",
+    [
+        Parting("lone step"),
+        Parting("noise"),
+        Parting("rescale"),
+        Parting("written"),
+        Parting("noise", two_kinds=True),
+    ],
+    ids=str,
+)
+def test_ranks_that_part_end_inside_the_epoch(
+    ranks2: RankPool, parting: Parting
+) -> None:
+    error = parted(ranks2, parting)
+    assert "after step 16 of epoch 0; they were equal after step 8 of" in error
+
+
+@pytest.mark.parametrize(
+    "parting",
+    [
+        Parting("noise", is_last=True),
+        Parting("lone step", is_last=True),
+        Parting("frozen written", policy="auto"),
+        Parting("frozen written", policy="cadence"),
+        Parting("frozen written", policy="async"),
+        Parting("base", policy="cadence"),
+        Parting("base", policy="async"),
+    ],
+    ids=str,
+)
+def test_they_end_with_the_epoch_at_the_latest(
+    ranks2: RankPool, parting: Parting
+) -> None:
+    error = parted(ranks2, parting)
+    if parting.is_last:
+        assert "at the end of epoch 0" in error
+    elif parting.policy in ("cadence", "async"):
+        assert "after window" in error
+
+
+def test_ranks_that_part_between_epochs_are_not_saved(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    error = parted(ranks2, Parting("", policy="cadence", folder=str(tmp_path)))
+    assert "at elche.save" in error
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "parting",
+    [
+        Parting("alike"),
+        Parting("alike", policy="cadence"),
+        Parting("written", policy="async"),
+        Parting("rounded", two_kinds=True),
+        Parting("rounded", two_kinds=True, policy="async"),
+    ],
+    ids=str,
+)
+def test_what_does_not_part_them_is_not_refused(
+    ranks2: RankPool, parting: Parting
+) -> None:
+    """Also a change that becomes a part of the ranks' mean, or that rounding makes."""
+    found = ranks2.run(train, parting, case_setup=serve_in_thread)
+    assert [error for error, _ in found] == ["", ""]

@@ -38,6 +38,12 @@ def _is_of_framework(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in FRAMEWORKS
 
 
+def kept_iterators(loader: DataLoader[Any]) -> list[str]:
+    """Attributes in which a loader keeps iterators of its own."""
+    kept = [n for n, each in vars(loader).items() if isinstance(each, LoaderIterator)]
+    return [name for name in kept if name != "_iterator"]  # of persistent workers
+
+
 @final
 class OwnIteration:
     """The user's own iteration: yields one batch for each that it draws, in order.
@@ -150,11 +156,12 @@ def _view_of(loader: Any, own: weakref.ref[OwnIteration]) -> Any:
     methods["_get_iterator"] = lambda self: own()
     between = types.new_class(base.__name__, (base,), None, lambda n: n.update(methods))
     names: dict[str, Any] = {"__del__": lambda self: None}  # would end his workers
-    for name, value in {**vars(loader), "_iterator": None}.items():
-        if name == "_iterator" or isinstance(value, LoaderIterator):
-            names[name] = property(lambda self: self._get_iterator(), lambda *_: None)
+    for name in ("_iterator", *kept_iterators(loader)):
+        names[name] = property(lambda self: self._get_iterator(), lambda *_: None)
     bases = type(loader), between
-    kind = types.new_class(type(loader).__name__, bases, None, lambda n: n.update(names))
-    view = object.__new__(kind)
+    kind = types.new_class(
+        type(loader).__name__, bases, None, lambda n: n.update(names)
+    )
+    view: Any = object.__new__(kind)
     object.__setattr__(view, "__dict__", vars(loader))
     return view

@@ -93,6 +93,7 @@ def as_if_alone() -> Iterator[None]:
     finally:
         worker._worker_info = info
 
+
 LoaderIterator: type = bind(
     "torch.utils.data.dataloader._BaseDataLoaderIter",
     "2.0",

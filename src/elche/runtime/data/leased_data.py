@@ -226,15 +226,17 @@ class BatchFeed(Generic[Tag]):
             queued, batch = self._sampler.queued.popleft()
             return queued, self._load(batch)
         if self._own is None:
-            data = self._draw()
-            return None if data is NO_BATCH else (self._sampler.drawn.popleft(), data)
+            return self._tagged(self._draw())
         self._sampler.refill()
         while self.has_work:
-            data = self._own.next()
-            tag = None if data is ENDED else self._sampler.drawn.popleft()
-            if tag is not None:
-                return tag, data
+            if (got := self._tagged(self._own.next())) is not None:
+                return got
         return None
+
+    def _tagged(self, data: Any) -> tuple[Tag, Any] | None:
+        is_batch = data is not NO_BATCH and data is not ENDED
+        tag = self._sampler.drawn.popleft() if is_batch else None
+        return None if tag is None else (tag, data)
 
     def _draw(self, place: int = 0) -> Any:
         """The next loaded batch, whose tag is drawn in this place; or `NO_BATCH`."""

@@ -14,6 +14,7 @@ hand, and `UnseenForwards` refuses what is older.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -31,6 +32,12 @@ OnLate = Callable[[Any, Any], None]
 """Called when a backward pass comes to the graph of an earlier batch than the one in
 hand, with that batch, and the one that the pass has come to before, or None."""
 
+ITERATED_ELSEWHERE = (
+    "the loader is iterated in another thread than the one that trains, but a step "
+    "ends where the next batch is asked for: iterate in the thread that trains; the "
+    "DataLoader's num_workers= loads ahead"
+)
+
 
 @final
 class LiveGraph:
@@ -38,6 +45,9 @@ class LiveGraph:
 
     Args:
         model: what the loop calls.
+
+    Attributes:
+        thread: that iterates over the loader, and is to train; 0 for any.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,6 +62,7 @@ class LiveGraph:
         self._policy = ""
         self._unseen = UnseenForwards()
         self._has_come = False
+        self.thread = 0
 
     @property
     def is_live(self) -> bool:
@@ -114,6 +125,8 @@ class LiveGraph:
         for tensor in outputs:
             node: Any = tensor.grad_fn
             if node is not None:
+                if self.thread not in (0, threading.get_ident()):
+                    raise ConfigError(ITERATED_ELSEWHERE)
                 node.register_prehook(batch)
                 self._last = batch
 

@@ -219,7 +219,7 @@ class Scripted(DataLoader[Any]):
 def test_batches_keep_their_tags_or_are_refused(
     operations: list[str], total: int, seed: int
 ) -> None:
-    """Draws, yields, repeats or loses; a batch has its own tag, or the loop an error."""
+    """Draws, yields, repeats or loses: batches have their tags, or it is refused."""
     draw, left = random.Random(seed), list(range(total))
     loader = Scripted(TensorDataset(torch.arange(float(total))), batch_size=1)
     loader.operations = ["d", *operations, "y"]

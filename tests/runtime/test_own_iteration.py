@@ -118,13 +118,16 @@ def test_statistics_over_the_ranks_loader_are_refused(
 
 @pytest.mark.distributed
 def test_other_passes_without_gradients_are_not(ranks2: RankPool) -> None:
-    """An evaluation over the ranks' loader; statistics over the plain one."""
-    for loop in ("evaluated", "update_bn, plain"):
+    """An evaluation over the ranks' loader; statistics over the plain one, and of
+    layers in which ranks meet."""
+    for loop in ("evaluated", "update_bn, plain", "update_bn, converted"):
         found = ranks2.run(
             on_ranks, "plain", "sync", loop=loop, case_setup=serve_in_thread
         )
         assert [each.error for each in found] == ["", ""]
         assert identical([each.state for each in found])
+        if loop == "update_bn, converted":
+            assert max(found[0].sums[-2:]) <= 1e-12
 
 
 @pytest.mark.parametrize("kind", ["normalising", "filtering", "infinite", "ahead"])
@@ -154,7 +157,7 @@ def test_an_endless_sampler_is_drawn_len_times(
         assert keys == [*range(SAMPLES), *range(SAMPLES)][: sizes.num_samples]
         assert sizes.num_batches == len(loader) == 7
     assert len(caplog.records) == 1
-    assert "endless: an epoch is its first len() = 7" in caplog.text
+    assert "is endless: an epoch is len() = 7 batches" in caplog.text
 
 
 def test_a_wrong_length_is_not_endless() -> None:

@@ -7,7 +7,6 @@ class between the subclass and torch's that yields the batches that elche loads.
 from __future__ import annotations
 
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
@@ -15,33 +14,36 @@ from typing import Any, Final, final
 from torch.utils.data import DataLoader
 
 from elche.errors import ConfigError
-from elche.torch_internals.batches import LoaderIterator
 
 FRAMEWORKS = frozenset({"torch", "torchdata", "accelerate"})
 """Packages whose loaders yield the same batches as torch's."""
 USER_LOADER = "_elche_user_loader"
 """Attribute of a loader of positions: the user's loader behind it."""
+MOST_ENDS = 3
+"""StopIterations after which an iteration that begins again and again is ended."""
 ENDED: Final = object()
 
 
 def own_loader(loader: DataLoader[Any]) -> DataLoader[Any] | None:
     """The user's loader, if its class has an iteration of its own."""
     loader = vars(loader).get(USER_LOADER, loader)
-    names = "__iter__", "_get_iterator"
-    mro = type(loader).__mro__
+    mro, names = type(loader).__mro__, ("__iter__", "_get_iterator")
     makers = (next(kind for kind in mro if name in vars(kind)) for name in names)
-    is_own = names[1] in vars(loader) or not all(map(_is_of_framework, makers))
-    return loader if is_own else None
+    return None if all(map(_is_of_framework, makers)) else loader
+
+
+def kept_iterators(loader: DataLoader[Any]) -> list[str]:
+    """Attributes in which a loader keeps iterators, as an InfiniteDataLoader does."""
+    return [
+        name
+        for name, each in vars(loader).items()
+        if isinstance(each, Iterator) and _is_of_framework(type(each))
+        if name != "_iterator"  # torch's own, of persistent workers
+    ]
 
 
 def _is_of_framework(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in FRAMEWORKS
-
-
-def kept_iterators(loader: DataLoader[Any]) -> list[str]:
-    """Attributes in which a loader keeps iterators of its own."""
-    kept = [n for n, each in vars(loader).items() if isinstance(each, LoaderIterator)]
-    return [name for name in kept if name != "_iterator"]  # of persistent workers
 
 
 @final
@@ -50,8 +52,7 @@ class OwnIteration:
 
     Args:
         loader: the user's.
-        draw: loads the batch behind so many that the iteration holds; StopIteration
-            where there is none.
+        draw: loads the next batch; StopIteration where there is none.
         is_alone: all batches are there from the start (one device), so the iteration
             may fetch ahead, also in a thread.
 
@@ -60,7 +61,7 @@ class OwnIteration:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], draw: Callable[[int], Any], *, is_alone: bool
+        self, loader: DataLoader[Any], draw: Callable[[], Any], *, is_alone: bool
     ) -> None:
         self._loader = loader
         self._draw = weakref.WeakMethod(draw)
@@ -73,41 +74,38 @@ class OwnIteration:
 
     def start(self, epoch: int) -> None:
         """Begins an epoch; in a further part of one the iteration continues."""
+        self.inside = 0
         if epoch != self._epoch:
-            self._epoch, self._iterator, self.inside = epoch, None, 0
+            self._epoch, self._iterator = epoch, None
 
-    def next(self) -> Any:
-        """The next batch; `ENDED` where it is to begin anew, after ``len()`` batches.
+    def next(self, *, is_over: bool = False) -> Any:
+        """The next batch; `ENDED` after the last one, or where ``len()`` are yielded.
 
         Raises:
             ConfigError: the iteration does not yield one batch for one.
         """
-        data = self._advance()
-        if data is ENDED and (self.inside or self._yielded != len(self._loader)):
-            raise self._refused(f"ends after {self._yielded} batches")
-        return data
-
-    def finish(self) -> None:
-        """Runs the iteration to its end, after the last batch."""
-        if self._advance() is ENDED and self.inside:
-            raise self._refused(f"has dropped {self.inside} batches")
-
-    def _advance(self) -> Any:
-        self._thread, self._ends = threading.get_ident(), 0
-        if self._iterator is None:
-            self._iterator, self._yielded = iter(self._view), 0
-        data = ENDED
+        self._thread, self._ends, data = threading.get_ident(), 0, ENDED
         try:
+            if self._iterator is None:
+                self._iterator, self._yielded = iter(self._view), 0
             data = next(self._iterator)
-        except Exception as error:
+        except Exception as error:  # `next(batches)` in a generator is a RuntimeError
             is_end = self._ends and isinstance(error.__cause__, StopIteration)
             if not (is_end or self._fault or isinstance(error, StopIteration)):
                 raise
             self._iterator = None
+        is_early = not is_over and self._yielded != len(self._loader)
         if data is not ENDED and not self.inside:
             self._fault = self._fault or "yields a batch that it has not drawn"
+        elif data is ENDED and (is_early or self.inside):
+            self._fault = self._fault or f"ends after {self._yielded} batches"
         if self._fault:
-            raise self._refused(self._fault)
+            raise ConfigError(
+                f"the iteration of {type(self._loader).__name__} {self._fault}; elche "
+                "needs one batch yielded for each drawn: change that, or give "
+                "elche.setup a plain DataLoader (num_workers= loads ahead) and wrap "
+                "the loader that it returns"
+            )
         if data is not ENDED:
             self.inside, self._yielded = self.inside - 1, self._yielded + 1
         return data
@@ -116,7 +114,7 @@ class OwnIteration:
         return self
 
     def __next__(self) -> Any:
-        """Called by the user's code for a batch to work on."""
+        """A batch for the user's code."""
         if not self._is_alone and threading.get_ident() != self._thread:
             self._fault = "draws its batches in another thread"
         elif not self._is_alone and self.inside:
@@ -125,43 +123,30 @@ class OwnIteration:
         try:
             if draw is None or self._fault:
                 raise StopIteration
-            data = draw(self.inside)
+            data = draw()
         except StopIteration as end:
             self._ends += 1
-            if self._ends > 3:  # an endless iteration begins again and again
+            if self._ends > MOST_ENDS:
                 raise RuntimeError("no batch is left") from end
             raise
         self.inside += 1
         return data
 
-    def _refused(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"the iteration of {type(self._loader).__name__} {what}; elche needs one "
-            "batch yielded for each drawn: change that, or give elche.setup a plain "
-            "DataLoader (num_workers= loads ahead) and wrap the loader that it returns"
-        )
-
 
 def _view_of(loader: Any, own: weakref.ref[OwnIteration]) -> Any:
-    """The loader's attributes under a class whose base yields elche's batches.
-
-    Iterators that it keeps (as ultralytics' InfiniteDataLoader does) are exchanged too.
-    """
-    base = next(
-        kind
-        for kind in type(loader).__mro__
-        if issubclass(kind, DataLoader) and _is_of_framework(kind)
+    """The loader's attributes under a class whose base yields elche's batches."""
+    kind: Any = type(loader)
+    base: Any = next(
+        each
+        for each in kind.__mro__
+        if issubclass(each, DataLoader) and _is_of_framework(each)
     )
     methods = {"__iter__": lambda self: self._get_iterator()}
     methods["_get_iterator"] = lambda self: own()
-    between = types.new_class(base.__name__, (base,), None, lambda n: n.update(methods))
+    between = type(base)(base.__name__, (base,), methods)
     names: dict[str, Any] = {"__del__": lambda self: None}  # would end his workers
     for name in ("_iterator", *kept_iterators(loader)):
         names[name] = property(lambda self: self._get_iterator(), lambda *_: None)
-    bases = type(loader), between
-    kind = types.new_class(
-        type(loader).__name__, bases, None, lambda n: n.update(names)
-    )
-    view: Any = object.__new__(kind)
+    view = object.__new__(type(kind)(kind.__name__, (kind, between), names))
     object.__setattr__(view, "__dict__", vars(loader))
     return view

@@ -92,13 +92,3 @@ def as_if_alone() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = info
-
-
-LoaderIterator: type = bind(
-    "torch.utils.data.dataloader._BaseDataLoaderIter",
-    "2.0",
-    "finds iterators that a user's DataLoader keeps",
-    "a DataLoader that keeps one is refused on several ranks",
-    type("LoaderIterator", (), {}),
-)
-"""Base class of a DataLoader's iterators."""

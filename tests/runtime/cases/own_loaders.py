@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -254,6 +255,8 @@ def alone(kind: str, workers: int = 0) -> Found:
 def on_ranks(kind: str, policy: str, workers: int = 0, loop: str = "") -> Found:
     """On this rank of a run, or on one device that draws by position."""
     (model, optimizer), loader, found = _parts(loop != ""), made(kind, workers), Found()
+    if loop.endswith("converted"):
+        model = elche.convert_sync_batchnorm(model)
     try:
         with session.failing_together():
             model, optimizer, ours = elche.setup(
@@ -265,9 +268,10 @@ def on_ranks(kind: str, policy: str, workers: int = 0, loop: str = "") -> Found:
                 if loop == "evaluated":
                     _evaluate(model, ours, found)
                 if loop.startswith("update_bn"):
-                    average = AveragedModel(model)
+                    average: Any = model if "conv" in loop else AveragedModel(model)
                     update_bn(loader if "plain" in loop else ours, average)
                     found.state = dict(average.state_dict())
+                    _compare(loader, found)
                     break
     except ElcheError as raised:
         found.error = str(raised)
@@ -277,6 +281,17 @@ def on_ranks(kind: str, policy: str, workers: int = 0, loop: str = "") -> Found:
     if loop.startswith("update_bn"):
         found.state = state
     return found
+
+
+def _compare(loader: Any, found: Found) -> None:
+    """Distances of the statistics from those of one device."""
+    model, _ = _parts(norm=True)
+    with contextlib.suppress(RuntimeError):  # an AveragedModel's names are others
+        model.load_state_dict(found.state)
+        update_bn(loader, model)
+        for name in ("1.running_mean", "1.running_var"):
+            gap = model.state_dict()[name] - found.state[name]
+            found.sums.append(float(gap.abs().max()))
 
 
 def _evaluate(model: nn.Module, batches: Any, found: Found) -> None:

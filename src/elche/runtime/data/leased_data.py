@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -186,10 +185,9 @@ class BatchFeed(Generic[Tag]):
         """
         self._load = load
         self._sampler.queued.clear()
+        self._sampler.drawn.clear()
         if self._own is not None:
             self._own.start(epoch)
-        kept = 0 if self._own is None else self._own.inside
-        self._sampler.drawn = deque(islice(self._sampler.drawn, kept))
         self._sampler.has_ended = False
         self._iterator = None
 
@@ -225,18 +223,17 @@ class BatchFeed(Generic[Tag]):
                 return None
             queued, batch = self._sampler.queued.popleft()
             return queued, self._load(batch)
-        if self._own is None:
-            return self._tagged(self._draw())
-        self._sampler.refill()
-        while self.has_work:
-            if (got := self._tagged(self._own.next())) is not None:
-                return got
+        if self._own is not None:
+            self._sampler.refill()
+        while self._own is None or self.has_work:
+            data = self._draw() if self._own is None else self._own.next()
+            is_batch = data is not NO_BATCH and data is not ENDED
+            tag = self._sampler.drawn.popleft() if is_batch else None
+            if tag is not None:
+                return tag, data
+            if self._own is None:
+                break
         return None
-
-    def _tagged(self, data: Any) -> tuple[Tag, Any] | None:
-        is_batch = data is not NO_BATCH and data is not ENDED
-        tag = self._sampler.drawn.popleft() if is_batch else None
-        return None if tag is None else (tag, data)
 
     def _draw(self, place: int = 0) -> Any:
         """The next loaded batch, whose tag is drawn in this place; or `NO_BATCH`."""
@@ -257,10 +254,11 @@ class BatchFeed(Generic[Tag]):
             data = data.data
         return data
 
-    def _draw_own(self, place: int) -> Any:
-        """The same for the user's own iteration, which sees no empty batch."""
-        sampler = self._sampler
-        while sampler.queued or any(t is not None for t in [*sampler.drawn][place:]):
+    def _draw_own(self) -> Any:
+        """The next batch for the user's own iteration, which sees no empty ones."""
+        assert self._own is not None
+        drawn, place = self._sampler.drawn, self._own.inside
+        while self._sampler.queued or any(t is not None for t in [*drawn][place:]):
             if (data := self._draw(place)) is not NO_BATCH:
                 return data
         raise StopIteration
@@ -271,7 +269,7 @@ class BatchFeed(Generic[Tag]):
         self.end()
         self.discard()
         if self._own is not None and is_over:
-            self._own.finish()
+            self._own.next(is_over=True)
         self._iterator = None
 
 

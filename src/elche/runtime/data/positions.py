@@ -28,7 +28,7 @@ from elche.runtime.own_iteration import kept_iterators
 
 SHARING = "sharing the positions of an epoch"
 SPARE = 1000
-"""Batches beyond twice its ``len()`` after which a sampler is endless."""
+"""Batches that a sampler with a wrong ``len()`` may yield beyond twice that."""
 _ENDLESS: WeakSet[DataLoader[Any]] = WeakSet()
 """Loaders whose sampler is."""
 logger = logging.getLogger(__name__)
@@ -146,10 +146,9 @@ def enumerate_batches(
 
 
 def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -> Any:
-    """What a sampler yields, at most so many; ``len()`` of them where it is endless.
+    """What a sampler yields, or ``len()`` of it where that is endless; at most so many.
 
-    It is where it yields twice its ``len()`` and more. The generators are then left as
-    after the first.
+    One that yields `SPARE` more than twice its ``len()`` is.
     """
     try:
         length = len(loader)
@@ -160,19 +159,17 @@ def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -
     first = list(islice(drawn, length))
     if loader in _ENDLESS or len(first) < length:
         return first
-    generator = loader.generator or torch.default_generator
-    states = torch.get_rng_state(), generator.get_state()
+    generators = torch.default_generator, loader.generator or torch.default_generator
+    states = [each.get_state() for each in generators]
     beyond = list(islice(drawn, length + SPARE))
     if len(beyond) < length + SPARE:
         return (first + beyond)[:most]
-    torch.set_rng_state(states[0])
-    generator.set_state(states[1])
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)  # as after the first
     _ENDLESS.add(loader)
-    logger.warning(
-        "elche: the sampler of %s is endless: an epoch is its first len() = %d batches",
-        type(loader).__name__,
-        length,
-    )
+    kind = type(loader.batch_sampler or loader.sampler).__name__
+    said = "elche: the loader's %s is endless: an epoch is len() = %d batches"
+    logger.warning(said, kind, length)
     return first
 
 

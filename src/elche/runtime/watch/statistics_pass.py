@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 
 from torch import nn
 
@@ -13,23 +12,18 @@ from elche.torch_internals.held import BatchNormBase
 
 
 def batch_norm_counts() -> dict[nn.Module, int]:
-    """Batches that each BatchNorm layer of this process has tracked.
-
-    Asked for in the first batch of a pass without gradients; the layers may be those of
-    a copy that elche has not seen.
-    """
-    layers = [
-        each for each in gc.get_objects() if issubclass(type(each), BatchNormBase)
-    ]
+    """Batches that each BatchNorm layer of this process has tracked, of any model."""
+    layers = (o for o in gc.get_objects() if issubclass(type(o), BatchNormBase))
     return {
         each: int(each.num_batches_tracked)
         for each in layers
-        if type(each) is not SyncBatchNorm and each.num_batches_tracked is not None
+        if not (isinstance(each, SyncBatchNorm) and each.spans_ranks)
+        if each.num_batches_tracked is not None
     }
 
 
-def refuse_statistics(before: Mapping[nn.Module, int]) -> None:
-    """Refuses a pass that has written statistics since.
+def refuse_statistics(before: dict[nn.Module, int]) -> None:
+    """Refuses a first batch without gradients that has changed these counts.
 
     Raises:
         ConfigError: it has.
@@ -37,7 +31,7 @@ def refuse_statistics(before: Mapping[nn.Module, int]) -> None:
     if batch_norm_counts() != before:
         raise ConfigError(
             "a pass over the ranks' loader without gradients writes BatchNorm "
-            "statistics (update_bn, or a model in training mode), and this rank has "
-            "its share of the batches only: give update_bn the plain DataLoader, on "
-            "every rank; for an evaluation call model.eval() before"
+            "statistics (update_bn, or a model in training mode), of this rank's share "
+            "only: give update_bn the plain DataLoader, on every rank; for an "
+            "evaluation call model.eval() before"
         )

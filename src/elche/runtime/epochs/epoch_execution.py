@@ -256,9 +256,9 @@ class EpochExecution:
                 except GeneratorExit:
                     self._end_by_exit()
                     raise
-                if counts is not None:
+                if counts is not None and not self._watch.graphs.has_graph:
                     refuse_statistics(counts)
-                    counts = None
+                counts = None
                 self._watch.schedulers.batch_done()
                 self._watch.skips.settle()
                 self._ask_for_cut()

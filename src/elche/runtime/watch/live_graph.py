@@ -74,6 +74,11 @@ class LiveGraph:
         """The one of the last forward pass, if no backward pass has come to it."""
         return self._last.batch if self._last is not None and self.is_live else None
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether a forward pass of the batch in hand has made a graph."""
+        return self._in_hand is not None and self._last is self._in_hand
+
     def begin_epoch(self, on_late: OnLate | None) -> None:
         """Batches will come; ``on_late`` is told of late backward passes."""
         self.end_epoch()

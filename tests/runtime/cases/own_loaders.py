@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,47 +87,6 @@ class Infinite(DataLoader[Any]):
             yield (x - MEAN) * 2, y, number
 
 
-class Ahead(DataLoader[Any]):
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batches = super().__iter__()
-        last = next(batches)
-        for batch in batches:
-            yield last
-            last = batch
-        yield last
-
-
-class Dropping(DataLoader[Any]):
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        yield from itertools.islice(super().__iter__(), 1, None)
-
-
-class Splitting(DataLoader[Any]):
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for x, y, number in super().__iter__():
-            yield x[::2], y[::2], number[::2]
-            yield x[1::2], y[1::2], number[1::2]
-
-
-class Short(DataLoader[Any]):
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        yield from itertools.islice(super().__iter__(), 2)
-
-
-class Longer(DataLoader[Any]):
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batch: Any = None
-        for batch in super().__iter__():
-            yield batch
-        yield batch
-
-
-class Indexing(DataLoader[Any]):
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for keys in self.batch_sampler or ():
-            yield self.collate_fn([self.dataset[key] for key in keys])
-
-
 class Background(threading.Thread):
     """As prefetch_generator's."""
 
@@ -155,9 +114,43 @@ class Background(threading.Thread):
         return batch
 
 
-class InThread(DataLoader[Any]):
+def ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """One batch is fetched before the last is yielded."""
+    last = next(batches)
+    for batch in batches:
+        yield last
+        last = batch
+    yield last
+
+
+def longer(batches: Iterator[Any]) -> Iterator[Any]:
+    """The last batch comes twice."""
+    batch: Any = None
+    for batch in batches:
+        yield batch
+    yield batch
+
+
+OWN: dict[str, Callable[[Iterator[Any]], Any]] = {
+    "ahead": ahead,
+    "dropping": lambda batches: itertools.islice(batches, 1, None),
+    "splitting": lambda batches: (b for x in batches for b in (x, x)),
+    "longer": longer,
+    "indexing": lambda batches: iter([data()[:SIZE]]),
+    "short": lambda batches: itertools.islice(batches, 2),
+    "in a thread": Background,
+}
+
+
+class Iterating(DataLoader[Any]):
+    """Does something of its own with its batches."""
+
+    def __init__(self, *args: Any, own: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.own = own
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return Background(super().__iter__())
+        return iter(OWN[self.own](super().__iter__()))
 
 
 class Endless(torch.utils.data.Sampler[int]):
@@ -198,8 +191,9 @@ def made(kind: str, workers: int = 0) -> Any:
     if kind == "endless batches":
         whole = BatchSampler(range(SAMPLES), SIZE, drop_last=False)
         return Infinite(data(), batch_sampler=whole, num_workers=workers)
-    kinds = {each.__name__.lower(): each for each in DataLoader.__subclasses__()}
-    kinds["plain"] = DataLoader
+    if kind in OWN:
+        return Iterating(data(), own=kind, **options)
+    kinds = {"plain": DataLoader, "filtering": Filtering, "infinite": Infinite}
     return kinds[kind](data(), **options)
 
 

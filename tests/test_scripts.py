@@ -78,6 +78,10 @@ CORPUS = {
 }
 
 
+LEFT_OUT = {"checkpoint_restore": "with other parameters"}
+"""Error of a script where `auto` has left a rank out, which saves old state."""
+
+
 def form(name: str, *, is_elche: bool) -> tuple[str, int]:
     """The script in one of its forms, and the number of lines between them."""
     text = (SCRIPTS / f"{name}.py").read_text()
@@ -189,6 +193,9 @@ def test_policies(name: str, policy: str, tmp_path: Path, plain: Plain) -> None:
     kind, *named = CORPUS[name].windows.split(maxsplit=1)
     command = (*ELCHE, "--policy", policy)
     code, errors = run(name, tmp_path / "run", command)
+    if code and policy == "auto" and name in LEFT_OUT:
+        assert re.search(LEFT_OUT[name], errors), errors
+        return
     if code or (kind == "N" and policy != "auto"):
         assert code != 0
         assert kind == "N", errors

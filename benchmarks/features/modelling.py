@@ -65,9 +65,7 @@ def ema(elche: Any) -> Trained:
     model, loader, seen = network(), batches_of(), Seen()
     optimizer = adamw(model)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, copies=[average]
-    )
+    model, optimizer, loader = elche.setup(model, optimizer, loader, copies=[average])
     for _epoch in range(EPOCHS):
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("rank.py")
 ELCHE = ("-m", "elche", "run", "--speeds", "1,0.4", "--ms-per-sample", "0.05")
 POLICIES = ("sync", "cadence", "async", "auto")
-LAUNCH_S = 900.0
+LAUNCH_S = 1700.0
 
 
 def launch(options: Sequence[str], names: Sequence[str], folder: Path) -> str:

@@ -59,13 +59,13 @@ def compile_after(elche: Any) -> Trained:
     return Trained(model, optimizer, seen)
 
 
-@feature(why="windows: made at commits, equal on all ranks")
+@feature(why="`copies=[average]`; windows: made at commits, equal on all ranks")
 def ema(elche: Any) -> Trained:
     """EMA of the parameters by `AveragedModel`."""
     model, loader, seen = network(), batches_of(), Seen()
     optimizer = adamw(model)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, copies=[average])
     for _epoch in range(EPOCHS):
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)

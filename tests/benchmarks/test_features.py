@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.features.__main__ import docs_rows, run_plain
+from benchmarks.features.__main__ import POLICIES, docs_rows, run_plain, run_policy
 from benchmarks.features.everything import FEATURES
 from benchmarks.features.verdict import compare
 
@@ -16,6 +16,23 @@ DOCS = Path(__file__).parents[2] / "docs" / "features.md"
 def test_the_docs_have_what_is_declared() -> None:
     assert len(FEATURES) == 48
     assert docs_rows() in DOCS.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_features_do_what_is_declared(policy: str, tmp_path: Path) -> None:
+    """Beside plain PyTorch, on two unequal ranks."""
+    (tmp_path / "plain").mkdir()
+    (tmp_path / policy).mkdir()
+    plain = run_plain([*FEATURES], tmp_path / "plain")
+    found = run_policy(policy, plain, tmp_path / policy)
+    assert not [
+        (name, verdict)
+        for name, verdict in found.items()
+        if not verdict.is_declared(FEATURES[name], policy)
+    ]
 
 
 @pytest.mark.slow

@@ -154,7 +154,12 @@ def check_training(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected model to be a torch.nn.Module, got {model!r}")
     if not isinstance(loader, DataLoader):
-        raise ConfigError(f"expected a torch.utils.data.DataLoader, got {loader!r}")
+        raise ConfigError(
+            f"expected a torch.utils.data.DataLoader, got {type(loader).__qualname__}: "
+            "ranks share its data set by its sampler. Give it DataLoader(data_set, "
+            "batch_size=...); a stream (webdataset, a generator) as an IterableDataset "
+            "with samples_per_epoch=N; and wrap what elche.setup returns"
+        )
     for optimizer in optimizers:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if held.isdisjoint(map(id, model.parameters())):

@@ -332,8 +332,10 @@ class SingleRun:
         """
         positions = course.positions(self._training.config.seed)
         if self._feed is None:
-            self._feed = BatchFeed(self._loader, self._generator, lambda: None)
-        self._feed.start()
+            self._feed = BatchFeed(
+                self._loader, self._generator, lambda: None, is_alone=True
+            )
+        self._feed.start(self._epoch)
         for batch in range(positions.num_batches):
             self._feed.push(batch, positions.index_batch(batch))
         self._feed.end()

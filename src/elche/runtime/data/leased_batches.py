@@ -85,7 +85,7 @@ class LeasedBatches:
         self._epoch = positions.epoch
         if isinstance(self._loader.dataset, StreamView):
             self._loader.dataset.begin_epoch(positions.epoch)
-        self._feed.start(self._load_here(positions))
+        self._feed.start(positions.epoch, self._load_here(positions))
 
     def push(self, tag: Any, batch: IndexBatch) -> None:
         """Queues an index batch; it comes out of :meth:`take` with its tag.

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from elche.runtime.data.sample_seeds import seed_generators, untraced_generators
 from elche.runtime.data.stream_data import StreamView, loading_options
 from elche.runtime.data.stream_reader import Stamped
+from elche.runtime.own_iteration import ENDED, OwnIteration, own_loader
 
 Tag = TypeVar("Tag")
 
@@ -115,6 +116,7 @@ class _LeaseSampler(Generic[Tag]):
         queued: index batches that are to be drawn, with their tags.
         drawn: tags of those that were, None for empty or discarded ones.
         has_ended: nothing more will be queued.
+        refills: more is asked for where the loader draws.
     """
 
     def __init__(self, refill: Callable[[], None]) -> None:
@@ -122,6 +124,7 @@ class _LeaseSampler(Generic[Tag]):
         self.queued: deque[tuple[Tag, IndexBatch]] = deque()
         self.drawn: deque[Tag | None] = deque()
         self.has_ended = False
+        self.refills = True
 
     def refill(self) -> bool:
         """Whether anything is queued, having asked for it."""
@@ -131,7 +134,7 @@ class _LeaseSampler(Generic[Tag]):
 
     def __iter__(self) -> Iterator[IndexBatch]:
         while True:
-            if self.queued or self.refill():
+            if self.queued or (self.refills and self.refill()):
                 tag, batch = self.queued.popleft()
                 self.drawn.append(tag)
                 yield batch
@@ -141,9 +144,6 @@ class _LeaseSampler(Generic[Tag]):
                 self.drawn.append(None)
                 yield IndexBatch(())
 
-    def __len__(self) -> int:
-        return len(self.queued)
-
 
 class BatchFeed(Generic[Tag]):
     """A stream of loaded batches, fed with index batches as leases come.
@@ -152,6 +152,7 @@ class BatchFeed(Generic[Tag]):
         loader: the user's DataLoader.
         generator: source of randomness for its workers, different on every rank.
         refill: called when the loader draws and nothing is queued; may push.
+        is_alone: everything is pushed before the first :meth:`next`.
     """
 
     def __init__(
@@ -159,23 +160,34 @@ class BatchFeed(Generic[Tag]):
         loader: DataLoader[Any],
         generator: torch.Generator,
         refill: Callable[[], None],
+        *,
+        is_alone: bool = False,
     ) -> None:
         self._sampler: _LeaseSampler[Tag] = _LeaseSampler(refill)
         self._load: Callable[[IndexBatch], Any] | None = None
         self._dataset = loader.dataset
         self._loader = leased_loader(loader, self._sampler, generator)
         self._iterator: Iterator[Any] | None = None
+        self._own: OwnIteration | None = None
+        if (own := own_loader(loader)) is not None:
+            self._own = OwnIteration(own, self._draw_own, is_alone=is_alone)
+            self._sampler.refills = False
 
-    def start(self, load: Callable[[IndexBatch], Any] | None = None) -> None:
-        """Begins an epoch: forgets what was queued before.
+    def start(
+        self, epoch: int = 0, load: Callable[[IndexBatch], Any] | None = None
+    ) -> None:
+        """Begins an epoch, or a part of one: forgets what was queued before.
 
         Args:
+            epoch: its number.
             load: makes a batch at once (a data set kept on the device), in place of
                 the DataLoader.
         """
         self._load = load
         self._sampler.queued.clear()
         self._sampler.drawn.clear()
+        if self._own is not None:
+            self._own.start(epoch)
         self._sampler.has_ended = False
         self._iterator = None
 
@@ -203,6 +215,7 @@ class BatchFeed(Generic[Tag]):
 
         Raises:
             MismatchError: a process that loads reads another stream than the others.
+            ConfigError: the user's own iteration does not yield one batch for one.
             Whatever the user's dataset or collate function raises.
         """
         if self._load is not None:
@@ -210,6 +223,20 @@ class BatchFeed(Generic[Tag]):
                 return None
             queued, batch = self._sampler.queued.popleft()
             return queued, self._load(batch)
+        if self._own is not None:
+            self._sampler.refill()
+        while self._own is None or self.has_work:
+            data = self._draw() if self._own is None else self._own.next()
+            is_batch = data is not NO_BATCH and data is not ENDED
+            tag = self._sampler.drawn.popleft() if is_batch else None
+            if tag is not None:
+                return tag, data
+            if self._own is None:
+                break
+        return None
+
+    def _draw(self, place: int = 0) -> Any:
+        """The next loaded batch, whose tag is drawn in this place; or `NO_BATCH`."""
         if self._iterator is None:
             # It draws from this feed's generator, which is on the CPU whatever the
             # script made torch's default device.
@@ -218,19 +245,31 @@ class BatchFeed(Generic[Tag]):
         try:
             data = next(self._iterator)
         except StopIteration:
-            return None
-        tag = self._sampler.drawn.popleft()
-        if tag is None or data is NO_BATCH:
-            return None
+            return NO_BATCH
+        if self._sampler.drawn[place] is None or data is NO_BATCH:
+            del self._sampler.drawn[place]
+            return NO_BATCH
         if isinstance(data, Stamped) and isinstance(self._dataset, StreamView):
             self._dataset.check(data.stamp)
             data = data.data
-        return tag, data
+        return data
+
+    def _draw_own(self) -> Any:
+        """The next batch for the user's own iteration, which sees no empty ones."""
+        assert self._own is not None
+        drawn, place = self._sampler.drawn, self._own.inside
+        while self._sampler.queued or any(t is not None for t in [*drawn][place:]):
+            if (data := self._draw(place)) is not NO_BATCH:
+                return data
+        raise StopIteration
 
     def finish(self) -> None:
         """Ends the epoch; workers of the user's loader stay if it keeps them."""
+        is_over = self._sampler.has_ended and not self.has_work
         self.end()
         self.discard()
+        if self._own is not None and is_over:
+            self._own.next(is_over=True)
         self._iterator = None
 
 

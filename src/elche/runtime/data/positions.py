@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
+from weakref import WeakSet
 
 import msgpack
 import torch
@@ -22,8 +24,14 @@ from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.data.leased_data import IndexBatch
 from elche.runtime.data.sample_seeds import position_seed
+from elche.runtime.own_iteration import kept_iterators
 
 SHARING = "sharing the positions of an epoch"
+SPARE = 1000
+"""Batches that a sampler with a wrong ``len()`` may yield beyond twice that."""
+_ENDLESS: WeakSet[DataLoader[Any]] = WeakSet()
+"""Loaders whose sampler is."""
+logger = logging.getLogger(__name__)
 
 
 class EpochPositions:
@@ -123,9 +131,10 @@ def enumerate_batches(
     by_key = loader.batch_sampler is None
     sampler: Any = loader.sampler if by_key else loader.batch_sampler
     drawn = iter(sampler)
-    if epoch == 0 or not loader.persistent_workers:
+    if not kept_iterators(loader) and (epoch == 0 or not loader.persistent_workers):
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    batches = [[each] if by_key else list(each) for each in islice(drawn, most)]
+    some = _first_of(drawn, loader, most)
+    batches = [[each] if by_key else list(each) for each in some]
     batches = [batch for batch in batches if batch]
     if not batches:
         raise ConfigError(
@@ -134,6 +143,34 @@ def enumerate_batches(
         )
     keys = list(chain.from_iterable(batches))
     return keys, BatchSizes.of([len(batch) for batch in batches])
+
+
+def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -> Any:
+    """What a sampler yields, or ``len()`` of it where that is endless; at most so many.
+
+    One that yields `SPARE` more than twice its ``len()`` is.
+    """
+    try:
+        length = len(loader)
+    except TypeError:
+        return islice(drawn, most)
+    if most is not None and most <= length:
+        return islice(drawn, most)
+    first = list(islice(drawn, length))
+    if loader in _ENDLESS or len(first) < length:
+        return first
+    generators = torch.default_generator, loader.generator or torch.default_generator
+    states = [each.get_state() for each in generators]
+    beyond = list(islice(drawn, length + SPARE))
+    if len(beyond) < length + SPARE:
+        return (first + beyond)[:most]
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)  # as after the first
+    _ENDLESS.add(loader)
+    kind = type(loader.batch_sampler or loader.sampler).__name__
+    said = "elche: the loader's %s is endless: an epoch is len() = %d batches"
+    logger.warning(said, kind, length)
+    return first
 
 
 def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from elche.errors import ConfigError
+from elche.runtime.own_iteration import own_loader
 from elche.torch_internals.held import version
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class ResidentDataset:
             or loader.batch_sampler is None
             or loader.collate_fn is not default_collate
             or loader.worker_init_fn is not None
+            or own_loader(loader) is not None
             or not all(_is_plain(tensor) for tensor in dataset.tensors)
         ):
             return None

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
 from elche.runtime.data.stream_reader import Stamp, Stamped, StreamReader
+from elche.runtime.own_iteration import USER_LOADER
 
 SEED_BITS = 62
 
@@ -174,7 +175,7 @@ def stream_loader(
             ``batch_size=None``.
         seed: of the global generators while the stream is read; None leaves them alone.
     """
-    return DataLoader(
+    made: DataLoader[Any] = DataLoader(
         StreamView(loader.dataset, length, loader.num_workers == 0, seed),
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
@@ -182,6 +183,8 @@ def stream_loader(
         generator=loader.generator,
         **loading_options(loader),
     )
+    setattr(made, USER_LOADER, loader)
+    return made
 
 
 def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:

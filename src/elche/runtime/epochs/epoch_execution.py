@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ from elche.runtime.report.notifications import with_samples
 from elche.runtime.resume_sync import broadcast_from
 from elche.runtime.training import Training
 from elche.runtime.watch.rank_watch import RankWatch
+from elche.runtime.watch.statistics_pass import batch_norm_counts, refuse_statistics
 from elche.runtime.windows.step_members import StepMembers
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.passes import is_compiled
@@ -249,15 +251,20 @@ class EpochExecution:
     def _batches_of(self, run: SyncEpoch | WindowEpoch) -> Iterator[Any]:
         if isinstance(run, WindowEpoch):
             self._synchroniser.refuse_nan(self._opening.epoch)
+        counts = None if torch.is_grad_enabled() else batch_norm_counts()
         with contextlib.closing(run.batches()) as batches:
             for batch in batches:
                 exit_watch.forget()
+                self._watch.graphs.thread = threading.get_ident()
                 self._watch.begin_batch(batch, run.samples_in_hand)
                 try:
                     yield batch
                 except GeneratorExit:
                     self._end_by_exit()
                     raise
+                if counts is not None and not self._watch.graphs.has_graph:
+                    refuse_statistics(counts)
+                counts = None
                 self._watch.schedulers.batch_done()
                 self._watch.skips.settle()
                 self._ask_for_cut()

@@ -17,6 +17,7 @@ method) counts as one of the batch in hand, if no earlier one waits for a pass.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
@@ -40,6 +41,12 @@ UNCLEAR = (
     "before elche.setup), or run forward and backward before the next batch is fetched"
 )
 
+ITERATED_ELSEWHERE = (
+    "the loader is iterated in another thread than the one that trains, but a step "
+    "ends where the next batch is asked for: iterate in the thread that trains; the "
+    "DataLoader's num_workers= loads ahead"
+)
+
 
 @final
 class LiveGraph:
@@ -47,6 +54,9 @@ class LiveGraph:
 
     Args:
         model: what the loop calls.
+
+    Attributes:
+        thread: that iterates over the loader, and is to train; 0 for any.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,6 +77,7 @@ class LiveGraph:
         self._policy = ""
         self._has_come = False
         self._came = weakref.WeakMethod(self.before_backward)
+        self.thread = 0
 
     @property
     def is_live(self) -> bool:
@@ -81,6 +92,11 @@ class LiveGraph:
             return [last.batch] if last is not None else []
         waiting = [each for each in self._waiting if not each.had_backward]
         return [each.batch for each in waiting if each is last or each.is_held]
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a forward pass of the batch in hand has made a graph."""
+        return self._in_hand is not None and self._last is self._in_hand
 
     def begin_epoch(
         self, on_late: OnLate | None, on_forward: Callable[[Any], None] | None = None
@@ -209,6 +225,8 @@ class LiveGraph:
         for tensor in outputs:
             node: Any = tensor.grad_fn
             if node is not None:
+                if self.thread not in (0, threading.get_ident()):
+                    raise ConfigError(ITERATED_ELSEWHERE)
                 node.register_prehook(batch)
                 batch.had_forward = True
                 self._last = batch

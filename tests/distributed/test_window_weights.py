@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.cases.weight_cases import SAMPLES, weigh
+from tests.distributed.cases.weight_cases import BATCH, SAMPLES, weigh
 from tests.harness.fenced import run_fenced
 
 pytestmark = pytest.mark.distributed
@@ -39,6 +39,7 @@ def test_each_sample_counts_once_whoever_is_there(
     assert errors.keys() == {victim} - {-1}, "\n".join(errors.values())
     first = min({*range(founders)} - {victim})
     found = outcomes[first].value
-    assert [size for size, _ in found] == sizes
-    for _, counted in found:
+    assert [size for size, _, _ in found] == sizes
+    for size, samples, counted in found:
+        assert samples == BATCH // size
         assert counted == pytest.approx([1.0] * SAMPLES)

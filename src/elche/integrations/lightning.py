@@ -113,12 +113,13 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
 
     def share_batches(self) -> None:
         """Model, optimizer and loader meet, unless they have."""
-        if self._batches is None or self._batches.is_shared:
+        batches, module = self._batches, self.lightning_module
+        if batches is None or batches.is_shared:
             return
         if not self.optimizers:
             raise ConfigError("expected an optimizer from configure_optimizers()")
-        module, loader = self.lightning_module, self._batches.loader
-        self._batches.take(self.share(module, self.optimizers[0], loader))
+        batches.loader = self.share(module, self.optimizers[0], batches.loader)
+        batches.is_shared = True
 
     def end_epoch(self) -> None:
         """The last batch of the epoch has been trained on."""
@@ -149,36 +150,25 @@ class TrainingBatches:
     go on until the next begins, through validation.
 
     Args:
-        loader: the user's, until `take`.
-
-    Attributes:
-        loader: what `elche.setup` has returned, once it has.
-        is_shared: whether it has.
+        loader: the user's; once it ``is_shared``, what `elche.setup` has returned.
     """
 
     def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self.is_shared = False
+        self.loader, self.is_shared = loader, False
         self._epoch: Any = None
         self._left = 0
-
-    def take(self, loader: Any) -> None:
-        """Takes what `elche.setup` has returned; an epoch may have been asked for."""
-        self.loader, self.is_shared = loader, True
-        if self._left:
-            self._epoch = iter(loader)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         self.end_epoch()
-        self._epoch, self._left = None, len(self)
-        if self.is_shared:
-            self._epoch = iter(self.loader)
+        self._left = len(self)
         return self
 
     def __next__(self) -> Any:
+        if self._epoch is None:
+            self._epoch = iter(self.loader)
         batch = next(self._epoch)
         self._left -= 1
         return batch

@@ -18,11 +18,12 @@ SAMPLES, BATCH = 480, 12
 
 def weigh(
     folder: str, policy: str, founders: int, victim: int, epochs: int = 4
-) -> list[tuple[int, list[float]]]:
+) -> list[tuple[int, int, list[float]]]:
     """In the second epoch a rank dies, and in the third others join.
 
     Returns:
-        After each epoch: the world's size, and what each sample counted in it.
+        After each epoch: the world's size, samples of this rank's last batch, and what
+        each sample counted in the epoch.
     """
     rank, joins = int(os.environ["RANK"]), "ELCHE_JOINS" in os.environ
     come, ready = Path(folder, "come"), Path(folder, f"ready{rank}")
@@ -40,7 +41,7 @@ def weigh(
         timeout_s=60.0,
         windows=elche.WindowConfig(outer=elche.OuterConfig(optimizer="average")),
     )
-    found: list[tuple[int, list[float]]] = []
+    found: list[tuple[int, int, list[float]]] = []
     for epoch in elche.epochs(epochs):
         before = model.weight.detach().clone()
         for number, index in enumerate(loader):
@@ -54,6 +55,6 @@ def weigh(
                 for other in range(founders, int(os.environ["COMING"])):
                     wait_for(Path(folder, f"ready{other}"))
         counted = (before - model.weight.detach()).flatten().tolist()
-        found.append((elche.world_size(), counted))
+        found.append((elche.world_size(), len(index), counted))
     elche.shutdown()
     return found

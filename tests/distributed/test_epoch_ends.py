@@ -9,6 +9,7 @@ import pytest
 from elche.checkpoint.store import CheckpointStore
 from tests.distributed.cases.epoch_ends import POLICIES, SAMPLES, train
 from tests.distributed.cases.survive_cases import Death
+from tests.distributed.test_auto_deaths import wanted  # noqa: F401 - none alone
 from tests.harness.fenced import run_fenced, survivors_of
 
 pytestmark = pytest.mark.distributed

@@ -19,7 +19,7 @@ from elche.coordination.protocol.instructions import (
 from tests.coordination.test_core import opened, plan_of, steps_done, with_run
 from tests.harness.reached import reach
 
-STEPS = 8
+STEPS = 12
 Script = list[int]
 """How many backward passes a rank runs in each step."""
 
@@ -61,6 +61,7 @@ class Loop:
             grant.start,
             grant.stop,
             samples=grant.shares[self.rank] * (grant.stop - grant.start),
+            busy_s=0.001,
             backward_passes=self.passes,
             pass_steps=self.digest,
         )

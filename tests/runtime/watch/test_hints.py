@@ -20,10 +20,12 @@ from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
+EVEN = {"max_anchor": 0, "deterministic": True}
+"""A batch per rank and window."""
 POLICIES: dict[str, dict[str, Any]] = {
     "sync": {"policy": "sync", "speed_hints": (1.0, 0.4)},
-    "cadence": {"policy": "cadence"},
-    "gradients": {"policy": "cadence", "update": "gradients"},
+    "cadence": {"policy": "cadence", **EVEN},
+    "gradients": {"policy": "cadence", "update": "gradients", **EVEN},
     "auto": {"policy": "auto"},
 }
 MEAN = r"elche: the loss is a mean over {} in a batch of \d+ samples.*weight_of="
@@ -129,7 +131,7 @@ def lines_of(policy: str, kinds: list[str]) -> list[list[str]]:
         _train(kind, model, loader, optimizer)
         elche.shutdown()
         log.removeHandler(handler)
-        pattern = "|".join(SAID.values())
+        pattern = "become the mean|weight_of="
         found.append([line for line in said if re.search(pattern, line)])
     return found
 

@@ -32,7 +32,7 @@ from elche.coordination.protocol.instructions import (
     Reduce,
     Regroup,
 )
-from elche.coordination.protocol.messages import CheckRows, Scalars
+from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
@@ -351,6 +351,8 @@ class WindowEpoch:
             held_s = now_s - started_s
         self._waited_s = self._held_s = 0.0
         norm = result.parameter_norm
+        # Of the common model: nothing was trained since, or it is kept apart.
+        self._hooks.sums.begin(plan.window, plan.window, self._sync.common())
         self._worker.send(
             WindowReduced(
                 rank=self._worker.rank,
@@ -361,7 +363,7 @@ class WindowEpoch:
                 divergence=result.divergence,
                 adopted_at=adopted_at,
                 parameter_norm=self._hooks.parameter_norm() if norm is None else norm,
-                checks=self._checks(plan.window),
+                checks=self._hooks.sums.take(plan.window),
             )
         )
         if self._hooks.copies is not None:  # no cost of a reduction: one per batch
@@ -401,7 +403,10 @@ class WindowEpoch:
             self._hooks.copies.committed(self._last.copies, self._sync.common)
 
     def _adopt(self, told: Adopt) -> None:
-        """All survivors have the result, since they formed the group: says so."""
+        """All survivors have the result, since they formed the group: says so.
+
+        Without checks: some may have trained since.
+        """
         if self._loop.reduced_window < told.window:
             raise ProtocolError(
                 f"rank {self._worker.rank} holds window {self._loop.reduced_window}, "
@@ -418,14 +423,8 @@ class WindowEpoch:
                 divergence=0.0,
                 adopted_at=0,
                 parameter_norm=self._hooks.parameter_norm(),
-                checks=self._checks(told.window),
             )
         )
-
-    def _checks(self, window: int) -> CheckRows:
-        """Checks a slice of the common model that this rank goes on from."""
-        self._hooks.sums.begin(window, window, self._sync.common())
-        return self._hooks.sums.take(window)
 
     def handle(self, instruction: Instruction) -> None:
         """Takes an instruction of the epoch."""

@@ -45,7 +45,7 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(
 )
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
 # elche: model, optimizer, loader = elche.setup(
-# elche:     model, optimizer, loader, schedulers=[scheduler])
+# elche:     model, optimizer, loader, schedulers=[scheduler], copies=[ema])
 
 samples = 0
 for _epoch in range(3):

@@ -114,6 +114,7 @@ def lines_of(policy: str, kinds: list[str]) -> list[list[str]]:
             x = x[:, None].expand(72, 5, 6)
             tensors = (x, (x[..., 0] > 0).long(), torch.arange(72))
         collates: dict[str, Any] = {"dropped": _collate, "time first": _time_first}
+        collates["plain"] = _with_scalar
         data = TensorDataset(*tensors)
         loader: Any = DataLoader(data, 12, collate_fn=collates.get(kind))
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -134,6 +135,11 @@ def lines_of(policy: str, kinds: list[str]) -> list[list[str]]:
         pattern = "become the mean|weight_of="
         found.append([line for line in said if re.search(pattern, line)])
     return found
+
+
+def _with_scalar(samples: list[Any]) -> Any:
+    """With tensors of integers that are no labels."""
+    return [*default_collate(samples)[:2], torch.tensor(3), torch.empty(0).long()]
 
 
 def _time_first(samples: list[Any]) -> Any:

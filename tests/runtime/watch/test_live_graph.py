@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -204,3 +205,32 @@ def test_a_model_that_is_compiled_before_is_seen() -> None:
     graphs.begin(1)
     loss.backward()
     assert late == [(0, None)]
+
+
+def test_a_batch_that_is_read_again_is_of_its_step_until_the_next_begins() -> None:
+    """SAM, in a loop that fetches first; then the same batch beside the next."""
+    graphs, late = LiveGraph(model := network()), []
+    graphs.begin_epoch(lambda batch, other: late.append((batch, other)), print)
+    first, second = X.clone(), X.clone()
+    graphs.begin("a", first)
+    loss = model(first).sum()
+    graphs.begin("b", second)
+    loss.backward()
+    model(first).sum().backward()
+    assert late == [("a", None)] * 2
+    (model(second).sum() + model(first).sum()).backward()
+    assert late == [("a", None)] * 2
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_batch_may_be_skipped_where_the_loop_is_known(*, continues: bool) -> None:
+    graphs = LiveGraph(model := network())
+    graphs.begin_epoch(print, print)
+    graphs.begin("a", X.clone())
+    model(X).sum().backward()
+    graphs.end_epoch()
+    graphs.begin_epoch(print, print, continues=continues)
+    graphs.begin("b", X.clone())
+    graphs.begin("c", X.clone())
+    with nullcontext() if continues else pytest.raises(ConfigError, match="ahead"):
+        model(X).sum().backward()

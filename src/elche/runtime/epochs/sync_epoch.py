@@ -123,7 +123,9 @@ class SyncEpoch:
         in_hand: Step | None = None
         self._worker.on_rank_left = self._rank_left
         self._worker.on_wait = self._waits
-        self._hooks.graphs.begin_epoch(self._weigh_late, self._weigh_forward)
+        self._hooks.graphs.begin_epoch(
+            self._weigh_late, self._weigh_forward, continues=self._positions.is_part
+        )
         try:
             for in_hand, data in self._steps():
                 self._turn_to(in_hand, self._leased.weight)

@@ -99,7 +99,11 @@ class LiveGraph:
         return self._in_hand is not None and self._last is self._in_hand
 
     def begin_epoch(
-        self, on_late: OnLate | None, on_forward: Callable[[Any], None] | None = None
+        self,
+        on_late: OnLate | None,
+        on_forward: Callable[[Any], None] | None = None,
+        *,
+        continues: bool = False,
     ) -> None:
         """Batches will come.
 
@@ -107,11 +111,14 @@ class LiveGraph:
             on_late: told of late backward passes.
             on_forward: told of the batch whose forward pass begins where the loop is
                 ahead, and None at its end; None: nothing is refused.
+            continues: the same loop goes on, in a further part of its epoch.
         """
         self.end_epoch(is_over=True)
         if self._is_ahead is False:  # what has had no pass was skipped
             self._waiting = [each for each in self._waiting if each is self._last]
-        self._is_ahead, self._first = None, self._number
+        if not continues or self._is_ahead:
+            self._is_ahead = None
+        self._first = self._number
         self._on_late, self._on_forward = on_late, on_forward
         hook = _ForwardHook(self)
         for module in _called(self._model):
@@ -179,15 +186,23 @@ class LiveGraph:
             if batch is not None and batch is in_hand and self._is_ahead is None:
                 self._is_ahead = False
             return
-        if batch is not None and batch.had_backward and not self._is_ahead:
+        is_again = batch is not None and batch.had_backward
+        if is_again and not self._is_ahead and not self._is_before(batch):
             batch = in_hand  # an earlier one may be read again, in a step of this one
         if batch is None:
             batch = self._untold()
-        else:
+        elif not is_again:
             self._is_ahead = bool(self._is_ahead) or batch is not in_hand
         self._forward = batch
-        if batch is not None and self._is_ahead and self._on_forward is not None:
+        is_other = self._is_ahead or batch is not in_hand
+        if batch is not None and is_other and self._on_forward is not None:
             self._on_forward(batch.batch)
+
+    def _is_before(self, batch: BatchForwards | None) -> bool:
+        """Whether the loop is still in the step of a batch (SAM), and has the next."""
+        if batch is None or self._on_forward is None or batch.number < self._first:
+            return False
+        return self._in_hand is None or not self._in_hand.had_forward
 
     def _untold(self) -> BatchForwards | None:
         """The batch of a pass that reads none of the loader's tensors.
@@ -230,7 +245,8 @@ class LiveGraph:
                 node.register_prehook(batch)
                 batch.had_forward = True
                 self._last = batch
-        if self._is_ahead and self._on_forward is not None:
+        is_other = self._is_ahead or batch is not self._in_hand
+        if is_other and self._on_forward is not None:
             self._on_forward(None)
 
     def before_backward(self, batch: BatchForwards) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 from elche import session
 from elche.errors import ElcheError, MismatchError
+from elche.runtime.process.environment import read_placement
 from tests.harness.settings import nested
 
 BATCH = 4
@@ -52,7 +53,7 @@ def train(parting: Parting) -> tuple[str, int]:
     data = TensorDataset(torch.randn(samples, 6), torch.arange(samples) % 3)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
-    is_last = elche_rank() == 1
+    is_last = read_placement().rank == 1
     threads = torch.get_num_threads()
     if parting.two_kinds and is_last:
         torch.set_num_threads(threads + 1)  # another kind, as sums round otherwise
@@ -118,10 +119,3 @@ def body_of(
         assert run is not None
         windows: Any = run._synchroniser.windows
         windows._averager._groups[0]._base_memory[3] += 1e-3
-
-
-def elche_rank() -> int:
-    """This process's rank, before the run has begun."""
-    from elche.runtime.process.environment import read_placement
-
-    return read_placement().rank

@@ -67,16 +67,13 @@ class Weights:
         assert sum(weights) == pytest.approx(positions, rel=0.02)
 
 
-def run_weighed(
-    policy: str, ranks: int, faults: tuple[Fault, ...], **options: Any
-) -> Simulation:
+def run_weighed(policy: str, ranks: int, faults: tuple[Fault, ...]) -> Simulation:
     """A simulated run, checked."""
     run = SimulatedRun(
         policy=policy,
         batch_sizes=((BATCH, BATCHES),),
         epochs=EPOCHS,
         model_bytes=1e5,
-        options=options,
     )
     devices = tuple(
         Device(seconds_per_sample=SPEEDS_S[rank % 3], jitter=0.2, name="CPU")

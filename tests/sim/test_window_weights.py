@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elche.comm.averaging.outer import OuterStep
@@ -22,6 +22,7 @@ from tests.harness.reached import reach
 
 BATCH, BATCHES, EPOCHS = 24, 30, 2
 SPEEDS_S = (0.0005, 0.0008, 0.0012)
+DEATHS = tuple(Fault(at_s=0.05 * rank, kill_rank=rank) for rank in (1, 2, 3))
 
 
 class Weights:
@@ -66,16 +67,13 @@ class Weights:
         assert sum(weights) == pytest.approx(positions, rel=0.02)
 
 
-def run_weighed(
-    policy: str, ranks: int, faults: tuple[Fault, ...], **options: Any
-) -> Simulation:
+def run_weighed(policy: str, ranks: int, faults: tuple[Fault, ...]) -> Simulation:
     """A simulated run, checked."""
     run = SimulatedRun(
         policy=policy,
         batch_sizes=((BATCH, BATCHES),),
         epochs=EPOCHS,
         model_bytes=1e5,
-        options=options,
     )
     devices = tuple(
         Device(seconds_per_sample=SPEEDS_S[rank % 3], jitter=0.2, name="CPU")
@@ -108,8 +106,10 @@ def comings(draw: st.DrawFn) -> tuple[int, tuple[Fault, ...]]:
     return ranks, tuple(found)
 
 
-@pytest.mark.reaches("died", "joined")
+@pytest.mark.reaches("died", "joined", "a lone survivor of four")
 @settings(max_examples=20, deadline=None)
+@example("cadence", (4, DEATHS))
+@example("async", (4, DEATHS))
 @given(st.sampled_from(["cadence", "async"]), comings())
 def test_a_sample_counts_once_whoever_comes_and_goes(
     policy: str, drawn: tuple[int, tuple[Fault, ...]]
@@ -118,12 +118,5 @@ def test_a_sample_counts_once_whoever_comes_and_goes(
     sim = run_weighed(policy, ranks, faults)
     if sim.core.aborted is None:
         reach("died" if sim.core.lost else "all lived")
+        reach("a lone survivor of four" if sim.core.lost == {1, 2, 3} else "others")
         reach("joined" if max(sim.history.finished) >= ranks else "none joined")
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_lone_survivor_of_four_trains_on_whole_batches(policy: str) -> None:
-    faults = tuple(Fault(at_s=0.05 * rank, kill_rank=rank) for rank in (1, 2, 3))
-    sim = run_weighed(policy, 4, faults)
-    assert sim.core.lost == {1, 2, 3}
-    assert sim.history.finished == {0}

@@ -78,13 +78,10 @@ def read_manifest(folder: Path) -> Manifest | CheckpointError:
             )
         files = {name: FileRecord(**record) for name, record in body["files"].items()}
         manifest = Manifest(**{**body, "files": files})
-        kinds: dict[type, list[Any]] = {
-            dict: [manifest.info],
-            str: [manifest.run_id, *(each.sha256 for each in files.values())],
-            int: [manifest.world_size, *(each.num_bytes for each in files.values())],
-        }
-        is_own = manifest.name == folder.name
-        is_own &= all(type(each) is kind for kind in kinds for each in kinds[kind])
+        texts = manifest.run_id, *(each.sha256 for each in files.values())
+        numbers = manifest.world_size, *(each.num_bytes for each in files.values())
+        is_own = manifest.name == folder.name and type(manifest.info) is dict
+        is_own &= {*map(type, texts)} == {str} and {*map(type, numbers)} == {int}
     except (AttributeError, KeyError, TypeError):
         is_own = False
     other = CheckpointError(f"{MANIFEST} has fields that elche does not write there")

@@ -43,7 +43,7 @@ class Barriers:
             if first is None or first.text is None or not there.keys() >= members:
                 continue
             checks = {r: each.checks for r, each in self._there.pop(name).items()}
-            ModelChecks(f"at {name}", "where its last part began").compare(checks)
+            ModelChecks(f"at {name}").compare(checks)
             told += [
                 BarrierPassed(rank=r, name=name, text=first.text)
                 for r in sorted(members)

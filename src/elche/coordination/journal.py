@@ -125,11 +125,7 @@ class RunRecord:
         return []
 
     def clock_s(self, wall_s: float, host_s: float) -> float:
-        """The run's clock less a host's: wall time, and never behind the last entry.
-
-        So a pause between two coordinators, in which ranks train what was granted, is
-        in the durations that the run reports.
-        """
+        """The run's clock less a host's: a pause between coordinators is part of it."""
         return max(self.now_s, wall_s) - host_s
 
     def is_outlived(self, rank: int) -> bool:

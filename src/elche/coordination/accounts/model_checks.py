@@ -21,6 +21,7 @@ LEAST_VALUES, MOST_VALUES = 1 << 14, 1 << 22
 """Values of a slice: the most bounds temporary memory."""
 WALK, SHIFT = 1024.0, 16.0
 """Tolerance in roundings: a random walk of each value; a shift of all of them alike."""
+BEFORE = "where the epoch, or its last part, began"
 CAUSES = (
     "usual causes: gradients changed after backward() in another way on each rank "
     "(noise, a factor of the rank's own loss), an optimizer step on some ranks only, "
@@ -69,12 +70,6 @@ def plan_slices(shapes: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, 
     return slices
 
 
-def slice_at(steps: int) -> int | None:
-    """The slice to check after so many steps, modulo the number of slices; or None."""
-    turn, rest = divmod(steps, EVERY_STEPS)
-    return None if rest or not turn else turn - 1
-
-
 def parted(checks: Mapping[int, ModelCheck]) -> tuple[list[int], list[int]] | None:
     """Ranks that differ, and those they differ from; None where all agree.
 
@@ -114,19 +109,14 @@ class ModelChecks:
 
     Args:
         when: the checks are made; `{at}` stands for their place.
-        before: ranks were equal, of tensors that were not compared yet.
+        before: ranks were equal, of tensors that were not compared yet: all hold one
+            model where an epoch begins, or a part of it.
         causes: of a difference.
     """
 
-    def __init__(self, when: str, before: str, causes: str = CAUSES) -> None:
-        self._when, self._before, self._causes = when, before, causes
+    def __init__(self, when: str, before: str = "", causes: str = CAUSES) -> None:
+        self._when, self._before, self._causes = when, before or BEFORE, causes
         self._since: dict[str, str] = {}
-
-    @staticmethod
-    def of_epoch(epoch: int, when: str) -> ModelChecks:
-        """Of an epoch or a part of it, at whose beginning all ranks hold one model."""
-        before = f"when epoch {epoch}, or this part of it, began"
-        return ModelChecks(f"{when} of epoch {epoch}", before)
 
     def compare(self, rows: Mapping[int, CheckRows]) -> None:
         """Compares what the ranks of one group report.

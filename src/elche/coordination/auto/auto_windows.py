@@ -15,7 +15,7 @@ from elche.coordination.policy import Member, Outcome, Policy
 from elche.coordination.protocol.events import EpochLeft, Event
 from elche.coordination.protocol.instructions import EndEpoch, SwitchPolicy
 from elche.coordination.sync.sync_policy import SyncPolicy
-from elche.coordination.windows.window_policy import TakenOver, WindowPolicy, uncut
+from elche.coordination.windows.window_policy import TakenOver, WindowPolicy
 
 ALONE_ANCHOR = 20
 """Batches in a window of a device that trains alone."""
@@ -161,7 +161,7 @@ class PolicySwitch:
             self._settings.epochs,
             idle=frozenset(choice.left_out),
             first_window=self._next_window,
-            cut_for=uncut if choice.is_alone else self._settings.cut_for,
+            cut_for=None if choice.is_alone else self._settings.cut_for,
         )
         policy.start_from(self._samples_before)
         self.windows = RunningWindows(policy, choice)

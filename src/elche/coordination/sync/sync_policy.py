@@ -60,7 +60,6 @@ class SyncPolicy(Policy):
         self._lost: dict[int, int] = {}
         self._returned: list[Range] = []
         self._numbers = NonFiniteReports()
-        self._checks = ModelChecks.of_epoch(-1, "")
 
     @property
     def may_lose(self) -> bool:
@@ -87,7 +86,7 @@ class SyncPolicy(Policy):
         self._returned.clear()
         self._left.clear()
         self._numbers.clear()
-        self._checks = ModelChecks.of_epoch(epoch, "after step {at}")
+        self._checks = ModelChecks(f"after step {{at}} of epoch {epoch}")
         told = self._left_out.begin_epoch(epoch, sizes, now_s)
         return Outcome([*told, *self._top_up()])
 

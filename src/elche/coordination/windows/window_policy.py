@@ -17,7 +17,6 @@ from functools import partial
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchCut, BatchSizes
 from elche.coordination.accounts.metrics import RankReport
-from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy, Steps
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -51,11 +50,6 @@ from elche.coordination.windows.window_state import WindowState
 from elche.errors import ProtocolError
 
 
-def uncut(ranks: Collection[int]) -> BatchCut:
-    """Local batches are the global ones, whoever trains on them."""
-    return WHOLE_BATCHES
-
-
 @dataclass(frozen=True, slots=True)
 class TakenOver:
     """What another policy has done of an epoch.
@@ -81,7 +75,7 @@ class WindowPolicy(Policy):
         idle: ranks that are given no work: they cost more than they bring.
         first_window: number of the first window; ranks know what they hold by it.
         cut_for: how it cuts global batches into the local ones that ranks train on,
-            by the ranks that are in the run.
+            by the ranks that are in the run; None: not at all.
         may_defer: instructions to all ranks may be those of `Outcome.later`.
     """
 
@@ -92,7 +86,7 @@ class WindowPolicy(Policy):
         epochs: int | None,
         idle: frozenset[int] = frozenset(),
         first_window: int = 0,
-        cut_for: Callable[[Collection[int]], BatchCut] = uncut,
+        cut_for: Callable[[Collection[int]], BatchCut] | None = None,
         *,
         may_defer: bool = False,
     ) -> None:
@@ -101,12 +95,12 @@ class WindowPolicy(Policy):
         self.name = config.policy
         self._state = WindowState(config, members, idle, first_window)
         self._planner = ReductionPlanner(config, epochs)
-        self._checks = ModelChecks.of_epoch(-1, "")
 
     @property
     def cut(self) -> BatchCut:  # type: ignore[override]
         """How the next epoch, or part of one, is cut."""
-        return self._cut_for(self._state.members)
+        make = self._cut_for
+        return WHOLE_BATCHES if make is None else make(self._state.members)
 
     @property
     def is_outdated(self) -> bool:
@@ -130,7 +124,6 @@ class WindowPolicy(Policy):
         """Opens the epoch's first window with its first leases."""
         state, sizes = self._state, sizes.cut_by(self.cut)
         state.reset(sizes, epoch, now_s)
-        self._checks = ModelChecks.of_epoch(epoch, "after window {at}")
         state.take_plan(sizes, plan)
         ranks = list(state.members)
         return self._outcome([], self._begin(ranks, now_s))
@@ -152,7 +145,6 @@ class WindowPolicy(Policy):
         """Goes on with an epoch of which another policy has committed the beginning."""
         state, sizes = self._state, sizes.cut_by(self.cut)
         state.reset(sizes, epoch, now_s)
-        self._checks = ModelChecks.of_epoch(epoch, "after window {at}")
         state.take_over(sizes.first_of(done.batches), done.totals)
         done.totals.first_window = done.batches
         state.start_from(done.progress_samples)
@@ -380,7 +372,7 @@ class WindowPolicy(Policy):
         if not running.is_done or state.is_paused:
             return self._outcome([])
         done = state.reductions.commit()
-        self._checks.compare({r: each.checks for r, each in done.reports.items()})
+        state.checks.compare({r: each.checks for r, each in done.reports.items()})
         outcome = self._outcome([], self._commit(done, now_s))
         if self._may_defer:
             outcome.then = partial(self._committed, done, now_s)

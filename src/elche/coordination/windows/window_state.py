@@ -15,6 +15,7 @@ from elche.coordination.accounts.epoch_plan import (
     WindowPlans,
 )
 from elche.coordination.accounts.ledger import EpochLedger
+from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.policy import EpochTotals, Member
 from elche.coordination.windows.diverged_ranks import DivergedRanks
 from elche.coordination.windows.epoch_life import EpochLife
@@ -68,6 +69,7 @@ class WindowState:
         self.epoch = epoch
         self.mean_over = self.parts_of(sizes)
         self.ledger = EpochLedger(sizes, self.members)
+        self.checks = ModelChecks(f"after window {{at}} of epoch {epoch}")
         self.totals = EpochTotals(epoch, max(self.members, default=0) + 1, now_s)
         self.life = EpochLife()
         self.is_paused = False

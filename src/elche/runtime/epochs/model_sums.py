@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from elche.coordination.accounts.model_checks import (
+    EVERY_STEPS,
     ModelCheck,
     plan_slices,
-    slice_at,
 )
 from elche.coordination.protocol.messages import CheckRows
 from elche.runtime.report.scalars import Readback, begin_readback
@@ -38,9 +38,7 @@ class ModelSums:
     ) -> None:
         self._slices: list[tuple[ModelCheck, list[tuple[torch.Tensor, int, int]]]] = []
         self._begun: list[tuple[ModelCheck, Readback, Readback]] = []
-        alike: dict[
-            tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]
-        ] = {}
+        alike: dict[_Key, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in named:
             alike.setdefault((tensor.dtype, tensor.device), []).append((name, tensor))
         for (kept, _), group in alike.items():
@@ -61,9 +59,9 @@ class ModelSums:
 
     def step_ran(self, steps: int) -> None:
         """So many steps of an epoch's part have run: sums a slice every few of them."""
-        turn = slice_at(steps)
-        if turn is not None:
-            self.begin(steps, turn)
+        turn, rest = divmod(steps, EVERY_STEPS)
+        if turn and not rest:
+            self.begin(steps, turn - 1)
 
     @torch.no_grad()
     def begin(

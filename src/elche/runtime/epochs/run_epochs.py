@@ -304,9 +304,6 @@ class RunEpochs:
         """Compares the whole model with that of all ranks, where a part has ended.
 
         Not where a rank's loop has broken off: it may have raised.
-
-        Raises:
-            MismatchError: ranks hold different parameters.
         """
         end, self._ended = self._ended, None
         worker = self._worker

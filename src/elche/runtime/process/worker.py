@@ -100,7 +100,7 @@ class Worker:
         self._channel = channel
         watch = GroupWatch(self.timeout_s, self._check, self._why_failed)
         self.groups = RankGroups(placement, channel, watch)
-        self._is_due = self._has_default_group = False
+        self._is_due, self._has_default_group = False, not dist.is_available()
         self._aborted: ElcheError | None = None
         self._events: deque[torch.cuda.Event] = deque()
 
@@ -159,11 +159,7 @@ class Worker:
 
         What sending costs is the system call, not what is sent.
         """
-        if (
-            not self._has_default_group
-            and dist.is_available()
-            and dist.is_initialized()
-        ):
+        if not self._has_default_group and dist.is_initialized():
             self._has_default_group = True
             events = DefaultGroupFormed(rank=self.rank), *events
             if self.placement.resumes and self.rank == self.members[0]:

@@ -87,11 +87,9 @@ class LiveGraph:
     @property
     def open_batches(self) -> list[Any]:
         """Batches whose backward pass is to come, as far as is known, oldest first."""
-        last = self._last if self.is_live else None
-        if self._is_ahead is False:
-            return [last.batch] if last is not None else []
+        last, may_wait = self._last, self._is_ahead is not False
         waiting = [each for each in self._waiting if not each.had_backward]
-        return [each.batch for each in waiting if each is last or each.is_held]
+        return [b.batch for b in waiting if b is last or (may_wait and b.is_held)]
 
     @property
     def has_graph(self) -> bool:
@@ -199,12 +197,11 @@ class LiveGraph:
         """
         in_hand, is_ahead = self._in_hand, self._is_ahead
         is_new = is_ahead is None and in_hand is not None
-        waiting = [b for b in self._waiting if b is not in_hand and not b.had_forward]
         others = [
             b
-            for b in waiting
-            if b.number >= self._first
-            and (b.is_held or is_new or (in_hand and not b.storages))
+            for b in self._waiting
+            if b is not in_hand and not b.had_forward and b.number >= self._first
+            if b.is_held or is_new or (in_hand and not b.storages)
         ]
         if in_hand is not None:
             is_unclear = bool(others) or (is_ahead and self._last is not in_hand)

@@ -116,11 +116,12 @@ class MeanHints:
 
     def look(self, roots: Sequence[torch.Tensor]) -> bool:
         """Looks at the losses of a backward pass; whether at those of the next, too."""
-        labels = [t for t in outputs_in(self._batch) if t.dtype is torch.int64]
+        held = (t for t in outputs_in(self._batch) if t.dtype is torch.int64)
+        labels = [t.reshape(len(t), -1) for t in held if t.dim() and len(t)]
         is_host = all(label.device.type == "cpu" for label in labels)
         self._looks += 1
         for has_weights, ignored in _means(roots) if self.is_on else ():
-            counts = [(each != ignored).view(len(each), -1).sum(1) for each in labels]
+            counts = [(each != ignored).sum(1) for each in labels]
             if has_weights:
                 self._say("the loss is a mean over class weights", "w[labels].sum()")
             elif odd := [count for count in counts if bool((count != count[0]).any())]:

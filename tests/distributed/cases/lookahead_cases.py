@@ -106,30 +106,24 @@ def _train(
     look: Look, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any
 ) -> None:
     change = CONVERTED.get(look.body, list)  # as a wrapper of the user's does
-    body = BODIES.get(look.body, _plain)
+    body, skipped = BODIES.get(look.body, _plain), PASSES.get(look.body, {})
     for _ in range(2):
         for number, group in enumerate(LOOPS[look.loop](map(change, loader))):
-            if (look.body, elche.rank(), number) in SKIPS:
-                continue
-            for batch in group:
+            passes = skipped.get((elche.rank(), number), 1)
+            for batch in group * passes:
                 body(look, model, batch, 1.0 / len(group))
-                if (look.body, elche.rank(), number) in TWICE:
-                    body(look, model, batch, 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
 
-SKIPS = {
-    *(("one each", 0, 2), ("one each", 1, 3)),
-    *(("first ones", 0, 0), ("first ones", 1, 1)),
-    *(("far apart", 0, 0), ("far apart", 1, 5)),
-    *(("last ones", 0, 5), ("last ones", 1, 6)),
-    *(("two each", 0, 1), ("two each", 0, 4), ("two each", 1, 2), ("two each", 1, 5)),
-    *(("everywhere", 0, 2), ("everywhere", 1, 2)),
-    *(("alone", 1, 3), ("alone at the end", 1, 6)),
+PASSES = {
+    "everywhere": {(0, 2): 0, (1, 2): 0},
+    "far apart": {(0, 0): 0, (1, 5): 0},
+    "last ones": {(0, 5): 0, (1, 6): 0},
+    "alone at the end": {(1, 6): 0},
+    "uneven inside": {(0, 3): 2},
 }
-"""What a loop passes over, by its rank and the number of the batch."""
-TWICE = {("uneven", 1, 6), ("uneven inside", 0, 3)}
+"""Passes of a batch that is skipped or run twice, by rank and its number."""
 
 
 def _plain(look: Look, model: nn.Module, batch: Any, scale: float) -> None:

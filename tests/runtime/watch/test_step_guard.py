@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -110,21 +109,6 @@ def in_turn(loop: Loop) -> None:
             optimizer.step()
 
 
-def with_closure(loop: Loop) -> None:
-    """LBFGS, whose closure runs forward and backward."""
-    held = [*loop.model[:2].parameters()]
-    optimizer = torch.optim.LBFGS(held, lr=0.1, max_iter=3)
-    for batch in itertools.islice(loop.loader, 3):
-
-        def closure(batch: Any = batch) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loop.loss(*batch)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-
 def adversarial(loop: Loop) -> None:
     """Perturbations with an optimizer of their own, made anew for each batch."""
     for x, y in loop.loader:
@@ -177,9 +161,9 @@ def projected(loop: Loop) -> None:
         loop.optimizer.step()
 
 
-EXACT = {each.__name__: each for each in (changed, accumulated, in_turn, with_closure)}
-EXACT |= {each.__name__: each for each in (adversarial, projected)}
-EXACT |= {each.__name__: each for each in (looked_for_a_rate, looked_at_between)}
+EXACT = {each.__name__: each for each in (changed, accumulated, in_turn, adversarial)}
+LOOKED = looked_for_a_rate, looked_at_between
+EXACT |= {each.__name__: each for each in (projected, *LOOKED)}
 
 
 def assigned(loop: Loop, *, in_turn: bool = False) -> None:
@@ -291,7 +275,7 @@ def test_what_all_ranks_do_alike_is_exact(ranks2: RankPool, names: list[str]) ->
 @pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
 def test_local_steps_are_taken(ranks2: RankPool, policy: str) -> None:
     """Inside a window they are a rank's own: also along gradients that are assigned."""
-    names = ["changed", "adversarial", "with_closure"]
+    names = ["changed", "adversarial", "in_turn"]
     names += [] if policy == "auto" else ["assigned", "one part assigned"]
     found = ranks2.run(on_a_rank, policy, names, case_setup=serve_in_thread)
     for name, *ranks in zip(names, *found, strict=True):

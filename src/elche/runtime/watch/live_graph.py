@@ -99,12 +99,10 @@ class LiveGraph:
     def begin_epoch(
         self, on_late: OnLate | None, on_forward: Callable[[Any], None] | None = None
     ) -> None:
-        """Batches will come.
+        """Batches will come; ``on_late`` receives late backward passes.
 
-        Args:
-            on_late: told of late backward passes.
-            on_forward: told of the batch whose forward pass begins where the loop is
-                ahead, and None at its end; None: nothing is refused.
+        Where the loop is ahead, ``on_forward`` receives the batch whose forward pass
+        begins, and None at its end; without it nothing is refused.
         """
         self.end_epoch(is_over=True)
         if self._is_ahead is False:  # what has had no pass was skipped
@@ -121,7 +119,6 @@ class LiveGraph:
     def begin(self, batch: Any, data: Any = None) -> None:
         """A batch is yielded; ``batch`` is its label, ``data`` what the loop gets."""
         self._in_hand = BatchForwards(batch, self._moves, self._number, self._came)
-        self._in_hand.had_forward = data is None  # there is nothing to read
         self._number += 1
         self._tensors.keep(self._in_hand, data)
         waiting, last, is_known = self._waiting, self._last, self._is_ahead is not None
@@ -159,8 +156,7 @@ class LiveGraph:
         has_come, self._has_come = self._has_come, False
         if has_come:
             return
-        batch = self._untold()
-        if batch is not None:
+        if (batch := self._untold()) is not None:
             batch.had_forward = batch.had_backward = True
 
     def before_forward(self, values: Iterable[Any]) -> None:
@@ -188,15 +184,13 @@ class LiveGraph:
             self._on_forward(batch.batch)
 
     def _untold(self) -> BatchForwards | None:
-        """The batch of a pass that reads none of the loader's tensors.
-
-        None: the loader has ended, and the pass is the user's own.
+        """The batch of a pass that reads none of the loader's tensors; None: no batch.
 
         Raises:
             ConfigError: there are several that it may be of.
         """
         in_hand, is_ahead = self._in_hand, self._is_ahead
-        is_new = is_ahead is None and in_hand is not None
+        is_new = in_hand is not None and is_ahead is None
         others = [
             b
             for b in self._waiting

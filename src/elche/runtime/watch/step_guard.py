@@ -63,6 +63,8 @@ class StepGuard:
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         sync, is_inside = self.synchroniser, self.is_inside
         reduced, windows, own = sync.reduced, sync.windows, sync.own_ids
+        if windows is not None:
+            windows.refuse_step(optimizer)
         is_new = self._stepped.get(optimizer) != reduced.passes
         self._stepped[optimizer] = reduced.passes
         is_local = is_inside and windows is not None and windows.takes_steps

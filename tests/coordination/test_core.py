@@ -498,13 +498,26 @@ def test_a_broken_epoch_of_sync_is_told_when_all_have_left_it() -> None:
         assert metrics.busy_s == (0.6, 0.6)
 
 
+def _left_with(rank: int, *, stepped: int) -> EpochLeft:
+    row = (0, "weight", "CPU", rank, 1, 0.0, 1.0, 1.0)
+    return EpochLeft(
+        rank=rank, epoch=0, step=1, samples=4, checks=(row,), stepped=stepped
+    )
+
+
+def test_ranks_that_left_after_the_same_steps_with_other_models_have_parted() -> None:
+    core, _ = opened(plan_of("sync"))
+    for rank in range(2):
+        told = core.handle(_left_with(rank, stepped=1), 2.0)
+    said = "ranks [1] and [0] hold different values in weight where all have left"
+    assert said in reason_of(told, 2)
+
+
 def test_ranks_that_left_in_one_step_with_other_models_take_one_over() -> None:
     """One broke off before its optimizer's step, one after it."""
     core, _ = opened(plan_of("sync"))
-    for rank, checksum in enumerate("ab"):
-        left = EpochLeft(
-            rank=rank, epoch=0, step=1, samples=4, busy_s=0.5, checksum=checksum
-        )
+    for rank in range(2):
+        left = _left_with(rank, stepped=rank)
         told = core.handle(left, 2.0)
     assert [type(message) for message in told] == [Adopt] * 2
     assert {message.source for message in told if isinstance(message, Adopt)} == {0}

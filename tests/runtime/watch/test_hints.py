@@ -60,9 +60,9 @@ class Written(nn.Module):
 
 
 def _time_first(samples: list[Any]) -> Any:
-    """Sequences one step after the other, as recurrent networks take them."""
+    """Sequences one step after the other, and integers that are no labels."""
     x, y, index = default_collate(samples)
-    return [x.transpose(0, 1), y.transpose(0, 1), index.sum()]
+    return [x.transpose(0, 1), y.transpose(0, 1), [index.sum(), index[:0]]]
 
 
 COLLATES: dict[str, Any] = {

@@ -190,8 +190,9 @@ class EpochLeft:
 
     Under ``sync`` also what it did since its last report; see `StepsDone`. It has taken
     part in ``passes`` backward passes of the run, and takes part in later ones of the
-    others with nothing, unless ``apart`` says why it cannot. ``checksum`` is of the
-    parameters that it has left: before the step's optimizer, or after it.
+    others with nothing, unless ``apart`` says why it cannot. ``checks`` are of the
+    parameters that it has left, after ``stepped`` steps of its optimizers in the run:
+    before the last step's, or after it.
     """
 
     rank: int
@@ -207,7 +208,8 @@ class EpochLeft:
     broken: OwnPart = ()
     passes: int = 0
     apart: str = ""
-    checksum: str = ""
+    checks: CheckRows = ()
+    stepped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

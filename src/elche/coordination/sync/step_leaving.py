@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import final
 
+from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.protocol.events import EpochLeft, PassBegun, StepsDone
 from elche.coordination.protocol.instructions import Instruction, JoinPasses, RankLeft
 from elche.coordination.sync.step_reports import EARLY
@@ -152,6 +153,9 @@ class EarlyEnd:
 
         Returns:
             None: all hold one model, or were told to take it over.
+
+        Raises:
+            MismatchError: they hold others after as many steps.
         """
         if self._is_settled:
             return None
@@ -159,7 +163,14 @@ class EarlyEnd:
         if staying := self.staying(members):
             return staying[0]
         places = {r: (left.step, left.passes) for r, left in self._left.items()}
-        models = {(*places[r], left.checksum) for r, left in self._left.items()}
+        if len({(*places[r], left.stepped) for r, left in self._left.items()}) == 1:
+            left = next(iter(self._left.values()))
+            checks = ModelChecks.of_epoch(left.epoch, "where all have left the loop")
+            checks.compare({r: left.checks for r, left in self._left.items()})
+        models = {
+            (*places[r], *(bits for _, _, _, bits, *_ in left.checks))
+            for r, left in self._left.items()
+        }
         if len(models) == 1 and not is_needed:
             return None
         last = max(places.values())

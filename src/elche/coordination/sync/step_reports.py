@@ -109,7 +109,8 @@ class StepReports:
         *,
         passes: int,
         apart: str = "",
-        checksum: str = "",
+        checks: CheckRows = (),
+        stepped: int = 0,
     ) -> EpochLeft:
         """The loop has broken off after so many steps: what was not said of them.
 
@@ -119,7 +120,8 @@ class StepReports:
             scalars: what was logged since the last report.
             passes: backward passes of the run so far.
             apart: why this rank cannot take part in later ones, if it cannot.
-            checksum: of the parameters.
+            checks: of the parameters.
+            stepped: steps of its optimizers so far.
         """
         if cost is not None:
             self._times.add(cost)
@@ -138,7 +140,8 @@ class StepReports:
             broken=self._numbers.broken,
             passes=passes,
             apart=apart,
-            checksum=checksum,
+            checks=checks,
+            stepped=stepped,
         )
 
     def void(self) -> None:

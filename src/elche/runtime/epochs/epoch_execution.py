@@ -23,7 +23,7 @@ from elche.errors import CommunicationError, ElcheError, NonFiniteError
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.epoch_opening import EpochOpening
-from elche.runtime.epochs.model_sums import ModelSums, checksum, kind_of
+from elche.runtime.epochs.model_sums import ModelSums, kind_of
 from elche.runtime.epochs.step import open_steps
 from elche.runtime.epochs.sync_epoch import TOO_EARLY, SyncEpoch
 from elche.runtime.epochs.window_epoch import EpochHooks, WindowEpoch
@@ -358,7 +358,7 @@ class EpochExecution:
             copies=watch.copies,
             leave_out=members.leave_out,
             unknown=members.unknown,
-            checksum=partial(checksum, self._training.model),
+            left_with=lambda: (self.sums.whole(), watch.guard.stepped),
             sums=self.sums,
             drain=(lambda: None) if delayed is None else delayed.drain,
             regrouping=self._opening.regrouping,

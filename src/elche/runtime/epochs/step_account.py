@@ -154,13 +154,15 @@ class StepAccount:
         """
         cost = None if in_hand is None else self._cost(in_hand, wait_s)
         self._numbers.report(final=True)
+        checks, stepped = self._hooks.left_with()
         left = self._reports.left(
             0 if in_hand is None else in_hand.step + 1,
             cost,
             self._hooks.scalars(True),
             passes=passes,
             apart=apart,
-            checksum=self._hooks.checksum(),
+            checks=checks,
+            stepped=stepped,
         )
         self._worker.send(left)
 

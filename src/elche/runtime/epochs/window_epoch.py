@@ -32,7 +32,7 @@ from elche.coordination.protocol.instructions import (
     Reduce,
     Regroup,
 )
-from elche.coordination.protocol.messages import Scalars
+from elche.coordination.protocol.messages import CheckRows, Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
@@ -70,7 +70,7 @@ class EpochHooks:
         copies: of the model, that the loop keeps.
         leave_out: shares steps among others from now on; returns what reduces them.
         unknown: names state of this rank that cannot be carried to another, or "".
-        checksum: of the parameters.
+        left_with: checks of the whole model, and steps of the optimizers so far.
         sums: of what is compared between ranks.
         drain: takes the step that is still under way, with all ranks.
         regrouping: forms the next group where ranks have died.
@@ -90,7 +90,7 @@ class EpochHooks:
     copies: ModelCopies | None = None
     leave_out: Callable[[LeaveOut], GradientReducer] | None = None
     unknown: Callable[[], str] = str
-    checksum: Callable[[], str] = str
+    left_with: Callable[[], tuple[CheckRows, int]] = lambda: ((), 0)
     sums: ModelSums = field(default_factory=lambda: ModelSums(()))
     drain: Callable[[], None] = lambda: None
     regrouping: Regrouping | None = None

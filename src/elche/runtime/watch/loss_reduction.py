@@ -116,8 +116,9 @@ class MeanHints:
 
     def look(self, roots: Sequence[torch.Tensor]) -> bool:
         """Looks at the losses of a backward pass; whether at those of the next, too."""
-        held = (t for t in outputs_in(self._batch) if t.dtype is torch.int64)
-        labels = [t.reshape(len(t), -1) for t in held if t.dim() and len(t)]
+        found = (t for t in outputs_in(self._batch) if t.dtype is torch.int64)
+        found = (t for t in found if t.layout is torch.strided and not t.is_nested)
+        labels = [t.reshape(len(t), -1) for t in found if t.dim() and t.numel()]
         is_host = all(label.device.type == "cpu" for label in labels)
         self._looks += 1
         for has_weights, ignored in _means(roots) if self.is_on else ():

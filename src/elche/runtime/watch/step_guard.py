@@ -31,6 +31,7 @@ class StepGuard:
     Attributes:
         synchroniser: knows which gradients are reduced; given before the first step.
         is_inside: the loop is inside an epoch.
+        stepped: steps of optimizers so far.
     """
 
     synchroniser: Synchroniser
@@ -40,6 +41,7 @@ class StepGuard:
         self._stepped = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._foreign: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self.is_inside = False
+        self.stepped = 0
 
     def check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """A hook before the step; where that has a closure, after each call of it.
@@ -47,6 +49,7 @@ class StepGuard:
         Raises:
             ConfigError: the step would not be that of the other ranks.
         """
+        self.stepped += 1
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._check(optimizer)

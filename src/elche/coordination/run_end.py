@@ -210,10 +210,9 @@ class RunEnd:
             error: why.
             story: of who sent it.
         """
-        if isinstance(error, MismatchError):
-            return self.abort(str(error), kind="mismatch")
-        if isinstance(error, ConfigError):
-            return self.abort(str(error), kind="config")
+        if isinstance(error, MismatchError | ConfigError):
+            is_config = isinstance(error, ConfigError)
+            return self.abort(str(error), kind="config" if is_config else "mismatch")
         if isinstance(error, NonFiniteError):
             return self._send(
                 Abort(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -44,47 +45,33 @@ class Loop:
                 self.left, self.passes = self.left - 1, self.passes + 1
                 self.digest = zlib.crc32(str(self.step).encode(), self.digest)
                 if self.passes > peer.passes:
-                    return [self._begun()]
+                    at = {"step": self.step + 1, "passes": self.passes}
+                    return [PassBegun(rank=self.rank, epoch=0, gone=0, **at)]
                 continue
             self.is_inside, self.step = False, self.step + 1
             if self.step == self.grants[0].stop:
-                return [self._done(self.grants.popleft())]
+                grant = self.grants.popleft()
+                samples = grant.shares[self.rank] * (grant.stop - grant.start)
+                passed = {"backward_passes": self.passes, "pass_steps": self.digest}
+                common: Any = {"samples": samples, "busy_s": 0.001, **passed}
+                return [steps_done(self.rank, grant.start, grant.stop, **common)]
         return []
-
-    def _begun(self) -> Event:
-        at = {"step": self.step + 1, "passes": self.passes}
-        return PassBegun(rank=self.rank, epoch=0, gone=0, **at)
-
-    def _done(self, grant: GrantSteps) -> Event:
-        return steps_done(
-            self.rank,
-            grant.start,
-            grant.stop,
-            samples=grant.shares[self.rank] * (grant.stop - grant.start),
-            busy_s=0.001,
-            backward_passes=self.passes,
-            pass_steps=self.digest,
-        )
 
 
 def outcome(scripts: list[Script], turns: list[int]) -> Instruction | None:
     """What ends the epoch; None: all wait for ever."""
-    plan = plan_of("sync")
-    core, told = opened(with_run(plan, batch_sizes=((8, STEPS),)))
+    core, told = opened(with_run(plan_of("sync"), batch_sizes=((8, STEPS),)))
     loops = [Loop(rank, script) for rank, script in enumerate(scripts)]
-    order = deque(turns)
-    idle = 0
+    order, idle = deque(turns), 0
     while idle < 2:
-        for one in told:
-            if isinstance(one, Abort | EndEpoch):
-                return one
-            if isinstance(one, GrantSteps):
-                loops[one.rank].grants.append(one)
-        rank = order[0]
+        for each in told:
+            if isinstance(each, Abort | EndEpoch):
+                return each
+            if isinstance(each, GrantSteps):
+                loops[each.rank].grants.append(each)
+        one, peer = loops[order[0]], loops[1 - order[0]]
         order.rotate(1)
-        events = loops[rank].go_on(loops[1 - rank]) or loops[1 - rank].go_on(
-            loops[rank]
-        )
+        events = one.go_on(peer) or peer.go_on(one)
         idle = 0 if events else idle + 1
         told = [each for event in events for each in core.handle(event, 1.0)]
     return None

@@ -18,8 +18,6 @@ from elche.errors import ElcheError
 from tests.distributed.cases.user_loop_cases import FEATURES, POLICIES, Found, weights
 from tests.harness.settings import nested
 
-SIZES = [16, 5, 31, 9, 20, 15, 2]
-
 
 @dataclass(frozen=True)
 class Look:
@@ -28,7 +26,7 @@ class Look:
     loop: str
     body: str = "plain"
     policy: str = "sync"
-    sizes: tuple[int, ...] = tuple(SIZES)
+    sizes: tuple[int, ...] = (16, 5, 31, 9, 20, 15, 2)
 
 
 def _build(look: Look) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -63,9 +61,8 @@ def on_ranks(looks: list[Look]) -> list[Found]:
 
 
 def _on_rank(look: Look) -> Found:
-    model, optimizer, loader = _build(look)
     settings = nested({"timeout_s": 60.0, **POLICIES.get(look.policy, {})})
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **settings)
+    model, optimizer, loader = elche.setup(*_build(look), **settings)
     error = ""
     try:
         with session.failing_together():
@@ -91,15 +88,10 @@ def _groups(loader: Any, size: int) -> Iterator[list[Any]]:
         yield group
 
 
-def _both(loader: Any) -> Iterator[list[Any]]:
-    """One ahead of another that is."""
-    yield from (group for [group] in _one_ahead(_one_ahead(loader)))
-
-
 LOOPS: dict[str, Callable[[Any], Iterator[list[Any]]]] = {
     "plain": lambda loader: ([batch] for batch in loader),
     "one ahead": _one_ahead,
-    "two ahead": _both,
+    "two ahead": lambda loader: _one_ahead(batch for [batch] in _one_ahead(loader)),
     "groups of 3": lambda loader: _groups(loader, 3),
     "groups of 8": lambda loader: _groups(loader, 8),
     "listed": lambda loader: ([batch] for batch in list(loader)),
@@ -113,42 +105,25 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
 def _train(
     look: Look, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any
 ) -> None:
-    if look.body in CONVERTED:
-        loader = Converted(loader, CONVERTED[look.body])
-    body = BODIES.get(look.body, _plain)
+    change = CONVERTED.get(look.body, list)  # as a wrapper of the user's does
+    body, skipped = BODIES.get(look.body, _plain), PASSES.get(look.body, {})
     for _ in range(2):
-        for number, group in enumerate(LOOPS[look.loop](loader)):
-            if (look.body, elche.rank(), number) in SKIPS:
-                continue
-            for batch in group:
+        for number, group in enumerate(LOOPS[look.loop](map(change, loader))):
+            passes = skipped.get((elche.rank(), number), 1)
+            for batch in group * passes:
                 body(look, model, batch, 1.0 / len(group))
-                if (look.body, elche.rank(), number) in TWICE:
-                    body(look, model, batch, 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
 
-SKIPS = {
-    *(("one each", 0, 2), ("one each", 1, 3)),
-    *(("first ones", 0, 0), ("first ones", 1, 1)),
-    *(("far apart", 0, 0), ("far apart", 1, 5)),
-    *(("last ones", 0, 5), ("last ones", 1, 6)),
-    *(("two each", 0, 1), ("two each", 0, 4), ("two each", 1, 2), ("two each", 1, 5)),
-    *(("everywhere", 0, 2), ("everywhere", 1, 2)),
-    *(("alone", 1, 3), ("alone at the end", 1, 6)),
+PASSES = {
+    "everywhere": {(0, 2): 0, (1, 2): 0},
+    "far apart": {(0, 0): 0, (1, 5): 0},
+    "last ones": {(0, 5): 0, (1, 6): 0},
+    "alone at the end": {(1, 6): 0},
+    "uneven inside": {(0, 3): 2},
 }
-"""What a loop passes over, by its rank and the number of the batch."""
-TWICE = {("uneven", 1, 6), ("uneven inside", 0, 3)}
-
-
-class Converted:
-    """A loader whose batches are converted by a wrapper of the user's."""
-
-    def __init__(self, loader: Any, convert: Callable[[Any], Any]) -> None:
-        self.loader, self.convert = loader, convert
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.convert, self.loader)
+"""Passes of a batch that is skipped or run twice, by rank and its number."""
 
 
 def _plain(look: Look, model: nn.Module, batch: Any, scale: float) -> None:
@@ -165,15 +140,14 @@ def _plain(look: Look, model: nn.Module, batch: Any, scale: float) -> None:
 def _sharpness_aware(look: Look, model: nn.Module, batch: Any, scale: float) -> None:
     """SAM: two forward and backward passes of one batch."""
     _plain(look, model, batch, scale)
+    held = [p for p in model.parameters() if p.grad is not None]
+    moves = [0.05 * p.grad for p in held if p.grad is not None]
     with torch.no_grad():
-        moved = [(p, 0.05 * p.grad) for p in model.parameters() if p.grad is not None]
-        for parameter, by in moved:
-            parameter.add_(by)
+        torch._foreach_add_(held, moves)
     model.zero_grad()
     _plain(look, model, batch, scale)
     with torch.no_grad():
-        for parameter, by in moved:
-            parameter.sub_(by)
+        torch._foreach_sub_(held, moves)
 
 
 def _adversarial(look: Look, model: Any, batch: Any, scale: float) -> None:
@@ -201,9 +175,8 @@ def _cut(look: Look, model: nn.Module, batch: Any, scale: float) -> None:
     with torch.no_grad():
         model(x * 2.0)
     for part in (0, 1):
-        losses = F.cross_entropy(
-            model(input=x[:].view(-1, FEATURES)), y, reduction="none"
-        )
+        scores = model(input=x[:].view(-1, FEATURES))
+        losses = F.cross_entropy(scores, y, reduction="none")
         ((losses * (index % 2 == part)).mean() * scale).backward()
 
 

@@ -29,10 +29,9 @@ import torch
 from torch import nn
 
 from elche.comm.gradients.backward_end import at_backward_end
-from elche.comm.gradients.buckets.bucket_contract import Closed, PassOptions
+from elche.comm.gradients.buckets.bucket_contract import Closed, PassOptions, Reduced
 from elche.comm.gradients.buckets.bucket_layout import formats_agree
 from elche.comm.gradients.buckets.bucket_pass import BucketPass
-from elche.comm.gradients.buckets.gradient_views import Reduced
 from elche.comm.gradients.part_weights import Lost, PartWeights, StepPart
 from elche.comm.gradients.residual_state import packed, unpacked
 from elche.comm.model_buffers.buffers import BufferAverager
@@ -87,10 +86,9 @@ class GradientReducer:
             learns_counts=True,
             codec=codec,
             keeps_sums=keeps_sums,
+            reduced=self._reduced,
         )
-        self._pass = BucketPass(
-            self._parameters, names, group, options, self, self._reduced
-        )
+        self._pass = BucketPass(self._parameters, names, group, options, self)
         self._in_hand: StepPart | None = None
         self._part: StepPart | None = None
         self._weights = PartWeights(self._parameters, group, norms)

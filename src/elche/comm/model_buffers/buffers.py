@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.comm.model_buffers.known_buffers import KnownBuffers, held
+from elche.comm.model_buffers.known_buffers import KnownBuffers, held, norm_buffers
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError
-from elche.torch_internals.held import NormBase, version
+from elche.torch_internals.held import version
 
 SNAPSHOT_ELEMENTS = 65_536
 HANDING_OVER = "handing over buffers of a step that a lost rank left open"
@@ -55,7 +55,7 @@ class BufferWatch:
 
     def written(self) -> list[int]:
         """Indices (in ``model.buffers()``) of buffers written since the mark."""
-        norms = self._training_norm_buffers()
+        norms = norm_buffers(self._model, is_training=True)
         written = []
         for index, buffer in enumerate(self._model.buffers()):
             if index >= len(self._marks):
@@ -69,14 +69,6 @@ class BufferWatch:
             ):
                 written.append(index)
         return written
-
-    def _training_norm_buffers(self) -> set[int]:
-        return {
-            id(buffer)
-            for module in self._model.modules()
-            if isinstance(module, NormBase) and module.training
-            for buffer in module.buffers(recurse=False)
-        }
 
 
 class BufferAverager:
@@ -141,11 +133,10 @@ class BufferAverager:
                 self._travelling.update(new)
                 self._reduce(buffers, new, written, divisor)
                 if self._group.rank == 0:
-                    self._known.name_means(
-                        (index, held(buffers[index]).reshape(-1).cpu(), mean)
-                        for index in new
-                        if (mean := self._last.get(index)) is not None
-                    )
+                    own = {
+                        index: held(buffers[index]).reshape(-1).cpu() for index in new
+                    }
+                    self._known.name_means(own, self._last)
             self._write(buffers, self._last)  # all of them or none: it may be redone
         except CommunicationError:
             self._travelling = agreed  # other ranks may not have come so far

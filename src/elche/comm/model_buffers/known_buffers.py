@@ -136,18 +136,19 @@ class KnownBuffers:
         told.update(new)
 
     def name_means(
-        self, pairs: Iterable[tuple[int, torch.Tensor, torch.Tensor]]
+        self, own: Mapping[int, torch.Tensor], means: Mapping[int, torch.Tensor]
     ) -> None:
-        """Warns once of those that ranks wrote differently: a number, own and mean."""
+        """Warns once of buffers that ranks wrote differently, by their numbers."""
         told = _named.setdefault(self._model, set())
-        layers = [m for m in self._model.modules() if isinstance(m, NormBase)]
-        norms = {id(b) for layer in layers for b in layer.buffers(recurse=False)}
-        names, present = list(self._numbers), self.present()
+        norms, present = norm_buffers(self._model), self.present()
         found = "means" not in told and [
-            repr(names[number])
-            for number, own, mean in pairs
-            if id(present[number]) not in norms
-            and not torch.allclose(own.double(), mean.double(), equal_nan=True)
+            repr(name)
+            for number, name in enumerate(self._numbers)
+            if number in own.keys() & means.keys()
+            and id(present[number]) not in norms
+            and not torch.allclose(
+                own[number].double(), means[number].double(), equal_nan=True
+            )
         ]
         if found:
             told.add("means")
@@ -192,6 +193,13 @@ def held(buffer: torch.Tensor | None) -> torch.Tensor:
     if buffer is None:
         raise ProtocolError("expected a buffer that this rank holds, got none")
     return buffer
+
+
+def norm_buffers(model: nn.Module, *, is_training: bool = False) -> set[int]:
+    """Ids of the buffers of norm layers, or only of those in training mode."""
+    layers = [each for each in model.modules() if isinstance(each, NormBase)]
+    used = [each for each in layers if each.training or not is_training]
+    return {id(buffer) for layer in used for buffer in layer.buffers(recurse=False)}
 
 
 def _is_equal_everywhere(group: Group, text: str) -> bool:

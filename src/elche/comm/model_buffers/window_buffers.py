@@ -260,15 +260,6 @@ class WindowBuffers:
         assert plan is not None
         late = self._written()
         settled = set()
-        if plan.active_ranks > 0 and self._group.rank == 0:
-            self._known.name_means(
-                (index, own, part[:-1] / plan.active_ranks)
-                for sent in self._sent
-                for index, part in self._parts_of(sent)
-                if self._known.kinds[index].is_averaged
-                and index in plan.buffers
-                and (own := self._taken.get(index)) is not None
-            )
         for sent in self._sent:
             for index, part in self._parts_of(sent):
                 if bool(part[-1]):
@@ -277,6 +268,9 @@ class WindowBuffers:
                     index, part[:-1], plan.active_ranks
                 ):
                     settled.add(index)
+        if plan.active_ranks > 0 and self._group.rank == 0:
+            means = {i: m for i, m in self._common_floats.items() if i in settled}
+            self._known.name_means(self._taken, means)
         self._waiting -= settled
         self._waiting |= late.difference(settled - self._common.keys())
         self._waiting -= self._known.own

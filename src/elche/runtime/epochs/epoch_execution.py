@@ -200,10 +200,7 @@ class EpochExecution:
         self._batches.start(part.positions)
         self._worker.name_samples = partial(with_samples, positions=part.positions)
         self.under_way = self._made(part)
-        self._watch.guard.is_inside = True
-        sync = self._synchroniser
-        is_weighed = sync.windows is None or sync.windows.is_common_step
-        self._watch.watch_loss(sync.parameters, weighs_samples=is_weighed)
+        self._watch.begin_part()
 
     def run(self) -> Generator[Any, None, None]:
         """Hands out this rank's batches of the part; a break ends the epoch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from elche.comm.gradients.part_weights import StepPart
@@ -121,7 +121,6 @@ class SyncEpoch:
     def batches(self) -> Generator[Any, None, None]:
         """Yields this rank's batches; a break ends the epoch."""
         in_hand: Step | None = None
-        self._worker.on_rank_left = self._rank_left
         self._worker.on_wait = self._waits
         self._hooks.graphs.begin_epoch(
             self._weigh_late, self._weigh_forward, continues=self._positions.is_part
@@ -139,7 +138,7 @@ class SyncEpoch:
             self._hooks.graphs.end_epoch()
             self._reducer.correct_by(None)
             self._reducer.outlive_by(None)
-            self._worker.on_rank_left = self._worker.on_wait = None
+            self._worker.on_wait = None
 
     def _turn_to(self, step: Step, weight: float | None) -> None:
         """Figures and rows are of this step from now on; None: its samples weigh."""
@@ -211,7 +210,9 @@ class SyncEpoch:
             self._reducer.correct_by(self._gone.lost)
             self._announce()
 
-    def _waits(self) -> None:
+    def _waits(self, gone: Iterable[RankLeft]) -> None:
+        for each in gone:
+            self._rank_left(each)
         if self._is_inside:  # else passes may be another reducer's soon
             self._announce()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -66,9 +66,8 @@ class Worker:
     Attributes:
         is_cold: the batch in hand is not timed.
         max_samples: what the device turned out to hold at once; 0: no limit was met.
-        on_wait: called while this rank waits for others, again and again.
-        on_rank_left: called while this rank waits inside a step, perhaps again and
-            again, where another has left the epoch.
+        on_wait: called while this rank waits for others, again and again, with those
+            that have left the epoch.
         meets_in_forward: ranks meet in forward passes, so none can leave alone.
         name_samples: adds to an error what its batches are, in the epoch under way.
         on_regroup: called between epochs, where ranks have died, or are to join.
@@ -89,8 +88,7 @@ class Worker:
         self.meets_in_forward = False
         self.max_samples = 0
         self.on_notification: Callable[[MetricsReported | PolicyChosen], None] = _ignore
-        self.on_wait: Callable[[], None] | None = None
-        self.on_rank_left: Callable[[RankLeft], None] | None = None
+        self.on_wait: Callable[[Iterable[RankLeft]], None] | None = None
         self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
         self.on_regroup: Callable[[], None] | None = None
         self.timeline = Timeline(self.rank)
@@ -276,10 +274,7 @@ class Worker:
             # Kept by no frame: that would keep the collective, and its connections.
             raise _lost_error(self.rank, left)
         if self.on_wait is not None:
-            self.on_wait()
-        if self.on_rank_left is not None:
-            for each in self._channel.waiting(RankLeft):
-                self.on_rank_left(each)
+            self.on_wait(self._channel.waiting(RankLeft))
 
     def _is_notification(self, instruction: Instruction) -> bool:
         """Dispatches notifications; raises if the run was aborted."""

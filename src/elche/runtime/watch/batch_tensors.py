@@ -7,6 +7,7 @@ not what a weak reference to a storage names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,32 +16,31 @@ from elche.comm.tensors.nested import outputs_in
 
 
 @final
+@dataclass(eq=False, slots=True)
 class BatchForwards:
     """The forward passes of one batch; autograd calls it when it comes to one.
 
-    Args:
+    Attributes:
         batch: its label.
         moves: how often the parameters had been replaced.
         number: of the batch, in the order of the run.
         on_backward: returns what is called with this then, or None.
-
-    Attributes:
-        storages: of its tensors, but for those that another batch shares.
         had_forward: a forward pass with a gradient has read the batch.
         had_backward: a backward pass has come.
+        storages: of its tensors, but for those that another batch shares.
     """
 
-    def __init__(
-        self, batch: Any, moves: int, number: int, on_backward: Callable[[], Any]
-    ) -> None:
-        self.batch, self.moves, self.number = batch, moves, number
-        self.had_forward = self.had_backward = False
-        self.storages: list[StorageWeakRef] = []
-        self._on_backward = on_backward
+    batch: Any
+    moves: int
+    number: int
+    on_backward: Callable[[], Any]
+    had_forward: bool = False
+    had_backward: bool = False
+    storages: list[StorageWeakRef] = field(default_factory=list)
 
     def __call__(self, gradients: Any) -> None:
         """Autograd has come to the graph."""
-        if (on_backward := self._on_backward()) is not None:
+        if (on_backward := self.on_backward()) is not None:
             on_backward(self)
 
     @property

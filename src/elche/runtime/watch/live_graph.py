@@ -87,11 +87,9 @@ class LiveGraph:
     @property
     def open_batches(self) -> list[Any]:
         """Batches whose backward pass is to come, as far as is known, oldest first."""
-        last = self._last if self.is_live else None
-        if self._is_ahead is False:
-            return [last.batch] if last is not None else []
+        last, may_wait = self._last, self._is_ahead is not False
         waiting = [each for each in self._waiting if not each.had_backward]
-        return [each.batch for each in waiting if each is last or each.is_held]
+        return [b.batch for b in waiting if b is last or (may_wait and b.is_held)]
 
     @property
     def has_graph(self) -> bool:
@@ -105,13 +103,11 @@ class LiveGraph:
         *,
         continues: bool = False,
     ) -> None:
-        """Batches will come.
+        """Batches will come; ``on_late`` receives late backward passes.
 
-        Args:
-            on_late: told of late backward passes.
-            on_forward: told of the batch whose forward pass begins where the loop is
-                ahead, and None at its end; None: nothing is refused.
-            continues: the same loop goes on, in a further part of its epoch.
+        Where the loop is ahead, ``on_forward`` receives the batch whose forward pass
+        begins, and None at its end; without it nothing is refused.
+        ``continues``: a further part of the same loop's epoch.
         """
         self.end_epoch(is_over=True)
         if self._is_ahead is False:  # what has had no pass was skipped
@@ -130,7 +126,6 @@ class LiveGraph:
     def begin(self, batch: Any, data: Any = None) -> None:
         """A batch is yielded; ``batch`` is its label, ``data`` what the loop gets."""
         self._in_hand = BatchForwards(batch, self._moves, self._number, self._came)
-        self._in_hand.had_forward = data is None  # there is nothing to read
         self._number += 1
         self._tensors.keep(self._in_hand, data)
         waiting, last, is_known = self._waiting, self._last, self._is_ahead is not None
@@ -168,8 +163,7 @@ class LiveGraph:
         has_come, self._has_come = self._has_come, False
         if has_come:
             return
-        batch = self._untold()
-        if batch is not None:
+        if (batch := self._untold()) is not None:
             batch.had_forward = batch.had_backward = True
 
     def before_forward(self, values: Iterable[Any]) -> None:
@@ -205,21 +199,18 @@ class LiveGraph:
         return self._in_hand is None or not self._in_hand.had_forward
 
     def _untold(self) -> BatchForwards | None:
-        """The batch of a pass that reads none of the loader's tensors.
-
-        None: the loader has ended, and the pass is the user's own.
+        """The batch of a pass that reads none of the loader's tensors; None: no batch.
 
         Raises:
             ConfigError: there are several that it may be of.
         """
         in_hand, is_ahead = self._in_hand, self._is_ahead
-        is_new = is_ahead is None and in_hand is not None
-        waiting = [b for b in self._waiting if b is not in_hand and not b.had_forward]
+        is_new = in_hand is not None and is_ahead is None
         others = [
             b
-            for b in waiting
-            if b.number >= self._first
-            and (b.is_held or is_new or (in_hand and not b.storages))
+            for b in self._waiting
+            if b is not in_hand and not b.had_forward and b.number >= self._first
+            if b.is_held or is_new or (in_hand and not b.storages)
         ]
         if in_hand is not None:
             is_unclear = bool(others) or (is_ahead and self._last is not in_hand)

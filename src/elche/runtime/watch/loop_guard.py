@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elche.errors import ConfigError
 from elche.torch_internals.groups import SCALER_FLAG
@@ -30,34 +28,24 @@ class LoopGuard:
     ) -> None:
         self._optimizer = optimizer
         self._parameters = list(parameters)
-        self._handle: Any = None
         self._flag_before: Any = None
 
     def attach(self) -> None:
-        """Begins to watch the optimizers of this process."""
-        me = weakref.WeakMethod(self._refuse_other)
-
-        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            refuse = me()
-            if refuse is not None:
-                refuse(optimizer)
-
-        self._handle = register_optimizer_step_pre_hook(hook)
+        """Refuses scalers from now on."""
         self._flag_before = vars(self._optimizer).get(SCALER_FLAG)
         setattr(self._optimizer, SCALER_FLAG, _NoScaler())
 
     def detach(self) -> None:
         """Leaves everything as it was."""
-        if self._handle is None:
+        if not isinstance(vars(self._optimizer).get(SCALER_FLAG), _NoScaler):
             return
-        self._handle.remove()
-        self._handle = None
         if self._flag_before is None:
             delattr(self._optimizer, SCALER_FLAG)
         else:
             setattr(self._optimizer, SCALER_FLAG, self._flag_before)
 
-    def _refuse_other(self, optimizer: torch.optim.Optimizer) -> None:
+    def refuse_other(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before a step; the hook that calls this is the step guard's."""
         if optimizer is self._optimizer:
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}

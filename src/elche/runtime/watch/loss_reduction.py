@@ -118,13 +118,11 @@ class MeanHints:
         """Looks at the losses of a backward pass; whether at those of the next, too."""
         found = (t for t in outputs_in(self._batch) if t.dtype is torch.int64)
         found = (t for t in found if t.layout is torch.strided and not t.is_nested)
-        labels = [label for label in found if label.dim() and label.numel()]
+        labels = [t.reshape(len(t), -1) for t in found if t.dim() and t.numel()]
         is_host = all(label.device.type == "cpu" for label in labels)
         self._looks += 1
         for has_weights, ignored in _means(roots) if self.is_on else ():
-            counts = [
-                (each != ignored).reshape(len(each), -1).sum(1) for each in labels
-            ]
+            counts = [(each != ignored).sum(1) for each in labels]
             if has_weights:
                 self._say("the loss is a mean over class weights", "w[labels].sum()")
             elif odd := [count for count in counts if bool((count != count[0]).any())]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, final
-
-import torch
 
 from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.protocol.messages import Scalars
@@ -77,13 +74,12 @@ class RankWatch:
         if self._policy != "sync":
             self.copies.attach()
 
-    def watch_loss(
-        self, parameters: Sequence[torch.Tensor], *, weighs_samples: bool
-    ) -> None:
+    def begin_part(self) -> None:
         """Refuses a loss that is a sum: of a part of the batch it is another one."""
+        sync, self.guard.is_inside = self.guard.synchroniser, True
         if self._refuses_sums and self._sum_loss is None:
-            self._hints.is_on &= weighs_samples
-            trained = [p for p in parameters if p.requires_grad]
+            self._hints.is_on &= sync.windows is None or sync.windows.is_common_step
+            trained = [p for p in sync.parameters if p.requires_grad]
             self._sum_loss = SumLossWatch(trained, self._hints.look)
 
     def begin_batch(self, batch: Any, samples: int) -> None:

@@ -66,6 +66,8 @@ class StepGuard:
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         sync, is_inside = self.synchroniser, self.is_inside
         reduced, windows, own = sync.reduced, sync.windows, sync.own_ids
+        if windows is not None:
+            windows.refuse_step(optimizer)
         is_new = self._stepped.get(optimizer) != reduced.passes
         self._stepped[optimizer] = reduced.passes
         is_local = is_inside and windows is not None and windows.takes_steps
@@ -76,42 +78,36 @@ class StepGuard:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if all(map(usual.__contains__, map(id, parameters))):
             return
-        foreign = []
-        for parameter in parameters:
-            gradient, given = parameter.grad, reduced.given.get(id(parameter))
-            if gradient is None or (is_local and id(parameter) in own):
-                continue
-            if id(parameter) not in own:
-                foreign.append(parameter)
-                continue
-            is_given = given is not None and (is_new or given() is gradient)
+        held = [p for p in parameters if p.grad is not None]
+        for parameter in (p for p in held if id(p) in own and not is_local):
+            given = reduced.given.get(id(parameter))
+            is_given = given is not None and (is_new or given() is parameter.grad)
             is_stray = id(parameter) in reduced.strays
-            if not (is_closed and is_given) or is_stray:
-                if not _moves(gradient):
-                    continue
+            is_common = is_closed and is_given and not is_stray
+            if not is_common and _moves(parameter.grad):
                 sync.check()  # names what was unfrozen inside an epoch
                 raise ConfigError(_why(sync, parameter, is_inside, is_stray))
+        foreign = [p for p in held if id(p) not in own]
         if foreign and is_inside:
             self._look_at(foreign, type(optimizer).__name__)
 
     def _look_at(self, foreign: list[torch.Tensor], name: str) -> None:
         """Refuses parameters that were stepped in a batch before the one in hand."""
-        batch = self._steps.taken
+        now = self._steps.taken
         seen = {at: s for at, s in self._foreign.items() if s[0]() is not None}
-        old = [p for p in foreign if seen.get(id(p), (None, batch))[1] < batch]
-        if any(map(_moves, (p.grad for p in old))):
+        old = [p for p in foreign if id(p) in seen and seen[id(p)][1] < now]
+        if any(_moves(p.grad) for p in old):
             raise ConfigError(
                 f"{foreign_parameters(name, old)}; what begins anew in every batch is "
                 "made inside the loop"
             )
-        self._foreign = {id(p): (weakref.ref(p), batch) for p in foreign} | seen
+        self._foreign = {id(p): (weakref.ref(p), now) for p in foreign} | seen
 
 
 def _moves(gradient: Any) -> bool:
     """Whether it is not zero; waits for the device."""
-    return bool(
-        (gradient.coalesce().values() if gradient.is_sparse else gradient).any()
-    )
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.any())
 
 
 def _why(

@@ -115,6 +115,10 @@ class GradientSync(WindowSync):
             at_backward_end(self._end_backward)
 
     @override
+    def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._guard.refuse_other(optimizer)
+
+    @override
     def hold(self, holds: bool) -> None:
         self._holds = holds
 

@@ -28,12 +28,12 @@ import torch
 from torch import nn
 
 from elche.cadence.split import passes_of
+from elche.comm.model_buffers.known_buffers import norm_buffers
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.errors import ConfigError
 from elche.runtime.data.batch_parts import cut_batch
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.data.transfer import batch_length
-from elche.torch_internals.held import NormBase
 
 logger = logging.getLogger(__name__)
 
@@ -296,12 +296,7 @@ def meets_in_batches(model: nn.Module) -> bool:
 
 def _written_buffers(model: nn.Module) -> list[torch.Tensor]:
     """Buffers that a forward pass may write: small ones, and those of norm layers."""
-    norms = {
-        id(buffer)
-        for module in model.modules()
-        if isinstance(module, NormBase)
-        for buffer in module.buffers(recurse=False)
-    }
+    norms = norm_buffers(model)
     return [
         buffer
         for buffer in model.buffers()

@@ -53,6 +53,9 @@ class WindowSync(ABC):
     def rewind(self) -> None:  # noqa: B027
         """A pass through the batch was broken off, and all of it will be run again."""
 
+    def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """Refuses the step of an optimizer that could not move anything."""
+
     def detach(self) -> None:  # noqa: B027
         """Takes every hook off the parameters."""
 

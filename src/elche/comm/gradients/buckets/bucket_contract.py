@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -10,6 +11,21 @@ import torch
 from elche.errors import ConfigError
 
 Strategy = Literal["overlapped", "synchronous"]
+
+
+@dataclass(slots=True)
+class Reduced:
+    """Which gradients are sums of ranks, by ids of parameters.
+
+    Attributes:
+        given: what the last pass that was reduced left each parameter with.
+        passes: such passes so far.
+        strays: parameters that another pass has come to since.
+    """
+
+    given: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    passes: int = 0
+    strays: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +55,7 @@ class PassOptions:
             function's backward returned None) has one of zeros after the reduction, as
             with torch's wrapper (in a static graph if the first backward brought one);
             False: none, if no rank has one for it, as in one process.
+        reduced: records which gradients are sums.
 
     Raises:
         ConfigError: a value is not one of these.
@@ -55,6 +72,7 @@ class PassOptions:
     codec: str = "fp32"
     delayed: bool = False
     keeps_sums: bool = False
+    reduced: Reduced = field(default_factory=Reduced)
 
     def __post_init__(self) -> None:
         if self.cap_bytes < 1:

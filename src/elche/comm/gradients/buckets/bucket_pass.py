@@ -33,7 +33,7 @@ from elche.comm.gradients.buckets.bucket_contract import Closed, Owner, PassOpti
 from elche.comm.gradients.buckets.bucket_queue import BucketQueue
 from elche.comm.gradients.buckets.gradient_counts import GradientCounts
 from elche.comm.gradients.buckets.gradient_order import GradientOrder
-from elche.comm.gradients.buckets.gradient_views import HandedOut, Reduced
+from elche.comm.gradients.buckets.gradient_views import HandedOut
 from elche.comm.gradients.buckets.late_sums import LateSums
 from elche.comm.gradients.buckets.sum_memory import give_back_freed
 from elche.comm.gradients.gradient_hooks import GradientHooks, refuse_gradient
@@ -51,7 +51,6 @@ class BucketPass:
         group: the process group.
         options: how gradients are packed, sent and handed out.
         owner: decides when and with what weight; held weakly.
-        reduced: records which gradients are sums; None: nobody asks.
 
     Attributes:
         order: indices of the parameters in the order of reduction.
@@ -71,9 +70,7 @@ class BucketPass:
         group: Members,
         options: PassOptions,
         owner: Owner,
-        reduced: Reduced | None = None,
     ) -> None:
-        self._record = Reduced() if reduced is None else reduced
         self._parameters = list(parameters)
         self._names = list(names)
         self._group = group
@@ -92,7 +89,7 @@ class BucketPass:
             learns=options.learns_counts,
             has_zeros=options.undefined_is_zero,
         )
-        self._handed_out = HandedOut(as_views=options.as_views, reduced=self._record)
+        self._handed_out = HandedOut(options.reduced, as_views=options.as_views)
         self._broken = ""
         self._scale = 0.0
         self._is_open = False
@@ -185,7 +182,7 @@ class BucketPass:
     def forget_strides(self) -> None:
         """Before :meth:`attach`: ranks lay their parameters out differently."""
         self._options = replace(self._options, as_views=False, keeps_strides=False)
-        self._handed_out = HandedOut(as_views=False, reduced=self._record)
+        self._handed_out = HandedOut(self._options.reduced, as_views=False)
 
     def delay(self) -> None:
         """Before :meth:`attach`: sums are handed out one pass later."""

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import final
 
 import torch
 from torch import nn
 
 from elche.comm.gradients.buckets.bucket import Bucket
-from elche.comm.gradients.buckets.bucket_contract import Closed
-
-
-@final
-@dataclass(slots=True)
-class Reduced:
-    """Which gradients are sums of ranks, by ids of parameters.
-
-    Attributes:
-        given: what the last pass that was reduced left each parameter with.
-        passes: such passes so far.
-        strays: parameters that another pass has come to since.
-    """
-
-    given: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    passes: int = 0
-    strays: set[int] = field(default_factory=set)
+from elche.comm.gradients.buckets.bucket_contract import Closed, Reduced
 
 
 @final
@@ -35,12 +18,12 @@ class HandedOut:
     """Gradients handed out, and what they took the place of.
 
     Args:
+        reduced: records them.
         as_views: ``p.grad`` becomes a view of the reduced bucket; else the sum is
             copied into the gradient's own memory.
-        reduced: records them.
     """
 
-    def __init__(self, *, as_views: bool, reduced: Reduced) -> None:
+    def __init__(self, reduced: Reduced, *, as_views: bool) -> None:
         self._as_views = as_views
         self._record = reduced
         self._given = reduced.given

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.distributed
         ("cadence", 3, 1, 1, [3, 2, 3, 3]),
         ("async", 3, 0, 1, [3, 2, 3, 3]),
         ("async", 2, -1, 2, [2, 2, 4, 4]),
+        pytest.param("cadence", 3, 1, 0, [3, 2, 2, 2], marks=pytest.mark.slow),
         pytest.param("cadence", 2, 0, 2, [2, 1, 3, 3], marks=pytest.mark.slow),
     ],
 )

@@ -379,8 +379,10 @@ class CheckpointKeeper(Pauses):
         run = self._current
         self._asked.clear()
         self._run_id, names, self._has_ended = json.loads(wanted)
-        held = self._contents().capture({"epoch": epoch, "passes": passes})
-        info = run.described() | {"epoch": epoch}
+        if names:  # else the epoch is cut because ranks have died or join
+            held = self._contents().capture({"epoch": epoch, "passes": passes})
+            info = run.described() | {"epoch": epoch}
+            self._plan_next()
         for folder, name in names:
             self._writer(Path(folder)).begin(
                 name,
@@ -390,7 +392,6 @@ class CheckpointKeeper(Pauses):
                 model=held.model or None,
                 model_file=held.model_file,
             )
-        self._plan_next()
         if self._has_ended and names and run.rank == 0:
             run.notifications.emit(f"elche: last checkpoint: {'/'.join(names[-1])}")
         if self._has_ended and self._signals is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import threading
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import elche
 from elche import session
@@ -59,32 +58,15 @@ class Filtering(DataLoader[Any]):
         return Filtered(super()._get_iterator())
 
 
-class Repeated:
-    """A batch sampler that never ends, without a length."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from iter(self.sampler)
-
-
-class Infinite(DataLoader[Any]):
+class Keeping(DataLoader[Any]):
     """Keeps one iterator for all epochs, as ultralytics' and timm's."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
         self.iterator = super().__iter__()
 
-    def __len__(self) -> int:
-        return len(self.batch_sampler.sampler)  # type: ignore[union-attr, arg-type]
-
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for _ in range(len(self)):
-            x, y, number = next(self.iterator)
-            yield (x - MEAN) * 2, y, number
+        return self.iterator
 
 
 class Background(threading.Thread):
@@ -123,20 +105,10 @@ def ahead(batches: Iterator[Any]) -> Iterator[Any]:
     yield last
 
 
-def longer(batches: Iterator[Any]) -> Iterator[Any]:
-    """The last batch comes twice."""
-    batch: Any = None
-    for batch in batches:
-        yield batch
-    yield batch
-
-
 OWN: dict[str, Callable[[Iterator[Any]], Any]] = {
     "ahead": ahead,
     "dropping": lambda batches: itertools.islice(batches, 1, None),
     "splitting": lambda batches: (b for x in batches for b in (x, x)),
-    "longer": longer,
-    "indexing": lambda batches: iter([data()[:SIZE]]),
     "short": lambda batches: itertools.islice(batches, 2),
     "in a thread": Background,
 }
@@ -188,12 +160,9 @@ def made(kind: str, workers: int = 0) -> Any:
         return Normalising(Stream(data()), mean=MEAN, **options)
     if kind == "endless":
         return DataLoader(data(), sampler=Endless(), **options)
-    if kind == "endless batches":
-        whole = BatchSampler(range(SAMPLES), SIZE, drop_last=False)
-        return Infinite(data(), batch_sampler=whole, num_workers=workers)
     if kind in OWN:
         return Iterating(data(), own=kind, **options)
-    kinds = {"plain": DataLoader, "filtering": Filtering, "infinite": Infinite}
+    kinds = {"plain": DataLoader, "filtering": Filtering, "keeping": Keeping}
     return kinds[kind](data(), **options)
 
 
@@ -249,8 +218,6 @@ def alone(kind: str, workers: int = 0) -> Found:
 def on_ranks(kind: str, policy: str, workers: int = 0, loop: str = "") -> Found:
     """On this rank of a run, or on one device that draws by position."""
     (model, optimizer), loader, found = _parts(loop != ""), made(kind, workers), Found()
-    if loop.endswith("converted"):
-        model = elche.convert_sync_batchnorm(model)
     try:
         with session.failing_together():
             model, optimizer, ours = elche.setup(
@@ -262,30 +229,12 @@ def on_ranks(kind: str, policy: str, workers: int = 0, loop: str = "") -> Found:
                 if loop == "evaluated":
                     _evaluate(model, ours, found)
                 if loop.startswith("update_bn"):
-                    average: Any = model if "conv" in loop else AveragedModel(model)
-                    update_bn(loader if "plain" in loop else ours, average)
-                    found.state = dict(average.state_dict())
-                    _compare(loader, found)
+                    update_bn(loader if "plain" in loop else ours, AveragedModel(model))
                     break
     except ElcheError as raised:
         found.error = str(raised)
     elche.shutdown()
-    state = found.state
-    _ended(model, loader, found)
-    if loop.startswith("update_bn"):
-        found.state = state
-    return found
-
-
-def _compare(loader: Any, found: Found) -> None:
-    """Distances of the statistics from those of one device."""
-    model, _ = _parts(norm=True)
-    with contextlib.suppress(RuntimeError):  # an AveragedModel's names are others
-        model.load_state_dict(found.state)
-        update_bn(loader, model)
-        for name in ("1.running_mean", "1.running_var"):
-            gap = model.state_dict()[name] - found.state[name]
-            found.sums.append(float(gap.abs().max()))
+    return _ended(model, loader, found)
 
 
 def _evaluate(model: nn.Module, batches: Any, found: Found) -> None:
@@ -293,6 +242,5 @@ def _evaluate(model: nn.Module, batches: Any, found: Found) -> None:
     model.eval()
     with torch.no_grad():
         for x, y, _ in batches:
-            right = float((model(x).argmax(1) == y).sum())
-            found.sums[-1] += right
+            found.sums[-1] += float((model(x).argmax(1) == y).sum())
     model.train()

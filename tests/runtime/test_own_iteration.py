@@ -56,7 +56,6 @@ def test_it_keeps_its_meaning(
 REFUSED = {
     **dict.fromkeys(("ahead", "dropping"), "Iterating fetches ahead, merges or drops"),
     "splitting": "Iterating yields a batch twice",
-    "keeping": "Keeping yields a batch twice, or of an iterator that it keeps",
     "short": "Iterating drops batches, or ends",
     "in a thread": "Iterating draws its batches in another thread",
 }
@@ -73,25 +72,24 @@ def test_what_is_not_one_for_one_is_refused(
         assert re.search(says, each.error), each.error
 
 
-LOOPS = {
-    "in a thread": "iterated in another thread",
-    "update_bn": "give update_bn the plain",
-    "update_bn, plain": "^$",
-    "evaluated": "^$",
-}
+LOOPS = [
+    ("in a thread", "sync", "iterated in another thread"),
+    ("in a thread", "cadence", "iterated in another thread"),
+    ("update_bn", "sync", "give update_bn the plain"),
+    ("update_bn", "cadence", "give update_bn the plain"),
+    ("update_bn, plain", "sync", "^$"),
+    ("evaluated", "sync", "^$"),
+]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_loops_over_the_ranks_loader(ranks2: RankPool, policy: str, loop: str) -> None:
-    if (policy, LOOPS[loop]) == ("cadence", "^$"):
-        return
+@pytest.mark.parametrize(("loop", "policy", "says"), LOOPS)
+def test_loops(ranks2: RankPool, loop: str, policy: str, says: str) -> None:
     found = ranks2.run(on_ranks, "plain", policy, loop=loop, case_setup=serve_in_thread)
-    assert all(re.search(LOOPS[loop], each.error) for each in found), found
+    assert all(re.search(says, each.error) for each in found), found
 
 
-@pytest.mark.parametrize("kind", ["normalising", "filtering"])
+@pytest.mark.parametrize("kind", ["normalising", "filtering", "endless"])
 def test_one_device_that_draws_by_position(kind: str) -> None:
     found, expected = on_ranks(kind, "sync"), alone(kind)
     assert found.error == ""

@@ -36,64 +36,25 @@ class Normalising(DataLoader[Any]):
         self.ended += 1
 
 
-class Filtered:
-    """An iterator around another, as PyG's."""
-
-    def __init__(self, batches: Any) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Filtered:
-        return self
-
-    def __next__(self) -> Any:
-        x, y, number = next(self.batches)
-        return (x - MEAN) * 2, y, number
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self.batches._reset(loader, first_iter)
-
-
 class Filtering(DataLoader[Any]):
-    def _get_iterator(self) -> Any:
-        return Filtered(super()._get_iterator())
+    def _get_iterator(self) -> Any:  # an iterator around another, as PyG's
+        batches = super()._get_iterator()
+        return (((x - MEAN) * 2, y, number) for x, y, number in batches)
 
 
-class Keeping(DataLoader[Any]):
-    """Keeps one iterator for all epochs, as ultralytics' and timm's."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.iterator = super().__iter__()
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return self.iterator
-
-
-class Background(threading.Thread):
+def background(batches: Any) -> Iterator[Any]:
     """As prefetch_generator's."""
+    loaded: queue.Queue[Any] = queue.Queue(1)
 
-    def __init__(self, batches: Any) -> None:
-        super().__init__(daemon=True)
-        self.batches = batches
-        self.loaded: queue.Queue[Any] = queue.Queue(1)
-        self.start()
-
-    def run(self) -> None:
-        """Loads ahead."""
+    def load() -> None:
         try:
-            for batch in self.batches:
-                self.loaded.put(batch)
+            for batch in batches:
+                loaded.put(batch)
         finally:
-            self.loaded.put(None)
+            loaded.put(None)
 
-    def __iter__(self) -> Background:
-        return self
-
-    def __next__(self) -> Any:
-        batch = self.loaded.get()
-        if batch is None:
-            raise StopIteration
-        return batch
+    threading.Thread(target=load, daemon=True).start()
+    yield from iter(loaded.get, None)
 
 
 def ahead(batches: Iterator[Any]) -> Iterator[Any]:
@@ -110,7 +71,7 @@ OWN: dict[str, Callable[[Iterator[Any]], Any]] = {
     "dropping": lambda batches: itertools.islice(batches, 1, None),
     "splitting": lambda batches: (b for x in batches for b in (x, x)),
     "short": lambda batches: itertools.islice(batches, 2),
-    "in a thread": Background,
+    "in a thread": background,
 }
 
 
@@ -152,9 +113,8 @@ def data() -> TensorDataset:
 def made(kind: str, workers: int = 0) -> Any:
     """A loader by its kind."""
     options: dict[str, Any] = {"batch_size": SIZE, "num_workers": workers}
-    if workers:
-        options["persistent_workers"] = workers > 1
     if kind == "normalising":
+        options["persistent_workers"] = workers > 0
         return Normalising(data(), mean=MEAN, shuffle=True, **options)
     if kind == "normalising stream":
         return Normalising(Stream(data()), mean=MEAN, **options)
@@ -162,8 +122,7 @@ def made(kind: str, workers: int = 0) -> Any:
         return DataLoader(data(), sampler=Endless(), **options)
     if kind in OWN:
         return Iterating(data(), own=kind, **options)
-    kinds = {"plain": DataLoader, "filtering": Filtering, "keeping": Keeping}
-    return kinds[kind](data(), **options)
+    return {"plain": DataLoader, "filtering": Filtering}[kind](data(), **options)
 
 
 @dataclass
@@ -174,7 +133,7 @@ class Found:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     seen: list[list[int]] = field(default_factory=list)
     sums: list[float] = field(default_factory=list)
-    counts: tuple[int, ...] = ()
+    counts: list[int] = field(default_factory=list)
 
 
 def _parts(norm: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -201,8 +160,7 @@ def _train(model: Any, optimizer: Any, batches: Any, found: Found) -> None:
 def _ended(model: nn.Module, loader: Any, found: Found) -> Found:
     state = model.state_dict()
     found.state = {name: each.detach().clone() for name, each in state.items()}
-    counts = (getattr(loader, name, None) for name in ("epoch", "ended"))
-    found.counts = tuple(each for each in counts if each is not None)
+    found.counts = [getattr(loader, name, 0) for name in ("epoch", "ended")]
     return found
 
 
@@ -225,9 +183,12 @@ def on_ranks(kind: str, policy: str, workers: int = 0, loop: str = "") -> Found:
             )
             for _ in elche.epochs(EPOCHS):
                 in_thread = loop == "in a thread"
-                _train(model, optimizer, Background(ours) if in_thread else ours, found)
+                _train(model, optimizer, background(ours) if in_thread else ours, found)
                 if loop == "evaluated":
-                    _evaluate(model, ours, found)
+                    model.eval()
+                    with torch.no_grad():
+                        found.sums[-1] += float(sum(model(x).sum() for x, *_ in ours))
+                    model.train()
                 if loop.startswith("update_bn"):
                     update_bn(loader if "plain" in loop else ours, AveragedModel(model))
                     break
@@ -235,12 +196,3 @@ def on_ranks(kind: str, policy: str, workers: int = 0, loop: str = "") -> Found:
         found.error = str(raised)
     elche.shutdown()
     return _ended(model, loader, found)
-
-
-def _evaluate(model: nn.Module, batches: Any, found: Found) -> None:
-    """An accuracy pass over the ranks' loader, the model in its evaluation mode."""
-    model.eval()
-    with torch.no_grad():
-        for x, y, _ in batches:
-            found.sums[-1] += float((model(x).argmax(1) == y).sum())
-    model.train()

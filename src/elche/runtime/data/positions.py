@@ -130,9 +130,8 @@ def enumerate_batches(
     drawn = iter(sampler)
     if epoch == 0 or not loader.persistent_workers:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    first = _first_of(drawn, loader, most)
-    batches = [[each] if by_key else list(each) for each in first]
-    batches = [batch for batch in batches if batch]
+    copied = ([each] if by_key else list(each) for each in drawn)
+    batches = [batch for batch in _first_of(copied, loader, most) if batch]
     if not batches:
         raise ConfigError(
             "the sampler yields no batch: the dataset is empty, or smaller than "
@@ -150,7 +149,7 @@ def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -
         return islice(drawn, most)
     if most is not None and most <= length:
         return islice(drawn, most)
-    first, state = list(islice(drawn, length)), torch.get_rng_state()
+    first, state = [*islice(drawn, length)], torch.get_rng_state()
     if loader in _ENDLESS:
         return first
     first += islice(drawn, length + SPARE)

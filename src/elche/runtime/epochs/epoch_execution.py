@@ -241,9 +241,8 @@ class EpochExecution:
         run = self.under_way
         assert run is not None
         assert self._batches is not None
-        end = run.end
-        is_over = end is not None and not (end.left or end.is_early)
-        self._batches.finish(is_over=is_over)
+        is_cut = run.end is None or bool(run.end.left) or run.end.is_early
+        self._batches.finish(is_over=not is_cut)
         self.under_way = None
         self._watch.copies.is_in_steps = False
         self.last_samples = run.samples_in_hand

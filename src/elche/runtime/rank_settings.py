@@ -156,9 +156,8 @@ def check_training(
     if not isinstance(loader, DataLoader):
         raise ConfigError(
             f"expected a torch.utils.data.DataLoader, got {type(loader).__qualname__}: "
-            "ranks share its data set by its sampler. Give it DataLoader(data_set, "
-            "batch_size=...); a stream (webdataset, a generator) as an IterableDataset "
-            "with samples_per_epoch=N; and wrap what elche.setup returns"
+            "give DataLoader(data_set, batch_size=...), a stream as an IterableDataset "
+            "with samples_per_epoch=N, and wrap what elche.setup returns"
         )
     for optimizer in optimizers:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}

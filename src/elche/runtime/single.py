@@ -332,9 +332,7 @@ class SingleRun:
         """
         positions = course.positions(self._training.config.seed)
         if self._feed is None:
-            self._feed = BatchFeed(
-                self._loader, self._generator, lambda: None, is_alone=True
-            )
+            self._feed = BatchFeed(self._loader, self._generator, lambda: None)
         self._feed.start(self._epoch)
         for batch in range(positions.num_batches):
             self._feed.push(batch, positions.index_batch(batch))
@@ -353,7 +351,7 @@ class SingleRun:
                 if any(part is not positions for part, _ in waiting):
                     raise ConfigError(FAR_AHEAD)
                 open_batch = ranges_of(sizes, [number for _, number in waiting])
-        self._feed.finish()
+        self._feed.finish(is_over=not left)
         return left, open_batch
 
     def _begin_epoch(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import threading
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import elche
 from elche import session
@@ -37,81 +36,25 @@ class Normalising(DataLoader[Any]):
         self.ended += 1
 
 
-class Filtered:
-    """An iterator around another, as PyG's."""
-
-    def __init__(self, batches: Any) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Filtered:
-        return self
-
-    def __next__(self) -> Any:
-        x, y, number = next(self.batches)
-        return (x - MEAN) * 2, y, number
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self.batches._reset(loader, first_iter)
-
-
 class Filtering(DataLoader[Any]):
-    def _get_iterator(self) -> Any:
-        return Filtered(super()._get_iterator())
+    def _get_iterator(self) -> Any:  # an iterator around another, as PyG's
+        batches = super()._get_iterator()
+        return (((x - MEAN) * 2, y, number) for x, y, number in batches)
 
 
-class Repeated:
-    """A batch sampler that never ends, without a length."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from iter(self.sampler)
-
-
-class Infinite(DataLoader[Any]):
-    """Keeps one iterator for all epochs, as ultralytics' and timm's."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
-        self.iterator = super().__iter__()
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler.sampler)  # type: ignore[union-attr, arg-type]
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for _ in range(len(self)):
-            x, y, number = next(self.iterator)
-            yield (x - MEAN) * 2, y, number
-
-
-class Background(threading.Thread):
+def background(batches: Any) -> Iterator[Any]:
     """As prefetch_generator's."""
+    loaded: queue.Queue[Any] = queue.Queue(1)
 
-    def __init__(self, batches: Any) -> None:
-        super().__init__(daemon=True)
-        self.batches = batches
-        self.loaded: queue.Queue[Any] = queue.Queue(1)
-        self.start()
-
-    def run(self) -> None:
-        """Loads ahead."""
+    def load() -> None:
         try:
-            for batch in self.batches:
-                self.loaded.put(batch)
+            for batch in batches:
+                loaded.put(batch)
         finally:
-            self.loaded.put(None)
+            loaded.put(None)
 
-    def __iter__(self) -> Background:
-        return self
-
-    def __next__(self) -> Any:
-        batch = self.loaded.get()
-        if batch is None:
-            raise StopIteration
-        return batch
+    threading.Thread(target=load, daemon=True).start()
+    yield from iter(loaded.get, None)
 
 
 def ahead(batches: Iterator[Any]) -> Iterator[Any]:
@@ -123,22 +66,12 @@ def ahead(batches: Iterator[Any]) -> Iterator[Any]:
     yield last
 
 
-def longer(batches: Iterator[Any]) -> Iterator[Any]:
-    """The last batch comes twice."""
-    batch: Any = None
-    for batch in batches:
-        yield batch
-    yield batch
-
-
 OWN: dict[str, Callable[[Iterator[Any]], Any]] = {
     "ahead": ahead,
     "dropping": lambda batches: itertools.islice(batches, 1, None),
     "splitting": lambda batches: (b for x in batches for b in (x, x)),
-    "longer": longer,
-    "indexing": lambda batches: iter([data()[:SIZE]]),
     "short": lambda batches: itertools.islice(batches, 2),
-    "in a thread": Background,
+    "in a thread": background,
 }
 
 
@@ -180,21 +113,16 @@ def data() -> TensorDataset:
 def made(kind: str, workers: int = 0) -> Any:
     """A loader by its kind."""
     options: dict[str, Any] = {"batch_size": SIZE, "num_workers": workers}
-    if workers:
-        options["persistent_workers"] = workers > 1
     if kind == "normalising":
+        options["persistent_workers"] = workers > 0
         return Normalising(data(), mean=MEAN, shuffle=True, **options)
     if kind == "normalising stream":
         return Normalising(Stream(data()), mean=MEAN, **options)
     if kind == "endless":
         return DataLoader(data(), sampler=Endless(), **options)
-    if kind == "endless batches":
-        whole = BatchSampler(range(SAMPLES), SIZE, drop_last=False)
-        return Infinite(data(), batch_sampler=whole, num_workers=workers)
     if kind in OWN:
         return Iterating(data(), own=kind, **options)
-    kinds = {"plain": DataLoader, "filtering": Filtering, "infinite": Infinite}
-    return kinds[kind](data(), **options)
+    return {"plain": DataLoader, "filtering": Filtering}[kind](data(), **options)
 
 
 @dataclass
@@ -205,7 +133,7 @@ class Found:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     seen: list[list[int]] = field(default_factory=list)
     sums: list[float] = field(default_factory=list)
-    counts: tuple[int, ...] = ()
+    counts: list[int] = field(default_factory=list)
 
 
 def _parts(norm: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -232,8 +160,7 @@ def _train(model: Any, optimizer: Any, batches: Any, found: Found) -> None:
 def _ended(model: nn.Module, loader: Any, found: Found) -> Found:
     state = model.state_dict()
     found.state = {name: each.detach().clone() for name, each in state.items()}
-    counts = (getattr(loader, name, None) for name in ("epoch", "ended"))
-    found.counts = tuple(each for each in counts if each is not None)
+    found.counts = [getattr(loader, name, 0) for name in ("epoch", "ended")]
     return found
 
 
@@ -249,8 +176,6 @@ def alone(kind: str, workers: int = 0) -> Found:
 def on_ranks(kind: str, policy: str, workers: int = 0, loop: str = "") -> Found:
     """On this rank of a run, or on one device that draws by position."""
     (model, optimizer), loader, found = _parts(loop != ""), made(kind, workers), Found()
-    if loop.endswith("converted"):
-        model = elche.convert_sync_batchnorm(model)
     try:
         with session.failing_together():
             model, optimizer, ours = elche.setup(
@@ -258,41 +183,16 @@ def on_ranks(kind: str, policy: str, workers: int = 0, loop: str = "") -> Found:
             )
             for _ in elche.epochs(EPOCHS):
                 in_thread = loop == "in a thread"
-                _train(model, optimizer, Background(ours) if in_thread else ours, found)
+                _train(model, optimizer, background(ours) if in_thread else ours, found)
                 if loop == "evaluated":
-                    _evaluate(model, ours, found)
+                    model.eval()
+                    with torch.no_grad():
+                        found.sums[-1] += float(sum(model(x).sum() for x, *_ in ours))
+                    model.train()
                 if loop.startswith("update_bn"):
-                    average: Any = model if "conv" in loop else AveragedModel(model)
-                    update_bn(loader if "plain" in loop else ours, average)
-                    found.state = dict(average.state_dict())
-                    _compare(loader, found)
+                    update_bn(loader if "plain" in loop else ours, AveragedModel(model))
                     break
     except ElcheError as raised:
         found.error = str(raised)
     elche.shutdown()
-    state = found.state
-    _ended(model, loader, found)
-    if loop.startswith("update_bn"):
-        found.state = state
-    return found
-
-
-def _compare(loader: Any, found: Found) -> None:
-    """Distances of the statistics from those of one device."""
-    model, _ = _parts(norm=True)
-    with contextlib.suppress(RuntimeError):  # an AveragedModel's names are others
-        model.load_state_dict(found.state)
-        update_bn(loader, model)
-        for name in ("1.running_mean", "1.running_var"):
-            gap = model.state_dict()[name] - found.state[name]
-            found.sums.append(float(gap.abs().max()))
-
-
-def _evaluate(model: nn.Module, batches: Any, found: Found) -> None:
-    """An accuracy pass over the ranks' loader, the model in its evaluation mode."""
-    model.eval()
-    with torch.no_grad():
-        for x, y, _ in batches:
-            right = float((model(x).argmax(1) == y).sum())
-            found.sums[-1] += right
-    model.train()
+    return _ended(model, loader, found)

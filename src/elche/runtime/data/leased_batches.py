@@ -129,9 +129,9 @@ class LeasedBatches:
         self._feed.discard()
         self._prefetcher.discard()
 
-    def finish(self) -> None:
-        """Ends the epoch."""
-        self._feed.finish()
+    def finish(self, *, is_over: bool) -> None:
+        """Ends the epoch, or a part of it."""
+        self._feed.finish(is_over=is_over)
         self._prefetcher.discard()
 
     def _load_here(

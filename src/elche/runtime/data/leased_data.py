@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from elche.runtime.data.sample_seeds import seed_generators, untraced_generators
 from elche.runtime.data.stream_data import StreamView, loading_options
 from elche.runtime.data.stream_reader import Stamped
-from elche.runtime.own_iteration import ENDED, OwnIteration, own_loader
+from elche.runtime.own_iteration import OwnIteration, own_loader
 
 Tag = TypeVar("Tag")
 
@@ -123,8 +123,7 @@ class _LeaseSampler(Generic[Tag]):
         self._refill = refill
         self.queued: deque[tuple[Tag, IndexBatch]] = deque()
         self.drawn: deque[Tag | None] = deque()
-        self.has_ended = False
-        self.refills = True
+        self.has_ended, self.refills = False, True
 
     def refill(self) -> bool:
         """Whether anything is queued, having asked for it."""
@@ -152,7 +151,6 @@ class BatchFeed(Generic[Tag]):
         loader: the user's DataLoader.
         generator: source of randomness for its workers, different on every rank.
         refill: called when the loader draws and nothing is queued; may push.
-        is_alone: everything is pushed before the first :meth:`next`.
     """
 
     def __init__(
@@ -160,18 +158,15 @@ class BatchFeed(Generic[Tag]):
         loader: DataLoader[Any],
         generator: torch.Generator,
         refill: Callable[[], None],
-        *,
-        is_alone: bool = False,
     ) -> None:
         self._sampler: _LeaseSampler[Tag] = _LeaseSampler(refill)
         self._load: Callable[[IndexBatch], Any] | None = None
         self._dataset = loader.dataset
         self._loader = leased_loader(loader, self._sampler, generator)
         self._iterator: Iterator[Any] | None = None
-        self._own: OwnIteration | None = None
-        if (own := own_loader(loader)) is not None:
-            self._own = OwnIteration(own, self._draw_own, is_alone=is_alone)
-            self._sampler.refills = False
+        own = own_loader(loader)
+        self._own = None if own is None else OwnIteration(own, self._draw_own)
+        self._sampler.refills = own is None
 
     def start(
         self, epoch: int = 0, load: Callable[[IndexBatch], Any] | None = None
@@ -223,20 +218,19 @@ class BatchFeed(Generic[Tag]):
                 return None
             queued, batch = self._sampler.queued.popleft()
             return queued, self._load(batch)
-        if self._own is not None:
-            self._sampler.refill()
-        while self._own is None or self.has_work:
-            data = self._draw() if self._own is None else self._own.next()
-            is_batch = data is not NO_BATCH and data is not ENDED
-            tag = self._sampler.drawn.popleft() if is_batch else None
-            if tag is not None:
-                return tag, data
-            if self._own is None:
-                break
-        return None
+        if self._own is None:
+            return self._draw()
+        self._sampler.refill()
+        return self._own.next() if self.has_work else None
 
-    def _draw(self, place: int = 0) -> Any:
-        """The next loaded batch, whose tag is drawn in this place; or `NO_BATCH`."""
+    def _draw_own(self) -> tuple[Tag, Any] | None:
+        """The next batch for the user's own iteration, which sees no empty ones."""
+        got = None
+        while got is None and self.has_work:
+            got = self._draw()
+        return got
+
+    def _draw(self) -> tuple[Tag, Any] | None:
         if self._iterator is None:
             # It draws from this feed's generator, which is on the CPU whatever the
             # script made torch's default device.
@@ -245,27 +239,17 @@ class BatchFeed(Generic[Tag]):
         try:
             data = next(self._iterator)
         except StopIteration:
-            return NO_BATCH
-        if self._sampler.drawn[place] is None or data is NO_BATCH:
-            del self._sampler.drawn[place]
-            return NO_BATCH
+            return None
+        tag = self._sampler.drawn.popleft()
+        if tag is None or data is NO_BATCH:
+            return None
         if isinstance(data, Stamped) and isinstance(self._dataset, StreamView):
             self._dataset.check(data.stamp)
             data = data.data
-        return data
+        return tag, data
 
-    def _draw_own(self) -> Any:
-        """The next batch for the user's own iteration, which sees no empty ones."""
-        assert self._own is not None
-        drawn, place = self._sampler.drawn, self._own.inside
-        while self._sampler.queued or any(t is not None for t in [*drawn][place:]):
-            if (data := self._draw(place)) is not NO_BATCH:
-                return data
-        raise StopIteration
-
-    def finish(self) -> None:
-        """Ends the epoch; workers of the user's loader stay if it keeps them."""
-        is_over = self._sampler.has_ended and not self.has_work
+    def finish(self, *, is_over: bool = True) -> None:
+        """Ends a part of an epoch; the user's loader keeps workers if it does so."""
         self.end()
         self.discard()
         if self._own is not None and is_over:

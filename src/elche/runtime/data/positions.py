@@ -24,13 +24,10 @@ from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.data.leased_data import IndexBatch
 from elche.runtime.data.sample_seeds import position_seed
-from elche.runtime.own_iteration import kept_iterators
 
 SHARING = "sharing the positions of an epoch"
-SPARE = 1000
-"""Batches that a sampler with a wrong ``len()`` may yield beyond twice that."""
+SPARE = 1000  # batches of a sampler with a wrong ``len()``, beyond twice that
 _ENDLESS: WeakSet[DataLoader[Any]] = WeakSet()
-"""Loaders whose sampler is."""
 logger = logging.getLogger(__name__)
 
 
@@ -131,11 +128,10 @@ def enumerate_batches(
     by_key = loader.batch_sampler is None
     sampler: Any = loader.sampler if by_key else loader.batch_sampler
     drawn = iter(sampler)
-    if not kept_iterators(loader) and (epoch == 0 or not loader.persistent_workers):
+    if epoch == 0 or not loader.persistent_workers:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    some = _first_of(drawn, loader, most)
-    batches = [[each] if by_key else list(each) for each in some]
-    batches = [batch for batch in batches if batch]
+    copied = ([each] if by_key else list(each) for each in drawn)
+    batches = [batch for batch in _first_of(copied, loader, most) if batch]
     if not batches:
         raise ConfigError(
             "the sampler yields no batch: the dataset is empty, or smaller than "
@@ -146,31 +142,24 @@ def enumerate_batches(
 
 
 def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -> Any:
-    """What a sampler yields, or ``len()`` of it where that is endless; at most so many.
-
-    One that yields `SPARE` more than twice its ``len()`` is.
-    """
+    """What a sampler yields, at most so many; ``len()`` of it where that is endless."""
     try:
         length = len(loader)
     except TypeError:
         return islice(drawn, most)
     if most is not None and most <= length:
         return islice(drawn, most)
-    first = list(islice(drawn, length))
-    if loader in _ENDLESS or len(first) < length:
+    first, state = [*islice(drawn, length)], torch.get_rng_state()
+    if loader in _ENDLESS:
         return first
-    generators = torch.default_generator, loader.generator or torch.default_generator
-    states = [each.get_state() for each in generators]
-    beyond = list(islice(drawn, length + SPARE))
-    if len(beyond) < length + SPARE:
-        return (first + beyond)[:most]
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)  # as after the first
-    _ENDLESS.add(loader)
-    kind = type(loader.batch_sampler or loader.sampler).__name__
-    said = "elche: the loader's %s is endless: an epoch is len() = %d batches"
-    logger.warning(said, kind, length)
-    return first
+    first += islice(drawn, length + SPARE)
+    if len(first) == 2 * length + SPARE:
+        torch.set_rng_state(state)
+        _ENDLESS.add(loader)
+        said = "elche: the loader's sampler is endless: an epoch is len() = %d batches"
+        logger.warning(said, length)
+        del first[length:]
+    return first[:most]
 
 
 def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:

@@ -34,7 +34,7 @@ from elche.runtime.report.notifications import with_samples
 from elche.runtime.resume_sync import broadcast_from
 from elche.runtime.training import Training
 from elche.runtime.watch.rank_watch import RankWatch
-from elche.runtime.watch.statistics_pass import batch_norm_counts, refuse_statistics
+from elche.runtime.watch.statistics_pass import batches_tracked, refuse_statistics
 from elche.runtime.windows.step_members import StepMembers
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.passes import is_compiled
@@ -238,7 +238,8 @@ class EpochExecution:
         run = self.under_way
         assert run is not None
         assert self._batches is not None
-        self._batches.finish()
+        is_cut = run.end is None or bool(run.end.left) or run.end.is_early
+        self._batches.finish(is_over=not is_cut)
         self.under_way = None
         self._watch.copies.is_in_steps = False
         self.last_samples = run.samples_in_hand
@@ -248,7 +249,7 @@ class EpochExecution:
     def _batches_of(self, run: SyncEpoch | WindowEpoch) -> Iterator[Any]:
         if isinstance(run, WindowEpoch):
             self._synchroniser.refuse_nan(self._opening.epoch)
-        counts = None if torch.is_grad_enabled() else batch_norm_counts()
+        tracked = None if torch.is_grad_enabled() else batches_tracked()
         with contextlib.closing(run.batches()) as batches:
             for batch in batches:
                 exit_watch.forget()
@@ -259,9 +260,9 @@ class EpochExecution:
                 except GeneratorExit:
                     self._end_by_exit()
                     raise
-                if counts is not None and not self._watch.graphs.has_graph:
-                    refuse_statistics(counts)
-                counts = None
+                if tracked is not None and not self._watch.graphs.has_graph:
+                    refuse_statistics(tracked)
+                tracked = None
                 self._watch.schedulers.batch_done()
                 self._watch.skips.settle()
                 self._ask_for_cut()

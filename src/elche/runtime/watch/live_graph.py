@@ -40,11 +40,9 @@ UNCLEAR = (
     "with the loader's own tensors (convert them inside its forward; torch.compile "
     "before elche.setup), or run forward and backward before the next batch is fetched"
 )
-
 ITERATED_ELSEWHERE = (
-    "the loader is iterated in another thread than the one that trains, but a step "
-    "ends where the next batch is asked for: iterate in the thread that trains; the "
-    "DataLoader's num_workers= loads ahead"
+    "the loader is iterated in another thread than the one that trains: iterate where "
+    "you train, and let the DataLoader's num_workers= load ahead"
 )
 
 
@@ -54,9 +52,6 @@ class LiveGraph:
 
     Args:
         model: what the loop calls.
-
-    Attributes:
-        thread: that iterates over the loader, and is to train; 0 for any.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,7 +72,7 @@ class LiveGraph:
         self._policy = ""
         self._has_come = False
         self._came = weakref.WeakMethod(self.before_backward)
-        self.thread = 0
+        self.thread = 0  # that iterates over the loader, and is to train; 0: any
 
     @property
     def is_live(self) -> bool:

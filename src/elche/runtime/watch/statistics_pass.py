@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import gc
 
-from torch import nn
-
-from elche.comm.norm.sync_batch_norm import SyncBatchNorm
 from elche.errors import ConfigError
 from elche.torch_internals.held import BatchNormBase
 
 
-def batch_norm_counts() -> dict[nn.Module, int]:
-    """Batches that each BatchNorm layer of this process has tracked, of any model."""
+def batches_tracked() -> int:
+    """By all BatchNorm layers of this process, of any model, in which no ranks meet."""
     layers = (o for o in gc.get_objects() if issubclass(type(o), BatchNormBase))
-    return {
-        each: int(each.num_batches_tracked)
-        for each in layers
-        if not (isinstance(each, SyncBatchNorm) and each.spans_ranks)
-        if each.num_batches_tracked is not None
-    }
+    alone = (each for each in layers if not getattr(each, "spans_ranks", False))
+    return sum(int(each.num_batches_tracked or 0) for each in alone)
 
 
-def refuse_statistics(before: dict[nn.Module, int]) -> None:
-    """Refuses a first batch without gradients that has changed these counts.
-
-    Raises:
-        ConfigError: it has.
-    """
-    if batch_norm_counts() != before:
+def refuse_statistics(before: int) -> None:
+    """Refuses a first batch without gradients that a BatchNorm layer has tracked."""
+    if batches_tracked() > before:
         raise ConfigError(
             "a pass over the ranks' loader without gradients writes BatchNorm "
-            "statistics (update_bn, or a model in training mode), of this rank's share "
-            "only: give update_bn the plain DataLoader, on every rank; for an "
-            "evaluation call model.eval() before"
+            "statistics, of this rank's share only: give update_bn the plain "
+            "DataLoader, on every rank; before an evaluation call model.eval()"
         )

@@ -127,7 +127,7 @@ def bound_of(case: Case) -> float:
     if case["codec"] == "fp32" and case["loop"] == "autocast":
         return 2e-2 if has_norm else 2e-3
     is_signed = case["optimizer_state"] == "reset" and case["optimizer"] == "adamw"
-    if case["codec"] == "bf16" and is_signed:  # begun anew, Adam steps by signs
+    if case["codec"] in ("bf16", "int8") and is_signed:  # Adam begun anew: by signs
         return 5e-2
     return BOUNDS[case["codec"]] * (50 if has_norm and case["codec"] == "fp32" else 1)
 

@@ -166,10 +166,11 @@ class Windows:
         """The outer step."""
         weights = self._weights([replica.trained for replica in self.ranks])
         rate, momentum = settings["outer_lr"], settings["outer_momentum"]
+        part = sum(replica.trained > 0 for replica in self.ranks) / len(self.ranks)
         for index, base in enumerate(list(self.base)):
             mean = torch.zeros_like(base)
             for weight, replica in zip(weights, self.ranks, strict=True):
-                mean += weight * (base - replica.held[index])
+                mean += weight * part * (base - replica.held[index])
             step = mean
             if settings["outer"] != "average":
                 held = self.momentum[index] = momentum * self.momentum[index] + mean

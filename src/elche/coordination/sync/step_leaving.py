@@ -165,7 +165,7 @@ class EarlyEnd:
         places = {r: (left.step, left.passes) for r, left in self._left.items()}
         if len({(*places[r], left.stepped) for r, left in self._left.items()}) == 1:
             left = next(iter(self._left.values()))
-            checks = ModelChecks.of_epoch(left.epoch, "where all have left the loop")
+            checks = ModelChecks(f"where all have left the loop of epoch {left.epoch}")
             checks.compare({r: left.checks for r, left in self._left.items()})
         models = {
             (*places[r], *(bits for _, _, _, bits, *_ in left.checks))

@@ -87,6 +87,11 @@ class LiveGraph:
         return [b.batch for b in waiting if b is last or (may_wait and b.is_held)]
 
     @property
+    def has_passed(self) -> bool:
+        """Whether a forward pass has been seen in this part."""
+        return self._is_ahead is not None
+
+    @property
     def has_graph(self) -> bool:
         """Whether a forward pass of the batch in hand has made a graph."""
         return self._in_hand is not None and self._last is self._in_hand

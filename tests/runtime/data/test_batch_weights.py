@@ -48,7 +48,7 @@ def test_each_batch_comes_out_with_its_weight() -> None:
     assert all(got is not None and got[1][0].device == ELSEWHERE for got, _ in taken)
     assert set(seen) == {torch.device("cpu")}
     assert batches.take() is None
-    batches.finish()
+    batches.finish(is_over=True)
 
 
 def test_what_is_no_weight_names_rank_batch_and_epoch() -> None:
@@ -57,7 +57,7 @@ def test_what_is_no_weight_names_rank_batch_and_epoch() -> None:
     expected = r"rank 3: weight_of gave tensor\(-10.\) for batch 1 of epoch 4"
     with pytest.raises(ConfigError, match=expected):
         batches.take()
-    batches.finish()
+    batches.finish(is_over=True)
 
 
 @pytest.mark.parametrize(
@@ -145,4 +145,4 @@ def test_without_a_function_there_is_no_weight() -> None:
     batches.push(0, positions.index_batch(0))
     assert batches.take() is not None
     assert batches.weight is None
-    batches.finish()
+    batches.finish(is_over=True)

@@ -267,8 +267,8 @@ class GradientReducer:
     def look_before(self, look: Look | None) -> None:
         """Calls back in every pass, when ``p.grad`` is complete and still this rank's.
 
-        Not where it weighs nothing: zeros are sent then, whatever it is. None: nobody
-        looks any more.
+        Without gradients where the rank weighs nothing: zeros are sent then, whatever
+        they are. None: no callback any more.
         """
         self._look = look
 
@@ -439,13 +439,10 @@ class GradientReducer:
 
     def _look_once(self, part: StepPart) -> None:
         """Also of a pass that is reduced anew, or whose sums are taken over."""
-        if (
-            self._look is not None
-            and self._sends
-            and self._looked_at < self._pass.passes
-        ):
+        came, is_new = self._pass.came, self._looked_at < self._pass.passes
+        if self._look is not None and is_new and (came or self._sends):
             self._looked_at = self._pass.passes
-            self._look(part.label, self._pass.came)
+            self._look(part.label, came if self._sends else {})
 
     def close_pass(self, side: int) -> Closed:
         """Averages buffers, if the model has any; by samples the sum is the mean."""

@@ -35,8 +35,8 @@ OnLate = Callable[[Any, Any], None]
 """Called when a backward pass comes to the graph of an earlier batch than the one in
 hand, with that batch, and the one that the pass has come to before, or None."""
 UNCLEAR = (
-    "the loop has fetched batches ahead, and elche has not seen which of them this "
-    "pass is of, so that the weight of its gradients is not known: call model(...) "
+    "the loop has fetched batches ahead, or skipped some, and elche has not seen of "
+    "which of them this pass is, so that the weight of its gradients is not known: call model(...) "
     "with the loader's own tensors (convert them inside its forward; torch.compile "
     "before elche.setup), or run forward and backward before the next batch is fetched"
 )
@@ -180,6 +180,8 @@ class LiveGraph:
             if batch is not None and batch is in_hand and self._is_ahead is None:
                 self._is_ahead = False
             return
+        if self.thread not in (0, threading.get_ident()):
+            raise ConfigError(ITERATED_ELSEWHERE)
         is_again = batch is not None and batch.had_backward
         if is_again and not self._is_ahead and not self._is_before(batch):
             batch = in_hand  # an earlier one may be read again, in a step of this one
@@ -231,8 +233,6 @@ class LiveGraph:
         for tensor in outputs:
             node: Any = tensor.grad_fn
             if node is not None:
-                if self.thread not in (0, threading.get_ident()):
-                    raise ConfigError(ITERATED_ELSEWHERE)
                 node.register_prehook(batch)
                 batch.had_forward = True
                 self._last = batch

@@ -18,7 +18,6 @@ from typing import final
 from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.protocol.events import EpochLeft, PassBegun, StepsDone
 from elche.coordination.protocol.instructions import Instruction, JoinPasses, RankLeft
-from elche.coordination.sync.step_reports import EARLY
 from elche.errors import ConfigError, ProtocolError
 
 SAME_PASSES = (
@@ -80,8 +79,6 @@ class EarlyEnd:
         Raises:
             ConfigError: another waits in a pass of them that this one has not run.
         """
-        if event.unknown == EARLY:  # their passes are to come
-            return
         self._done[event.rank] = event
         for begun in self._waits.values():
             self._compare(event, begun)

@@ -35,8 +35,8 @@ OnLate = Callable[[Any, Any], None]
 """Called when a backward pass comes to the graph of an earlier batch than the one in
 hand, with that batch, and the one that the pass has come to before, or None."""
 UNCLEAR = (
-    "the loop has fetched batches ahead, or skipped some, and elche has not seen of "
-    "which of them this pass is, so that the weight of its gradients is not known: "
+    "the loop has fetched batches ahead, or skipped some, and elche has not seen "
+    "which of them this pass is of, so that the weight of its gradients is not known: "
     "call model(...) with the loader's own tensors (convert them inside its forward; "
     "torch.compile before elche.setup), or run forward and backward before the next "
     "batch is fetched"

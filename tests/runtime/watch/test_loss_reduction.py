@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,7 +134,16 @@ def test_only_the_first_backward_pass_is_looked_at() -> None:
     torch.autograd.grad(F.mse_loss(model(x), target, reduction="sum"), model.weight)
     model(x).mean().backward()
     F.mse_loss(model(x), target, reduction="sum").backward()
-    assert watch._handle is None
+    assert not watch._handles
+
+
+def test_a_watched_model_is_saved_without_its_watch(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    watch = SumLossWatch(list(model.parameters()), lambda _: True)
+    torch.save(model, tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt", weights_only=False)
+    saved(torch.ones(2, 4)).sum().backward()
+    assert watch._task is None
 
 
 def test_devices_that_run_hooks_in_their_own_threads() -> None:
@@ -145,7 +155,7 @@ def test_devices_that_run_hooks_in_their_own_threads() -> None:
 
     def look() -> None:
         try:
-            watch._look(torch.ones(()))
+            watch.look()
         except ConfigError as error:
             found.append(str(error))
 

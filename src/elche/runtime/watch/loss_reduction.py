@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.hooks import RemovableHandle
 
 from elche.comm.tensors.nested import outputs_in
 from elche.errors import ConfigError
 from elche.runtime.data.transfer import batch_length
 from elche.torch_internals.passes import (
     backward_roots,
+    graph_task_id,
     mean_of_targets,
     saved_reduction,
 )
@@ -57,17 +56,20 @@ class SumLossWatch:
     ) -> None:
         self._look_on, self._is_first = look_on, True
         self._thread = threading.get_ident()
-        self._handle: RemovableHandle | None = register_multi_grad_hook(
-            parameters, self._look, mode="any"
-        )
+        self._task: int | None = None
+        hook = _GradientHook(self)
+        self._handles = [each.register_hook(hook) for each in parameters]
 
     def detach(self) -> None:
         """Ends it."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        while self._handles:
+            self._handles.pop().remove()
 
-    def _look(self, gradient: torch.Tensor) -> None:
+    def look(self) -> None:
+        """A gradient has come, in whichever backward pass."""
+        if self._task == (task := graph_task_id()):
+            return
+        self._task = task
         roots = backward_roots(self._thread)
         if not roots:
             return  # torch.autograd.grad
@@ -82,6 +84,21 @@ class SumLossWatch:
                 "elche.setup (or elche.Trainer) loss_reduction='sum', or make the loss "
                 "a mean"
             )
+
+
+@final
+class _GradientHook:
+    """Hook of the parameters; nothing in a model that was saved or copied."""
+
+    def __init__(self, watch: SumLossWatch | None = None) -> None:
+        self._watch = watch
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if self._watch is not None:
+            self._watch.look()
+
+    def __reduce__(self) -> tuple[type[_GradientHook], tuple[()]]:
+        return _GradientHook, ()
 
 
 @final

@@ -57,7 +57,7 @@ class Settings:
     own_sampler: str = ""
 
     def cut_for(self, ranks: Collection[int]) -> BatchCut:
-        """How windows of these ranks cut global batches."""
+        """Cut of global batches in windows of these ranks."""
         caps = () if self.micro_batches else map(self.config.cap_of, ranks)
         windows, least = self.config.windows, self.min_share_samples
         return local_cut(windows, len(ranks), least, caps)

@@ -226,7 +226,7 @@ class Policy(ABC):
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the epoch's batches were cut for other ranks than are there now."""
+        """True if the epoch's batches were cut for other ranks than are there now."""
         return False
 
     @property

@@ -90,7 +90,7 @@ def saved_reduction(node: Any) -> str:
 
 
 def mean_of_targets(node: Any) -> tuple[bool, int] | None:
-    """Whether a mean NLL loss has class weights, and the target that it ignores."""
+    """Class weights of a mean NLL loss (True: some), and the target that it ignores."""
     ignored = getattr(node, "_saved_ignore_index", None)
     if ignored is None or saved_reduction(node) != "mean":
         return None

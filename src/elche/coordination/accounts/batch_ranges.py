@@ -114,7 +114,7 @@ class BatchSizes:
         return less, batch - part + parts
 
     def factor_of(self, batch: int) -> int:
-        """What the sum over a batch's samples is multiplied by.
+        """Factor of the sum over a batch's samples.
 
         As many batches as the global one is cut into: the mean of these products is the
         sum over the global batch.

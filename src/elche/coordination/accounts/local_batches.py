@@ -15,7 +15,7 @@ def local_cut(
     least: int,
     caps: Iterable[int | None] = (),
 ) -> BatchCut:
-    """How windows of a run cut its global batches, until ranks die or join.
+    """Cut of a run's global batches in windows, until ranks die or join.
 
     Args:
         windows: the run's settings.

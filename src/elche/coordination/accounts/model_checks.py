@@ -93,7 +93,7 @@ def parted(checks: Mapping[int, ModelCheck]) -> tuple[list[int], list[int]] | No
 
 
 def _is_near(one: ModelCheck, other: ModelCheck) -> bool:
-    """Whether rounding on two kinds of devices explains the difference."""
+    """Returns True if rounding on two kinds of devices explains the difference."""
     squares = max(one.squares, other.squares)
     most = max(one.precision, other.precision)
     most *= WALK + SHIFT * math.sqrt(max(one.values, other.values))

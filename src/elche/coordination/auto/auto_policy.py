@@ -177,7 +177,7 @@ class AutoPolicy(Policy):
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the epoch's batches were cut for other ranks."""
+        """True if the epoch's batches were cut for other ranks."""
         return self._current.is_outdated
 
     @property

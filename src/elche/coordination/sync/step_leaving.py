@@ -29,7 +29,7 @@ SAME_PASSES = (
 
 @final
 class EarlyEnd:
-    """Who has left the epoch under way, and where; who waits for whose pass.
+    """Ranks that have left the epoch under way, and ranks that wait in a pass.
 
     Args:
         policy: as the user has set it.

@@ -98,13 +98,13 @@ class WindowPolicy(Policy):
 
     @property
     def cut(self) -> BatchCut:  # type: ignore[override]
-        """How the next epoch, or part of one, is cut."""
+        """Cut of the next epoch, or part of one."""
         make = self._cut_for
         return WHOLE_BATCHES if make is None else make(self._state.members)
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the epoch's batches were cut for other ranks than are there now."""
+        """True if the epoch's batches were cut for other ranks than are there now."""
         state = self._state
         return state.mean_over != state.parts_of(state.ledger.sizes.cut_by(self.cut))
 

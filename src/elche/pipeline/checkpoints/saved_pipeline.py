@@ -61,7 +61,7 @@ class SavedPipeline:
             )
 
     def agree(self, make: Callable[[], str], what: str) -> str:
-        """What rank 0 makes, on every rank; all call it, between epochs or at a cut."""
+        """Text of rank 0, on every rank; all call it between epochs or at a cut."""
         communicator = self._pipe.communicator
         found: str = communicator.agree(lambda: "" if self.rank else make(), what)[0]
         self._pipe.passes.steps_outside = 0

@@ -142,7 +142,7 @@ def enumerate_batches(
 
 
 def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -> Any:
-    """What a sampler yields, at most so many; ``len()`` of it where that is endless."""
+    """Values that a sampler yields, at most so many; ``len()`` of it if endless."""
     try:
         length = len(loader)
     except TypeError:

@@ -105,7 +105,7 @@ class EpochExecution:
 
     @property
     def sums(self) -> ModelSums:
-        """Of the model as it is laid out now, if there are ranks to compare with."""
+        """Sums of the model as laid out now, if there are ranks to compare with."""
         worker = self._worker
         named = self._training.model.named_parameters()
         is_alone = len(worker.members) == 1

@@ -58,7 +58,7 @@ class ModelSums:
                 self._slices.append((check, tensors))
 
     def step_ran(self, steps: int) -> None:
-        """So many steps of an epoch's part have run: sums a slice every few of them."""
+        """Sums a slice where so many steps of an epoch's part call for one."""
         turn, rest = divmod(steps, EVERY_STEPS)
         if turn and not rest:
             self.begin(steps, turn - 1)
@@ -106,7 +106,7 @@ class ModelSums:
 
 
 def checksum(model: nn.Module) -> str:
-    """Of the bits of all parameters."""
+    """Checksum of the bits of all parameters."""
     rows = ModelSums(model.named_parameters()).whole()
     return "-".join(f"{row[3]:x}" for row in rows)
 
@@ -127,7 +127,7 @@ def _flat(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def _odd(bits: torch.Tensor) -> torch.Tensor:
-    """As many odd numbers, by which another order of values is another sum."""
+    """Odd factors, one for each value: another order makes another sum."""
     key = bits.dtype, bits.device
     known = _odd_numbers.get(key)
     if known is None or known.numel() < bits.numel():

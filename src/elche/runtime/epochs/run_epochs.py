@@ -102,7 +102,7 @@ class RunEpochs:
 
     @property
     def has_open_batches(self) -> bool:
-        """Whether batches of the loader have yet to have their backward pass."""
+        """True while batches of the loader wait for their backward pass."""
         return bool(self._watch.graphs.open_batches)
 
     @property

@@ -32,7 +32,7 @@ OWN_END_S = 30.0
 one that trains alone, and does not say so, may be such a rank."""
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 SCRIPTS: Final = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Of ranks whose scripts handle them; where none does they end the run."""
+"""Signals for ranks whose scripts handle them; without a handler they end the run."""
 
 
 class RankProcess(Protocol):
@@ -293,7 +293,7 @@ def handle_signals(
 
 
 def _handles(process: RankProcess, number: signal.Signals) -> bool:
-    """Whether a process of this host has a handler for a signal."""
+    """Returns True if a process of this host has a handler for a signal."""
     with contextlib.suppress(OSError):  # it has ended, or there is no /proc
         status = Path(f"/proc/{process.pid}/status").read_text()
         caught = int("0" + status.partition("SigCgt:\t")[2][:16], 16)

@@ -45,7 +45,7 @@ class BatchForwards:
 
     @property
     def is_held(self) -> bool:
-        """Whether something holds a tensor of the batch."""
+        """True while something holds a tensor of the batch."""
         return any(not storage.expired() for storage in self.storages)
 
 

@@ -89,12 +89,12 @@ class LiveGraph:
 
     @property
     def has_passed(self) -> bool:
-        """Whether a forward pass has been seen in this part."""
+        """True once a forward pass was seen in this part."""
         return self._is_ahead is not None
 
     @property
     def has_graph(self) -> bool:
-        """Whether a forward pass of the batch in hand has made a graph."""
+        """True once a forward pass of the current batch has made a graph."""
         return self._in_hand is not None and self._last is self._in_hand
 
     def begin_epoch(
@@ -196,7 +196,7 @@ class LiveGraph:
             self._on_forward(batch.batch)
 
     def _is_before(self, batch: BatchForwards | None) -> bool:
-        """Whether the loop is still in the step of a batch (SAM), and has the next."""
+        """Returns True if the loop is still in the step of a batch and has the next."""
         if batch is None or self._on_forward is None or batch.number < self._first:
             return False
         return self._in_hand is None or not self._in_hand.had_forward

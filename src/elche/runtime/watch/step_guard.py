@@ -105,7 +105,7 @@ class StepGuard:
 
 
 def _moves(gradient: Any) -> bool:
-    """Whether it is not zero; waits for the device."""
+    """Returns True if a value is not zero; waits for the device."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return bool(values.any())
 

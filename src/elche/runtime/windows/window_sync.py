@@ -22,7 +22,7 @@ class WindowSync(ABC):
     is_common_step = False
     """Whether the window's end is a step of the optimizer, the same on every rank."""
     takes_steps = True
-    """Whether optimizers may step now: gradients that are summed none but the end's."""
+    """True while optimizers may step; summed gradients allow the end's step alone."""
     has_moved = True
     """False where the last window's update is known to be none, as gradients wait for a
     step; looked at only after one that was not finite."""

@@ -15,7 +15,7 @@ Strategy = Literal["overlapped", "synchronous"]
 
 @dataclass(slots=True)
 class Reduced:
-    """Which gradients are sums of ranks, by ids of parameters.
+    """Record of the gradients that are sums of ranks, by ids of parameters.
 
     Attributes:
         given: what the last pass that was reduced left each parameter with.

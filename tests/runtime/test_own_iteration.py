@@ -31,6 +31,8 @@ KINDS = [
     ("filtering", 0, "sync"),
     ("filtering", 2, "async"),
     ("endless", 0, "sync"),
+    ("infinite", 2, "sync"),
+    ("infinite", 0, "cadence"),
 ]
 
 
@@ -89,7 +91,7 @@ def test_loops(ranks2: RankPool, loop: str, policy: str, says: str) -> None:
     assert all(re.search(says, each.error) for each in found), found
 
 
-@pytest.mark.parametrize("kind", ["normalising", "filtering", "endless"])
+@pytest.mark.parametrize("kind", ["normalising", "filtering", "endless", "infinite"])
 def test_one_device_that_draws_by_position(kind: str) -> None:
     found, expected = on_ranks(kind, "sync"), alone(kind)
     assert found.error == ""

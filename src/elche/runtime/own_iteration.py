@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from operator import length_hint
 from typing import Any, final
 
 from torch.utils.data import DataLoader
@@ -44,11 +45,12 @@ class OwnIteration:
     def __init__(
         self, loader: DataLoader[Any], draw: Callable[[], tuple[Any, Any] | None]
     ) -> None:
-        self._name, self._draw = type(loader).__name__, weakref.WeakMethod(draw)
+        self._loader, self._draw = loader, weakref.WeakMethod(draw)
         self._view = _view_of(loader, weakref.ref(self))
         self._iterator: Iterator[Any] | None = None
         self._held: list[Any] = []  # the tag of a batch that is drawn and not yielded
         self._epoch, self._thread, self._has_ended, self._fault = -1, 0, False, ""
+        self._yielded = 0
 
     def start(self, epoch: int) -> None:
         """Begins an epoch; in a further part of one the iteration continues."""
@@ -64,16 +66,20 @@ class OwnIteration:
         """
         self._thread, self._has_ended = threading.get_ident(), False
         try:
-            self._iterator = self._iterator or iter(self._view)
+            if self._iterator is None:
+                self._iterator, self._yielded = iter(self._view), 0
             data = next(self._iterator)
         except (StopIteration, RuntimeError) as error:  # `next(batches)` in a generator
             if not isinstance(error.__cause__ or error, StopIteration):
                 raise
-            if self._fault or self._held or not is_over:
+            is_whole = is_over or self._yielded == length_hint(self._loader, -1)
+            if self._fault or self._held or not is_whole:
                 self._refuse(self._fault or "drops batches, or ends before they do")
-            return None
+            self._iterator = None  # of ``len()`` batches, where a rank has more of them
+            return None if is_over else self.next()
         if not self._held:
-            self._refuse("yields a batch twice, or of an iterator that it keeps")
+            self._refuse("yields a batch twice, or one that it has not drawn")
+        self._yielded += 1
         return self._held.pop(), data
 
     def __iter__(self) -> OwnIteration:
@@ -96,9 +102,9 @@ class OwnIteration:
 
     def _refuse(self, fault: str) -> None:
         raise ConfigError(
-            f"the iteration of {self._name} {fault}; elche needs one batch yielded for "
-            "each drawn: change that, or give elche.setup a plain DataLoader "
-            "(num_workers= loads ahead) and wrap the loader that it returns"
+            f"the iteration of {type(self._loader).__name__} {fault}; elche needs one "
+            "batch yielded for each drawn: change that, or give elche.setup a plain "
+            "DataLoader (num_workers= loads ahead) and wrap the loader that it returns"
         )
 
 
@@ -109,7 +115,10 @@ def _view_of(loader: Any, own: weakref.ref[OwnIteration]) -> Any:
     methods = {"__iter__": lambda self: self._get_iterator()}
     methods["_get_iterator"] = lambda _: own()
     between = type(base.__name__, (base,), methods)
-    no_workers = {"__del__": lambda _: None}  # would end his
-    view: Any = object.__new__(type(kind.__name__, (kind, between), no_workers))
+    names: dict[str, Any] = {"__del__": lambda _: None}  # would end his workers
+    for name, kept in vars(loader).items():  # as an InfiniteDataLoader does
+        if isinstance(kept, Iterator) and _is_of_framework(type(kept)):
+            names[name] = property(lambda _: own(), lambda *_: None)
+    view: Any = object.__new__(type(kind.__name__, (kind, between), names))
     object.__setattr__(view, "__dict__", vars(loader))
     return view

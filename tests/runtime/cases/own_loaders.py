@@ -42,6 +42,33 @@ class Filtering(DataLoader[Any]):
         return (((x - MEAN) * 2, y, number) for x, y, number in batches)
 
 
+class Repeated:
+    """A batch sampler without an end, and without a length."""
+
+    def __init__(self, batches: Any) -> None:
+        self.sampler = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+class Infinite(DataLoader[Any]):
+    """Keeps its iterator, as ultralytics' and timm's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
 def background(batches: Any) -> Iterator[Any]:
     """As prefetch_generator's."""
     loaded: queue.Queue[Any] = queue.Queue(1)
@@ -122,7 +149,9 @@ def made(kind: str, workers: int = 0) -> Any:
         return DataLoader(data(), sampler=Endless(), **options)
     if kind in OWN:
         return Iterating(data(), own=kind, **options)
-    return {"plain": DataLoader, "filtering": Filtering}[kind](data(), **options)
+    return {"plain": DataLoader, "filtering": Filtering, "infinite": Infinite}[kind](
+        data(), **options
+    )
 
 
 @dataclass

@@ -131,5 +131,6 @@ def _needs_run(call: str) -> None:
         )
     if has_failed:
         session.shutdown()  # what comes is of the pipeline
-    if not process.checkpoints.has_run:
+    if pipe.passes.pauses is not process.checkpoints:
+        process.checkpoints.end_run(has_failed=True)  # of a run that has failed
         begin_saving(pipe, process.checkpoints)

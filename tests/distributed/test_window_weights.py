@@ -41,6 +41,7 @@ def test_each_sample_counts_once_whoever_is_there(
     first = min({*range(founders)} - {victim})
     found = outcomes[first].value
     assert [size for size, _, _ in found] == sizes
-    for size, samples, counted in found:
-        assert samples == BATCH // size
+    for epoch, (size, samples, counted) in enumerate(found):
+        # Of the epoch in which a rank dies this one may have had its last batch before.
+        assert samples == BATCH // size or (epoch == 1 and samples == BATCH // founders)
         assert counted == pytest.approx([1.0] * SAMPLES)

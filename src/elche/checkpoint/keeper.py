@@ -359,11 +359,6 @@ class CheckpointKeeper(Pauses):
         self._save(self._epoch + bool(self._passes), 0, wanted)
 
     @property
-    def has_run(self) -> bool:
-        """Whether there is anything to save."""
-        return self._run is not None
-
-    @property
     def _current(self) -> SavedRun:
         if self._run is None:
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,7 @@ def made(given: StateWork) -> Iterator[Pipeline]:
         yield pipe
 
 
-def leave_a_run_that_fails() -> None:
+def leave_a_run_that_fails(of_trainer: bool) -> None:
     """As an error does that a notebook's cell ends with."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -115,6 +115,9 @@ def leave_a_run_that_fails() -> None:
     elche.setup(model, optimizer, loader)
     run = session.current_run()
     assert run is not None
+    if of_trainer:
+        with suppress(ValueError), session.failing_together():
+            raise ValueError
     run.worker.close(None)
 
 

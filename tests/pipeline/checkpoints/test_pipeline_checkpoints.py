@@ -75,8 +75,9 @@ def test_saved_on_four_ranks_resumed_on_two_and_three(
 def test_resumed_on_more_ranks_and_between_epochs(
     ranks2: RankPool, ranks4: RankPool, tmp_path: Path
 ) -> None:
-    """After another run of the same processes has failed."""
-    ranks2.run(leave_a_run_that_fails, case_setup=serve_in_thread)
+    """After other runs of the same processes have failed."""
+    for pool, of_trainer in ((ranks2, False), (ranks4, True)):
+        pool.run(leave_a_run_that_fails, of_trainer, case_setup=serve_in_thread)
     ranks2.run(
         *(train, StateWork((3, 5)), str(tmp_path)),
         save_after=BATCHES,

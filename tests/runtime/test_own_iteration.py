@@ -23,6 +23,8 @@ from tests.runtime.cases.own_loaders import (
     on_ranks,
 )
 
+NEW_RANKS = True
+
 KINDS = [
     ("normalising", 0, "sync"),
     ("normalising", 2, "sync"),

@@ -65,6 +65,8 @@ def first(folder: Path) -> None:
     if RANK == 0:
         signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
     channel = _connected()
+    channel.store_set(f"here {RANK}", b"")
+    channel.store_get(f"here {RANK}", WAIT_S)  # by now the launcher was notified
     _say("ready")
     assert isinstance(channel.receive(WAIT_S, "the end"), Abort)
     while RANK == 0 and not got:

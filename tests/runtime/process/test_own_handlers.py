@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,6 +17,14 @@ pytestmark = pytest.mark.distributed
 
 SCRIPT = str(Path(__file__).parent / "cases" / "handlers.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+@pytest.fixture(autouse=True)
+def default_hang_ups() -> Iterator[None]:
+    """Launchers get the default of SIGHUP, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_signals_reach_the_handlers_of_every_rank(tmp_path: Path) -> None:

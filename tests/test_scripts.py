@@ -38,8 +38,6 @@ BOUNDS = {"E": 1e-5, "R": 2e-3, "S": float("inf"), "D": 1e-5}
 SEEDS = range(5)
 T_999 = 8.61
 """Student's t of four degrees of freedom: 1 of 1000 intervals misses its mean."""
-QUICK = {"checkpoint_restore"}
-"""What `make test` runs too, under `sync`."""
 
 pytestmark = pytest.mark.distributed
 
@@ -153,10 +151,8 @@ def differences(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> set[st
     return {name for name, same in is_same.items() if not same}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CORPUS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CORPUS)
 def test_the_default(name: str, tmp_path: Path, plain: Plain) -> None:
     """Ranks step together: the plain script's result, to rounding or by chance."""
     kind, *named = CORPUS[name].sync.split()

@@ -166,7 +166,7 @@ def test_a_plain_script_is_one_rank_without_sockets() -> None:
         pytest.param(
             "kill", "rank 1 is gone: its connection ended", marks=pytest.mark.slow
         ),
-        ("leave", "check_equal of 'model'"),
+        pytest.param("leave", "check_equal of 'model'", marks=pytest.mark.slow),
         pytest.param(
             "quit",
             "all_reduce_gradients of 'model' failed on rank 0",

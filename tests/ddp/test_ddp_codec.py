@@ -83,6 +83,7 @@ def test_another_group_begins_anew(ranks2: RankPool) -> None:
         assert after == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_rank_that_dies_is_seen_before_the_deadline(ranks2: RankPool) -> None:
     survivor, dead = ranks2.run(cases.killed, case_setup=meeting, expect_failure=True)

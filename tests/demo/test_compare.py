@@ -110,6 +110,7 @@ def test_devices_alone_side_by_side_each_train_everything() -> None:
     assert {span.rank for span in run.spans} == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_loop_of_the_trainer_is_a_contender() -> None:
     spec = ContenderSpec(

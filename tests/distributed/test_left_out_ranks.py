@@ -243,6 +243,7 @@ def test_a_loop_may_break_off_while_a_rank_is_left_out(ranks3: RankPool) -> None
     assert left_out_after < third == STEPS // 2 <= first < STEPS
 
 
+@pytest.mark.slow
 def test_it_waits_longer_than_for_anything_else(ranks2: RankPool) -> None:
     task = task_of()
     check(ranks2.run(train, task, kind="long", case_setup=serve_in_thread), task)

@@ -230,7 +230,7 @@ def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
     ("victim", "place", "at"),
     [
         (3, "apart", 15),  # more than are granted before the others are known apart
-        (2, "without, closing", 20),
+        pytest.param(2, "without, closing", 20, marks=pytest.mark.slow),
         pytest.param(2, "without", 20, marks=pytest.mark.slow),
         pytest.param(0, "without", 20, marks=pytest.mark.slow),
     ],

@@ -141,7 +141,10 @@ one's second half, so that one survivor has all of it, and the others not."""
     ("policy", "way", "death"),
     [
         ("cadence", "int8", Death(2, "sending a part", IN_A_SUM)),
-        ("async", "int8", Death(2, "sending a part", IN_A_SUM)),
+        pytest.param(
+            *("async", "int8", Death(2, "sending a part", IN_A_SUM)),
+            marks=pytest.mark.slow,
+        ),
         ("async", "hosts int4", Death(0, "after summing")),
     ],
 )

@@ -83,7 +83,9 @@ def returned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return returned
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"]
+)
 def test_what_one_rank_did_alone_is_what_all_go_on_from(
     ranks2: RankPool, returned: list[int], optimizer: str
 ) -> None:

@@ -28,6 +28,7 @@ from tests.sim.exploring.window_rank import WindowRank
 
 POLICIES = pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 KEEPS = pytest.mark.parametrize("keeps", [True, False], ids=["shared", "gloo"])
+SLOW_CADENCE = pytest.param("cadence", marks=pytest.mark.slow)
 SLOW_ASYNC = pytest.param("async", marks=pytest.mark.slow)
 LARGER: list[tuple[str, int, int, dict[str, Any]]] = [
     ("sync", 2, 3, {"deaths": 1, "loses": True}),
@@ -107,7 +108,7 @@ def test_one_of_two_dies(policy: str, keeps: bool) -> None:
     assert found.states > 2_000
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence", SLOW_ASYNC])
+@pytest.mark.parametrize("policy", ["sync", SLOW_CADENCE, SLOW_ASYNC])
 def test_two_of_three_die(policy: str) -> None:
     """One after the other, at once, or while the next group forms."""
     found = explore(policy, 3, 1, deaths=2, is_delayed=False)

@@ -36,7 +36,13 @@ def _messages(sim: Simulation) -> list[str]:
     return [line for line in sim.core.story() if " !! " not in line]
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "auto"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "async",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("sync", "cadence", "auto")),
+    ],
+)
 @given(data=st.data(), size=st.integers(1, 3))
 @settings(max_examples=30)
 def test_slices_change_nothing_but_the_pauses(

@@ -88,6 +88,7 @@ def test_resumed_on_more_ranks_and_between_epochs(
     resumed_on(ranks4, FOUR, tmp_path, BATCHES, registers=False)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_cut_goes_on_behind_a_partial_batch(
     ranks2: RankPool, ranks3: RankPool, ranks4: RankPool, tmp_path: Path
 ) -> None:

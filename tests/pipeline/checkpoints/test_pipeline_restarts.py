@@ -66,6 +66,7 @@ def check(folder: Path) -> list[int]:
     return [step for step, _ in steps]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_restarts_from_the_checkpoint(tmp_path: Path) -> None:
     run = start(tmp_path, 6, "--max-restarts", "1")
     _, errors = run.communicate(timeout=150)

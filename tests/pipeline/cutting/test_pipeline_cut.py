@@ -25,7 +25,7 @@ from tests.pipeline.cases.pipeline_cut_cases import (
 
 pytestmark = pytest.mark.distributed
 
-FOUR_RANKS = ("resnet", True, "zb-h1"), ("gpt", False, "auto")
+FOUR_RANKS = (("gpt", False, "auto"),)
 """What `make test` runs on four; others are slow. One process or two run them."""
 
 
@@ -105,6 +105,7 @@ def test_a_rank_three_times_slower_gets_fewer_layers(
     assert layers[1] <= layers[0] - 2, made
 
 
+@pytest.mark.slow
 def test_one_rank_of_four_three_times_slower(ranks4: RankPool) -> None:
     options = {"costs": "measure"}
     made = check(ranks4, Cut("resnet", schedule="1f1b", slow=2, options=options))

@@ -86,7 +86,7 @@ def test_later_waits_are_as_long_as_steps_have_been(ranks4: RankPool) -> None:
         assert "rank 2 is late" in told, told
 
 
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_between_steps_is_named(
     ranks3: RankPool, late: int
 ) -> None:

@@ -52,7 +52,7 @@ def disturbed(policy: str, seconds: float, mtbf_s: float, **more: str) -> RunAcc
 )
 def test_a_coordinator_killed_under_load_costs_nothing(policy: str) -> None:
     """Each position is once in the model, which all ranks hold alike."""
-    run = disturbed(policy, 5.0, 0.8, victims=COORDINATOR)
+    run = disturbed(policy, 3.0, 0.8, victims=COORDINATOR)
     assert not run.kills
     assert run.counted[0] == run.epochs
     assert len(run.checksums) == 3
@@ -131,6 +131,7 @@ def test_a_pipeline_goes_on_too() -> None:
     assert len({number for number, _ in steps}) == 1
 
 
+@pytest.mark.slow
 def test_a_host_that_has_joined_goes_on_too_and_another_joins(tmp_path: Path) -> None:
     """The next coordinator knows the ranks that came late, and takes in more."""
     run = OpenRun(tmp_path, "cadence")

@@ -22,12 +22,11 @@ from tests.runtime.hosts.test_host_deaths import (
     wait_for_all,
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.faults]
+pytestmark = [pytest.mark.distributed, pytest.mark.faults, pytest.mark.slow]
 
 SCRIPT = Path(__file__).parent / "cases" / "endless.py"
 STEP = r"step \d+ at (\S+)"
 POLICIES = ["sync", "cadence", "async"]
-SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in POLICIES]
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def steps_of(host: Printing, count: int) -> list[float]:
     return [float(at) for at in host.wait_for(STEP, count)]
 
 
-@pytest.mark.parametrize("policy", [POLICIES[0], *SLOW[1:]])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link, policy: str) -> None:
     two = behind(link, endless(tmp_path, policy, 60.0, survive=True))
     with launched(two) as hosts:
@@ -80,7 +79,7 @@ def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link, policy: str) -> None:
         assert [host.end() for host in hosts] == [143, 143]
 
 
-@pytest.mark.parametrize("policy", SLOW)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_host_that_is_cut_off_is_outlived(
     tmp_path: Path, link: Link, policy: str
 ) -> None:
@@ -101,7 +100,6 @@ def test_a_host_that_is_cut_off_is_outlived(
     check_once(tmp_path, hosts[:1], world=2)
 
 
-@pytest.mark.slow
 def test_a_long_cut_is_told_and_ends_by_name(tmp_path: Path, link: Link) -> None:
     """Where the run does not go on without a host."""
     with launched(

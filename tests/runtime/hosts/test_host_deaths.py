@@ -84,7 +84,7 @@ def check_once(folder: Path, hosts: list[Printing], world: int) -> Counter[str]:
     ("policy", "rank", "place", "speeds"),
     [
         ("sync", 2, "backward", RANKS[0]),
-        ("async", 2, "batch", RANKS[1]),
+        pytest.param("async", 2, "batch", RANKS[1], marks=pytest.mark.slow),
         pytest.param("cadence", 2, "after summing", RANKS[0], marks=pytest.mark.slow),
         pytest.param("sync", 0, "batch", RANKS[1], marks=pytest.mark.slow),
         pytest.param("sync", 0, "backward", RANKS[0], marks=pytest.mark.slow),
@@ -106,14 +106,8 @@ def test_a_rank_that_dies_on_any_host_is_outlived(
     check_once(tmp_path, hosts, world=2)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "sync",
-        pytest.param("cadence", marks=pytest.mark.slow),
-        pytest.param("async", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_host_whose_launcher_is_killed_is_outlived_at_once(
     tmp_path: Path, policy: str
 ) -> None:
@@ -133,12 +127,13 @@ def test_a_host_whose_launcher_is_killed_is_outlived_at_once(
     check_once(tmp_path, hosts[:1], world=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "number"),
     [
         ("async", signal.SIGINT),
-        pytest.param("sync", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("cadence", signal.SIGTERM, marks=pytest.mark.slow),
+        ("sync", signal.SIGTERM),
+        ("cadence", signal.SIGTERM),
     ],
 )
 def test_a_host_that_is_preempted_leaves_and_nothing_is_done_twice(

@@ -75,9 +75,8 @@ def cluster(folder: Path, case: str, **more: object) -> Cluster:
     return Cluster(folder, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_hosts_train_as_one(tmp_path: Path, address: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(TRAINING)
@@ -111,6 +110,7 @@ def test_ranks_are_counted_over_hosts(tmp_path: Path) -> None:
     assert "waiting for 1 other hosts; on each: elche run --nnodes 2" in hosts[0].output
 
 
+@pytest.mark.slow
 def test_a_failure_anywhere_ends_all_by_name(tmp_path: Path) -> None:
     with launched(cluster(tmp_path, "fails")) as hosts:
         assert [host.end() for host in hosts] == [7, 7]
@@ -118,6 +118,7 @@ def test_a_failure_anywhere_ends_all_by_name(tmp_path: Path) -> None:
         assert "ended with code 7: rank 1 failed: ValueError: x" in hosts[1].output
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_launcher_that_dies_ends_all_by_name(tmp_path: Path, at: int) -> None:
@@ -137,6 +138,7 @@ def test_a_launcher_that_dies_ends_all_by_name(tmp_path: Path, at: int) -> None:
             assert "is told: rank 1 failed: the launcher of host 1 (" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize(
     ("case", "number", "code"),
@@ -159,6 +161,7 @@ def test_a_signal_to_one_launcher_ends_all(
                 assert re.search(f"is told: {said}", host.output), host.output
 
 
+@pytest.mark.slow
 def test_ranks_that_heed_a_signal_save_on_all_hosts(tmp_path: Path) -> None:
     with launched(cluster(tmp_path, "heeds")) as hosts:
         for host in hosts:
@@ -170,6 +173,7 @@ def test_ranks_that_heed_a_signal_save_on_all_hosts(tmp_path: Path) -> None:
     assert saved == {"saved-0": "SIGTERM", "saved-1": "SIGTERM"}
 
 
+@pytest.mark.slow
 def test_a_job_that_is_cancelled_signals_all_launchers(tmp_path: Path) -> None:
     # Once: the second one counted as impatience, and killed ranks that were saving.
     with launched(cluster(tmp_path, "heeds")) as hosts:
@@ -182,6 +186,7 @@ def test_a_job_that_is_cancelled_signals_all_launchers(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("saved-*"))) == 2
 
 
+@pytest.mark.slow
 def test_other_versions_are_refused_by_name_on_both_hosts(tmp_path: Path) -> None:
     skewed = cluster(tmp_path, "waits", entries=(("-m", "elche"), OTHER_TORCH))
     with launched(skewed) as hosts:
@@ -190,6 +195,7 @@ def test_other_versions_are_refused_by_name_on_both_hosts(tmp_path: Path) -> Non
             assert re.search(r"host 1 \(.*\) has elche <lambda>, host 0", host.output)
 
 
+@pytest.mark.slow
 def test_another_protocol_is_refused_by_name_on_both_hosts(tmp_path: Path) -> None:
     """A launcher that says of itself what this version does not know."""
     skewed = cluster(tmp_path, "waits", entries=(("-m", "elche"), OTHER_PROTOCOL))
@@ -200,6 +206,7 @@ def test_another_protocol_is_refused_by_name_on_both_hosts(tmp_path: Path) -> No
             assert re.search(said, host.output), host.output
 
 
+@pytest.mark.slow
 def test_another_key_is_no_host_of_the_run(tmp_path: Path) -> None:
     keys = [tmp_path / name for name in "ab"]
     for key in keys:
@@ -212,6 +219,7 @@ def test_another_key_is_no_host_of_the_run(tmp_path: Path) -> None:
         assert hosts[0].end() == 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "codes"), [(0, [130, 2]), (1, [1, 130])])
 def test_an_interruption_before_all_are_there_ends_who_is(
     tmp_path: Path, at: int, codes: list[int]
@@ -293,6 +301,7 @@ exec sh -c "$3"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("host", "code"), [("localhost", 0), ("user@gone", 1)])
 def test_hosts_are_started_over_ssh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, code: int
@@ -318,9 +327,8 @@ def test_hosts_are_started_over_ssh(
         assert "rank 2 is GROUP_RANK=1" in ended.stdout
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_starts_a_host_ends_with_an_interrupted_launcher(
     tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -37,14 +37,8 @@ def open_run(tmp_path: Path) -> Iterator[Callable[..., OpenRun]]:
         each.close()
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "auto",
-        pytest.param("cadence", marks=pytest.mark.slow),
-        pytest.param("async", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["auto", "cadence", "async"])
 def test_a_host_joins_by_the_line_that_was_printed(
     policy: str, open_run: Callable[..., OpenRun]
 ) -> None:

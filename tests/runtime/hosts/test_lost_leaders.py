@@ -60,14 +60,15 @@ def after(hosts: list[Printing], world: int, since_s: float, within_s: float) ->
     assert max(map(float, found)) - since_s < within_s
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("policy", "whole"),
     [
         ("async", False),
-        pytest.param("sync", True, marks=SLOW),
-        pytest.param("sync", False, marks=SLOW),
-        pytest.param("cadence", True, marks=SLOW),
-        pytest.param("async", True, marks=SLOW),
+        ("sync", True),
+        ("sync", False),
+        ("cadence", True),
+        ("async", True),
     ],
 )
 def test_the_others_go_on_without_host_0(
@@ -224,14 +225,9 @@ def test_a_run_that_is_not_to_survive_ends_with_host_0(tmp_path: Path) -> None:
         assert "ended with code 1: lost host 0 at 127.0.0.1" in host.output
 
 
+@SLOW
 @pytest.mark.parametrize(
-    ("policy", "lost"),
-    [
-        ("cadence", 0),
-        pytest.param("sync", 0, marks=SLOW),
-        pytest.param("async", 1, marks=SLOW),
-        pytest.param("sync", 1, marks=SLOW),
-    ],
+    ("policy", "lost"), [("cadence", 0), ("sync", 0), ("async", 1), ("sync", 1)]
 )
 def test_two_hosts_and_a_witness_outlive_the_loss_of_either(
     tmp_path: Path, policy: str, lost: int
@@ -265,6 +261,7 @@ def test_without_its_witness_a_host_ends(tmp_path: Path) -> None:
         assert re.search(said, hosts[1].output), hosts[1].output
 
 
+@SLOW
 def test_a_witness_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
     two = counting(tmp_path, "cadence", speeds=("1",))
     nowhere = f"127.0.0.1:{free_port()}"

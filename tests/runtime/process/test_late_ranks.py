@@ -82,7 +82,7 @@ def _said(case: str, folder: str, transport: str) -> str:
     ("case", "transport"),
     [
         ("loop", "gloo"),
-        ("by hand", "auto"),
+        pytest.param("by hand", "auto", marks=pytest.mark.slow),
         pytest.param("loop", "auto", marks=pytest.mark.slow),
         pytest.param("by hand", "gloo", marks=pytest.mark.slow),
     ],

@@ -271,7 +271,7 @@ def test_a_start_that_fails_leaves_nothing_open(
     assert [*tmp_path.iterdir()] == [trace]
 
 
-@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize("meets", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_script_whose_ranks_never_meet_is_said_at_its_end(
     tmp_path: Path, meets: bool
 ) -> None:
@@ -349,9 +349,8 @@ def test_the_launchers_death_ends_ranks_that_look_at_no_connection(
         assert len(re.findall(ends, run.output)) == 2
 
 
-@pytest.mark.parametrize(
-    "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_a_rank_that_hangs_costs_its_deadline_and_little_more(
     tmp_path: Path, policy: str
 ) -> None:

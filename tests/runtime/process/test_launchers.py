@@ -141,7 +141,13 @@ def test_several_hosts_without_an_address_are_refused_at_once(
 
 @pytest.mark.parametrize(
     ("more", "transport"),
-    [({}, "shared memory"), ({"ELCHE_LISTEN": "auto", "ELCHE_HOST": "{}"}, "gloo")],
+    [
+        ({}, "shared memory"),
+        pytest.param(
+            *({"ELCHE_LISTEN": "auto", "ELCHE_HOST": "{}"}, "gloo"),
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_ranks_of_srun_train_together(more: dict[str, str], transport: str) -> None:
     port = free_port(ports=range(15_000, 25_000))  # those of Slurm

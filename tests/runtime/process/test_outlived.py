@@ -111,15 +111,8 @@ def test_a_trainer_in_launched_functions_goes_on(policy: str) -> None:
     assert "returned (2, [240, 240], [True, True])" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "sync",
-        pytest.param("cadence", marks=pytest.mark.slow),
-        pytest.param("async", marks=pytest.mark.slow),
-        pytest.param("auto", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # tests/benchmarks/test_chaos.py has this of one policy
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "auto"])
 def test_another_process_takes_the_place_of_a_killed_one(policy: str) -> None:
     done = run(3, policy, script="rejoined.py", options=("--rejoin", "1"))
     assert done.returncode == 0, done.stderr

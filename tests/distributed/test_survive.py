@@ -342,7 +342,7 @@ def test_a_stopped_rank_is_killed_and_named(
     # The process that beats beside it sees that it is stopped.
     monkeypatch.setattr(liveness, "SILENT_S", 2.0)
     deaths = (Death(1, "stopped", 0.4),)
-    outlive(tmp_path, deaths, "cadence", ranks=2, samples=1600, beat_s=0.2)
+    outlive(tmp_path, deaths, "cadence", ranks=2, samples=2400, beat_s=0.2)
     assert re.search(r"rank 1 has been silent .* elche has ended it", caplog.text)
 
 

@@ -247,12 +247,11 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
             await_sums(folder, death.holders)
             die()
 
-    if death.place == "time":
-        timer = threading.Timer(death.at, die)
+    if death.place in ("time", "stopped"):
+        number = signal.SIGKILL if death.place == "time" else signal.SIGSTOP
+        timer = threading.Timer(death.at, os.kill, (os.getpid(), number))
         # From when the first epoch has begun, before which none may die.
         after(EpochOpening, "open", lambda: None if timer.ident else timer.start())
-    elif death.place == "stopped":
-        threading.Timer(death.at, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     elif death.place == "keys":
         before(SampleOrder, "share", visit)
     elif death.place == "after keys":

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import elche
 from elche.errors import ConfigError
 from elche.runtime.process.coordinator import serve_in_thread
-from elche.runtime.watch.loss_reduction import SumLossWatch
+from elche.runtime.watch.loss_reduction import MeanHints, SumLossWatch
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
@@ -135,6 +135,29 @@ def test_only_the_first_backward_pass_is_looked_at() -> None:
     model(x).mean().backward()
     F.mse_loss(model(x), target, reduction="sum").backward()
     assert not watch._handles
+
+
+@pytest.mark.parametrize(
+    ("batches", "is_short"),
+    [
+        ([(5, 5), (5, 5), (5, 9), (5, 9)], False),  # 5 time steps, and another share
+        ([(9, 9), (9, 9), (8, 9)], True),
+        ([(9, 9), (9, 9), (9, 10)], False),
+        ([(9, 9), (9, 9), (10, 10), (6, 7)], True),
+        ([(9, 9), (8, 9), (9, 9)], False),
+        ([(9, 9), (9, 9), (9, 3), (8, 9)], False),
+    ],
+)
+def test_a_batch_is_short_where_its_first_dimension_counts_samples(
+    batches: list[tuple[int, int]], is_short: bool
+) -> None:
+    """Once said of sequences, time first, when a rank's share changed."""
+    lines: list[str] = []
+    hints = MeanHints(lines.append, is_on=True)
+    for length, samples in batches:
+        hints.begin(torch.zeros(length, 3), samples)
+    assert len(lines) == is_short
+    assert all("a batch of" in line for line in lines)
 
 
 def test_a_watched_model_is_saved_without_its_watch(tmp_path: Path) -> None:

@@ -114,21 +114,25 @@ class MeanHints:
         self._emit = emit
         self._batch: Any = None
         self._samples = self._looks = self._whole = 0
+        self._sizes: set[int] = set()  # of whole batches
         self.is_on = is_on
 
     def begin(self, batch: Any, samples: int) -> None:
         """The loop gets a batch that was to have so many samples; 0: it has no part.
 
-        A shorter one is said to be short where others held theirs: else it is not known
-        which dimension counts samples.
+        A shorter batch is reported where others of its size, or of two sizes, were
+        whole: else it is not known which dimension counts samples.
         """
         self._batch, self._samples = batch if self._looks < LOOKS else None, samples
         if not (self.is_on and samples and self._whole >= 0):
             return
-        length = batch_length(batch)
-        if length < samples and self._whole >= WHOLE:
+        length, sizes = batch_length(batch), self._sizes
+        is_known = self._whole >= WHOLE and (samples in sizes or len(sizes) > 1)
+        if length < samples and is_known:
             what = f"a batch of {length} samples came where {samples} were asked for"
             self._say(f"{what} (a collate_fn that drops some?)", "len(batch[0])")
+        if length == samples:
+            sizes.add(length)
         self._whole = self._whole + (length == samples) if length <= samples else -1
 
     def look(self, roots: Sequence[torch.Tensor]) -> bool:

@@ -53,10 +53,12 @@ def test_every_name_is_here_and_has_a_check() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, dict[str, str]]:
-    """What comes of every check, by the name that is missing; "" for none."""
+def outcomes(request: pytest.FixtureRequest) -> dict[str, dict[str, str]]:
+    """Outcomes of the checks that are tested, by the missing name; "" for none."""
+    selected = [item.name for item in request.session.items]
+    names = [name for name in CHECKS if f"test_without_a_name[{name}]" in selected]
     run = subprocess.run(
-        [sys.executable, "-m", "tests.torch_without", "", *CHECKS],
+        [sys.executable, "-m", "tests.torch_without", "", *names],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "src"},
         capture_output=True,
@@ -73,7 +75,13 @@ def test_with_all_names_all_is_right(outcomes: dict[str, dict[str, str]]) -> Non
     assert outcomes[""] == {"name": "", "warnings": [], "error": ""}
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in REFUSED))
+        for name in CHECKS
+    ],
+)
 def test_without_a_name(name: str, outcomes: dict[str, dict[str, str]]) -> None:
     found = outcomes[name]
     (warning,) = found["warnings"]

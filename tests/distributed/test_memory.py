@@ -112,6 +112,7 @@ def test_memory_is_what_is_said(
     assert held == pytest.approx(designed - is_gradient, abs=SLACK)
 
 
+@pytest.mark.slow
 def test_memory_over_hosts_is_what_is_said(ranks3: RankPool) -> None:
     """Two sums beside, where others may go on, once for all ranks of a host.
 

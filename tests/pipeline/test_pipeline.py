@@ -177,6 +177,7 @@ def test_replicas_have_masks_of_their_own(ranks2: RankPool, seed: int | None) ->
         assert not torch.equal(other.zeroed[name], mask)
 
 
+@pytest.mark.slow
 def test_the_example_ends_with_the_loss_of_one_process(ranks4: RankPool) -> None:
     shown = [example(), *ranks4.run(example, case_setup=serve_in_thread)]
     losses = [

@@ -142,7 +142,7 @@ def test_replicas_of_a_model_that_was_cut(ranks4: RankPool) -> None:
         assert one.trained.evaluated == pytest.approx(expected.evaluated, rel=1e-12)
 
 
-@pytest.mark.parametrize("end_token", [None, 4])
+@pytest.mark.parametrize("end_token", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_generation_is_that_of_one_process(
     ranks2: RankPool, end_token: int | None
 ) -> None:

@@ -30,18 +30,24 @@ def test_each_sample_counts_once_whoever_is_there(
     sizes: list[int],
     tmp_path: Path,
 ) -> None:
-    ranks = founders + joiners
+    coming = founders + joiners
     outcomes, _ = run_fenced(
-        *(ranks, weigh, str(tmp_path), policy, founders, victim),
+        *(coming, weigh, str(tmp_path), policy, founders, victim),
         joiners=joiners,
-        env=[{"COMING": str(ranks)}] * ranks,
+        env=[{"COMING": str(coming)}] * coming,
     )
     errors = {each.rank: str(each.error) for each in outcomes if each.error}
     assert errors.keys() == {victim} - {-1}, "\n".join(errors.values())
-    first = min({*range(founders)} - {victim})
-    found = outcomes[first].value
-    assert [size for size, _, _ in found] == sizes
-    for epoch, (size, samples, counted) in enumerate(found):
-        # Of the epoch in which a rank dies this one may have had its last batch before.
-        assert samples == BATCH // size or (epoch == 1 and samples == BATCH // founders)
-        assert counted == pytest.approx([1.0] * SAMPLES)
+    before = founders
+    of_ranks = [outcomes[rank].value for rank in {*range(founders)} - {victim}]
+    for size, *found in zip(sizes, *of_ranks, strict=True):
+        seen = {samples for _, batches, _ in found for samples in batches}
+        # Global batches are cut anew inside the epoch; what is left of one that was
+        # begun makes smaller local batches.
+        assert BATCH // size in seen
+        assert max(seen) == BATCH // min(before, size)
+        assert before != size or len(seen) == 1
+        assert {ranks for ranks, _, _ in found} == {size}
+        for _, _, counted in found:
+            assert counted == pytest.approx([1.0] * SAMPLES)
+        before = size

@@ -18,11 +18,11 @@ SAMPLES, BATCH = 480, 12
 
 def weigh(
     folder: str, policy: str, founders: int, victim: int, epochs: int = 4
-) -> list[tuple[int, int, list[float]]]:
+) -> list[tuple[int, list[int], list[float]]]:
     """In the second epoch a rank dies, and in the third others join.
 
     Returns:
-        After each epoch: the world's size, samples of this rank's last batch, and what
+        After each epoch: the world's size, the sizes of this rank's batches, and what
         each sample counted in the epoch.
     """
     rank, joins = int(os.environ["RANK"]), "ELCHE_JOINS" in os.environ
@@ -43,10 +43,11 @@ def weigh(
         timeout_s=60.0,
         windows=elche.WindowConfig(outer=elche.OuterConfig(optimizer="average")),
     )
-    found: list[tuple[int, int, list[float]]] = []
+    found: list[tuple[int, list[int], list[float]]] = []
     for epoch in elche.epochs(epochs):
-        before = model.weight.detach().clone()
+        before, sizes = model.weight.detach().clone(), list[int]()
         for number, index in enumerate(loader):
+            sizes.append(len(index))
             model(index).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -57,6 +58,6 @@ def weigh(
                 for other in range(founders, int(os.environ["COMING"])):
                     wait_for(Path(folder, f"ready{other}"))
         counted = (before - model.weight.detach()).flatten().tolist()
-        found.append((elche.world_size(), len(index), counted))
+        found.append((elche.world_size(), sizes, counted))
     elche.shutdown()
     return found

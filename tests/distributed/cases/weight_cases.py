@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from tests.distributed.cases.joining_cases import wait_for
 from tests.distributed.cases.survive_cases import Indices, die, visit_events
 
 SAMPLES, BATCH = 480, 12
+SLOW_S = 0.05
+"""Duration of a batch on the other ranks until the victim has died."""
 
 
 def weigh(
@@ -27,6 +30,7 @@ def weigh(
     """
     rank, joins = int(os.environ["RANK"]), "ELCHE_JOINS" in os.environ
     come, ready = Path(folder, "come"), Path(folder, f"ready{rank}")
+    died = Path(folder, "died")
     if joins:
         wait_for(come)
         visit_events(JoinReady, ready.touch, is_before=False)
@@ -52,7 +56,10 @@ def weigh(
             optimizer.step()
             optimizer.zero_grad()
             if (rank, epoch, number) == (victim, 1, 5):
+                died.touch()
                 die()
+            if epoch == 1 and victim not in (-1, rank) and not died.exists():
+                time.sleep(SLOW_S)  # the others leave batches to be cut anew
             if not joins and (epoch, number) == (2, 3):
                 come.touch()
                 for other in range(founders, int(os.environ["COMING"])):

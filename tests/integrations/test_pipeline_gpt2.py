@@ -100,10 +100,6 @@ def test_tokens_on_four_ranks(ranks4: RankPool) -> None:
     check_tokens(ranks4, Tokens(schedule="zb-h1"))
 
 
-def test_tokens_after_a_layer_has_moved(ranks2: RankPool) -> None:
-    check_tokens(ranks2, Tokens(moves=True))
-
-
 def test_a_model_of_which_a_part_is_elsewhere_is_cut_with_a_cache() -> None:
     """As on a rank that was given a model without values, and built its own layers."""
     sample = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "use_cache": False}

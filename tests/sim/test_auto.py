@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from benchmarks.comparison import compare, table
 from elche.cli.sim_command import load_cluster
 from elche.coordination.auto.auto_calibration import MOST_STEPS
 from elche.coordination.auto.auto_policy import OBSERVED_WINDOWS
@@ -34,6 +33,7 @@ from tests.sim.checks import (
     simulate,
     trained_positions,
 )
+from tests.sim.comparison import compare
 from tests.sim.strategies import clusters, deaths
 from tests.sim.watched import Death
 
@@ -458,9 +458,9 @@ def check_worth(name: str, samples: int | None) -> None:
     cluster = load_cluster(EXAMPLES / f"{name}.toml")
     if samples is not None:
         cluster = replace(cluster, run=replace(cluster.run, samples=samples))
-    found = compare(cluster, name)
-    assert found.ratio >= NEAR_BEST, table([found])
-    assert found.auto.goodput >= 1.0, table([found])
+    found = compare(cluster)
+    assert found.ratio >= NEAR_BEST, found
+    assert found.auto.goodput >= 1.0, found
 
 
 @pytest.mark.slow
@@ -472,12 +472,3 @@ def test_it_is_never_slower_than_the_fastest_device(name: str, seed: int) -> Non
     sim = Simulation(cluster)
     sim.run()
     assert report_of(sim).goodput >= 1.0
-
-
-def test_a_table_names_what_was_picked() -> None:
-    text = table([compare(cluster_of(1.0, 0.5, sync_batches=8.0), "slow")])
-    head, line = text.splitlines()
-    assert head.split()[:4] == ["sync", "cadence", "async", "alone"]
-    assert line.startswith("slow")
-    assert line.endswith(" s")
-    assert "async on 2 from" in line

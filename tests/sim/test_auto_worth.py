@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.comparison import fastest_of, owed_s, random_cluster
 from elche.sim.cluster import Cluster
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
+from tests.sim.comparison import fastest_of, owed_s, random_cluster
 
 JITTER = 0.05
 """With more the fastest device is not known after few steps."""

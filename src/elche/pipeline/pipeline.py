@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch import nn
 from typing_extensions import Self
 
+from elche.pipeline.checkpoints.named_states import NamedState
 from elche.pipeline.checkpoints.pipeline_state import PipelineState
-from elche.pipeline.moving.moving_optimizers import GivenOptimizers, as_optimizers
-from elche.pipeline.moving.named_states import NamedState
-from elche.pipeline.pipeline_config import PipelineConfig
+from elche.pipeline.optimizers import GivenOptimizers, as_optimizers
+from elche.pipeline.pipeline_config import REMOVED, PipelineConfig
 from elche.pipeline.replicas.reduction import ReplicaReduction
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.setup.builder import PipelineBuilder, Request
 from elche.pipeline.setup.building import Split
-from elche.pipeline.setup.profiling import LayerMeasurement
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer
 from elche.pipeline.step.generation import (
@@ -48,8 +47,8 @@ class Pipeline:
     :meth:`parameters`.
 
     Call every method that communicates (the constructor, `step`, `evaluate`,
-    `generate`, `clip_grad_norm_`, `state_dict`, `repartition`, `close`) on all ranks in
-    the same order.
+    `generate`, `clip_grad_norm_`, `state_dict`, `close`) on all ranks in the same
+    order.
 
     Args:
         model: any module (with `sample` it is cut by itself, or at `split_points`), an
@@ -85,12 +84,12 @@ class Pipeline:
         asked = Request(model, loss_fn, micro_batches, schedule, devices, split)
         builder = PipelineBuilder.join(asked, config, options)
         self._stepping = builder.build()
-        self.config, self._changes = builder.config, builder.changes
+        self.config = builder.config
         self._communicator, self._groups = builder.communicator, builder.groups
         placement = builder.placement
         self.rank, self.world_size = placement.rank, placement.world_size
         self._state = PipelineState(
-            *(self._stepping, self._changes, self._communicator, self._groups),
+            *(self._stepping, self._communicator, self._groups),
             self.config.timeout_s,
         )
 
@@ -115,9 +114,16 @@ class Pipeline:
             "connections; copy what state_dict() returns"
         )
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in REMOVED:
+                raise AttributeError(REMOVED[name])
+            return object.__getattribute__(self, name)  # with the error of its own
+
     @property
     def schedule(self) -> Schedule:
-        """What runs now, of this replica's ranks."""
+        """What runs, of this replica's ranks."""
         return self._parts.plan.schedule
 
     @property
@@ -412,7 +418,7 @@ class Pipeline:
         return self._state.passes.over(loader)
 
     def register_optimizer(self, optimizer: GivenOptimizers) -> None:
-        """Tells the pipeline which optimizer follows: when layers move, and when saved.
+        """Names the optimizers whose state is saved with the pipeline's.
 
         Args:
             optimizer: over :meth:`parameters`, or a list of several; the same ones
@@ -421,67 +427,7 @@ class Pipeline:
         Raises:
             ConfigError: it is none.
         """
-        self._changes.optimizers = as_optimizers(optimizer)
-
-    def profile_layers(self, sample: Any = None) -> list[list[LayerMeasurement]]:
-        """Times every layer on every rank's device, as it is now; on all ranks.
-
-        What is found replaces the profile that :meth:`repartition` plans from.
-
-        Args:
-            sample: one microbatch of the input, on every rank; None takes the
-                setting's.
-
-        Returns:
-            Of each rank, by layer.
-
-        Raises:
-            ConfigError: there is no sample, or a rank cannot measure.
-            CommunicationError: a rank is gone or late; the pipeline has ended.
-        """
-        given = self.config.sample if sample is None else sample
-        return self._changes.profile(self._parts.given, given)
-
-    def repartition(
-        self,
-        partition: Sequence[int] | None = None,
-        *,
-        placement: Sequence[int] | None = None,
-        optimizer: GivenOptimizers = None,
-    ) -> tuple[int, ...]:
-        """Moves layers between ranks; on all ranks, between two steps.
-
-        Parameters, buffers, gradients, modes and the optimizer's state of the layers
-        that move travel, as tensors; the others stay the objects that they are. A
-        learning rate scheduler goes on as it is: groups of the optimizer stay. Hooks
-        on modules and parameters that move stay behind. Afterwards ask `is_first`,
-        `is_last` and :meth:`parameters` again.
-
-        Args:
-            partition: layers for each place (the stages of the beginning), 0 for one
-                that is to have none. None profiles the layers, where the settings have
-                a sample, and plans anew; then a rank may get none, and the order of
-                ranks may be another.
-            placement: the rank of each place; None leaves them where they are.
-            optimizer: as in :meth:`register_optimizer`; None takes the registered one.
-
-        Returns:
-            Layers of each stage.
-
-        Raises:
-            ConfigError: no such partition, or the optimizer does not hold this rank's
-                parameters, here or on another rank; nothing has changed.
-            MismatchError: ranks ask for different things, or have different groups in
-                their optimizers; nothing has changed.
-            CommunicationError: a rank is gone or late; the pipeline has ended.
-        """
-        if partition is None and self.config.sample is not None:
-            self.profile_layers()
-        self._communicator.check_open()
-        self._stepping.adopt(
-            self._changes.repartition(self._parts, partition, placement, optimizer)
-        )
-        return self.partition
+        self._state.optimizers = as_optimizers(optimizer)
 
     def close(self) -> None:
         """Ends the connections. Call it on every rank; may be called twice.

@@ -10,6 +10,19 @@ from typing import Any, Literal
 from elche.errors import ConfigError
 from elche.schedule.costs import PipelineCosts
 
+_NEW_PLAN = (
+    "was removed: a pipeline keeps its plan, and the log says when a new one would be "
+    "faster; save a checkpoint, and resume it in a new Pipeline with "
+)
+REMOVED = {
+    "auto_repartition": f'auto_repartition= {_NEW_PLAN}costs="measure" or partition=',
+    "replan_every": f'replan_every= {_NEW_PLAN}costs="measure"',
+    "drift_threshold": f'drift_threshold= {_NEW_PLAN}costs="measure"',
+    "repartition": f'repartition() {_NEW_PLAN}costs="measure" or partition=',
+    "profile_layers": f'profile_layers() {_NEW_PLAN}costs="measure"',
+}
+"""Settings and methods that pipelines had, and what to write instead."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
@@ -36,7 +49,7 @@ class PipelineConfig:
             Adam's) and activations may fill on it, for ``costs="measure"``; infinity
             for no limit. None takes nine tenths of what a CUDA device has free at the
             start, and no limit on the CPU. With given costs their `memory` is the
-            limit. Layers that move later are held to it, too.
+            limit.
         split_backward: defer weight gradients where the schedule splits backward;
             otherwise they are all computed with the input gradient.
         guard: check every parameter's contributions, see
@@ -56,13 +69,6 @@ class PipelineConfig:
             the plan predicts from measured times (and the longest of the last steps
             where there is no plan yet)...
         min_patience_s: ...plus this.
-        replan_every: steps between two looks at the measured times. With the schedule
-            ``"auto"`` a new schedule is made when they have drifted; 0 never does.
-        drift_threshold: by how much a stage's share of a step's time must differ from
-            the plan, 0.25 for a quarter, and twice in a row.
-        auto_repartition: move layers, too, when that is predicted to make a step at
-            least a tenth shorter and is soon won back; needs
-            `Pipeline.register_optimizer`. Otherwise the log suggests it.
     """
 
     loss_reduction: Literal["mean", "sum"] = "mean"
@@ -81,9 +87,6 @@ class PipelineConfig:
     timeout_s: float = 300.0
     patience_factor: float = 4.0
     min_patience_s: float = 5.0
-    replan_every: int = 20
-    drift_threshold: float = 0.25
-    auto_repartition: bool = False
 
     def __post_init__(self) -> None:
         if self.loss_reduction not in ("mean", "sum"):
@@ -115,15 +118,7 @@ class PipelineConfig:
             raise ConfigError(
                 f"expected stages_per_rank of at least 1, got {self.stages_per_rank}"
             )
-        if self.replan_every < 0:
-            raise ConfigError(
-                "expected replan_every of at least 1 step, or 0 for never, got "
-                f"{self.replan_every}"
-            )
-        for name in (
-            *("timeout_s", "patience_factor", "min_patience_s"),
-            "drift_threshold",
-        ):
+        for name in ("timeout_s", "patience_factor", "min_patience_s"):
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"expected a positive {name}, got {value!r}")
@@ -157,6 +152,9 @@ def pipeline_config(
         )
     if config is not None:
         return config
+    for name in options:
+        if name in REMOVED:
+            raise ConfigError(REMOVED[name])
     if "weight_of" in options:
         raise ConfigError(
             "weight_of= is not for pipelines, whose microbatches and replicas weigh by "

@@ -168,7 +168,6 @@ class Tokens:
         schedule: of the pipeline.
         points: where it is cut.
         padded: sequences are of different lengths, with padding on their left.
-        moves: a layer moves to the first rank behind the first prompt.
         samples: draws tokens instead of taking the likeliest.
     """
 
@@ -176,7 +175,6 @@ class Tokens:
     schedule: str = "1f1b"
     points: tuple[str, ...] | None = None
     padded: bool = False
-    moves: bool = False
     samples: bool = False
 
 
@@ -299,12 +297,7 @@ def tokens_piped(work: Tokens) -> GeneratedTokens:
         ) as pipe:
             options: dict[str, Any] = {"batch_of": padded} if work.padded else {}
             choose, found = choosing(work), []
-            for number, tokens in enumerate(prompts(work)):
-                if work.moves and number == 1:
-                    first, *others = pipe.partition
-                    pipe.repartition(
-                        (first + 1, *others[:-1], others[-1] - 1), optimizer=()
-                    )
+            for tokens in prompts(work):
                 lengths.clear()
                 made = pipe.generate(
                     tokens if pipe.is_first else None,

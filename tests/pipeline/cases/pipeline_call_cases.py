@@ -180,8 +180,6 @@ def after_close() -> list[str]:
         told(lambda: pipe.evaluate(x, y)),
         told(lambda: pipe.clip_grad_norm_(1.0)),
         told(lambda: pipe.unscale_(1.0)),
-        told(lambda: pipe.repartition([1, 2], optimizer=())),
-        told(lambda: pipe.profile_layers(x[:2])),
     ]
 
 

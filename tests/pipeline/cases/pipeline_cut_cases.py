@@ -151,7 +151,6 @@ class Cut:
         sizes: of the batches, one a step.
         slow: the rank that is three times slower, if one is.
         masked: the batch has a mask.
-        moves: the partition after the first step.
         on_meta: the model is given without values, and loads them.
         options: of the pipeline.
     """
@@ -162,7 +161,6 @@ class Cut:
     sizes: tuple[int, ...] = (11, 3, 1)
     slow: int | None = None
     masked: bool = False
-    moves: tuple[int, ...] = ()
     on_meta: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -302,9 +300,6 @@ def generated(end_token: int | None) -> tuple[list[torch.Tensor], list[str]]:
             for one in PROMPTS
         ]
         assert before == [one.training for one in parts]
-        sizes = list(pipe.partition)
-        sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
-        pipe.repartition(sizes, optimizer=())
         calls: list[dict[str, Any]] = [
             {"tokens": torch.zeros(3), "max_new_tokens": 1},
             {"tokens": PROMPTS[0], "max_new_tokens": -1},
@@ -366,8 +361,6 @@ def together(work: Cut, micro_batches: int) -> Together:
         optimizer = optimizer_for(list(pipe.parameters()))
         losses = []
         for step in range(len(work.sizes)):
-            if step == 1 and work.moves:
-                pipe.repartition(work.moves, optimizer=optimizer)
             torch.manual_seed(step)
             x, y = data_for(work, step)
             pipe.zero_grad()

@@ -320,26 +320,6 @@ def _attention(pipe: Pipeline) -> Attention:
     )
 
 
-def moved() -> tuple[list[torch.Tensor], list[list[int]]]:
-    """Layers move between two generations, and another time after a training step."""
-    work, lengths = GenerationWork(), []
-    with Pipeline(
-        layers_of("all"), F.mse_loss, micro_batches=2, partition=(3, 3), **CALM
-    ) as pipe:
-        found = []
-        for partition in ((3, 3), (2, 4), (4, 2)):
-            if partition != pipe.partition:
-                pipe.repartition(partition, optimizer=())
-            for _ in range(2):
-                mine = _attention(pipe)
-                mine.lengths.clear()
-                tokens = pipe.generate(PROMPTS[1], max_new_tokens=NEW)
-                found.append(tokens)
-            lengths.append(list(mine.lengths))
-        assert torch.equal(tokens, alone(work)[1])
-        return found, lengths
-
-
 def failing(kind: str, rank: int) -> tuple[list[str], int]:
     """What calls come to of which the first fails in a layer of one rank."""
     told: list[str] = []

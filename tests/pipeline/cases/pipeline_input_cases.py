@@ -140,6 +140,7 @@ MISTAKES: dict[str, Callable[[Given, int], None]] = {
         _options(costs="measure", sample=torch.ones(2, WIDTH), memory_bytes=[1e9])
     ),
     "weights of batches": _mistake_of_all(_options(weight_of=len)),
+    "an option that was removed": _mistake_of_all(_options(replan_every=0)),
     "an option that is none": _mistake_of_all(_options(microbatches=4)),
     "an option that is none, on one rank": _mistake_of_last(_options(microbatches=4)),
     "a device that is none": _mistake_of_last(_options(devices=["cpu"] * 9)),

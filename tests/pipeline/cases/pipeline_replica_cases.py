@@ -425,40 +425,6 @@ def normed() -> tuple[int, dict[str, torch.Tensor], list[dict[str, torch.Tensor]
         return replica, own, states
 
 
-def moved() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Replicas whose layers move between steps, each its own way.
-
-    Returns:
-        The state, and that of one process on all batches.
-    """
-    rank = this_place().rank
-    work = Union(model="gpt", sizes=((6, 5), (4, 7), (5, 5)))
-    with Pipeline(
-        layers_for(work.model),
-        loss_of,
-        micro_batches=4,
-        schedule="zb-h1",
-        replicas=2,
-        **CALM,
-    ) as pipe:
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
-        for step, cut in enumerate(((5, 3), (2, 6), (4, 4))):
-            pipe.zero_grad()
-            pipe.step(*_part(work, step, pipe))
-            optimizer.step()
-            pipe.repartition(cut if rank < 2 else (3, 5), optimizer=optimizer)
-        state = pipe.state_dict()
-    layers = layers_for(work.model)
-    whole = nn.ModuleList(layers)
-    alone = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        x, y = batch_of(work, step)
-        alone.zero_grad()
-        loss_of(call(layers, x, {}), y).backward()
-        alone.step()
-    return state, dict(whole.state_dict())
-
-
 def _told(call: Any) -> str:
     try:
         call()

@@ -123,11 +123,6 @@ def test_the_residual_net_is_resnet_18() -> None:
     assert "layer4.0.downsample.1.running_var" in net.state_dict()
 
 
-def test_layers_of_a_cut_model_move(ranks2: RankPool) -> None:
-    made = check(ranks2, Cut("gpt", schedule="1f1b", moves=(6, 2)))
-    assert made.partition == (6, 2)
-
-
 def test_a_model_without_values(ranks2: RankPool) -> None:
     options = {"init": bool}  # its values are loaded
     check(ranks2, Cut("gpt", schedule="zb-h1", on_meta=True, options=options))

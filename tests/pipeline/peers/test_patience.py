@@ -61,11 +61,3 @@ def test_an_evaluation_has_its_own_times() -> None:
         patience.ended(30.0)
     patience.begin("evaluate [64, 4]")
     assert patience.deadline_s == pytest.approx(4 * 30.0 + 5)
-
-
-def test_another_plan_begins_anew() -> None:
-    patience = warmed()
-    patience.foresee(None)
-    patience.begin(FORM)
-    assert patience.deadline_s == 300.0
-    assert patience.arrivals_s == {}

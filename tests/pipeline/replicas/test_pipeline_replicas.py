@@ -20,7 +20,6 @@ from tests.pipeline.cases.pipeline_replica_cases import (
     bad_batches,
     begun,
     dropped,
-    moved,
     normed,
     not_built,
     sparse,
@@ -224,14 +223,6 @@ def test_the_example_with_replicas_ends_with_the_loss_of_one_process() -> None:
         shown.append([float(one) for one in re.findall(r"loss ([\d.]+)", ended.stdout)])
     assert len(shown[0]) == 4
     assert shown[1] == pytest.approx(shown[0], abs=2e-4)
-
-
-def test_layers_move_in_replicas(ranks4: RankPool) -> None:
-    found = ranks4.run(moved, case_setup=serve_in_thread)
-    for state, expected in found:
-        assert furthest(state, expected) <= 1e-12
-        for name, value in state.items():
-            assert torch.equal(value, found[0][0][name]), name
 
 
 @pytest.mark.faults

@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from elche.pipeline.moving.replanning import Planner
 from elche.pipeline.peers.memory_lines import MemoryLines
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.peers.transport import Transport
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.links import links_of, measure_links
 from elche.pipeline.setup.measured_plan import layer_costs_of, plan_measured
-from elche.pipeline.setup.planning import make_plan
 from elche.pipeline.setup.profiling import (
     LayerMeasurement,
     as_message,
@@ -97,18 +95,6 @@ def test_the_plan_counts_messages() -> None:
     assert [one.forward for one in costs.stages] == [2.0, 2.0]
     assert layer_costs_of(measured(output_bytes=50), (), {(0, 1): link}).link == 1.0
     assert layer_costs_of(measured()).link == 0.0
-
-
-def test_layers_that_are_timed_again_leave_messages_what_they_were() -> None:
-    link = LinkProfile(latency_s=0.5, bytes_per_s=100.0, efficiency=1.0)
-    profiled = layer_costs_of(measured(output_bytes=50), (), {(0, 1): link})
-    schedule, config = plan_measured(
-        measured(output_bytes=50), [math.inf] * 2, "1f1b", 8, PipelineConfig()
-    )
-    plan = make_plan(schedule, 8, 2, 4, config)
-    planner = Planner("1f1b", plan, config, profiled, says=False)
-    planner.learn(layer_costs_of(measured(output_bytes=50)))
-    assert planner.layer_costs().link == 1.0
 
 
 def test_a_message_keeps_both_of_its_ranks_busy() -> None:

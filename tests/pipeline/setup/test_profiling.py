@@ -291,20 +291,16 @@ def test_the_slow_rank_gets_fewer_layers(ranks2: RankPool, schedule: str) -> Non
 
 
 @pytest.mark.distributed
-def test_memory_holds_for_layers_that_move_later(ranks2: RankPool) -> None:
+def test_the_fast_rank_gets_what_its_memory_holds(ranks2: RankPool) -> None:
     # With its state a layer takes 1344 bytes; its activations come on top.
     limits = [math.inf] * 2
     limits[1 - SLOW_RANK] = 10_000.0
-    for found in ranks2.run(limited, tuple(limits), case_setup=serve_in_thread):
-        assert 1 <= found.at_start <= 6
-        assert "may hold 10,000 bytes, but the parameters of its" in found.refused
-        assert 1 <= found.replanned <= 6
-        assert found.loss == pytest.approx(expected()[1], rel=1e-12)
+    for layers, loss in ranks2.run(limited, tuple(limits), case_setup=serve_in_thread):
+        assert 1 <= layers <= 6
+        assert loss == pytest.approx(expected()[1], rel=1e-12)
     free = (math.inf, math.inf)
-    for found in ranks2.run(limited, free, case_setup=serve_in_thread):
-        assert found.at_start >= 7
-        assert found.refused == ""
-        assert found.replanned >= 7
+    for layers, _ in ranks2.run(limited, free, case_setup=serve_in_thread):
+        assert layers >= 7
 
 
 @pytest.mark.distributed

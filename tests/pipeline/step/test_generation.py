@@ -16,7 +16,6 @@ from tests.pipeline.cases.pipeline_generation_cases import (
     alone,
     failing,
     generated,
-    moved,
 )
 
 pytestmark = pytest.mark.distributed
@@ -98,12 +97,6 @@ def test_caches_that_are_not_wanted(ranks2: RankPool) -> None:
     for one in check(ranks2, GenerationWork(options={"use_cache": False})):
         assert one.lengths == WHOLE
         assert one.warnings == []
-
-
-def test_layers_move_between_generations(ranks2: RankPool) -> None:
-    for found, lengths in ranks2.run(moved, case_setup=serve_in_thread):
-        assert all(torch.equal(one, found[0]) for one in found)
-        assert lengths == [ONE_BY_ONE[1]] * 3
 
 
 @pytest.mark.faults

@@ -42,6 +42,7 @@ MESSAGES = {
     "measured on text": "expected one microbatch of the input as sample=",
     "measured, on little memory": "no partition fits the memory",
     "memory of other ranks": "memory_bytes for each of 2 ranks, got [1000000000.0]",
+    "an option that was removed": "replan_every= was removed: a pipeline keeps its",
     "an option that is none": "unexpected keyword argument 'microbatches'",
     "weights of batches": "weight_of= is not for pipelines, whose microbatches and",
     "an option that is none, on one rank": "unexpected keyword argument 'microbatches'",

@@ -336,7 +336,6 @@ def test_the_same_plan_every_time() -> None:
 
 @pytest.mark.slow
 def test_48_layers_on_8_devices() -> None:
-    """How long it takes is in `benchmarks/planning.py`."""
     profile = gpt(46, (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3))
     assert len(profile.layers) == 48
     plan = plan_pipeline(profile, PlanConfig(num_microbatches=32))

@@ -25,7 +25,7 @@ WORTH_S = 0.02
 
 CODING_S = {"fp32": 0.0, "bf16": 10e-9, "int8": 20e-9}
 """Seconds per element of a sum for encoding, decoding and keeping residuals, on one
-core (`benchmarks/codec.py`). ``auto`` does not go as far as int4: what that costs in
+core (docs/benchmarks.md). ``auto`` does not go as far as int4: what that costs in
 learning is not measured yet."""
 
 _log = logging.getLogger(__name__)

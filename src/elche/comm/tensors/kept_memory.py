@@ -4,7 +4,7 @@ glibc hands large pieces back to the system when they are freed, and takes them 
 page by page and zeroed, a moment later: a step that frees its activations pays for them
 as page faults, more or less of them by what the heap looks like by chance. Measured on
 two cores, a pipeline of LSTMs took 98 ms a step with 2,600 to 11,500 faults, and 70 ms
-with none (`benchmarks/pipeline_plans.py`).
+with none (docs/benchmarks.md, "Pipelines").
 """
 
 from __future__ import annotations

@@ -16,14 +16,14 @@ from elche.checkpoint.capture import copied
 from elche.checkpoint.contents import Captured, fitting, is_bound, load_registered
 from elche.checkpoint.store import Checkpoint
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.checkpoints.pipeline_state import PipelineState
-from elche.pipeline.moving.named_states import (
+from elche.pipeline.checkpoints.named_states import (
     NamedState,
     join_states,
     load_named_state,
     named_state,
     part_of,
 )
+from elche.pipeline.checkpoints.pipeline_state import PipelineState
 
 KIND = "pipeline"
 

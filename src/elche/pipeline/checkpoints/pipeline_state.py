@@ -10,6 +10,12 @@ import torch
 
 from elche.errors import ConfigError, MismatchError
 from elche.pipeline.checkpoints.loader_passes import LoaderPasses
+from elche.pipeline.checkpoints.named_states import (
+    NamedState,
+    join_states,
+    load_named_state,
+    named_state,
+)
 from elche.pipeline.layer_state import (
     gather_state,
     gather_trees,
@@ -17,18 +23,7 @@ from elche.pipeline.layer_state import (
     local_state,
     parameter_names,
 )
-from elche.pipeline.moving.changes import Changes
-from elche.pipeline.moving.moving_optimizers import (
-    OptimizerGroups,
-    check_alike,
-    only_optimizer,
-)
-from elche.pipeline.moving.named_states import (
-    NamedState,
-    join_states,
-    load_named_state,
-    named_state,
-)
+from elche.pipeline.optimizers import check_alike, describe, only_optimizer
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
@@ -41,7 +36,6 @@ class PipelineState:
 
     Args:
         stepping: has this rank's layers, and counts its steps.
-        changes: has its optimizers.
         communicator: all ranks.
         groups: the replicas.
         timeout_s: deadline of each message.
@@ -50,13 +44,13 @@ class PipelineState:
         communicator: see there.
         replica: this rank's.
         timeout_s: see there.
+        optimizers: those that were registered.
         on_close: called with whether the run has failed, when the pipeline closes.
     """
 
     def __init__(
         self,
         stepping: Stepping,
-        changes: Changes,
         communicator: PipelineCommunicator,
         groups: ReplicaGroups,
         timeout_s: float,
@@ -65,7 +59,8 @@ class PipelineState:
         self.replica = groups.index
         self.timeout_s = timeout_s
         self.on_close: Callable[[bool], None] | None = None
-        self._stepping, self._changes, self._groups = stepping, changes, groups
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._stepping, self._groups = stepping, groups
         _open.append(weakref.ref(self))
 
     @staticmethod
@@ -108,12 +103,7 @@ class PipelineState:
     @property
     def passes(self) -> LoaderPasses:
         """This rank's passes over the loader."""
-        return self._changes.passes
-
-    @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Those that were registered."""
-        return self._changes.optimizers or ()
+        return self._stepping.passes
 
     @property
     def steps_done(self) -> int:
@@ -162,11 +152,11 @@ class PipelineState:
         given = only_optimizer(optimizer)
         made: list[NamedState] = []
 
-        def describe() -> list[Any]:
+        def report() -> list[Any]:
             made.append(named_state(given, self.parameter_names()))
-            return [rank, OptimizerGroups([given]).describe()]
+            return [rank, describe([given])]
 
-        told = self.communicator.agree(describe, what)
+        told = self.communicator.agree(report, what)
         if any(one[0] != rank for one in told):
             raise MismatchError(f"ranks ask {what} for different ranks: {told}")
         check_alike({r: one[1] for r, one in enumerate(told)})

@@ -64,16 +64,9 @@ class Patience:
         if self._is_warm:
             self._durations_s[self._form].append(duration_s)
 
-    def foresee(self, forecast: Forecast | None) -> None:
-        """Takes a prediction for training steps.
-
-        Args:
-            forecast: None begins anew: another plan runs, which may compile.
-        """
+    def foresee(self, forecast: Forecast) -> None:
+        """Takes a prediction for training steps."""
         self._forecast = forecast
-        if forecast is None:
-            self._seen.clear()
-            self._durations_s.clear()
 
     @property
     def deadline_s(self) -> float:

@@ -48,7 +48,7 @@ from elche.runtime.process.environment import Placement
 EXCHANGE_TAG = NO_STEP_TAGS
 GATHER_TAG = EXCHANGE_TAG + 1
 TIE_TAG = EXCHANGE_TAG + 2
-LAYER_TAG = EXCHANGE_TAG + 4
+VALUES_TAG = EXCHANGE_TAG + 4
 _UNBLOCK_TAG = (EXCHANGE_TAG + 3) * 2
 _LEAVE_S = 5.0
 _DECLINE_S = 30.0
@@ -348,22 +348,16 @@ class StagePeers:
             ) from error
         return True
 
-    def send_layer(
-        self,
-        rank: int,
-        message: Message,
-        timeout_s: float,
-        what: str = "a layer that moves",
+    def send_values(
+        self, rank: int, message: Message, timeout_s: float, what: str
     ) -> None:
-        """Sends a layer, or other values, to a rank that calls `receive_layer`."""
-        address = Address(rank, LAYER_TAG, what)
+        """Sends values to a rank that calls `receive_values`."""
+        address = Address(rank, VALUES_TAG, what)
         self.transport.send(address, message, timeout_s)
 
-    def receive_layer(
-        self, rank: int, timeout_s: float, what: str = "a layer that moves"
-    ) -> Message:
-        """Receives what a rank has sent with :meth:`send_layer`."""
-        address = Address(rank, LAYER_TAG, what)
+    def receive_values(self, rank: int, timeout_s: float, what: str) -> Message:
+        """Receives what a rank has sent with :meth:`send_values`."""
+        address = Address(rank, VALUES_TAG, what)
         self._expect([address])
         return self.transport.receive(address, timeout_s)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -34,9 +34,9 @@ class Blueprint:
         loss_fn: of output and target.
         device: of this rank.
         config: the settings.
-        ties: parameters in several places of the model, see `LayerList.ties`.
-        meta: layers that were given on the meta device.
-        unsplit: layers whose backward runs whole on this rank, if they come to it.
+        ties: parameters in several places of the model, see `LayerList.ties`; listed
+            before layers are built, which takes them apart on the meta device.
+        unsplit: layers whose backward runs whole on this rank.
     """
 
     layers: LayerList
@@ -44,7 +44,6 @@ class Blueprint:
     device: torch.device
     config: PipelineConfig
     ties: list[list[tuple[int, str]]]
-    meta: frozenset[int]
     unsplit: frozenset[int] = frozenset()
 
 
@@ -145,17 +144,6 @@ class Parts:
         return len(self.given.layers), name
 
 
-def draw_up(
-    layers: LayerList,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
-    device: torch.device,
-    config: PipelineConfig,
-) -> Blueprint:
-    """Takes the model as it is given: building takes meta parameters apart."""
-    meta = frozenset(index for index in range(len(layers)) if layers.is_meta(index))
-    return Blueprint(layers, loss_fn, device, config, layers.ties(), meta)
-
-
 def build_layers(given: Blueprint, plan: PipelinePlan, rank: int) -> dict[int, Layer]:
     """Builds a rank's layers; by their index in the model.
 
@@ -201,25 +189,6 @@ def assemble(
     )
     tied = None if peers is None else _tied(given.ties, plan, stages, peers)
     return Parts(given, plan, stages, executor, tied)
-
-
-def rescheduled(parts: Parts, plan: PipelinePlan, peers: StagePeers | None) -> Parts:
-    """The same stages under another schedule.
-
-    Args:
-        parts: this rank's.
-        plan: with the same partition and placement.
-        peers: the ranks.
-    """
-    given = parts.given
-    executor = Executor(
-        *(0 if peers is None else peers.rank, plan.schedule, parts.stages),
-        *(peers and peers.transport, given.loss_fn, given.device),
-    )
-    for runner in parts.stages.values():
-        if runner.guard is not None:
-            runner.guard.schedule = plan.schedule.name
-    return replace(parts, plan=plan, executor=executor)
 
 
 def _seed(given: Blueprint, plan: PipelinePlan) -> int | None:

@@ -10,16 +10,18 @@ from typing import Any, final
 import torch
 
 from elche.errors import ConfigError
-from elche.pipeline.moving.changes import Changes
-from elche.pipeline.moving.replanning import Planner
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline_config import PipelineConfig, pipeline_config
 from elche.pipeline.replicas.replicas import agree_on_groups
-from elche.pipeline.setup.assembly import Parts, assemble, build_layers, draw_up
+from elche.pipeline.setup.assembly import Blueprint, Parts, assemble, build_layers
 from elche.pipeline.setup.building import LayerList, Split, layers_of
 from elche.pipeline.setup.links import links_of, measure_links
-from elche.pipeline.setup.measured_plan import layer_costs_of, plan_measured
+from elche.pipeline.setup.measured_plan import (
+    layer_costs_of,
+    plan_measured,
+    unsplit_layers,
+)
 from elche.pipeline.setup.memory import memory_limit
 from elche.pipeline.setup.planning import check_asked, make_plan
 from elche.pipeline.setup.profiling import (
@@ -28,6 +30,7 @@ from elche.pipeline.setup.profiling import (
     check_measuring,
     profile_layers,
 )
+from elche.pipeline.step.measured_steps import MeasuredSteps
 from elche.pipeline.step.stepping import Stepping
 from elche.runtime.process.environment import Placement, check_device, read_placement
 from elche.schedule.actions import Schedule
@@ -76,10 +79,9 @@ class PipelineBuilder:
         placement: see there.
         communicator: see there.
         groups: the replicas.
-        changes: what changes the stages later; there once they are built.
     """
 
-    changes: Changes
+    _times: MeasuredSteps
 
     def __init__(
         self,
@@ -142,7 +144,7 @@ class PipelineBuilder:
             if parts.tied is not None:
                 parts.tied.make_equal(self.config.timeout_s)
             return Stepping(
-                self.communicator, self.groups, parts, self.changes, self.config
+                self.communicator, self.groups, parts, self._times, self.config
             )
 
     @cached_property
@@ -194,19 +196,16 @@ class PipelineBuilder:
         plan = make_plan(
             wanted, asked.micro_batches, num_ranks, len(layers), self.config
         )
-        planner = Planner(
-            *(asked.schedule, plan, self.config),
-            layer_costs_of(mine, limits, links) if told else None,
+        profiled = layer_costs_of(mine, limits, links) if told else None
+        self._times = MeasuredSteps(
+            *(asked.schedule, plan, self.config, profiled),
             says=self.placement.rank == groups.members[0],
         )
-        self.changes = Changes(
-            *(planner, groups, self.communicator),
-            *(self.config.timeout_s, self.config.auto_repartition),
-        )
         plan = replace(plan, schedule=groups.placed(plan.schedule))
-        given = draw_up(layers, _checked(asked.loss_fn), device, self.config)
-        seat = groups.members.index(self.placement.rank)
-        given = replace(given, unsplit=planner.unsplit(seat))
+        given = Blueprint(
+            *(layers, _checked(asked.loss_fn), device, self.config, layers.ties()),
+            unsplit_layers(profiled, groups.members.index(self.placement.rank)),
+        )
         built = build_layers(given, plan, self.placement.rank)
         return assemble(given, plan, built, self.communicator.peers)
 

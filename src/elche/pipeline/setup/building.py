@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
@@ -65,11 +65,6 @@ class LayerList:
                     uses.setdefault(id(one), []).append((index, name))
         return [found for found in uses.values() if len(found) > 1]
 
-    def is_meta(self, index: int) -> bool:
-        """Whether a layer stands on the meta device."""
-        source = self.sources[index]
-        return isinstance(source, nn.Module) and _is_meta(source)
-
     def build(
         self,
         indices: Sequence[int],
@@ -96,26 +91,6 @@ class LayerList:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             return [self._build(index, device, seed, init) for index in indices]
 
-    def build_empty(self, index: int, device: torch.device) -> Layer:
-        """Builds a layer that gets its values from elsewhere.
-
-        torch's random numbers stay as they are, and nothing is initialised.
-
-        Args:
-            index: which one.
-            device: where.
-
-        Raises:
-            ConfigError: a factory makes no module.
-        """
-        source, name = self.sources[index], self.names[index]
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            if not isinstance(source, nn.Module):
-                source = _made(source, index, device)
-        if _is_meta(source):
-            source.to_empty(device=device)
-        return Layer(name, source.to(device), self.aliases[index])
-
     def _build(
         self,
         index: int,
@@ -136,31 +111,23 @@ class LayerList:
 
 
 def join_ties(
-    ties: Sequence[Sequence[tuple[int, str]]],
-    built: Mapping[int, Layer],
-    newcomers: Collection[int] = (),
+    ties: Sequence[Sequence[tuple[int, str]]], built: Mapping[int, Layer]
 ) -> None:
     """Makes shared parameters one again where a rank has several of their uses.
 
-    Building from the meta device, and moving between ranks, take them apart.
+    Building from the meta device takes them apart.
 
     Args:
         ties: see `LayerList.ties`.
         built: this rank's layers by index.
-        newcomers: those that give way to the others.
     """
     for uses in ties:
-        here = [
-            (index in newcomers, built[index].module, name)
-            for index, name in uses
-            if index in built
-        ]
-        here.sort(key=lambda each: each[0])
+        here = [(built[index].module, name) for index, name in uses if index in built]
         if not here:
             continue
-        _, holder, held = here[0]
+        holder, held = here[0]
         first = holder.get_parameter(held)
-        for _, module, name in here[1:]:
+        for module, name in here[1:]:
             owner, _, own = name.rpartition(".")
             held_parameters(module.get_submodule(owner))[own] = first
 

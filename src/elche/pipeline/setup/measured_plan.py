@@ -91,7 +91,7 @@ def plan_measured(
         memory=tuple(limits[rank] for rank in by_device),
     )
     sizes = chosen.partition.sizes
-    # The limits are those of the costs now, and of every later plan (`Planner`).
+    # The limits are those of the costs now.
     return made, replace(config, partition=sizes, costs=costs, memory_bytes=None)
 
 
@@ -130,6 +130,12 @@ def layer_costs_of(
         memory=tuple(limits),
         state=tuple(ADAM_STATE_FACTOR * one.parameter_bytes for one in rows[0]),
     )
+
+
+def unsplit_layers(costs: LayerCosts | None, seat: int) -> frozenset[int]:
+    """Layers whose backward runs whole on a rank, by what was measured there."""
+    rows = () if costs is None else costs.by_rank[seat]
+    return frozenset(i for i, one in enumerate(rows) if not one.weight_gradient)
 
 
 def _mean_message_s(

@@ -97,12 +97,12 @@ def hand_out(
         message = Message(tuple(tensors), structure)
         for rank in to:
             if rank != last:
-                peers.send_layer(rank, message, timeout_s, _WHAT)
+                peers.send_values(rank, message, timeout_s, _WHAT)
         peers.transport.flush(timeout_s)
         return outputs if last in to else None
     if peers.rank not in to:
         return None
-    message = peers.receive_layer(last, timeout_s, _WHAT)
+    message = peers.receive_values(last, timeout_s, _WHAT)
     return unflatten(message.structure, message.tensors)
 
 

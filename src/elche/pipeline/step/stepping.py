@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, final
 
 import torch
 
-from elche.pipeline.moving.changes import Changes
+from elche.pipeline.checkpoints.loader_passes import LoaderPasses
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.patience import Patience
 from elche.pipeline.pipeline_config import PipelineConfig
@@ -26,6 +26,7 @@ from elche.pipeline.step.inputs import (
     check_shared,
     read_call,
 )
+from elche.pipeline.step.measured_steps import MeasuredSteps
 from elche.pipeline.step.outputs import (
     EvaluationOutput,
     OutputRanks,
@@ -46,11 +47,12 @@ class Stepping:
         communicator: all ranks.
         groups: the replicas.
         parts: what this rank has.
-        changes: of it, between steps.
+        times: of the steps of this replica.
         config: the settings.
 
     Attributes:
-        parts: what this rank has now; replaced by :meth:`adopt`.
+        parts: what this rank has.
+        passes: this rank's passes over the loader.
         replicas: all replicas, as this rank sees them.
         cached: layers of `parts` that generate tokens with caches.
         steps: done so far, those before a resume included.
@@ -61,18 +63,19 @@ class Stepping:
         communicator: PipelineCommunicator,
         groups: ReplicaGroups,
         parts: Parts,
-        changes: Changes,
+        times: MeasuredSteps,
         config: PipelineConfig,
     ) -> None:
         self.parts, self.cached = parts, CachedLayers(parts)
-        self._communicator, self._groups, self._changes = communicator, groups, changes
+        self.passes = LoaderPasses()
+        self._communicator, self._groups, self._times = communicator, groups, times
         self._config = config
         self.steps = 0
         self._patience = Patience(
             config.timeout_s, config.patience_factor, config.min_patience_s
         )
         self._compared: set[str] = set()
-        self.replicas = self._join(parts)
+        self.replicas = Replicas.join(groups, parts, communicator, config.timeout_s)
 
     @property
     def seat(self) -> Seat:
@@ -101,23 +104,13 @@ class Stepping:
             return self.replicas.copies
         return tied.copies
 
-    def adopt(self, parts: Parts | None) -> None:
-        """Another plan runs from now on, if there is one; with all ranks."""
-        if parts is None:
-            return
-        self.parts, self.cached = parts, CachedLayers(parts)
-        self._patience.foresee(None)
-        self._compared.clear()
-        self.replicas = self._join(parts)
-
     def step(self, call: Call) -> StepOutput:
-        """One step: layers that are to move, then forward and backward."""
+        """One step: forward and backward."""
         self._communicator.check_open()
-        self.adopt(self._changes.carry_out(self.parts))
         given, shares = self._begin(call)
         if self.steps < COMPARED_STEPS:
             compare_batches(call.batch, self.seat, self._communicator, self._groups)
-        is_timed = self._changes.planner.is_due()
+        is_timed = self._times.is_due()
         is_whole = len(shares.mine) == self.parts.plan.schedule.num_microbatches
         asked = self._input(
             given,
@@ -135,7 +128,7 @@ class Stepping:
         results, told, reports = self._communicator.run(
             self.replicas.training(self.parts.executor.train, shares),
             asked,
-            lambda: self._changes.report(self.parts.executor, is_timed and is_whole),
+            lambda: self._report(is_timed and is_whole),
         )
         if tied is not None:
             with self._communicator.ending_on_failure():
@@ -143,9 +136,7 @@ class Stepping:
         duration_s = time.monotonic() - started_s
         self._patience.ended(duration_s)
         self.steps += 1
-        forecast = self._changes.look(reports, duration_s)
-        if forecast is not None:
-            self._patience.foresee(forecast)
+        self._take(reports, duration_s)
         losses = self.replicas.losses(told)
         loss = shares.loss(losses)
         assert loss is not None, "there is a target"
@@ -156,6 +147,27 @@ class Stepping:
             ),
             input_gradients=joined_gradients(results) if call.input_gradients else (),
         )
+
+    def _report(self, is_timed: bool) -> list[Any]:
+        """The report to the other ranks at the end of a step."""
+        times, span_s = None, 0.0
+        if is_timed:
+            trace = self.parts.executor.trace
+            times = self._times.report(trace, self.parts.executor.waited_s)
+            span_s = trace[-1][2] - trace[0][1] if trace else 0.0
+        return [times, self.passes.pauses.wants_cut(), span_s]
+
+    def _take(self, reports: Sequence[Any], duration_s: float) -> None:
+        """Takes all ranks' reports of a step that lasted so long here."""
+        self._times.ended()
+        self.passes.step_done(wants_cut=reports[0][1])
+        mine = [reports[rank] for rank in self._groups.members]
+        if any(one[0] is None for one in mine):
+            return
+        ends_s = duration_s - max(one[2] for one in mine)
+        self._times.take([one[0] for one in mine], ends_s)
+        if self._times.forecast is not None:
+            self._patience.foresee(self._times.forecast)
 
     def evaluate(
         self,
@@ -253,11 +265,6 @@ class Stepping:
             timeout_s=self._patience.deadline_s,
             grace_s=self._patience.grace_s,
             **more,
-        )
-
-    def _join(self, parts: Parts) -> Replicas:
-        return Replicas.join(
-            self._groups, parts, self._communicator, self._config.timeout_s
         )
 
 

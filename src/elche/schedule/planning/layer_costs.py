@@ -18,8 +18,6 @@ from elche.schedule.planning.partition import (
     best_partition,
 )
 from elche.schedule.planning.partition_search import Evaluator, refine
-from elche.schedule.planning.plan import PlanConfig
-from elche.schedule.planning.planner import plan_pipeline
 from elche.schedule.planning.profile import (
     ADAM_STATE_FACTOR,
     DeviceProfile,
@@ -29,7 +27,7 @@ from elche.schedule.planning.profile import (
     PipelineProfile,
 )
 
-REFINED_ACTIONS = 50_000  # timed while a partition is refined between steps
+REFINED_ACTIONS = 50_000  # timed while a partition is refined
 _WHOLE = 1e6  # the planner counts memory in whole bytes
 _LEAST_ROOM = 1e-9  # a limit must be above 0
 
@@ -155,32 +153,6 @@ def corrected(
     )
 
 
-def best_stages(
-    costs: LayerCosts, num_microbatches: int, schedule: str, stages_per_rank: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Partition and order of ranks of the shortest step; a rank may get no layers.
-
-    Args:
-        costs: of the layers.
-        num_microbatches: of one step.
-        schedule: that will run.
-        stages_per_rank: of interleaved schedules.
-
-    Returns:
-        The rank of each stage, and its layers.
-
-    Raises:
-        ConfigError: nothing fits the memory, or the schedule cannot run.
-    """
-    asked = PlanConfig(
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        stages_per_device=stages_per_rank,
-    )
-    chosen = plan_pipeline(_profile(costs), asked).chosen.partition
-    return chosen.devices, chosen.sizes
-
-
 def best_sizes(
     costs: LayerCosts,
     placement: Sequence[int],
@@ -211,38 +183,6 @@ def total_of(stage: StageCost) -> float:
     """Time of a stage for one microbatch, with the cheaper of B and I + W."""
     split = stage.input_gradient + stage.weight_gradient
     return stage.forward + min(stage.full_backward, split)
-
-
-def check_sizes(
-    sizes: Sequence[int], placement: Sequence[int], num_layers: int, num_ranks: int
-) -> None:
-    """Raises unless counts of layers are a partition over ranks.
-
-    Args:
-        sizes: layers for each place.
-        placement: the rank of each place.
-        num_layers: of the model.
-        num_ranks: of the pipeline.
-
-    Raises:
-        ConfigError: they are not; a count may be 0.
-    """
-    wrong = (
-        len(sizes) != len(placement)
-        or any(type(one) is not int or one < 0 for one in sizes)
-        or sum(sizes) != num_layers
-    )
-    if wrong:
-        raise ConfigError(
-            f"expected counts of {num_layers} layers for {len(placement)} stages (on "
-            f"ranks {list(placement)}), 0 for one that is to have none, got "
-            f"{list(sizes)}; give placement= for other stages"
-        )
-    if not all(type(one) is int and 0 <= one < num_ranks for one in placement):
-        raise ConfigError(
-            f"expected ranks 0 to {num_ranks - 1} as the placement, got "
-            f"{list(placement)}"
-        )
 
 
 def _room(rank: int, limit: float, state: float) -> float:

@@ -16,11 +16,7 @@ from torch import nn
 
 from elche.errors import ConfigError, MismatchError
 from elche.pipeline.layer_state import few
-from elche.pipeline.moving.moving_optimizers import (
-    NOT_SETTINGS,
-    keyed,
-    keyed_groups,
-)
+from elche.pipeline.optimizers import NOT_SETTINGS, keyed, keyed_groups
 from elche.pipeline.trees import map_tensors
 
 NamedState = dict[str, Any]
@@ -58,8 +54,7 @@ def _names(
     if id(parameter) not in names:
         raise ConfigError(
             f"the {type(optimizer).__name__} holds a parameter that no layer of this "
-            "rank has: make it of pipe.parameters(), and where layers move give it to "
-            "pipe.repartition or pipe.register_optimizer"
+            "rank has: make it of pipe.parameters()"
         )
     return names[id(parameter)]
 

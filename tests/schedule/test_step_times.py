@@ -1,27 +1,15 @@
-"""When measured times are another plan's, and what is planned for them."""
+"""Measured times of steps, and layers that are placed by them."""
 
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Kind, StageAction, loop_placement, parse_action
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
-from elche.schedule.drift import (
-    DriftWatch,
-    arrivals,
-    drift_between,
-    measured_costs,
-    replan,
-    times_of,
-    usual_times,
-)
 from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.generators.schedules import make_schedule
 from elche.schedule.lowering import lower
@@ -29,11 +17,16 @@ from elche.schedule.planning.layer_costs import (
     LayerCosts,
     assumed_costs,
     best_sizes,
-    best_stages,
-    check_sizes,
     corrected,
     stage_costs,
     total_of,
+)
+from elche.schedule.step_times import (
+    arrivals,
+    drift_between,
+    measured_costs,
+    times_of,
+    usual_times,
 )
 from elche.schedule.timing import simulate
 
@@ -99,57 +92,6 @@ def test_only_shares_count() -> None:
     assert drift_between(EQUAL, slowed(EQUAL, 2, 2.0)) == pytest.approx(0.6)
 
 
-@given(seed=st.integers(0, 10_000))
-def test_jitter_changes_nothing(seed: int) -> None:
-    drawn = random.Random(seed)
-    watch = DriftWatch(EQUAL, 0.25)
-    for _ in range(40):
-        factors = [drawn.uniform(0.9, 1.1) for _ in range(RANKS)]
-        assert watch.observe(all_slowed(EQUAL, factors)) is None
-    assert watch.planned is EQUAL
-
-
-def test_one_odd_step_changes_nothing() -> None:
-    watch = DriftWatch(EQUAL, 0.25)
-    for _ in range(5):
-        assert watch.observe(slowed(EQUAL, 1, 4.0)) is None
-        assert watch.observe(EQUAL) is None
-
-
-@given(factor=st.floats(1.6, 20.0), stage=st.integers(0, RANKS - 1))
-def test_a_lasting_change_is_taken_once(factor: float, stage: int) -> None:
-    watch = DriftWatch(EQUAL, 0.25)
-    assert watch.observe(slowed(EQUAL, stage, factor)) is None
-    found = watch.observe(slowed(EQUAL, stage, 1.02 * factor))
-    assert found is not None
-    assert found.stages[stage].forward == pytest.approx(1.01 * factor)
-    for _ in range(20):
-        assert watch.observe(slowed(EQUAL, stage, factor)) is None
-
-
-def test_the_schedule_follows_the_times_within_the_memory_it_has() -> None:
-    placement = (0, 1, 2, 3)
-    flat = equal_costs(RankTimes(1.0, 1.0, 1.0), placement, RANKS)
-    running = lower(make_schedule("1f1b", flat, 12), flat)
-    uneven = all_slowed(flat, [1.0, 1.0, 1.0, 0.4])
-    found = replan(running, uneven)
-    assert found.schedule is not None
-    assert found.kept_makespan == simulate(running, uneven).makespan
-    assert found.makespan < 0.98 * found.kept_makespan
-    timing = simulate(found.schedule, uneven)
-    assert timing.makespan == found.makespan
-    before = simulate(running, uneven).peak_activations
-    for now, limit in zip(timing.peak_activations, before, strict=True):
-        assert now <= limit + 1e-6
-
-
-def test_a_schedule_that_is_good_already_stays() -> None:
-    running = lower(auto_schedule(EQUAL, 8), EQUAL)
-    found = replan(running, EQUAL)
-    assert found.schedule is None
-    assert found.makespan == found.kept_makespan
-
-
 def test_messages_are_expected_when_they_are_sent() -> None:
     costs = replace(EQUAL, links=(0.25,) * 3)
     schedule = lower(make_schedule("1f1b", costs, 4), costs)
@@ -207,9 +149,6 @@ def test_profiles_are_corrected_by_rank() -> None:
 def test_layers_go_where_they_are_fast() -> None:
     costs = layers([[1.0] * 12, [3.0] * 12])
     assert best_sizes(costs, (0, 1), (6, 6), 16) == (9, 3)
-    ranks, sizes = best_stages(costs, 16, "1f1b", 2)
-    by_rank = dict(zip(ranks, sizes, strict=True))
-    assert by_rank == {0: 9, 1: 3}
 
 
 def test_memory_holds_layers_with_their_state_and_activations() -> None:
@@ -231,29 +170,7 @@ def test_layers_go_where_there_is_memory_for_them() -> None:
         state=(10.0,) * 12,
     )
     assert best_sizes(costs, (0, 1), (2, 10), 16) == (3, 9)
-    ranks, sizes = best_stages(costs, 16, "1f1b", 2)
-    assert dict(zip(ranks, sizes, strict=True)) == {0: 3, 1: 9}
     assert best_sizes(replace(costs, memory=(9.0, 9.0)), (0, 1), (6, 6), 16) == (6, 6)
-
-
-def test_a_rank_that_costs_more_than_it_brings_gets_no_layers() -> None:
-    ranks, sizes = best_stages(layers([[1.0] * 4, [50.0] * 4]), 8, "1f1b", 2)
-    assert (ranks, sizes) == ((0,), (4,))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "placement"),
-    [((2, 2, 1), (0, 1)), ((5,), (0, 1)), ((6, -1), (0, 1)), ((2.5, 2.5), (0, 1))],
-)
-def test_counts_must_be_a_partition(sizes: list[int], placement: list[int]) -> None:
-    with pytest.raises(ConfigError, match="expected counts of 5 layers for 2 stages"):
-        check_sizes(sizes, placement, 5, 2)
-
-
-def test_places_must_be_ranks() -> None:
-    check_sizes((5, 0), (1, 0), 5, 2)
-    with pytest.raises(ConfigError, match=r"ranks 0 to 1 as the placement, got \[0, 2"):
-        check_sizes((3, 2), (0, 2), 5, 2)
 
 
 def test_totals_take_the_cheaper_backward() -> None:

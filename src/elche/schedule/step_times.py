@@ -1,28 +1,22 @@
-"""Measured times against those a plan was made from, and the schedule that fits them.
+"""Measured times of a pipeline's steps, in the place of those that were planned with.
 
-What a plan depends on is how times compare between stages and between F, I and W; a
-larger batch makes all of them longer and changes nothing. So drift is measured on
-shares of the step's whole time. A change counts when two observations in a row show it,
-and the plan's times are then replaced by their mean: jitter below the threshold never
-changes a plan, and a change that stays does so once.
+A plan depends on how times compare between stages and between F, I and W; a larger
+batch makes all of them longer and changes nothing. So drift is measured on shares of
+the step's whole time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean, median
-from typing import final
 
 from elche.errors import ConfigError
 from elche.schedule.actions import COMPUTE_KINDS, Kind, Schedule, StageAction
 from elche.schedule.costs import PipelineCosts, StageCost
-from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.planning.layer_costs import total_of
 from elche.schedule.timing import Timing, simulate
 
-CONFIRMATIONS = 2
-LEAST_GAIN = 0.02  # of the makespan; less is not worth another order of sums
 _KINDS = (Kind.FORWARD, Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 StageTimes = tuple[float, float, float, float]
@@ -123,75 +117,6 @@ def drift_between(planned: PipelineCosts, measured: PipelineCosts) -> float:
     return worst
 
 
-@final
-class DriftWatch:
-    """Decides when times have drifted so far that the plan should be made anew.
-
-    Args:
-        planned: what the plan was made from.
-        threshold: see `drift_between`.
-    """
-
-    def __init__(self, planned: PipelineCosts, threshold: float) -> None:
-        self.planned = planned
-        self._threshold = threshold
-        self._seen: list[PipelineCosts] = []
-
-    def observe(self, measured: PipelineCosts) -> PipelineCosts | None:
-        """Takes a step's times.
-
-        Args:
-            measured: costs of the same stages.
-
-        Returns:
-            The costs to plan for when they have drifted, and then once; else None.
-        """
-        if drift_between(self.planned, measured) <= self._threshold:
-            self._seen = []
-            return None
-        self._seen.append(measured)
-        if len(self._seen) < CONFIRMATIONS:
-            return None
-        self.planned, self._seen = _mean(self._seen), []
-        return self.planned
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replan:
-    """A schedule for the same stages on the same ranks.
-
-    Attributes:
-        schedule: compute only; None to keep the one that runs.
-        kept_makespan: predicted, of the one that runs.
-        makespan: predicted, of the one to run.
-    """
-
-    schedule: Schedule | None
-    kept_makespan: float
-    makespan: float
-
-
-def replan(running: Schedule, costs: PipelineCosts) -> Replan:
-    """Looks for a schedule that is shorter than the one that runs.
-
-    Without a limit of its own a rank gets no more activations than it holds now.
-
-    Args:
-        running: compute only or lowered.
-        costs: measured, of its stages.
-    """
-    kept = simulate(running, costs)
-    limits = costs.memory or tuple(max(one, 1e-9) for one in kept.peak_activations)
-    limited = replace(costs, memory=tuple(one * (1 + 1e-9) for one in limits))
-    made = auto_schedule(limited, running.num_microbatches)
-    makespan = simulate(made, costs).makespan
-    if makespan > kept.makespan * (1 - LEAST_GAIN):
-        return Replan(
-            schedule=None, kept_makespan=kept.makespan, makespan=kept.makespan
-        )
-    return Replan(schedule=made, kept_makespan=kept.makespan, makespan=makespan)
-
-
 def arrivals(
     schedule: Schedule, costs: PipelineCosts
 ) -> tuple[dict[StageAction, float], float]:
@@ -243,22 +168,3 @@ def _measured(planned: StageCost, times: StageTimes) -> StageCost:
 def _parts(costs: PipelineCosts) -> list[tuple[float, float]]:
     """Of each stage, forward and the rest."""
     return [(one.forward, total_of(one) - one.forward) for one in costs.stages]
-
-
-def _mean(seen: Sequence[PipelineCosts]) -> PipelineCosts:
-    def mean(values: Sequence[float | None]) -> float | None:
-        there = [one for one in values if one is not None]
-        return fmean(there) if there else None
-
-    stages = [
-        replace(
-            each[0],
-            forward=fmean(one.forward for one in each),
-            input_gradient=fmean(one.input_gradient for one in each),
-            weight_gradient=fmean(one.weight_gradient for one in each),
-            backward=mean([one.backward for one in each]),
-        )
-        for each in zip(*(one.stages for one in seen), strict=True)
-    ]
-    links = tuple(map(fmean, zip(*(one.links for one in seen), strict=True)))
-    return replace(seen[0], stages=tuple(stages), links=links)

@@ -1,1 +1,0 @@
-"""Layers that move between ranks."""

@@ -65,7 +65,7 @@ docs: $(DOCS_STAMP) ## the user documents as a site, to build/site; warnings are
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 bench: $(STAMP) ## the benchmark on unequal emulated devices, to bench.json
-	$(BIN)/elche bench hetero --speeds 1,0.25 --json bench.json
+	$(BIN)/python -m benchmarks.hetero --speeds 1,0.25 --json bench.json
 
 format: $(STAMP) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix-only .

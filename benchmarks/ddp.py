@@ -35,8 +35,9 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing, nn
 
+from benchmarks.hetero.workloads import build_workload
 from elche.ddp.wrapper import DistributedDataParallel
-from elche.demo.models import Batch, Workload, build_workload
+from elche.demo.workload import Batch, Workload
 from elche.monitor.table import paired_interval
 from elche.runtime.emulation import EmulationConfig, emulate
 

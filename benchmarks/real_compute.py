@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from benchmarks.hetero.bounds import ContenderBounds
+from benchmarks.hetero.contender import BenchContender, BenchSpec
+from benchmarks.hetero.verdict import CONTROL, BenchVerdict
 from benchmarks.pipeline.bench import import_path
-from elche.demo import contender
 from elche.demo.compare import ContenderRun, Devices, machine, run_contender
-from elche.demo.contender import Contender, ContenderSpec
-from elche.demo.contender_bounds import ContenderBounds
-from elche.demo.models import Workload
-from elche.demo.results import print_table
-from elche.demo.verdict import CONTROL, BenchVerdict
+from elche.demo.contender import main as run_rank
+from elche.demo.workload import Workload
+from elche.monitor.results import print_table
 from elche.runtime.process.environment import read_placement
 
 SAMPLES = 400_000
@@ -55,7 +55,7 @@ class SlowDataset(Dataset[Any]):
         return self._found[index]
 
 
-class SlowedContender(Contender):
+class SlowedContender(BenchContender):
     """A contender whose rank is slow as the environment says."""
 
     def _build_workload(self) -> Workload:
@@ -129,7 +129,7 @@ class RealBench:
         if rank is not None:
             slowed, devices = slowed[rank : rank + 1], devices.only(rank)
         os.environ["SLOWED"] = json.dumps(slowed)
-        spec = ContenderSpec(
+        spec = BenchSpec(
             model="mlp",
             samples=SAMPLES,
             out="",
@@ -169,6 +169,6 @@ def main() -> None:
 if __name__ == "__main__":
     if len(sys.argv) == 2 and sys.argv[1].endswith("spec.json"):
         torch.set_num_threads(1)
-        contender.main(sys.argv[1], SlowedContender)
+        run_rank(sys.argv[1], SlowedContender, BenchSpec)
     else:
         main()

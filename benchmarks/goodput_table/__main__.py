@@ -28,9 +28,10 @@ from typing import Any
 from benchmarks.goodput_table.design import SETTINGS, Setting, bench_name
 from benchmarks.goodput_table.records import CONTROL, Record, Records
 from benchmarks.goodput_table.report import control_lines, lines_of, table, to_json
+from benchmarks.hetero.contender import MODULE
+from benchmarks.hetero.verdict import MIN_CONTROL
 from benchmarks.links.namespaces import slow_link
 from elche.demo.compare import ContenderRun, machine, run_contender
-from elche.demo.verdict import MIN_CONTROL
 from elche.errors import ElcheError
 from elche.runtime.process.launch import Network
 
@@ -151,19 +152,15 @@ class Table:
             config = replace(config, time_capped=True)
         name = bench_name(contender)
         with self._timed():
-            run = run_contender(
-                name, config.spec(name, repeat), config.run_on(name, network)
-            )
+            spec, devices = config.spec(name, repeat), config.run_on(name, network)
+            run = run_contender(name, spec, devices, module=MODULE)
         return _record(setting, contender, repeat, run)
 
     def _run_before(self, setting: Setting, contender: str, repeat: int) -> Record:
         """Trains one contender with the code of the other worktree."""
         place = self._asked.before.resolve()
         config = self._config(setting, contender.removesuffix(" before"))
-        words = shlex.split(config.command())
-        command = [sys.executable, "-m", *words]
-        if words[0] == "python":
-            command = [sys.executable, *words[1:]]
+        command = [sys.executable, *shlex.split(config.command())[1:]]
         with self._timed():
             ended = subprocess.run(
                 ["env", f"PYTHONPATH={place / 'src'}", "OMP_NUM_THREADS=1", *command],

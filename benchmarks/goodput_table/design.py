@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.hetero.bench import BenchConfig
 from benchmarks.links.bench import LinkBenchConfig
-from elche.demo.bench import BenchConfig
 
 FOUR = (1.0, 0.67, 0.4, 0.25)
 EIGHT = (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25)
@@ -50,7 +50,7 @@ class Setting:
     def config(
         self, contender: str, *, seconds: float, alone_s: float, time_capped: bool
     ) -> BenchConfig:
-        """The settings of `elche bench hetero` that measure one contender here."""
+        """The settings of `benchmarks.hetero` that measure one contender here."""
         codec = contender.partition(" ")[2] or "fp32"
         settings: dict[str, Any] = {
             "speeds": self.speeds,
@@ -69,7 +69,7 @@ class Setting:
 
 
 def bench_name(contender: str) -> str:
-    """The name under which `elche bench hetero` knows a contender."""
+    """The name under which `benchmarks.hetero` knows a contender."""
     word = contender.partition(" ")[0]
     is_theirs = word in ("ddp", "ddp-split", "indep") or word.startswith("solo-")
     return word if is_theirs else f"elche-{word}"

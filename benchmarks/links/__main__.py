@@ -1,10 +1,10 @@
-"""`elche bench hetero` behind links of limited rate (network namespaces: Linux, root).
+"""`benchmarks.hetero` behind links of limited rate (network namespaces: Linux, root).
 
     python -m benchmarks.links --speeds 1,0.25 --link-mbit 100 --codec int8
     python -m benchmarks.links --speeds 1,0.25 --link-mbit 100 --link-delay-ms 20
 
 Every rank has a network namespace of its own, whose cable `tc tbf` limits; a process in
-user space holds messages back. The other options are those of `elche bench hetero`.
+user space holds messages back. The other options are those of `benchmarks.hetero`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
+from benchmarks.hetero.__main__ import hetero
 from benchmarks.links.bench import LinkBenchConfig, run_link_bench
-from elche.cli.main import hetero
 from elche.errors import ConfigError
 
 

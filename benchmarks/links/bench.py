@@ -1,4 +1,4 @@
-"""`elche bench hetero` with every rank behind a link of its own."""
+"""`benchmarks.hetero` with every rank behind a link of its own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.hetero.bench import BenchConfig, run_bench
+from benchmarks.hetero.contender import BenchSpec
+from benchmarks.hetero.workloads import build_workload
 from benchmarks.links.namespaces import SENT_BYTES, slow_link
 from elche.comm.codec.codec import CODECS
 from elche.config_parts import TransportConfig
-from elche.demo.bench import BenchConfig, run_bench
-from elche.demo.contender import ContenderSpec
-from elche.demo.models import build_workload
 from elche.errors import ConfigError
 
 
@@ -51,7 +51,7 @@ class LinkBenchConfig(BenchConfig):
             f"codec {self.codec}"
         )
 
-    def spec(self, name: str, seed: int) -> ContenderSpec:
+    def spec(self, name: str, seed: int) -> BenchSpec:
         """What a contender trains; nothing goes through the memory of this host."""
         spec, options = super().spec(name, seed), dict[str, Any]()
         if spec.kind == "solo":  # on this host's own network
@@ -99,7 +99,7 @@ class LinkBenchConfig(BenchConfig):
 
 
 def run_link_bench(config: LinkBenchConfig, json_path: str | None) -> int:
-    """The command; see `elche.demo.bench.run_bench`."""
+    """The command; see `benchmarks.hetero.bench.run_bench`."""
     ranks = config.devices.count
     with slow_link(ranks, config.link_mbit, config.link_delay_ms) as link:
         return run_bench(config, json_path, link)

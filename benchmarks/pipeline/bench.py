@@ -28,9 +28,9 @@ from benchmarks.pipeline.plan import (
 )
 from benchmarks.pipeline.prediction import predict
 from elche.demo.compare import STDERR_TAIL_LINES, machine
-from elche.demo.results import check_writable, to_json_text
 from elche.errors import ConfigError, RemoteRankError
 from elche.monitor.progress import open_progress
+from elche.monitor.results import check_writable, to_json_text
 from elche.runtime.process.launch import (
     LaunchConfig,
     LaunchResult,

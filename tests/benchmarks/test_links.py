@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.hetero.bench import BenchConfig
 from benchmarks.links import namespaces
 from benchmarks.links.bench import LinkBenchConfig
 from benchmarks.links.namespaces import slow_link
 from elche.config_parts import TransportConfig
-from elche.demo.bench import BenchConfig
 from elche.errors import ConfigError
 
 

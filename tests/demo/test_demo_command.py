@@ -159,6 +159,14 @@ def test_a_bad_text_or_directory_ends_with_code_2(tmp_path: Path) -> None:
         assert message in result.output
 
 
+@pytest.mark.parametrize("name", ["hetero", "pipeline", "chaos"])
+def test_benchmarks_are_in_the_repository(name: str) -> None:
+    result = CliRunner().invoke(main, ["bench", name, "--speeds", "1,0.25"])
+    assert result.exit_code == 2
+    words = " ".join(result.output.split())
+    assert f"run `python -m benchmarks.{name}` in a clone" in words
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(900)

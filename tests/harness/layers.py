@@ -42,6 +42,7 @@ LAYERS = {
     "elche.monitor.live_run": Layer.SHELL,
     "elche.monitor.plots": Layer.SHELL,
     "elche.monitor.progress": Layer.SHELL,
+    "elche.monitor.results": Layer.SHELL,
     "elche.pipeline": Layer.SHELL,
     "elche.runtime": Layer.SHELL,
     "elche.torch_internals": Layer.SHELL,

@@ -26,7 +26,7 @@ from elche.cli.doctor_findings import (
     predictions,
 )
 from elche.cli.doctor_probe import MARK
-from elche.demo.results import check_writable, to_json_text
+from elche.monitor.results import check_writable, to_json_text
 from elche.runtime.process.launch import LaunchConfig, launch, python_command
 
 SHOWN = (*PLACES, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")

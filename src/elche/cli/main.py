@@ -1,4 +1,4 @@
-"""The command line: run, join, witness, demo, bench, doctor, simulate and more."""
+"""The command line: run, join, witness, demo, doctor, simulate and more."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
 from elche import __version__
 from elche.cli.join_command import join as join_command
 from elche.cli.plan_command import plan as plan_command
-from elche.cli.rank_options import checked, names, numbers, rank_options
+from elche.cli.rank_options import checked, rank_options
 from elche.cli.run_command import run as run_command
 from elche.cli.schedule_command import schedule as schedule_command
 from elche.cli.witness_command import witness as witness_command
@@ -34,33 +34,10 @@ class _Friendly(click.Group):
             sys.exit(130)
 
 
-class _Bench(click.Group):
-    """Says where to what is for this repository's developers alone."""
-
-    moved: ClassVar = {
-        "chaos": "benchmarks.chaos",
-        "pipeline": "benchmarks.pipeline",
-        "--link-mbit": "benchmarks.links",
-        "--link-delay-ms": "benchmarks.links",
-        "--codec": "benchmarks.links",
-    }
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        options = [word for word in args if word.startswith("--")]
-        for word in (*args[:1], *options):
-            module = self.moved.get(word.partition("=")[0])
-            if module is not None:
-                raise click.UsageError(
-                    f"{word} is no part of the installed package; run `python -m "
-                    f"{module}` in a clone of elche's repository"
-                )
-        return super().parse_args(ctx, args)
-
-
 @contextlib.contextmanager
 def _as_command() -> Iterator[None]:
     """Wrong settings end with code 2; elche's log is shown."""
-    from elche.demo.results import log_to_stderr
+    from elche.monitor.results import log_to_stderr
 
     with checked(), log_to_stderr():
         yield
@@ -165,85 +142,15 @@ def doctor(
     sys.exit(code)
 
 
-@main.group(cls=_Bench)
-def bench() -> None:
-    """Measure ways of training against each other."""
-
-
-@bench.command()
-@click.option(
-    "--speeds",
-    required=True,
-    callback=numbers,
-    help="Relative speeds of the emulated devices, such as 1,0.25.",
-)
-@click.option(
-    "--policy", type=click.Choice(("all", *POLICIES)), default="all", show_default=True
-)
-@click.option(
-    "--model",
-    default="mlp",
-    show_default=True,
-    help="mlp, cnn, lstm, gpt, gpt-small or gpt-10m.",
-)
-@click.option(
-    "--optimizer",
-    default="adamw",
-    show_default=True,
-    help="Every contender's: adamw, sgd (momentum 0.9), or muon beside adamw.",
-)
-@click.option(
-    "--seconds",
-    type=float,
-    default=40.0,
-    show_default=True,
-    help="Training time of all devices together, per contender.",
-)
-@click.option("--seeds", type=int, default=1, show_default=True, help="Repetitions.")
-@click.option(
-    "--ms-per-sample",
-    type=float,
-    default=1.25,
-    show_default=True,
-    help="Time per sample of an emulated device of speed 1.",
-)
-@click.option(
-    "--fixed-ms",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="Time per batch of an emulated device beside its samples', at any speed.",
-)
-@click.option(
-    "--batch-size",
-    type=click.IntRange(1),
-    help="Samples of a batch, of all ranks together; default: the model's (32, or 8).",
-)
-@click.option(
-    "--contenders", callback=names, help="Run only these, such as solo-0,ddp."
-)
-@click.option(
-    "--time-capped/--samples-equal",
-    help="Nobody trains longer than --seconds, losses are not compared; default:"
-    " the same samples for all.",
-)
-@click.option(
-    "--solo-seconds",
-    type=float,
-    help="Runs alone that only measure speed end after this; default: --seconds.",
-)
-@click.option("--allow-noise", is_flag=True, help="Do not reject a noisy run.")
-@click.option("--json", "json_path", help="File for the figures; - is standard output.")
-def hetero(
-    json_path: str | None, contenders: tuple[str, ...] | None, **settings: Any
-) -> None:
-    """Compare PyTorch and elche on unequal emulated devices."""
-    from elche.demo.bench import BenchConfig, run_bench
-
-    with _as_command():
-        config = BenchConfig(contenders=contenders or (), **settings)
-        code = run_bench(config, json_path)
-    sys.exit(code)
+@main.command(hidden=True, context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1)
+def bench(words: tuple[str, ...]) -> None:
+    """Refers to the benchmarks of elche's repository."""
+    name = words[0] if words and words[0] in ("chaos", "pipeline") else "hetero"
+    raise click.UsageError(
+        "elche bench is no part of the installed package; run `python -m "
+        f"benchmarks.{name}` in a clone of elche's repository"
+    )
 
 
 main.add_command(join_command)

@@ -63,7 +63,7 @@ def run_plan_pipeline(config: PlanPipelineConfig) -> None:
     # Here, because they import rich and matplotlib, and every command of elche imports
     # this module.
     from elche.cli.plan_plot import check_suffix, plot_schedule
-    from elche.demo.results import check_writable, to_json_text
+    from elche.monitor.results import check_writable, to_json_text
 
     if config.draw_path is not None:
         check_suffix(config.draw_path)

@@ -113,7 +113,7 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
             "--speeds, such as 1,0.25"
         )
     for path in filter(None, (story, trace)):
-        from elche.demo.results import check_writable
+        from elche.monitor.results import check_writable
 
         check_writable(path)
     for_one_host = {"--trace": trace, "--max-restarts": options["max_restarts"]}

@@ -102,7 +102,7 @@ def run_schedule(config: ScheduleConfig) -> None:
         ConfigError: what was asked is impossible, or a file cannot be read or written.
     """
     # Here, because it imports rich, and every command of elche imports this module.
-    from elche.demo.results import check_writable, to_json_text
+    from elche.monitor.results import check_writable, to_json_text
 
     for path in (config.json_path, config.csv_path):
         if path is not None and str(path) != "-":

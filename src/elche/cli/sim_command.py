@@ -13,8 +13,8 @@ from typing import Any
 
 from elche.coordination.state import Coordinator
 from elche.coordination.story import STORY_ENTRIES
-from elche.demo.results import check_writable, to_json_text
 from elche.errors import ConfigError
+from elche.monitor.results import check_writable, to_json_text
 from elche.monitor.trace import to_chrome_trace
 from elche.runtime.report.files import replace_file
 from elche.sim.cluster import Cluster

@@ -33,8 +33,8 @@ def witness(listen: str, key_file: str) -> None:
     from elche.comm.control.addresses import format_address, parse_address
     from elche.comm.control.addresses import listen as listen_at
     from elche.comm.control.key_file import read_key
-    from elche.demo.results import log_to_stderr
     from elche.errors import CommunicationError
+    from elche.monitor.results import log_to_stderr
     from elche.runtime.hosts.witness import serve_witness
 
     with checked(), log_to_stderr():

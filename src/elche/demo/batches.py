@@ -39,17 +39,6 @@ class SegmentSampler(Sampler[int]):
 Order = RandomSampler | SegmentSampler
 
 
-def sampler_of(num_samples: int, segments: int, seed: int) -> Order:
-    """One shuffled order in so many parts; of one part torch's own, the same.
-
-    With that a run outlives its first rank, which alone has the state of any other.
-    """
-    if segments > 1:
-        return SegmentSampler(num_samples, segments, seed)
-    generator = torch.Generator().manual_seed(seed)
-    return RandomSampler(range(num_samples), generator=generator)
-
-
 class SplitBatches(Sampler[list[int]]):
     """Each rank's part of every global batch, by fixed shares."""
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from elche.demo.contender import ContenderSpec
-from elche.demo.models import BATCH_SIZE
+from elche.demo.workload import BATCH_SIZE
 from elche.errors import ConfigError, RemoteRankError
 from elche.monitor.trace import Span, spans_from_jsonl
 from elche.runtime.process.launch import (

@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,19 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from typing_extensions import Self
 
 from elche import session, session_state
-from elche.config import DELAYED_SYNC
-from elche.demo.batches import SplitBatches, sampler_of
-from elche.demo.delayed_contender import DelayedTraining
-from elche.demo.models import (
-    OPTIMIZERS,
+from elche.demo.batches import Order, SegmentSampler, SplitBatches
+from elche.demo.workload import (
+    BATCH_SIZE,
+    GPT_MODEL,
     Workload,
-    build_workload,
+    language_workload,
     learning_rate_scale,
 )
-from elche.demo.time_cap import TimeCap
 from elche.errors import ConfigError
 from elche.monitor.trace import (
     BATCH,
@@ -49,7 +48,7 @@ from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
 
-KINDS = ("solo", "ddp", "ddp-split", "elche")
+KINDS = ("solo", "ddp", "elche")
 DDP_TIMEOUT_S = 120.0
 PROGRESS_EVERY_S = 0.2
 
@@ -60,64 +59,50 @@ class ContenderSpec:
 
     Attributes:
         kind: one of `KINDS`; ``solo`` trains alone on every rank that it is given.
-        model: a workload's name.
         samples: samples to train on.
         out: directory for results.
         batch_size: samples of a batch; of all ranks together for DDP.
         segments: parts of the run, each followed by an evaluation.
         seed: of parameters, data and order.
-        text: file or directory for language models.
+        text: file or directory to learn.
         policy: of elche.
-        shares: relative shares of a batch per rank, for ``ddp-split``.
-        max_seconds: leave the run after training for so long, all ranks together.
-        learning_rate: instead of the workload's.
-        optimizer: one of `OPTIMIZERS`.
-        options: further settings of elche.
-        sent_counter: a file that holds how many bytes a rank has sent, on each rank.
+        max_seconds: ``solo`` ends after training for so long.
     """
 
     kind: str
-    model: str
     samples: int
-    out: str
-    batch_size: int = 32
+    out: str = ""
+    batch_size: int = BATCH_SIZE
     segments: int = 1
     seed: int = 0
     text: str | None = None
     policy: str = "sync"
-    shares: tuple[float, ...] = ()
     max_seconds: float | None = None
-    learning_rate: float | None = None
-    optimizer: str = "adamw"
-    options: dict[str, Any] = field(default_factory=dict)
-    sent_counter: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"unknown contender {self.kind!r}; one of {KINDS}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(
-                f"unknown optimizer {self.optimizer!r}; choose one of"
-                f" {', '.join(OPTIMIZERS)}"
-            )
+        if self.kind not in self.kinds():
+            raise ConfigError(f"unknown contender {self.kind!r}; one of {self.kinds()}")
         for name in ("samples", "batch_size", "segments"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
+
+    @classmethod
+    def kinds(cls) -> tuple[str, ...]:
+        """Kinds of contenders."""
+        return KINDS
 
     def to_json(self) -> str:
         """The specification as text."""
         return json.dumps(dataclasses.asdict(self))
 
-    @staticmethod
-    def from_json(text: str) -> ContenderSpec:
+    @classmethod
+    def from_json(cls, text: str) -> Self:
         """Reads what :meth:`to_json` wrote."""
-        values = json.loads(text)
-        values["shares"] = tuple(values["shares"])
-        return ContenderSpec(**values)
+        return cls(**json.loads(text))
 
 
 class Contender:
-    """One rank of a contender.
+    """One rank of a contender. A benchmark may train others by a subclass.
 
     Args:
         spec: what to train.
@@ -135,36 +120,29 @@ class Contender:
         torch.manual_seed(spec.seed)
         self._workload = self._build_workload()
         self._model = self._workload.model_fn().to(self._placement.device)
-        self._optimizers = self._workload.optimizers(self._model, spec.optimizer)
+        self._optimizers = self._make_optimizers()
         groups = [group for each in self._optimizers for group in each.param_groups]
         self._rates = [(group, float(group["lr"])) for group in groups]
-        self._sampler = sampler_of(spec.samples, spec.segments, spec.seed)
+        self._sampler = self._make_sampler()
         self._loss_scale = 1.0
         self._done_samples = 0
         self._train_s = 0.0
         self._batches = 0
-        self._cap = self._time_cap()
         self._curve: list[tuple[float, float, float]] = []
         self._spans: list[Span] = []
-        self._said_s = 0.0
-        self._sent_bytes = 0
+        self._reported_s = 0.0
 
     def run(self) -> dict[str, Any]:
         """Trains, and returns this rank's results."""
-        if self.spec.policy == DELAYED_SYNC:
-            return self._delayed()
         prepare: Callable[[], tuple[nn.Module, Any, EmulationHandle | None]] = {
             "solo": self._alone,
-            "ddp": self._ddp,
-            "ddp-split": self._ddp,
             "elche": self._elche,
-        }[self.spec.kind]
+        }.get(self.spec.kind, self._ddp)
         model, loader, emulation = prepare()
-        self._sent_bytes = self._counted_bytes()
         self._evaluate()
         for _ in range(self.spec.segments):
             self._segment(model, loader)
-            if self._cap.is_over(self._train_s):
+            if self._is_over():
                 break
             self._evaluate()
         result = self._result(emulation)
@@ -174,32 +152,38 @@ class Contender:
             dist.destroy_process_group()
         return result
 
-    def _delayed(self) -> dict[str, Any]:
-        """The library owns the loop."""
-        training = DelayedTraining(
-            self._workload,
-            self._sampler,
-            batch_size=self.spec.batch_size,
-            optimizer=self.spec.optimizer,
-            options=self.spec.options,
-        )
-        sent_bytes = self._counted_bytes()
-        found = training.run(self.spec.max_seconds)
-        (Path(self.spec.out) / f"spans-{self._rank}.jsonl").write_text("")
-        return {
-            **found,
-            "device": self._placement.device_name,
-            "sent_bytes": self._counted_bytes() - sent_bytes,
-            **_windows_in_the_end(None),
-        }
-
     def _build_workload(self) -> Workload:
         text = Path(self.spec.text) if self.spec.text else None
-        workload = build_workload(
-            self.spec.model, self.spec.seed, self.spec.samples, text
+        return language_workload(
+            "gpt", GPT_MODEL, self.spec.seed, self.spec.samples, text
         )
-        rate = self.spec.learning_rate
-        return workload if rate is None else workload.with_learning_rate(rate)
+
+    def _make_optimizers(self) -> list[Optimizer]:
+        return [self._workload.optimizer_fn(self._model.parameters())]
+
+    def _make_sampler(self) -> Order:
+        return SegmentSampler(self.spec.samples, self.spec.segments, self.spec.seed)
+
+    def _options(self) -> dict[str, Any]:
+        """Further settings of elche."""
+        return {}
+
+    def _shares(self) -> list[float]:
+        """Relative shares of a batch per rank under DDP."""
+        return [1.0] * self._placement.world_size
+
+    def _is_last(self, train_s: float) -> bool:
+        """Whether this rank leaves after the batch that it has trained on.
+
+        Args:
+            train_s: seconds of training so far.
+        """
+        limit_s = self.spec.max_seconds
+        return limit_s is not None and train_s >= limit_s
+
+    def _is_over(self) -> bool:
+        """Whether all ranks leave after a part of the run."""
+        return self._is_last(self._train_s)
 
     def _emulated(self) -> EmulationHandle | None:
         config = self._placement.emulation
@@ -228,8 +212,8 @@ class Contender:
             timeout=timedelta(seconds=DDP_TIMEOUT_S),
         )
         emulation = self._emulated()
-        shares = list(self.spec.shares) or [1.0] * world_size
-        batches = SplitBatches(self._sampler, self.spec.batch_size, shares, self._rank)
+        size, shares = self.spec.batch_size, self._shares()
+        batches = SplitBatches(self._sampler, size, shares, self._rank)
         mine = batches.part_size
         self._loss_scale = mine * world_size / self.spec.batch_size
         loader: DataLoader[Any] = DataLoader(
@@ -244,7 +228,7 @@ class Contender:
             self._plain_loader(),
             epochs=self.spec.segments,
             policy=self.spec.policy,
-            **self.spec.options,
+            **self._options(),
         )
         return model, loader, session.current_emulation()
 
@@ -265,21 +249,12 @@ class Contender:
             self._note(waited_s, ready_s, len(batch[0]))
             waited_s = self._clock()
             self._batches += 1
-            train_s = self._train_s + waited_s - began_s
-            if self._cap.leaves_after(self._batches, train_s):
+            if self._is_last(self._train_s + waited_s - began_s):
                 break
         if self._placement.device.type == "cuda":
             torch.cuda.synchronize(self._placement.device)
         self._train_s += self._clock() - began_s
         self._done_samples = self._progress_samples()
-
-    def _time_cap(self) -> TimeCap:
-        is_alone = self.spec.kind == "solo"
-        word = None if is_alone else Path(self.spec.out) / "last-batch"
-        meet: Callable[[], Any] = dist.barrier
-        if self.spec.kind == "elche":
-            meet = session.barrier
-        return TimeCap(self.spec.max_seconds, word, meet)
 
     def _wait_for_evaluation(self) -> None:
         """Nobody trains while rank 0's clock stands still; elche waits by itself."""
@@ -305,8 +280,8 @@ class Contender:
             ):
                 span = Span(self._rank, name, name, start_s, end_s - start_s)
                 self._spans.append(span)
-        if self._reports() and now_s - self._said_s > PROGRESS_EVERY_S:
-            self._said_s = now_s
+        if self._reports() and now_s - self._reported_s > PROGRESS_EVERY_S:
+            self._reported_s = now_s
             print(json.dumps({"done": self._progress_samples()}), flush=True)
 
     def _progress_samples(self) -> int:
@@ -334,10 +309,6 @@ class Contender:
         self._curve.append((self._train_s, float(self._done_samples), loss))
         print(json.dumps({"done": self._done_samples, "loss": loss}), flush=True)
 
-    def _counted_bytes(self) -> int:
-        counter = self.spec.sent_counter
-        return 0 if counter is None else int(Path(counter).read_text())
-
     def _result(self, emulation: EmulationHandle | None) -> dict[str, Any]:
         run = session.current_run()
         reports = [] if run is None else run.reports
@@ -353,55 +324,28 @@ class Contender:
             "device": self._placement.device_name,
             "nominal_s": emulation.nominal_s if emulation else 0.0,
             "overrun_s": emulation.overrun_s if emulation else 0.0,
-            "sent_bytes": self._counted_bytes() - self._sent_bytes,
             "windows": sum(report.windows for report in reports),
-            "sync_s": sum(report.sync_s for report in reports),
-            "busy_s": [
-                sum(times) for times in zip(*(r.busy_s for r in reports), strict=True)
-            ],
+            "choices": [] if run is None else run.notifications.choices,
             "parameters": sum(p.numel() for p in self._model.parameters()),
-            "shares": list(reports[-1].shares) if reports else [],
-            "anchor": reports[-1].anchor if reports else None,
-            **_windows_in_the_end(run),
+            **self._details(run),
         }
 
-
-def _windows_in_the_end(run: Run | None) -> dict[str, Any]:
-    """What ``auto`` chose, and the windows.
-
-    ``window_samples`` is the median in the second half of the run, ``late_batches`` the
-    mean there, per rank, of batches that ran before an average came. ``window_log`` has
-    samples, seconds, and each rank's seconds in the synchronisation, by window.
-    """
-    if run is None:
-        return {
-            "choices": [],
-            "window_samples": None,
-            "late_batches": [],
-            "window_log": [],
-        }
-    windows = list(run.notifications.window_metrics)
-    second_half = windows[len(windows) // 2 :]
-    samples = [window.samples for window in second_half]
-    late = zip(*(window.late_batches for window in second_half), strict=True)
-    return {
-        "choices": run.notifications.choices,
-        "window_samples": statistics.median(samples) if samples else None,
-        "late_batches": [statistics.fmean(each) for each in late],
-        "window_log": [
-            (window.samples, window.duration_s, *window.sync_wait_s)
-            for window in windows
-        ],
-    }
+    def _details(self, run: Run | None) -> dict[str, Any]:
+        """Further results of this rank, of elche's run if it is one."""
+        return {}
 
 
-def main(path: str, kind: type[Contender] = Contender) -> None:
+def main(
+    path: str,
+    kind: type[Contender] = Contender,
+    spec_type: type[ContenderSpec] = ContenderSpec,
+) -> None:
     """Runs the contender that the file describes; writes ``result-RANK.json``.
 
-    What a rank says on standard error goes to ``stderr-RANK.txt``: who started it may
+    Standard error of a rank goes to ``stderr-RANK.txt``: who started it may
     have a progress bar there, and shows the end of the file when the rank fails.
     """
-    spec = ContenderSpec.from_json(Path(path).read_text())
+    spec = spec_type.from_json(Path(path).read_text())
     rank = read_placement().rank
     with (Path(spec.out) / f"stderr-{rank}.txt").open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())

@@ -16,15 +16,14 @@ import torch
 
 from elche.demo.compare import ContenderRun, Devices, run_contender, whole_batches
 from elche.demo.contender import ContenderSpec
-from elche.demo.models import BATCH_SIZE, build_workload
 from elche.demo.outcome import DemoOutcome
-from elche.demo.results import print_table
+from elche.demo.workload import BATCH_SIZE, GPT_MODEL, language_workload
 from elche.errors import ConfigError
 from elche.monitor.progress import ProgressReporter, open_progress
+from elche.monitor.results import print_table
 
 logger = logging.getLogger(__name__)
 
-MODEL = "gpt"
 SEGMENTS = 8
 SPEEDS = (1.0, 0.25)
 DEFAULT_SECONDS = 20.0
@@ -93,15 +92,20 @@ def prepare(config: DemoConfig, devices: Devices) -> tuple[int, str]:
     if devices.emulated:
         total = config.seconds * sum(devices.nominal_samples_per_s(BATCH_SIZE))
         samples = whole_batches(total, SEGMENTS)
-        return samples, build_workload(MODEL, 0, samples, config.text).source
-    build_workload(MODEL, 0, PROBE_SAMPLES, config.text)
+        return samples, _source(config, samples)
+    _source(config, PROBE_SAMPLES)
     probe = run_contender(
         "probe", _spec(config, PROBE_SAMPLES, kind="solo", max_seconds=PROBE_S), devices
     )
     rates = [probe.rate(rank) for rank in range(devices.count)]
     total = min(config.seconds * sum(rates), SLOWEST_S * min(rates))
     samples = whole_batches(total, SEGMENTS)
-    return samples, build_workload(MODEL, 0, samples, config.text).source
+    return samples, _source(config, samples)
+
+
+def _source(config: DemoConfig, samples: int) -> str:
+    """Where the text comes from, which must have so many windows."""
+    return language_workload("gpt", GPT_MODEL, 0, samples, config.text).source
 
 
 def run_demo(config: DemoConfig) -> None:
@@ -128,9 +132,7 @@ def run_demo(config: DemoConfig) -> None:
 
 def _spec(config: DemoConfig, samples: int, **settings: Any) -> ContenderSpec:
     return ContenderSpec(
-        model=MODEL,
         samples=samples,
-        out="",
         segments=SEGMENTS,
         text=str(config.text) if config.text is not None else None,
         **settings,

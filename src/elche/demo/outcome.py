@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from elche.demo.compare import ContenderRun, Devices, devices_in_words, machine
-from elche.demo.results import to_json_text
 from elche.demo.words import sentences, what_was_emulated
 from elche.errors import ConfigError
 from elche.monitor.plots import LossCurve, PlotText, plot_loss_curves
+from elche.monitor.results import to_json_text
 from elche.monitor.table import ContenderResult, contenders_to_json, time_to_loss
 from elche.monitor.trace import to_chrome_trace
 from elche.runtime.report.files import replace_file

@@ -1,9 +1,4 @@
-"""The demo's networks: small enough for a CPU core, large enough to communicate.
-
-The variants for benchmarks hold more than two million parameters, so that a
-reduction costs what it costs elsewhere, while their compute stays well below
-the time that an emulated device declares for a batch.
-"""
+"""The demo's GPT: small enough for a CPU core, large enough to communicate."""
 
 from __future__ import annotations
 
@@ -14,69 +9,6 @@ from typing import final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-@final
-class ResidualMLP(nn.Module):
-    """Pre-norm residual perceptron: (samples, in_features) to (samples, classes)."""
-
-    def __init__(
-        self, in_features: int, classes: int, width: int = 512, depth: int = 9
-    ) -> None:
-        super().__init__()
-        self.stem = nn.Linear(in_features, width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, width))
-            for _ in range(depth)
-        )
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of samples."""
-        hidden = self.stem(x)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        logits: Tensor = self.head(self.norm(hidden))
-        return logits
-
-
-@final
-class ConvNet(nn.Module):
-    """Two convolutions with batch normalisation and a wide head.
-
-    (samples, 1, side, side) to (samples, classes); `side` is a multiple of 4.
-    """
-
-    def __init__(
-        self, side: int, classes: int, channels: int = 16, width: int = 1024
-    ) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(channels, 2 * channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(2 * channels),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-        )
-        self.head = nn.Sequential(
-            nn.Linear(2 * channels * (side // 4) ** 2, width),
-            nn.ReLU(),
-            nn.Linear(width, width),
-            nn.ReLU(),
-            nn.Linear(width, width // 2),
-            nn.ReLU(),
-            nn.Linear(width // 2, classes),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of images."""
-        logits: Tensor = self.head(self.features(x))
-        return logits
 
 
 @dataclass(frozen=True)
@@ -144,37 +76,6 @@ class GPT(nn.Module):
             for index in range(layer, len(buckets), len(self.blocks)):
                 hidden = hidden + self.tables[index](buckets[index])
         logits: Tensor = self.head(self.norm(hidden))
-        return logits
-
-
-@final
-class CharLSTM(nn.Module):
-    """An LSTM over characters with tables of hashed n-grams before and after it.
-
-    Maps symbols (samples, positions), int64, to logits (samples, positions,
-    vocabulary).
-    """
-
-    _ORDERS = (2, 3, 4, 5)
-    _ROWS = 4096
-
-    def __init__(self, vocabulary: int, width: int = 128) -> None:
-        super().__init__()
-        self.symbols = nn.Embedding(vocabulary, width)
-        self.tables = nn.ModuleList(
-            nn.Embedding(self._ROWS, width) for _ in self._ORDERS
-        )
-        self.lstm = nn.LSTM(width, width, batch_first=True)
-        self.head = nn.Linear(width, vocabulary)
-        for table in (self.symbols, *self.tables):
-            nn.init.normal_(table.weight, std=0.1)
-
-    def forward(self, symbols: Tensor) -> Tensor:
-        """Logits of the symbol that follows each position."""
-        buckets = hash_ngrams(symbols, self._ORDERS, self._ROWS)
-        known = [table(at) for table, at in zip(self.tables, buckets, strict=True)]
-        hidden, _ = self.lstm(self.symbols(symbols) + known[0] + known[2])
-        logits: Tensor = self.head(hidden + known[1] + known[3])
         return logits
 
 

@@ -1,4 +1,4 @@
-"""``elche bench hetero``: a comparison of ways to train on unequal devices."""
+"""A comparison of ways to train on unequal devices."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from typing import Any
 
 import click
 
+from benchmarks.hetero.bounds import ContenderBounds
+from benchmarks.hetero.contender import MODULE, BenchSpec
+from benchmarks.hetero.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, BenchVerdict
+from benchmarks.hetero.workloads import OPTIMIZERS, WORKLOADS, batch_size_of
 from elche.config import DELAYED_SYNC, POLICIES
 from elche.demo.batches import split_edges
 from elche.demo.compare import (
@@ -22,13 +26,9 @@ from elche.demo.compare import (
     run_contender,
     whole_batches,
 )
-from elche.demo.contender import ContenderSpec
-from elche.demo.contender_bounds import ContenderBounds
-from elche.demo.models import OPTIMIZERS, WORKLOADS, batch_size_of
-from elche.demo.results import check_writable, print_table, to_json_text
-from elche.demo.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, BenchVerdict
 from elche.errors import ConfigError
 from elche.monitor.progress import ProgressReporter, open_progress
+from elche.monitor.results import check_writable, print_table, to_json_text
 from elche.runtime.process.launch import Network
 
 DEFAULT_SECONDS = 40.0
@@ -162,7 +162,7 @@ class BenchConfig:
         """So many samples, in whole batches; at least one."""
         return whole_batches(samples, batch_size=self.samples_per_batch)
 
-    def spec(self, name: str, seed: int) -> ContenderSpec:
+    def spec(self, name: str, seed: int) -> BenchSpec:
         """What a contender trains."""
         samples, settings = self.samples, dict[str, Any]()
         if name == CONTROL or name.startswith("solo-"):
@@ -179,7 +179,7 @@ class BenchConfig:
         if self.time_capped and name == "ddp":
             equal = min(self.rates) * self.devices.count
             samples = self.whole_batches(self.seconds * equal)
-        return ContenderSpec(
+        return BenchSpec(
             model=self.model,
             samples=samples,
             out="",
@@ -218,7 +218,7 @@ class BenchConfig:
     def command(self) -> str:
         """The command line that measures the same."""
         speeds = ",".join(f"{speed:g}" for speed in self.speeds)
-        words = ["elche", "bench", "hetero", "--speeds", speeds]
+        words = ["python", "-m", "benchmarks.hetero", "--speeds", speeds]
         words += ["--policy", self.policy, "--model", self.model]
         words += ["--optimizer", self.optimizer] * (self.optimizer != "adamw")
         words += ["--seconds", f"{self.seconds:g}", "--seeds", str(self.seeds)]
@@ -337,7 +337,7 @@ def _run_one(
         if rank == 0:
             progress.update(task, min(done, total))
 
-    run = run_contender(name, spec, devices, on_progress)
+    run = run_contender(name, spec, devices, on_progress, module=MODULE)
     progress.update(task, total)
     ranks = len(run.ranks) if name == CONTROL else 1
     rate = sum(run.rate(rank) for rank in range(ranks))

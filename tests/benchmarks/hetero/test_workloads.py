@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from elche.demo.models import (
+from benchmarks.hetero.workloads import (
     WORKLOADS,
-    Workload,
     batch_size_of,
     build_workload,
-    learning_rate_scale,
 )
-from elche.demo.networks import GPT, GPTConfig, hash_ngrams
+from elche.demo.gpt import GPT, GPTConfig, hash_ngrams
+from elche.demo.workload import Workload, learning_rate_scale
 from elche.errors import ConfigError
 
 LARGE = "gpt-10m"
@@ -110,12 +109,6 @@ def test_a_workload_travels_to_a_spawned_process() -> None:
     workload = build_workload("mlp", num_samples=4)
     copy = pickle.loads(pickle.dumps(workload))
     assert copy.evaluate(copy.model_fn()) == workload.evaluate(workload.model_fn())
-
-
-def test_the_learning_rate_can_be_tuned() -> None:
-    workload = build_workload("mlp", num_samples=4).with_learning_rate(0.5)
-    optimizer = workload.optimizer_fn(workload.model_fn().parameters())
-    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_own_text_is_used(tmp_path: Path) -> None:

@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.demo.contender import ContenderSpec
-from elche.demo.time_cap import TimeCap
+from benchmarks.hetero.contender import BenchSpec
+from benchmarks.hetero.time_cap import TimeCap
 from elche.runtime.process.coordinator import serve_in_thread
-from tests.demo.capped_cases import train_capped
+from tests.benchmarks.hetero.capped_cases import train_capped
 from tests.harness.rank_pool import RankPool
 
-SPEC = ContenderSpec(
-    kind="elche", model="mlp", samples=96 * 32, out="", max_seconds=0.59
-)
+SPEC = BenchSpec(kind="elche", model="mlp", samples=96 * 32, out="", max_seconds=0.59)
 
 
 def refuse() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
+from benchmarks.hetero.workloads import optimizers_of
 from elche import session
 from elche.config import DELAYED_SYNC
 from elche.demo.batches import Order
-from elche.demo.models import Workload, learning_rate_scale
+from elche.demo.workload import Workload, learning_rate_scale
 from elche.errors import DeadlineError
 from elche.runtime.emulation import EmulationHandle
 from elche.trainer.trainer import Trainer
@@ -89,7 +90,7 @@ class DelayedTraining:
 
     def _make_optimizers(self, parameters: Any) -> Any:
         assert self._model is not None
-        return self._workload.optimizers(self._model, self._optimizer)
+        return optimizers_of(self._workload, self._model, self._optimizer)
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
         self._emulation = session.current_emulation()

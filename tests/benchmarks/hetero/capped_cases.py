@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.hetero.contender import BenchContender, BenchSpec
 from elche import session
-from elche.demo.contender import Contender, ContenderSpec
 from tests.harness.rank_main import this_place
 
 TICK_S = 0.01
@@ -23,11 +23,11 @@ class TickingClock:
         return self._now_s
 
 
-def train_capped(spec: ContenderSpec) -> dict[str, Any]:
+def train_capped(spec: BenchSpec) -> dict[str, Any]:
     """Trains a contender; the clock of the last rank is three times as fast."""
     place = this_place()
     is_last = place.rank == place.world_size - 1
     try:
-        return Contender(spec, TickingClock(TICK_S * (3 if is_last else 1))).run()
+        return BenchContender(spec, TickingClock(TICK_S * (3 if is_last else 1))).run()
     finally:
         session.shutdown()

@@ -1,4 +1,4 @@
-"""`elche bench hetero`: settings, statistics, rejection, and a short real run."""
+"""`benchmarks.hetero`: settings, statistics, rejection, and a short real run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from elche.cli.main import main
+from benchmarks.hetero import bench
+from benchmarks.hetero.__main__ import hetero
+from benchmarks.hetero.bench import BenchConfig, run_bench
+from benchmarks.hetero.verdict import BenchVerdict
 from elche.config import POLICIES
-from elche.demo import bench
-from elche.demo.bench import BenchConfig, run_bench
 from elche.demo.compare import ContenderRun
-from elche.demo.verdict import BenchVerdict
 from tests.demo.fake_runs import rank_result, run_of
 
-HETERO = ["bench", "hetero"]
 ALL_KINDS = (
     "solo-0",
     "indep",
@@ -39,7 +38,7 @@ def nothing_starts(
     """Fails a test that starts a contender without being marked for it."""
     if request.node.get_closest_marker("distributed") is None:
 
-        def refuse(*args: Any) -> None:
+        def refuse(*args: Any, **more: Any) -> None:
             raise AssertionError("a contender was started")
 
         monkeypatch.setattr(bench, "run_contender", refuse)
@@ -71,25 +70,12 @@ def nothing_starts(
         ("--speeds 1,0.5 --json /no/such/folder/x.json", "cannot write /no/such"),
         ("", "Missing option '--speeds'"),
         ("--speeds 1,0.5 --optimizer x", "unknown optimizer 'x'; choose one of adamw"),
-        (
-            "--speeds 1,0.5 --link-mbit 10",
-            "run `python -m benchmarks.links`",
-        ),
-        ("--codec=int8", "--codec=int8 is no part of the installed package"),
     ],
 )
 def test_bad_settings_end_with_code_2(options: str, message: str) -> None:
-    result = CliRunner().invoke(main, [*HETERO, *options.split()])
+    result = CliRunner().invoke(hetero, options.split())
     assert result.exit_code == 2
     assert message in result.output
-
-
-def test_the_bench_of_pipelines_is_pointed_to() -> None:
-    result = CliRunner().invoke(main, ["bench", "pipeline", "--speeds", "1,1"])
-    assert result.exit_code == 2
-    assert "run `python -m benchmarks.pipeline` in a clone" in " ".join(
-        result.output.split()
-    )
 
 
 def test_a_checked_file_is_not_left_behind(
@@ -97,12 +83,12 @@ def test_a_checked_file_is_not_left_behind(
 ) -> None:
     path = tmp_path / "bench.json"
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any, **more: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "run_contender", interrupted)
     options = ["--speeds", "1,0.5", "--json", str(path)]
-    result = CliRunner().invoke(main, [*HETERO, *options])
+    result = CliRunner().invoke(hetero, options)
     assert result.exit_code == 130
     assert "interrupted" in result.output
     assert not path.exists()
@@ -270,7 +256,9 @@ def test_a_noisy_run_is_rejected(
 ) -> None:
     config = BenchConfig(speeds=(1.0, 0.25), allow_noise=allow_noise)
     runs = fake_results(config, control=0.9)
-    monkeypatch.setattr(bench, "run_contender", lambda name, *args: runs[name][0])
+    monkeypatch.setattr(
+        bench, "run_contender", lambda name, *args, **more: runs[name][0]
+    )
     path = tmp_path / "bench.json"
     assert run_bench(config, str(path)) == code
     values = json.loads(path.read_text())
@@ -295,7 +283,7 @@ def test_few_windows_and_overruns_are_said() -> None:
 @pytest.mark.distributed
 def test_a_short_run_prints_nothing_but_json() -> None:
     options = "--speeds 1,0.5 --seconds 0.3 --seeds 1 --contenders solo-0,elche-sync"
-    command = [sys.executable, "-m", "elche", *HETERO, *options.split()]
+    command = [sys.executable, "-m", "benchmarks.hetero", *options.split()]
     done = subprocess.run(
         [*command, "--json", "-"], capture_output=True, text=True, timeout=240
     )
@@ -305,7 +293,7 @@ def test_a_short_run_prints_nothing_but_json() -> None:
     assert values["speeds"] == [1.0, 0.5]
     assert values["emulated"] is True
     assert values["rejected"] is False
-    assert values["command"].startswith("elche bench hetero --speeds 1,0.5 ")
+    assert values["command"].startswith("python -m benchmarks.hetero --speeds 1,0.5 ")
     ours, alone = (values["contenders"][name] for name in ("elche-sync", "solo-0"))
     assert ours["eval_loss"] == pytest.approx(alone["eval_loss"], abs=1e-3)
     assert ours["windows"] == values["samples"] / 32
@@ -317,7 +305,7 @@ def test_a_short_run_prints_nothing_but_json() -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_an_interrupt_ends_all_ranks() -> None:
     options = "--speeds 1,0.5 --seconds 100 --contenders elche-sync"
-    command = [sys.executable, "-m", "elche", *HETERO, *options.split()]
+    command = [sys.executable, "-m", "benchmarks.hetero", *options.split()]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -1,0 +1,1 @@
+"""PyTorch's ways to train on unequal devices, and elche's, side by side."""

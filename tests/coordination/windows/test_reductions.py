@@ -25,17 +25,13 @@ from tests.coordination.windows.test_window_loop import opened
 from tests.harness.reached import reach
 from tests.harness.settings import nested
 
-AVERAGED = {"optimizer_state": "average"}
-
 
 def parts_of(samples: tuple[int, ...]) -> dict[int, Part]:
     """What ranks did in a window that all of them have closed."""
     return {
         rank: Part(
             samples=count,
-            closed=WindowClosed(
-                rank=rank, epoch=0, window=0, state="", changed_buffers=()
-            ),
+            closed=WindowClosed(rank=rank, epoch=0, window=0, changed_buffers=()),
         )
         for rank, count in enumerate(samples)
     }
@@ -83,9 +79,7 @@ def test_drifts_weigh_what_ranks_say(said: list[tuple[int, float]], kind: str) -
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
 def test_a_window_cannot_weigh_what_is_no_weight(weight: float) -> None:
-    closed = WindowClosed(
-        rank=1, epoch=0, window=0, state="", changed_buffers=(), weight=weight
-    )
+    closed = WindowClosed(rank=1, epoch=0, window=0, changed_buffers=(), weight=weight)
     book = WindowBook([0, 1], 0)
     book.part(1).open(opened(), is_diverged=False, is_drained=False)
     with pytest.raises(ProtocolError, match="rank 1 closes window 0 with a weight of"):
@@ -145,36 +139,3 @@ def test_what_windows_there_will_be_is_looked_at_until_el_che_has_settled() -> N
 def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:
     assert [default_outer_lr(ranks, "slowmo") for ranks in (2, 3, 8)] == [1.0] * 3
     assert [default_outer_lr(ranks) for ranks in (2, 3, 8)] == [0.7, 1.0, 1.0]
-
-
-def test_state_is_averaged_only_where_parameters_are_at_once() -> None:
-    asked = WindowConfig(optimizer_state="average")
-    assert RunConfig(policy="cadence", windows=asked).averages_state
-    sums = WindowConfig(optimizer_state="average", update="gradients")
-    assert not RunConfig(policy="cadence", windows=sums).averages_state
-    assert not RunConfig(policy="cadence").averages_state
-
-
-@pytest.mark.parametrize(
-    ("layouts", "options", "apart"),
-    [
-        (("a", "a", "a"), AVERAGED, ()),
-        (("", "", ""), AVERAGED, ()),
-        (("a", "", "a"), AVERAGED, (1,)),
-        (("", "", "a"), AVERAGED, (0, 1)),
-        (("a", "b", "b"), AVERAGED, (0,)),
-        (("a", "", "a"), {}, ()),
-    ],
-)
-def test_who_holds_other_optimizer_state_is_told_where_it_is_averaged(
-    layouts: tuple[str, ...], options: dict[str, Any], apart: tuple[int, ...]
-) -> None:
-    parts = parts_of((8, 8, 8))
-    for part, layout in zip(parts.values(), layouts, strict=True):
-        assert part.closed is not None
-        part.closed = dataclasses.replace(part.closed, state=layout)
-    planner = ReductionPlanner(RunConfig(policy="cadence", **nested(options)), None)
-    settings = planner.settings(parts, 1000, 10)
-    plans = [*planner.plan(parts, settings, 0, Reduction(0, parts))]
-    assert {plan.state_apart for plan in plans} == {apart}
-    assert settings["include_state"] == (layouts == ("a", "a", "a"))

@@ -177,7 +177,7 @@ def check(ranks: RankPool, case: Case) -> None:
 def check_plans(case: Case, task: Task, epochs: list[list[Window]]) -> None:
     """The windows were reduced as the settings say, and as often as planned."""
     outer = "nesterov" if case["outer"] == "auto" else case["outer"]
-    trained = [any(window.parts) for epoch in epochs for window in epoch]
+    trained = [any(window.parts.values()) for epoch in epochs for window in epoch]
     reductions = [window.reduce for epoch in epochs for window in epoch]
     kinds = {each.outer for each in itertools.compress(reductions, trained) if each}
     assert kinds == {outer}

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.config import RunConfig, default_outer_lr
-from elche.config_parts import WindowConfig
 from elche.coordination.protocol.events import WindowClosed
 from elche.coordination.windows.reductions import (
     FEW_WINDOWS,
@@ -49,17 +48,17 @@ def settings_of(samples: tuple[int, ...], **options: Any) -> dict[str, Any]:
         min_size=1,
         max_size=8,
     ),
-    kind=st.sampled_from(["equal", "samples", "sqrt"]),
 )
-def test_drifts_weigh_what_ranks_say(said: list[tuple[int, float]], kind: str) -> None:
-    """In proportion; what was rejected, or says 0, weighs nothing and is not active."""
+def test_drifts_of_ranks_that_count_weigh_the_same(
+    said: list[tuple[int, float]],
+) -> None:
+    """What was rejected, or says 0, weighs nothing and is not active."""
     parts = parts_of(tuple(samples for samples, _ in said))
     for part, (_, weight) in zip(parts.values(), said, strict=True):
         assert part.closed is not None
         part.closed = dataclasses.replace(part.closed, weight=weight)
     counts = [weight if samples else 0.0 for samples, weight in said]
-    windows = WindowConfig(drift_weights=kind)
-    planner = ReductionPlanner(RunConfig(policy="cadence", windows=windows), None)
+    planner = ReductionPlanner(RunConfig(policy="cadence"), None)
     settings = planner.settings(parts, 1000, 10)
     plans = [*planner.plan(parts, settings, 0, Reduction(0, parts))]
     assert [plan.weight > 0.0 for plan in plans] == [count > 0.0 for count in counts]
@@ -71,9 +70,8 @@ def test_drifts_weigh_what_ranks_say(said: list[tuple[int, float]], kind: str) -
     reach("drifts weighed")
     reach("some that weigh nothing", not all(counts))
     assert sum(plan.weight for plan in plans) == pytest.approx(1.0)
-    raw = {"equal": lambda c: float(c > 0), "samples": float, "sqrt": math.sqrt}[kind]
-    share = sum(map(raw, counts))
-    expected = [raw(count) / share for count in counts]
+    active = sum(count > 0.0 for count in counts)
+    expected = [float(count > 0.0) / active for count in counts]
     assert [plan.weight for plan in plans] == pytest.approx(expected, rel=1e-12)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 
 import elche
 from elche.config import RunConfig
-from elche.config_parts import FORMER_SETTINGS, DebugConfig, WindowConfig
+from elche.config_parts import FORMER_SETTINGS, WindowConfig
 from elche.errors import ConfigError
 from elche.trainer.trainer_config import trainer_config
 from tests.harness.settings import nested
@@ -28,8 +27,6 @@ from tests.harness.settings import nested
         ({"speed_hints": "1,0.25"}, "speed_hints to be a number per rank"),
         ({"speed_hints": {0: 1.0}}, "speed_hints to be a number per rank"),
         ({"speed_hints": (1.0, "fast")}, r"speed_hints\[1\] to be a positive"),
-        ({"record": 5}, "record to be a file's name, got 5"),
-        ({"replay": True}, "replay to be a file's name, got True"),
         ({"anchor": 500}, r"anchor of at most max_anchor \(200\), got 500"),
         ({"min_anchor": 9, "max_anchor": 8}, r"min_anchor of at most max_anchor \(8\)"),
         ({"max_samples": 8}, "max_samples to be {rank: samples}"),
@@ -61,10 +58,12 @@ def test_former_names_are_answered_with_the_new_place(name: str) -> None:
             made()
 
 
-def test_files_may_be_paths() -> None:
-    config = DebugConfig(record=Path("runs", "plan.json"))  # type: ignore[arg-type]
-    assert config.record == str(Path("runs", "plan.json"))
-    assert config.replay is None
+@pytest.mark.parametrize(
+    ("group", "name"), [("windows", "optimizer_state"), ("debug", "replay")]
+)
+def test_removed_settings_are_refused_in_their_group(group: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}= was removed"):
+        RunConfig.from_options({"policy": "cadence", group: {name: "average"}})
 
 
 def test_el_che_switched_off_needs_no_bounds() -> None:

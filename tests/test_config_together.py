@@ -15,13 +15,9 @@ from tests.harness.settings import nested
     ("options", "message"),
     [
         ({"policy": "auto", "deterministic": True}, "cannot be deterministic"),
-        ({"policy": "auto", "replay": "plan.json"}, "cannot be deterministic"),
-        ({"policy": "auto", "record": "plan.json"}, "no record can repeat"),
         ({"policy": "auto", "update": "gradients"}, "leave update out"),
-        ({"policy": "auto", "optimizer_state": "average"}, "leave optimizer_state"),
         ({"policy": "async", "update": "gradients"}, "need policy 'cadence'"),
         ({"policy": "sync", "update": "parameters"}, "'sync' .* has no windows"),
-        ({"policy": "async", "optimizer_state": "average"}, "policy 'cadence'"),
         (
             {"policy": "cadence", "update": "gradients", "codec": "bf16"},
             "windows of update='gradients' sum theirs as they are",

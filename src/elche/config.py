@@ -111,7 +111,7 @@ class RunConfig:
         guard: watch how far replicas drift apart, and shorten windows; False does not.
         windows: an `elche.WindowConfig`: length of windows, and what they reduce.
         transport: an `elche.TransportConfig`: how tensors travel between ranks.
-        debug: an `elche.DebugConfig`: deterministic, recorded and replayed runs.
+        debug: an `elche.DebugConfig`: deterministic runs.
     """
 
     policy: str = "sync"
@@ -197,27 +197,10 @@ class RunConfig:
                 "policy 'async' averages parameters; gradient windows need policy "
                 "'cadence'"
             )
-        if self.policy in ("async", "auto") and windows.optimizer_state == "average":
-            raise ConfigError(
-                "overlapped windows (policy 'async', which 'auto' may choose) leave "
-                "optimizer state local, or reset it: an average of it would come late; "
-                "leave optimizer_state out, or choose policy 'cadence'"
-            )
 
     def _check_planned(self) -> None:
         """What follows measured times cannot be planned."""
-        if self.policy == "auto" and self.debug.record is not None:
-            raise ConfigError(
-                "policy 'auto' may change inside an epoch, which no record can "
-                "repeat; choose policy 'sync', 'cadence' or 'async'"
-            )
-        debug = self.debug
-        if self.policy == DELAYED_SYNC and (debug.record or debug.replay) is not None:
-            raise ConfigError(
-                "policy 'delayed_sync' ends its epochs where it is stopped, which no "
-                "record holds; leave record= and replay= out, or choose policy 'sync'"
-            )
-        if not debug.is_planned:
+        if not self.debug.deterministic:
             return
         if self.policy == "auto":
             raise ConfigError(
@@ -226,13 +209,13 @@ class RunConfig:
             )
         if self.codec == "auto":
             raise ConfigError(
-                "codec 'auto' follows a measured link, so it cannot be deterministic "
-                "or replayed; choose codec 'fp32', 'bf16', 'int8' or 'int4'"
+                "codec 'auto' follows a measured link, so it cannot be deterministic; "
+                "choose codec 'fp32', 'bf16', 'int8' or 'int4'"
             )
         if self.windows.max_batch_diff is not None:
             raise ConfigError(
                 "max_batch_diff follows measured progress, so it cannot be "
-                "deterministic or replayed; leave it out"
+                "deterministic; leave it out"
             )
 
     @property
@@ -260,13 +243,8 @@ class RunConfig:
         if self.transport.kind == "nccl":
             return "transport.kind='nccl'"
         if self.debug != DebugConfig():
-            return "a deterministic, recorded or replayed run"
+            return "a deterministic run"
         return "" if self.survive else "survive=False"
-
-    @property
-    def averages_state(self) -> bool:
-        """Whether optimizer state is averaged with the parameters."""
-        return self.windows.optimizer_state == "average" and not self.sums_gradients
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, groups as dictionaries."""

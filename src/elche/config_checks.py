@@ -44,15 +44,6 @@ def hints_of(given: Sequence[float] | None) -> tuple[float, ...] | None:
     return hints
 
 
-def path_of(name: str, value: object) -> str | None:
-    """A file's name, from text or from a ``pathlib.Path``."""
-    if value is None or isinstance(value, str):
-        return value
-    if not hasattr(value, "__fspath__"):
-        raise ConfigError(f"expected {name} to be a file's name, got {value!r}")
-    return str(value)
-
-
 def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     """One of these words."""
     if value not in known:

@@ -13,13 +13,10 @@ from elche.config_checks import (
     check_positive,
     check_whole,
     is_number,
-    path_of,
 )
 from elche.errors import ConfigError
 
 UPDATES = ("auto", "gradients", "parameters")
-DRIFT_WEIGHTS = ("equal", "samples", "sqrt")
-OPTIMIZER_STATES = ("local", "average", "reset")
 OUTER_OPTIMIZERS = ("auto", "nesterov", "slowmo", "average")
 TRANSPORTS = ("auto", "gloo", "nccl")
 
@@ -79,13 +76,6 @@ class WindowConfig:
             the anchor grows; clamped to 0.01 .. 0.50.
         max_batch_diff: most batches that a rank may run beyond the slowest rank's
             planned count in a window, and the most a count moves per report.
-        drift_weights: how parameter deltas are weighted in the mean: ``"equal"``, by
-            ``"samples"`` or their root, ``"sqrt"``; or by what `elche.setup` is told
-            that batches weigh. A rank that trained on nothing weighs nothing.
-        optimizer_state: whether optimizer state stays ``"local"``, is averaged with
-            the parameters (``"average"``, under ``cadence``; worth its bytes only where
-            windows are fixed and long), or is ``"reset"`` at each synchronisation, of
-            all optimizers that step the model; that of LBFGS always is.
         outer: the outer optimizer, an `elche.OuterConfig`.
     """
 
@@ -96,15 +86,11 @@ class WindowConfig:
     max_anchor: int = 200
     overhead_target: float = 0.03
     max_batch_diff: int | None = None
-    drift_weights: str = "equal"
-    optimizer_state: str = "local"
     outer: OuterConfig = field(default_factory=OuterConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer", part_of("outer", OuterConfig, self.outer))
         check_choice("update", self.update, UPDATES)
-        check_choice("drift_weights", self.drift_weights, DRIFT_WEIGHTS)
-        check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         if self.local_batch_size is not None:
             check_whole("local_batch_size", self.local_batch_size, 1)
         check_whole("anchor", self.anchor, 1)
@@ -163,23 +149,12 @@ class DebugConfig:
     Attributes:
         deterministic: plans depend on the settings alone, not on time: two runs
             on the same devices give the same bits.
-        record: file to write what the run did to, for a replay; on rank 0.
-        replay: file to repeat a recorded run from, bit for bit on the same devices.
     """
 
     deterministic: bool = False
-    record: str | None = None
-    replay: str | None = None
 
     def __post_init__(self) -> None:
         check_bool("deterministic", self.deterministic)
-        for name in ("record", "replay"):
-            object.__setattr__(self, name, path_of(name, getattr(self, name)))
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether the run may not follow measured times."""
-        return self.deterministic or self.replay is not None
 
 
 def part_of(name: str, kind: type[_Part], given: object) -> _Part:
@@ -196,6 +171,7 @@ def part_of(name: str, kind: type[_Part], given: object) -> _Part:
             f"expected {name} to be an elche.{kind.__name__} (with {known}), got "
             f"{given!r}"
         )
+    refuse_former(set(map(str, given)) & REMOVED.keys())
     check_known(map(str, given), {item.name for item in fields(kind)}, f" of {name}")
     return kind(**given)
 
@@ -215,12 +191,23 @@ _FORMER = {
         for name in (item.name for item in fields(DebugConfig))
     },
 }
-FORMER_SETTINGS = {
-    **{name: f"{name}= is now {place}" for name, place in _FORMER.items()},
+REMOVED = {
     "micro_batches": "micro_batches= is no setting any more: elche.Trainer runs what "
     "exceeds max_samples in micro-batches, a loop of your own does not",
     "fragments": "fragments= was removed: short windows with an encoding "
     "(max_anchor=, codec='int4') send less and learn more",
+    "drift_weights": "drift_weights= was removed: parameter deltas of a window weigh "
+    "the same; leave it out",
+    "optimizer_state": "optimizer_state= was removed: each rank keeps its optimizer's "
+    "state; leave it out",
+    "record": "record= was removed: runs that can be repeated are those of "
+    "debug=elche.DebugConfig(deterministic=True)",
+    "replay": "replay= was removed: runs that can be repeated are those of "
+    "debug=elche.DebugConfig(deterministic=True)",
+}
+FORMER_SETTINGS = {
+    **{name: f"{name}= is now {place}" for name, place in _FORMER.items()},
+    **REMOVED,
 }
 """Names that settings had, and the answer to each."""
 

@@ -109,10 +109,10 @@ def setup(
             Called with each batch as the loader makes it, before it is moved, and with
             parts of one, on one device as on several; it returns one number (of Python,
             torch or numpy), 0 for a batch that is to count nowhere.
-            Means of gradients, drifts where ``drift_weights`` asks for samples or their
-            root, and what is logged are weighted by it. Samples stay what is counted,
-            shared out and scheduled by. With ``loss_reduction="sum"`` gradients are
-            sums, of which it only leaves out what weighs 0.
+            Means of gradients and what is logged are weighted by it; under ``cadence``
+            and ``async`` ranks whose batches weigh 0 are left out. Samples stay what is
+            counted, shared out and scheduled by. With ``loss_reduction="sum"`` it only
+            leaves out what weighs 0.
         schedulers: learning rate schedulers; see `elche.follow`.
         copies: of the model, which the loop updates (EMA). They matter under windows,
             where each rank's loop sees other batches. A `torch.optim.swa_utils.

@@ -15,7 +15,6 @@ def plan(rank: int = 0, **changes: Any) -> Reduce:
         "attempt": 0,
         "weight": 0.5,
         "active_ranks": 2,
-        "include_state": False,
         "buffers": (),
         "outer": "average",
         "outer_lr": 1.0,

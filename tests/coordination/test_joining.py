@@ -136,7 +136,7 @@ class Member:
 
     def close(self) -> WindowClosed:
         return WindowClosed(
-            rank=self.rank, epoch=0, window=self.window, state="", changed_buffers=()
+            rank=self.rank, epoch=0, window=self.window, changed_buffers=()
         )
 
     def move(self) -> list[Event]:

@@ -58,17 +58,9 @@ def _cut(batch: tuple[int, ...], ranks: int) -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.mark.parametrize("drift_weights", ["equal", "samples", "sqrt"])
-@pytest.mark.parametrize("optimizer_state", ["average", "local", "reset"])
-def test_ranks_end_identical(
-    ranks2: RankPool, drift_weights: str, optimizer_state: str
-) -> None:
-    options = {
-        "policy": "cadence",
-        "drift_weights": drift_weights,
-        "optimizer_state": optimizer_state,
-        "outer": "nesterov" if drift_weights == "equal" else "average",
-    }
+@pytest.mark.parametrize("outer", ["nesterov", "average"])
+def test_ranks_end_identical(ranks2: RankPool, outer: str) -> None:
+    options = {"policy": "cadence", "outer": outer}
     task = Task(samples=320, optimizer="adamw", model="norm", options=options)
     traces = ranks2.run(shared, task, case_setup=serve_in_thread, env=FOUR_TO_ONE)
     assert identical([trace.state for trace in traces])
@@ -197,7 +189,6 @@ def test_one_window_of_plain_averaging_is_the_mean(ranks2: RankPool) -> None:
         "outer": "average",
         "anchor": 1,
         "max_anchor": 1,
-        "drift_weights": "equal",
         "local_batch_size": 16,
     }
     task = Task(samples=32, epochs=1, dtype="float64", shuffle=False, options=options)

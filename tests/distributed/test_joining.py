@@ -95,17 +95,8 @@ def test_a_rank_joins_in_place_of_one_that_died(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "windows",
-    [
-        {"optimizer_state": "average"},
-        {"update": "gradients", "outer": elche.OuterConfig()},
-    ],
-    ids=["averaged state", "gradients"],
-)
-def test_a_rank_joins_where_optimizers_are_alike(
-    windows: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_rank_joins_where_optimizers_are_alike(tmp_path: Path) -> None:
+    windows = {"update": "gradients", "outer": elche.OuterConfig()}
     more = {"founders": 3, "death": 1, "windows": windows}
     plan = Plan(folder=str(tmp_path), policy="cadence", **more)
     check_joined(check_all(run(plan), plan, {1}), plan)

@@ -1,24 +1,20 @@
 """Every setting with every other, in real processes and as one process does the same.
 
 Under ``sync`` that is plain training on the union batch; under the other policies what
-`one_process` writes out of the windows that the run has recorded.
+`one_process` writes out of the windows that the run had.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elche.config import RunConfig
-from elche.coordination.accounts.epoch_plan import WindowPlan
 from elche.errors import ConfigError
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.one_process import local_batches, replay
 from tests.distributed.cases.tasks import (
     Task,
@@ -30,6 +26,7 @@ from tests.distributed.cases.tasks import (
 )
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
+from tests.harness.window_record import Window, WindowRecord
 
 pytestmark = pytest.mark.distributed
 
@@ -40,8 +37,6 @@ FACTORS: dict[str, Sequence[Any]] = {
     "transport": ("auto", "gloo"),
     "codec": ("fp32", "bf16", "int8", "int4"),
     "outer": ("auto", "average", "nesterov", "slowmo"),
-    "drift_weights": ("equal", "samples", "sqrt"),
-    "optimizer_state": ("local", "average", "reset"),
     "dtype": ("float32", "float64"),
     "optimizer": ("sgd", "adamw"),
     "model": ("mlp", "norm", "unused", "tied", "frozen"),
@@ -49,7 +44,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "planned": (True, False),
     "weighs": (False, True),
 }
-OF_AVERAGES = ("codec", "outer", "drift_weights", "optimizer_state")
+OF_AVERAGES = ("codec", "outer")
 BOUNDS = {"fp32": 2e-6, "bf16": 5e-3, "int8": 2e-2, "int4": 0.1}
 """Relative L2 difference of the model at the end, in float32."""
 ENCODED = 2.5e-6
@@ -126,9 +121,6 @@ def bound_of(case: Case) -> float:
         return 1e-7 if has_norm and case["optimizer"] == "adamw" else 1e-11
     if case["codec"] == "fp32" and case["loop"] == "autocast":
         return 2e-2 if has_norm else 2e-3
-    is_signed = case["optimizer_state"] == "reset" and case["optimizer"] == "adamw"
-    if case["codec"] in ("bf16", "int8") and is_signed:  # Adam begun anew: by signs
-        return 5e-2
     return BOUNDS[case["codec"]] * (50 if has_norm and case["codec"] == "fp32" else 1)
 
 
@@ -164,11 +156,10 @@ def pairwise() -> list[Case]:
     return chosen
 
 
-def check(ranks: RankPool, case: Case, folder: Path) -> None:
+def check(ranks: RankPool, case: Case) -> None:
     """Runs it, and compares it with one process."""
-    record = folder / "plan.json"
-    task = task_of(case, record=str(record))
-    traces = ranks.run(shared, task, case_setup=serve_in_thread)
+    record, task = WindowRecord(), task_of(case)
+    traces = ranks.run(shared, task, case_setup=record.serve)
     assert identical([trace.state for trace in traces])
     for epoch in range(task.epochs):
         seen = sorted(index for trace in traces for index in trace.orders[epoch])
@@ -176,23 +167,19 @@ def check(ranks: RankPool, case: Case, folder: Path) -> None:
     if case["way"] == "sync":
         known = plain(task).state
     else:
-        epochs = json.loads(record.read_text())
-        windows = [[WindowPlan(**each) for each in e["windows"]] for e in epochs]
-        check_plans(case, task, windows)
-        known = replay(task, windows, len(traces))
+        check_plans(case, task, record.epochs)
+        known = replay(task, record.epochs, len(traces))
     apart = difference(traces[0].state, known)
     assert apart <= bound_of(case)
     assert apart > ENCODED or case["codec"] == "fp32"
 
 
-def check_plans(case: Case, task: Task, epochs: list[list[WindowPlan]]) -> None:
+def check_plans(case: Case, task: Task, epochs: list[list[Window]]) -> None:
     """The windows were reduced as the settings say, and as often as planned."""
-    reductions = [window.reduction or {} for epoch in epochs for window in epoch]
-    averaged = any(each["include_state"] for each in reductions)
-    assert averaged == RunConfig(**nested(task.options)).averages_state
     outer = "nesterov" if case["outer"] == "auto" else case["outer"]
-    trained = [any(window.parts) for epoch in epochs for window in epoch]
-    kinds = {each["outer"] for each in itertools.compress(reductions, trained)}
+    trained = [any(window.parts.values()) for epoch in epochs for window in epoch]
+    reductions = [window.reduce for epoch in epochs for window in epoch]
+    kinds = {each.outer for each in itertools.compress(reductions, trained) if each}
     assert kinds == {outer}
     if case["planned"]:
         per_window = sum((2, 1, 2, 1)[: case["world_size"]])
@@ -218,11 +205,11 @@ def pool(request: pytest.FixtureRequest) -> RankPool:
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_ranks_are_as_one_process(case: Case, pool: RankPool, tmp_path: Path) -> None:
-    check(pool, case, tmp_path)
+def test_ranks_are_as_one_process(case: Case, pool: RankPool) -> None:
+    check(pool, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MORE, ids=named)
-def test_more_of_all_cases(case: Case, pool: RankPool, tmp_path: Path) -> None:
-    check(pool, case, tmp_path)
+def test_more_of_all_cases(case: Case, pool: RankPool) -> None:
+    check(pool, case)

@@ -177,12 +177,10 @@ def test_what_is_built_anew_with_a_codec_is_of_those_who_live(
 
 FORMS: dict[str, dict[str, Any]] = {
     "gradients": {"update": "gradients"},
-    "averaged state": {"optimizer_state": "average"},
 }
 """Windows in which optimizers hold the same on all ranks."""
 PLACES_OF = {
     "gradients": ["before begun", "before finishing", "after finishing"],
-    "averaged state": ["before sending", "after sending", "after summing"],
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,50 +123,6 @@ def test_gradient_windows_share_the_rate_and_the_buffers(ranks2: RankPool) -> No
     )
     assert identical(states)
     assert float(states[0]["1.running_var"].min()) > 0
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_replay_on_other_data_is_refused(
-    ranks2: RankPool, policy: str, tmp_path: Path
-) -> None:
-    record = str(tmp_path / "plan.json")
-    task = Task(samples=200, batch_size=8, epochs=1)
-    ranks2.run(
-        shared, _with(task, policy=policy, record=record), case_setup=serve_in_thread
-    )
-    other = dataclasses.replace(task, samples=300)
-    outcomes = ranks2.run(
-        shared,
-        _with(other, policy=policy, replay=record),
-        case_setup=serve_in_thread,
-        expect_failure=True,
-    )
-    errors = [outcome.error for outcome in outcomes]
-    assert all(e is not None and "the record is of an epoch" in e.text for e in errors)
-
-
-@pytest.mark.parametrize(
-    "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow), "async"]
-)
-def test_a_recorded_run_replays_bit_for_bit(
-    ranks3: RankPool, policy: str, tmp_path: Path
-) -> None:
-    record = str(tmp_path / "plan.json")
-    task = Task(samples=700, batch_size=8, optimizer="adamw", options={"seed": 5})
-    first = ranks3.run(
-        shared,
-        _with(task, policy=policy, record=record),
-        case_setup=serve_in_thread,
-        env=_speeds(1.0, 0.6, 0.3),
-    )
-    again = ranks3.run(
-        shared,
-        _with(task, policy=policy, replay=record),
-        case_setup=serve_in_thread,
-        env=_speeds(0.4, 1.0, 0.5),
-    )
-    assert [trace.orders for trace in again] == [trace.orders for trace in first]
-    assert identical([first[0].state, *(trace.state for trace in again)])
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ TASK = Task(
     epochs=16,  # alone, a window may last as long as an epoch
     dtype="float64",
     # A limit: on a busy machine a reduction may take as long as many of these batches.
-    options={"policy": "auto", "drift_weights": "samples", "max_anchor": 20},
+    options={"policy": "auto", "max_anchor": 20},
 )
 
 

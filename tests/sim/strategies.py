@@ -61,7 +61,6 @@ def window_options(draw: st.DrawFn) -> dict[str, Any]:
         "anchor": anchor,
         "max_anchor": max_anchor,
         "max_batch_diff": draw(st.sampled_from([None, None, 0, 1, 3])),
-        "drift_weights": draw(st.sampled_from(["equal", "samples", "sqrt"])),
         "local_batch_size": draw(st.sampled_from([WHOLE, WHOLE, None, 2])),
     }
     if draw(st.integers(0, 9)) == 0:

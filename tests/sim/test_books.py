@@ -19,7 +19,6 @@ def reduce(rank: int, weight: float, **changes: Any) -> Reduce:
         "attempt": 0,
         "weight": weight,
         "active_ranks": 2,
-        "include_state": False,
         "buffers": (),
         "outer": "average",
         "outer_lr": 1.0,

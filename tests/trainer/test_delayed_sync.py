@@ -366,7 +366,6 @@ def test_it_needs_a_trainer() -> None:
     ("options", "message"),
     [
         ({"windows": {"anchor": 2}}, "'delayed_sync' reduces gradients at every batch"),
-        ({"debug": {"record": "plan.json"}}, "leave record= and replay= out"),
     ],
 )
 def test_what_it_cannot_have(options: dict[str, Any], message: str) -> None:

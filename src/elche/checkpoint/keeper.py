@@ -174,7 +174,6 @@ class CheckpointKeeper(Pauses):
         """Makes checkpoints by time from now on."""
         self._config = config
         if config is not None:
-            self._current.check_record()
             self._stores[config.folder] = CheckpointStore(config.folder, config.keep)
             self._is_used = True
             if self._stops is None:

@@ -53,9 +53,6 @@ class SavedRun(Protocol):
     def heeds_signals(self, heeds: bool) -> None:
         """Tells the launcher whether this rank ends by itself after a signal."""
 
-    def check_record(self) -> None:
-        """Refuses checkpoints of runs that record or replay."""
-
     def check_cut(self) -> None:
         """Refuses a checkpoint where nobody knows what is left of the epoch."""
 

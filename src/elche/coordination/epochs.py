@@ -155,7 +155,7 @@ class Epochs:
         )
         for rank in sorted(ranks):
             yield replace(begun, rank=rank)
-        outcome = self._policy.begin_epoch(self.number, sizes, now_s, speaker.plan)
+        outcome = self._policy.begin_epoch(self.number, sizes, now_s)
         if self._before is not None and speaker.continues:
             self._policy.totals.follow(self._before)
         self._before = None

@@ -101,9 +101,8 @@ class EpochTotals:
         ranks: Sequence[int],
         now_s: float,
         anchor: int,
-        plan: str,
     ) -> Iterator[Instruction]:
-        """What the epoch brought, to every rank; the plan to the first one only.
+        """What the epoch brought, to every rank.
 
         The same to all, but in a run of more than `TABLE_RANKS` ranks what each of them
         did is sent to the first one only, and the totals to the others.
@@ -132,7 +131,6 @@ class EpochTotals:
             windows=self.windows,
             anchor=anchor,
             shares=whole.shares,
-            plan=plan,
         )
         others = replace(
             common,
@@ -140,7 +138,6 @@ class EpochTotals:
             busy_s=small.busy_s,
             data_wait_s=small.data_wait_s,
             shares=small.shares,
-            plan="",
         )
         for rank in ranks:
             yield common if rank == first else replace(others, rank=rank)
@@ -235,10 +232,8 @@ class Policy(ABC):
         return 0
 
     @abstractmethod
-    def begin_epoch(
-        self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
-    ) -> Outcome:
-        """Starts an epoch that all ranks have opened; ``plan`` is one to replay."""
+    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
+        """Starts an epoch that all ranks have opened."""
 
     @abstractmethod
     def handle(self, event: Event, now_s: float) -> Outcome:

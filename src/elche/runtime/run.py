@@ -19,7 +19,6 @@ from elche.errors import ConfigError
 from elche.runtime.epochs.run_epochs import RunEpochs
 from elche.runtime.epochs.sync_epoch import SyncEpoch
 from elche.runtime.memory_limits import RankHost, check_caps
-from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.shutdown import failure_of
@@ -50,7 +49,6 @@ class Run:
         worker: this rank's shell, its group formed.
         training: what is trained, and the agreed settings.
         welcome: what the coordinator said of all ranks.
-        plans: what is recorded or replayed.
 
     Attributes:
         collectives: that the user's script calls.
@@ -62,7 +60,6 @@ class Run:
         worker: Worker,
         training: Training,
         welcome: Welcome,
-        plans: PlanFile,
     ) -> None:
         self.worker = worker
         self.config = training.config
@@ -88,7 +85,6 @@ class Run:
             training,
             self._synchroniser,
             self.notifications,
-            plans,
             watch,
         )
         self.collectives = UserCollectives(worker, training.config, self._epochs)
@@ -116,7 +112,6 @@ class Run:
         worker = Worker(placement, channel, config.timeout_s)
         run: Run | None = None
         try:
-            plans = PlanFile.for_rank(config, placement.rank)
             settings = describe(training, epochs)
             worker.send(join_event(placement, settings, model, loader))
             welcome = worker.expect(Welcome, "all ranks to join")
@@ -130,7 +125,7 @@ class Run:
                 *((f"state {index}", state) for index, state in enumerate(states)),
             ]
             make_equal(worker.group, named, "the first broadcast")
-            run = Run(worker, training, welcome, plans)
+            run = Run(worker, training, welcome)
             run._epochs.attach()
             worker.begin_beats()
         except BaseException as error:
@@ -235,20 +230,8 @@ class Run:
 
     can_cut = True
 
-    def check_record(self) -> None:
-        """Refuses checkpoints inside epochs that are recorded or replayed.
-
-        Raises:
-            ConfigError: they are.
-        """
-        debug = self.config.debug
-        if debug.record is not None or debug.replay is not None:
-            raise ConfigError(
-                "record= and replay= are of whole epochs, got a checkpoint inside one; "
-                "call elche.save() between epochs"
-            )
-
-    check_cut = check_record  # nothing else refuses one inside an epoch
+    def check_cut(self) -> None:
+        """Nothing refuses a checkpoint inside an epoch."""
 
     def parts(self) -> RunParts:
         """What a checkpoint is made of; between epochs, or where one is cut."""
@@ -270,7 +253,6 @@ class Run:
             ConfigError: an epoch has begun, or this run records or replays.
             MismatchError: a rank's state does not fit.
         """
-        self.check_record()
         self._epochs.load_state_dict(epochs)
         self._epochs.share_generators()
         self.load_state_dict(state)

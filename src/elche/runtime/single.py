@@ -134,9 +134,6 @@ class SingleRun:
     def barrier(self, name: str) -> None:
         """Nobody is waited for."""
 
-    def check_record(self) -> None:
-        """Nothing is recorded on one device."""
-
     @property
     def can_cut(self) -> bool:
         """Whether it is known what is left of the epoch."""

@@ -86,7 +86,7 @@ class Books:
         bases = {self.model(rank).common for rank in plans}
         assert len(bases) == 1, f"window {window}: ranks have other bases: {bases}"
         settings = {
-            (p.attempt, p.active_ranks, p.include_state, p.buffers, p.outer, p.outer_lr)
+            (p.attempt, p.active_ranks, p.buffers, p.outer, p.outer_lr)
             for p in plans.values()
         }
         assert len(settings) == 1, f"window {window}: ranks differ: {settings}"

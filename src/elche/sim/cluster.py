@@ -280,7 +280,6 @@ class SimulatedRun:
         runs: so many runs by the same processes, one after the other.
         batch_sizes: of an epoch, as runs of (samples, batches), instead of
             ``samples`` and ``batch_size``.
-        plans: a plan to replay per epoch.
         bad_batches: global ones of each epoch, whose gradients are not finite (under
             windows).
     """
@@ -299,7 +298,6 @@ class SimulatedRun:
     min_share_samples: int = 1
     runs: int = 1
     batch_sizes: tuple[tuple[int, int], ...] | None = None
-    plans: tuple[str, ...] = ()
     bad_batches: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -314,9 +312,7 @@ class SimulatedRun:
             raise ConfigError(f"samples must be at least 1, got {self.samples}")
         if self.until_s is not None:
             _positive(self, "until_s")
-        config = self.config
-        if config.debug.record is not None or config.debug.replay is not None:
-            raise ConfigError("'record' and 'replay' name files; a simulation has none")
+        self.config  # noqa: B018 - checks them
 
     @property
     def config(self) -> RunConfig:

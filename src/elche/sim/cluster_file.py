@@ -26,7 +26,7 @@ from elche.sim.cluster import (
 
 Table = TypeVar("Table")
 
-_NOT_IN_FILES = frozenset({"options", "batch_sizes", "plans", "runs", "bad_batches"})
+_NOT_IN_FILES = frozenset({"options", "batch_sizes", "runs", "bad_batches"})
 _TYPES: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "float | None": (int, float),

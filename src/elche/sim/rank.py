@@ -304,14 +304,11 @@ class Rank:
 
     def _open(self) -> None:
         """Opens the epoch, or the rest of it."""
-        plans = self.sim.cluster.run.plans
-        is_planned = self.epoch < len(plans) and not self._is_part
         self.sim.send(
             EpochOpened(
                 rank=self.rank,
                 epoch=self.epoch,
                 sizes=self.rest.part_sizes.runs,
-                plan=plans[self.epoch] if is_planned else "",
                 probe_s=self._probe_s,
                 continues=self._is_part,
             )

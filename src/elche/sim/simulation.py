@@ -109,7 +109,6 @@ class Simulation(World):
         self.core = Coordinator(cluster.world_size, survives=True)
         self.load = CoordinatorLoad()
         self.events: list[Event] = []
-        self.epoch_plans: list[str] = []
         self.devices: dict[int, Device] = {}
         self._began: dict[tuple[int, int], set[int]] = {}
         self._random = random.Random(f"{cluster.run.seed}/faults")
@@ -229,17 +228,14 @@ class Simulation(World):
             self.core.check()
 
     def _note_groups(self, told: list[Instruction]) -> None:
-        """Remembers groups of generations, plans of reductions and of epochs."""
+        """Remembers groups of generations, plans of reductions."""
         groups: dict[int, set[int]] = {}
         for instruction in told:
             if isinstance(instruction, (Welcome, Regroup)):
                 groups.setdefault(instruction.generation, set()).add(instruction.rank)
-            elif isinstance(instruction, Reduce):
-                if self.books is not None:
-                    told_of = self.plans.setdefault(instruction.window, {})
-                    told_of[instruction.rank] = instruction
-            elif getattr(instruction, "plan", ""):
-                self.epoch_plans.append(instruction.plan)  # type: ignore[union-attr]
+            elif isinstance(instruction, Reduce) and self.books is not None:
+                told_of = self.plans.setdefault(instruction.window, {})
+                told_of[instruction.rank] = instruction
         for generation, members in groups.items():
             # One that a newcomer is welcomed to stands already, without it.
             self.groups.setdefault(generation, frozenset(members))

@@ -186,7 +186,6 @@ class SimulatedWindowEpoch:
                 rank=rank.rank,
                 epoch=self._epoch,
                 window=loop.window,
-                state="",
                 changed_buffers=(),
                 is_finite=self._is_finite,
             )

@@ -176,42 +176,6 @@ def test_parameters_that_are_nan_weigh_nothing_where_the_plan_says_so() -> None:
         assert wide.tolist() == [3.0] * 3
 
 
-@pytest.mark.parametrize("shares_host", [True, False], ids=["shared", "collectives"])
-def test_the_state_of_optimizers_is_averaged_where_it_is_asked_for(
-    shares_host: bool,
-) -> None:
-    weights = (3, 1)
-
-    def run(group: Any, model: Net) -> list[dict[str, torch.Tensor]]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        averager = ParameterAverager(
-            list(model.parameters()), model, lambda: [optimizer], group
-        )
-        averager.build()
-        found = []
-        for window, asked in enumerate((True, False)):
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, group.rank + window + 1.0)
-            optimizer.step()
-            close(group)
-            reduction = plan_for(
-                group.rank, weights, window, buffers=(), include_state=asked
-            )
-            averager.synchronise(reduction)
-            state = optimizer.state[model.wide]["momentum_buffer"]
-            found.append(
-                {"momentum": state.clone(), "wide": model.wide.detach().clone()}
-            )
-        return found
-
-    one, other = on_ranks(2, run, [Net(), Net()], shares_host=shares_host)
-    check_equal([one[0], other[0]])
-    assert one[0]["momentum"].tolist() == pytest.approx([0.75 * 1 + 0.25 * 2] * 3)
-    assert torch.equal(one[1]["wide"], other[1]["wide"])
-    kept = [each[1]["momentum"][0].item() for each in (one, other)]
-    assert kept == pytest.approx([0.9 * 1.25 + 2, 0.9 * 1.25 + 3])
-
-
 LAGS = [(0, 2, 1), (3, 0, 1), (0, 0, 0)]
 """Steps of each rank between its snapshot and the mean's coming; none at the end."""
 

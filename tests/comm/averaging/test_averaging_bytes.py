@@ -25,7 +25,7 @@ ALLOWED = 1.10
 """Of what a raw all-reduce of one flat tensor would move."""
 
 
-def _moved(is_overlapped: bool, codec: str, with_state: bool) -> tuple[list[int], int]:
+def _moved(is_overlapped: bool, codec: str) -> tuple[list[int], int]:
     """Bytes that a window hands to the transport, and those of the model."""
     torch.manual_seed(0)
     place, moved = this_place(), []
@@ -55,7 +55,6 @@ def _moved(is_overlapped: bool, codec: str, with_state: bool) -> tuple[list[int]
                 window=window,
                 weight=1 / place.world_size,
                 active_ranks=place.world_size,
-                include_state=with_state,
             )
             if is_overlapped:
                 averager.snapshot(1 / place.world_size)
@@ -84,29 +83,17 @@ def _leave(averager: Any, group: Any) -> None:
 def test_a_window_moves_the_model_once(ranks2: RankPool, is_overlapped: bool) -> None:
     """Counted as handed to all-reduce, which moves 2 (n - 1) / n times as much."""
     for moved, model_bytes in ranks2.run(
-        _moved, is_overlapped, "fp32", False, case_setup=meeting
+        _moved, is_overlapped, "fp32", case_setup=meeting
     ):
         for each in moved:
             assert model_bytes < each <= ALLOWED * model_bytes
-
-
-def test_averaged_state_is_what_it_is_more(ranks2: RankPool) -> None:
-    """One moment of SGD: the model twice."""
-    for moved, model_bytes in ranks2.run(
-        _moved, False, "fp32", True, case_setup=meeting
-    ):
-        assert all(
-            2 * model_bytes < each <= 2 * ALLOWED * model_bytes for each in moved
-        )
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
 def test_a_codec_moves_what_it_promises(ranks2: RankPool, codec: str) -> None:
     """Buffers aside, which travel as they are: the running statistics of one layer."""
     buffers = 4 * 2 * 20 + 8
-    for moved, model_bytes in ranks2.run(
-        _moved, False, codec, False, case_setup=meeting
-    ):
+    for moved, model_bytes in ranks2.run(_moved, False, codec, case_setup=meeting):
         encoded = sent_bytes(CODECS[codec], model_bytes // 4, 2, 0)
         for each in moved:
             assert encoded <= each <= encoded + 2 * buffers

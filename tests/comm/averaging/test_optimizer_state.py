@@ -1,4 +1,4 @@
-"""What of an optimizer's state is averaged, and how it is forgotten."""
+"""How an optimizer's state is forgotten."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.averaging.optimizer_state import OptimizerStateAverager, forget_state
-from tests.comm.bus import Bus
+from elche.comm.averaging.optimizer_state import forget_state
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -25,51 +24,6 @@ def stepped(make: Make, dtype: torch.dtype, shape: tuple[int, ...], steps: int) 
         parameter.grad = torch.randn(shape, dtype=dtype)
         optimizer.step()
     return parameter, optimizer
-
-
-def averaged(make: Make, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-    """State of two ranks, of one step and of three, before and after the mean."""
-    bus = Bus(2)
-    ranks = [stepped(make, dtype, shape, steps) for steps in (1, 3)]
-    averagers = [
-        OptimizerStateAverager([parameter], lambda o=optimizer: [o], bus.group(rank))
-        for rank, (parameter, optimizer) in enumerate(ranks)
-    ]
-    states = [optimizer.state[parameter] for parameter, optimizer in ranks]
-    before = [{k: v.clone() for k, v in state.items()} for state in states]
-    for averager in averagers:
-        averager.begin(0.5)
-    for averager in averagers:
-        averager.wait()
-        averager.apply()
-    return before, states
-
-
-def test_moments_of_complex_parameters_are_averaged() -> None:
-    before, after = averaged(
-        lambda p: torch.optim.Adam(p, lr=0.1), torch.complex128, (3,)
-    )
-    for key in ("exp_avg", "exp_avg_sq"):
-        mean = (before[0][key] + before[1][key]) / 2
-        for state in after:
-            torch.testing.assert_close(state[key], mean)
-
-
-@pytest.mark.parametrize(
-    ("make", "counters"),
-    [
-        (lambda p: torch.optim.NAdam(p, lr=0.1), ("step", "mu_product")),
-        (lambda p: torch.optim.ASGD(p, lr=0.1, t0=0), ("step", "eta", "mu")),
-    ],
-)
-def test_what_counts_steps_stays_beside_a_parameter_without_dimensions(
-    make: Make, counters: tuple[str, ...]
-) -> None:
-    before, after = averaged(make, torch.float64, ())
-    for own, kept in zip(before, after, strict=True):
-        for key in counters:
-            assert torch.equal(kept[key], own[key]), key
-    assert not torch.equal(before[0][counters[-1]], before[1][counters[-1]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
@@ -116,22 +70,3 @@ def test_adagrad_forgets_beside_a_group_that_was_added(some: bool) -> None:
         optimizer.step()
         forget_state(optimizer, [first, added] if some else None)
         assert optimizer.state[added]["sum"].eq(0.5).all()
-
-
-def test_ranks_may_see_optimizers_in_another_order() -> None:
-    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
-    optimizers = [torch.optim.Adam([each], lr=0.1) for each in parameters]
-    both = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    optimizers.append(both)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    layouts = []
-    for order in (optimizers, [optimizers[1], optimizers[0], both], optimizers[:2]):
-        group = Bus(1).group(0)
-        averager = OptimizerStateAverager(parameters, lambda o=order: o, group)
-        if not layouts:
-            assert averager.layout() == ""
-            for each in optimizers:
-                each.step()
-        layouts.append(averager.layout())
-    assert layouts[0] == layouts[1] != layouts[2]

@@ -19,7 +19,6 @@ from tests.comm.averaging.cases.overlap_cases import (
     overlapped,
     poisoned,
     simulate,
-    with_adamw,
 )
 from tests.distributed.cases.tasks import identical
 from tests.harness.rank_pool import RankPool
@@ -119,23 +118,6 @@ def test_blocking_averaging_with_ranks_without_work(
     found = ranks3.run(blocking, script, transport, case_setup=meeting)
     assert_identical(found)
     assert_same(found, simulate(script), 1e-12)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("include_state", [True, False])
-def test_optimizer_state_is_averaged_if_asked(
-    ranks2: RankPool, transport: str, include_state: bool
-) -> None:
-    first, second = ranks2.run(with_adamw, transport, include_state, case_setup=meeting)
-    assert first["layouts"] == second["layouts"]
-    assert first["layouts"][0] == ""
-    assert first["layouts"][1] == first["layouts"][2] != ""
-    for rank in (first, second):
-        for at, after in enumerate(rank["after"]):
-            mean = 0.75 * first["before"][at] + 0.25 * second["before"][at]
-            expected = mean if include_state else rank["before"][at]
-            torch.testing.assert_close(after, expected, rtol=1e-14, atol=0.0)
-    assert not torch.equal(first["before"][0], second["before"][0])
 
 
 @pytest.mark.faults

@@ -18,15 +18,13 @@ from tests.comm.plans import plan
 
 
 def made(
-    group: Group, start: float = 1.0, reset_state: bool = False
+    group: Group, start: float = 1.0
 ) -> tuple[nn.Parameter, OverlappedAverager, torch.optim.Optimizer]:
     """One parameter of two elements, and its averager."""
     model = nn.ParameterList([torch.full((2,), start, dtype=torch.float64)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     parameter = next(iter(model.parameters()))
-    averager = OverlappedAverager(
-        [parameter], model, lambda: [optimizer], group, reset_state=reset_state
-    )
+    averager = OverlappedAverager([parameter], model, lambda: [optimizer], group)
     averager.build()
     return parameter, averager, optimizer
 
@@ -57,11 +55,6 @@ Calls = Callable[[OverlappedAverager], object]
             "sb",
             lambda a: a.adopt(plan(window=3)),
             "expected to adopt window 0, got 3",
-        ),
-        (
-            "s",
-            lambda a: a.begin(plan(include_state=True)),
-            "expected include_state=False",
         ),
         ("s", lambda a: a.begin(plan(outer="adam")), "got 'adam'"),
     ],
@@ -125,19 +118,6 @@ def test_steps_before_and_after_a_failure_are_kept(
         total += first + meanwhile + later
         averager.adopt(reduction)
         assert parameter.tolist() == pytest.approx([total, total], abs=1e-12)
-
-
-def test_state_is_reset_when_a_mean_is_adopted() -> None:
-    for reset in (True, False):
-        parameter, averager, optimizer = made(Bus(1).group(0), reset_state=reset)
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        averager.snapshot(1.0)
-        reduction = plan(weight=1.0, active_ranks=1)
-        averager.begin(reduction)
-        assert optimizer.state
-        averager.adopt(reduction)
-        assert bool(optimizer.state) is not reset
 
 
 def test_lbfgs_begins_anew_when_a_mean_is_adopted() -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from elche.coordination.accounts.epoch_plan import WindowPlan
 from elche.coordination.auto import auto_policy
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.comm.gradients.cases.weight_cases import (
@@ -21,8 +17,7 @@ from tests.comm.gradients.cases.weight_cases import (
     on_ranks,
     weigh_by,
 )
-from tests.distributed.cases.one_process import replay
-from tests.distributed.cases.tasks import Task, difference, identical, shared
+from tests.distributed.cases.tasks import difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
 from tests.runtime.test_resume_sync_ranks import Scripted
@@ -111,69 +106,19 @@ def test_a_window_without_a_token_changes_nothing(ranks2: RankPool) -> None:
     check(ranks2, job, alone(reference, steps_on_padding=False))
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_drifts_of_unequal_windows(
-    ranks3: RankPool, policy: str, tmp_path: Path
-) -> None:
-    """Each batch weighs the sum of its labels, in windows of two batches and one."""
-    record = tmp_path / "plan.json"
-    options = {
-        "policy": policy,
-        "drift_weights": "samples",
-        "local_batch_size": 6,
-        "deterministic": True,
-        "speed_hints": (1.0, 0.5, 0.5),
-        "record": str(record),
-    }
-    task = Task(
-        samples=100, batch_size=6, dtype="float64", weighs=True, options=options
-    )
-    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
-    epochs = json.loads(record.read_text())
-    windows = [[WindowPlan(**each) for each in e["windows"]] for e in epochs]
-    by_samples = dataclasses.replace(task, weighs=False)
-    assert identical([trace.state for trace in traces])
-    assert difference(traces[0].state, replay(task, windows, 3)) <= EXACT
-    assert difference(traces[0].state, replay(by_samples, windows, 3)) > 1e-4
-
-
 def test_auto_switches_between_policies(
     ranks2: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In step, then rank 1 alone in windows, then in step again."""
     monkeypatch.setattr(auto_policy, "Chooser", Scripted)
     monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 2)
-    options = {"policy": "auto", "drift_weights": "samples", "max_anchor": 20}
+    options = {"policy": "auto", "max_anchor": 20}
     job = Job(samples=960, batch_size=8, epochs=4, options=options)
     ends = ranks2.run(on_ranks, job, case_setup=serve_in_thread)
     reference = alone(job)
     assert identical([end.state for end in ends])
     assert difference(ends[0].state, reference.state) <= 1e-12
     assert ends[0].logged == pytest.approx(reference.logged, rel=1e-12)
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_a_replay_gives_the_same_bits(
-    ranks2: RankPool, policy: str, tmp_path: Path
-) -> None:
-    record = str(tmp_path / "plan.json")
-    options: dict[str, Any] = {"policy": policy}
-    if policy != "sync":
-        options |= {"drift_weights": "samples", "max_anchor": 2}
-    states = []
-    for speeds, more in (
-        (("1", "0.5"), {"record": record}),
-        (
-            ("0.4", "1"),
-            {"replay": record},
-        ),
-    ):
-        env = [{"ELCHE_SPEED": s, "ELCHE_MS_PER_SAMPLE": "0.2"} for s in speeds]
-        job = Job(samples=200, options={**options, **more})
-        ends = ranks2.run(on_ranks, job, case_setup=serve_in_thread, env=env)
-        states += [end.state for end in ends]
-    assert identical(states)
-    assert all(torch.isfinite(value).all() for value in states[0].values())
 
 
 @pytest.mark.parametrize("loss", ["mean", "sum"])

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.tensors import flat
 from tests.comm.averaging.cases.overlap_cases import (
     Script,
@@ -103,35 +102,6 @@ def test_overlapped(model: str, tolerance: float) -> None:
             assert result.divergence == pytest.approx(expected, rel=tolerance)
     for rank in range(2):
         assert_state(models[rank], known[rank].state, tolerance)
-
-
-def test_blocking_with_optimizer_state() -> None:
-    model = torch.nn.Linear(3, 2).double()
-    reference = torch.nn.Linear(3, 2).double()
-    reference.load_state_dict(model.state_dict())
-    optimizers = [
-        torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, reference)
-    ]
-    averager = ParameterAverager(
-        list(model.parameters()), model, lambda: optimizers[:1], Bus(1).group(0)
-    )
-    averager.build()
-    for window in range(3):
-        for each, optimizer in zip((model, reference), optimizers, strict=True):
-            optimizer.zero_grad()
-            each(torch.ones(2, 3, dtype=torch.float64)).square().sum().backward()
-            optimizer.step()
-        result = averager.synchronise(
-            plan(window=window, weight=1.0, active_ranks=1, include_state=True)
-        )
-        # A mean over one rank is that rank.
-        assert result.divergence == pytest.approx(0.0, abs=1e-15)
-        assert_state(model, reference.state_dict(), 1e-12)
-        for ours, theirs in zip(
-            optimizers[0].state.values(), optimizers[1].state.values(), strict=True
-        ):
-            torch.testing.assert_close(ours["exp_avg"], theirs["exp_avg"])
-            torch.testing.assert_close(ours["exp_avg_sq"], theirs["exp_avg_sq"])
 
 
 def test_a_rank_that_is_no_number_comes_back() -> None:

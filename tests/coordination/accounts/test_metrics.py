@@ -347,7 +347,7 @@ def told_of_an_epoch(world_size: int) -> tuple[list[MetricsReported], list[EndEp
         )
         totals.add(0, report)
     totals.close_window(0, 10.0, reader=0, sync_s=0.5)
-    told = [*totals.end_epoch(range(world_size), 20.0, anchor=3, plan="a plan")]
+    told = [*totals.end_epoch(range(world_size), 20.0, anchor=3)]
     metrics = [one for one in told if isinstance(one, MetricsReported)]
     ends = [one for one in told if isinstance(one, EndEpoch)]
     assert [one.rank for one in metrics] == [one.rank for one in ends]
@@ -359,7 +359,6 @@ def test_up_to_64_ranks_each_is_told_what_every_rank_did() -> None:
     metrics, ends = told_of_an_epoch(64)
     assert len({one.values for one in metrics}) == 1
     assert len({(one.samples, one.busy_s, one.shares) for one in ends}) == 1
-    assert [one.plan for one in ends] == ["a plan"] + [""] * 63
 
 
 def test_of_more_ranks_only_the_first_is_told_and_the_others_the_totals() -> None:

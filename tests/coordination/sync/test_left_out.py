@@ -129,7 +129,7 @@ def test_an_epoch_too_short_to_gain_by_it_keeps_all() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"leave_out": False}, {"record": "x"}, {"policy": "auto"}],
+    [{"leave_out": False}, {"deterministic": True}, {"policy": "auto"}],
     ids=str,
 )
 def test_nobody_is_ever_left_out(options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from elche.coordination.windows.window_book import Part, WindowBook
 from elche.errors import ProtocolError, TransitionError
 from tests.coordination.windows.test_window_loop import opened
 
-CLOSED = WindowClosed(rank=0, epoch=0, window=0, state="", changed_buffers=())
+CLOSED = WindowClosed(rank=0, epoch=0, window=0, changed_buffers=())
 
 
 def follow(calls: str) -> Part:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.config import RunConfig, default_outer_lr
-from elche.config_parts import WindowConfig
 from elche.coordination.protocol.events import WindowClosed
 from elche.coordination.windows.reductions import (
     FEW_WINDOWS,
@@ -25,17 +24,13 @@ from tests.coordination.windows.test_window_loop import opened
 from tests.harness.reached import reach
 from tests.harness.settings import nested
 
-AVERAGED = {"optimizer_state": "average"}
-
 
 def parts_of(samples: tuple[int, ...]) -> dict[int, Part]:
     """What ranks did in a window that all of them have closed."""
     return {
         rank: Part(
             samples=count,
-            closed=WindowClosed(
-                rank=rank, epoch=0, window=0, state="", changed_buffers=()
-            ),
+            closed=WindowClosed(rank=rank, epoch=0, window=0, changed_buffers=()),
         )
         for rank, count in enumerate(samples)
     }
@@ -53,17 +48,17 @@ def settings_of(samples: tuple[int, ...], **options: Any) -> dict[str, Any]:
         min_size=1,
         max_size=8,
     ),
-    kind=st.sampled_from(["equal", "samples", "sqrt"]),
 )
-def test_drifts_weigh_what_ranks_say(said: list[tuple[int, float]], kind: str) -> None:
-    """In proportion; what was rejected, or says 0, weighs nothing and is not active."""
+def test_drifts_of_ranks_that_count_weigh_the_same(
+    said: list[tuple[int, float]],
+) -> None:
+    """What was rejected, or says 0, weighs nothing and is not active."""
     parts = parts_of(tuple(samples for samples, _ in said))
     for part, (_, weight) in zip(parts.values(), said, strict=True):
         assert part.closed is not None
         part.closed = dataclasses.replace(part.closed, weight=weight)
     counts = [weight if samples else 0.0 for samples, weight in said]
-    windows = WindowConfig(drift_weights=kind)
-    planner = ReductionPlanner(RunConfig(policy="cadence", windows=windows), None)
+    planner = ReductionPlanner(RunConfig(policy="cadence"), None)
     settings = planner.settings(parts, 1000, 10)
     plans = [*planner.plan(parts, settings, 0, Reduction(0, parts))]
     assert [plan.weight > 0.0 for plan in plans] == [count > 0.0 for count in counts]
@@ -75,17 +70,14 @@ def test_drifts_weigh_what_ranks_say(said: list[tuple[int, float]], kind: str) -
     reach("drifts weighed")
     reach("some that weigh nothing", not all(counts))
     assert sum(plan.weight for plan in plans) == pytest.approx(1.0)
-    raw = {"equal": lambda c: float(c > 0), "samples": float, "sqrt": math.sqrt}[kind]
-    share = sum(map(raw, counts))
-    expected = [raw(count) / share for count in counts]
+    active = sum(count > 0.0 for count in counts)
+    expected = [float(count > 0.0) / active for count in counts]
     assert [plan.weight for plan in plans] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
 def test_a_window_cannot_weigh_what_is_no_weight(weight: float) -> None:
-    closed = WindowClosed(
-        rank=1, epoch=0, window=0, state="", changed_buffers=(), weight=weight
-    )
+    closed = WindowClosed(rank=1, epoch=0, window=0, changed_buffers=(), weight=weight)
     book = WindowBook([0, 1], 0)
     book.part(1).open(opened(), is_diverged=False, is_drained=False)
     with pytest.raises(ProtocolError, match="rank 1 closes window 0 with a weight of"):
@@ -145,36 +137,3 @@ def test_what_windows_there_will_be_is_looked_at_until_el_che_has_settled() -> N
 def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:
     assert [default_outer_lr(ranks, "slowmo") for ranks in (2, 3, 8)] == [1.0] * 3
     assert [default_outer_lr(ranks) for ranks in (2, 3, 8)] == [0.7, 1.0, 1.0]
-
-
-def test_state_is_averaged_only_where_parameters_are_at_once() -> None:
-    asked = WindowConfig(optimizer_state="average")
-    assert RunConfig(policy="cadence", windows=asked).averages_state
-    sums = WindowConfig(optimizer_state="average", update="gradients")
-    assert not RunConfig(policy="cadence", windows=sums).averages_state
-    assert not RunConfig(policy="cadence").averages_state
-
-
-@pytest.mark.parametrize(
-    ("layouts", "options", "apart"),
-    [
-        (("a", "a", "a"), AVERAGED, ()),
-        (("", "", ""), AVERAGED, ()),
-        (("a", "", "a"), AVERAGED, (1,)),
-        (("", "", "a"), AVERAGED, (0, 1)),
-        (("a", "b", "b"), AVERAGED, (0,)),
-        (("a", "", "a"), {}, ()),
-    ],
-)
-def test_who_holds_other_optimizer_state_is_told_where_it_is_averaged(
-    layouts: tuple[str, ...], options: dict[str, Any], apart: tuple[int, ...]
-) -> None:
-    parts = parts_of((8, 8, 8))
-    for part, layout in zip(parts.values(), layouts, strict=True):
-        assert part.closed is not None
-        part.closed = dataclasses.replace(part.closed, state=layout)
-    planner = ReductionPlanner(RunConfig(policy="cadence", **nested(options)), None)
-    settings = planner.settings(parts, 1000, 10)
-    plans = [*planner.plan(parts, settings, 0, Reduction(0, parts))]
-    assert {plan.state_apart for plan in plans} == {apart}
-    assert settings["include_state"] == (layouts == ("a", "a", "a"))

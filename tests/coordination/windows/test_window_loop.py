@@ -56,7 +56,6 @@ def reduction(window: int = 0) -> Reduce:
         attempt=0,
         weight=0.0,
         active_ranks=1,
-        include_state=False,
         buffers=(),
         outer="average",
         outer_lr=1.0,

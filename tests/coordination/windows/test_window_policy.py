@@ -46,7 +46,6 @@ class Driven:
                     rank=rank,
                     epoch=0,
                     window=self.window,
-                    state="",
                     changed_buffers=(),
                 )
             )

@@ -111,9 +111,6 @@ class Sync:
     has_moved = True
     weighs_gradients = False
 
-    def state_layout(self) -> str:
-        return ""
-
     def changed_buffers(self) -> tuple[int, ...]:
         return ()
 

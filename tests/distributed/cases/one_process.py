@@ -1,13 +1,12 @@
 """What ranks did in a run, done again in one process, by the algorithm's definition.
 
-A run that was recorded says which batches each rank trained on in each window, and when
+A record of the run says which batches each rank trained on in each window, and when
 it adopted the result of the one before. Here each rank is a model and an optimizer of
 its own, and a reduction is written out tensor by tensor.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.coordination.accounts.epoch_plan import WindowPlan
+from elche.coordination.protocol.instructions import Reduce
 from tests.distributed.cases.tasks import (
     Task,
     build,
@@ -24,9 +23,9 @@ from tests.distributed.cases.tasks import (
     scaler_of_a_loop,
     step_of,
 )
+from tests.harness.window_record import Window
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-SHARE = {"equal": lambda n: float(n > 0), "samples": float, "sqrt": math.sqrt}
 
 
 class Replica:
@@ -81,14 +80,12 @@ class Result:
     means: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def adopt(self, replica: Replica, *, resets: bool) -> None:
+    def adopt(self, replica: Replica) -> None:
         """Into what a rank holds now; steps since its window's end are kept."""
         with torch.no_grad():
             for index, value in self.parameters.items():
                 parameter = replica.parameters[index]
                 parameter.add_(value - replica.held[index])
-                if resets:
-                    replica.optimizer.state.pop(parameter, None)
             for name, mean in self.means.items():
                 replica.model.get_buffer(name).copy_(mean)
             for name, count in self.counts.items():
@@ -108,7 +105,7 @@ class Windows:
         self.base: list[torch.Tensor] = []
         self.counts: dict[str, torch.Tensor] = {}
 
-    def epoch(self, plans: Sequence[WindowPlan], batches: Sequence[Batch]) -> None:
+    def epoch(self, plans: Sequence[Window], batches: Sequence[Batch]) -> None:
         """The windows of an epoch; a last result is adopted by all."""
         self.base = [p.detach().clone() for p in self.ranks[0].parameters]
         self.counts = {
@@ -125,56 +122,44 @@ class Windows:
                 mine = [b for a, z in plan.parts[rank] for b in range(a, z)]
                 for at, batch in enumerate(mine):
                     if late is not None and at == plan.adopt_at[rank]:
-                        self._adopt(late, replica)
+                        late.adopt(replica)
                     self._train(replica, batches[batch])
                 if late is not None and plan.adopt_at[rank] >= len(mine):
-                    self._adopt(late, replica)
-            assert plan.reduction is not None
-            late = self._reduced(plan.reduction)
+                    late.adopt(replica)
+            assert plan.reduce is not None
+            late = self._reduced(plan.reduce)
         if late is not None:
             for replica in self.ranks:
-                self._adopt(late, replica)
+                late.adopt(replica)
 
     def _train(self, replica: Replica, batch: Batch) -> None:
         replica.train(batch)
 
-    def _adopt(self, result: Result, replica: Replica) -> None:
-        resets = self.task.options.get("optimizer_state") == "reset"
-        result.adopt(replica, resets=resets)
-
-    def _reduced(self, settings: dict[str, Any]) -> Result | None:
+    def _reduced(self, plan: Reduce) -> Result | None:
         """The ranks' windows have ended; None if all adopt the result at once."""
         for replica in self.ranks:
             replica.close()
         result = Result()
-        self._average_buffers(result, settings["buffers"])
-        self._step(result, settings)
-        if settings["include_state"]:
-            self._average_state()
+        self._average_buffers(result, plan.buffers)
+        self._step(result, plan)
         if self.task.options["policy"] == "async":
             return result
         for replica in self.ranks:
-            self._adopt(result, replica)
+            result.adopt(replica)
         return None
 
-    def _weights(self, counts: Sequence[float]) -> list[float]:
-        share = SHARE[self.task.options.get("drift_weights", "equal")]
-        raw = [share(n) for n in counts]
-        return [each / max(sum(raw), 1e-300) for each in raw]
-
-    def _step(self, result: Result, settings: dict[str, Any]) -> None:
-        """The outer step."""
-        weights = self._weights([replica.trained for replica in self.ranks])
-        rate, momentum = settings["outer_lr"], settings["outer_momentum"]
-        part = sum(replica.trained > 0 for replica in self.ranks) / len(self.ranks)
+    def _step(self, result: Result, plan: Reduce) -> None:
+        """The outer step: each rank that trained weighs as much as if all had."""
+        rate, momentum = plan.outer_lr, plan.outer_momentum
+        trained = [replica for replica in self.ranks if replica.trained > 0]
         for index, base in enumerate(list(self.base)):
             mean = torch.zeros_like(base)
-            for weight, replica in zip(weights, self.ranks, strict=True):
-                mean += weight * part * (base - replica.held[index])
+            for replica in trained:
+                mean += (base - replica.held[index]) / len(self.ranks)
             step = mean
-            if settings["outer"] != "average":
+            if plan.outer != "average":
                 held = self.momentum[index] = momentum * self.momentum[index] + mean
-                is_slowmo = settings["outer"] == "slowmo"
+                is_slowmo = plan.outer == "slowmo"
                 step = held if is_slowmo else mean + momentum * held
             self.base[index] = result.parameters[index] = base - rate * step
 
@@ -188,18 +173,6 @@ class Windows:
                 self.counts[name] = result.counts[name] = self.counts[name] + more
             elif held:
                 result.means[name] = torch.stack([v.double() for v in held]).mean(0)
-
-    @torch.no_grad()
-    def _average_state(self) -> None:
-        weights = self._weights([replica.trained for replica in self.ranks])
-        for index, parameter in enumerate(self.ranks[0].parameters):
-            for key, value in self.ranks[0].optimizer.state[parameter].items():
-                if value is None or value.shape != parameter.shape:
-                    continue
-                states = [r.optimizer.state[r.parameters[index]] for r in self.ranks]
-                mean = sum(w * s[key] for w, s in zip(weights, states, strict=True))
-                for state in states:
-                    state[key].copy_(mean)
 
 
 class GradientWindows(Windows):
@@ -221,12 +194,12 @@ class GradientWindows(Windows):
                 self.sums[index] = parameter.grad + (0 if before is None else before)
             parameter.grad = None
 
-    def _reduced(self, settings: dict[str, Any]) -> Result | None:
+    def _reduced(self, plan: Reduce) -> Result | None:
         weights = sum(replica.trained for replica in self.ranks)
         result = Result()
         for replica in self.ranks:
             replica.close()
-        self._average_buffers(result, settings["buffers"])
+        self._average_buffers(result, plan.buffers)
         most = self.task.options.get("max_grad_norm")
         for replica in self.ranks:
             for parameter, total in zip(replica.parameters, self.sums, strict=True):
@@ -235,7 +208,7 @@ class GradientWindows(Windows):
                 nn.utils.clip_grad_norm_(replica.parameters, most)
             replica.optimizer.step()
             replica.optimizer.zero_grad()
-            result.adopt(replica, resets=False)
+            result.adopt(replica)
         self.sums = [None] * len(self.sums)
         return None
 
@@ -255,7 +228,7 @@ def local_batches(task: Task, loader: Iterable[Any], world_size: int) -> list[Ba
 
 
 def replay(
-    task: Task, epochs: Sequence[Sequence[WindowPlan]], world_size: int
+    task: Task, epochs: Sequence[Sequence[Window]], world_size: int
 ) -> dict[str, torch.Tensor]:
     """The model at the end, of a run whose windows were these."""
     is_summed = task.options.get("update") == "gradients"

@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, Dataset
 import elche
 from elche.checkpoint import writer
 from elche.comm.averaging.averaging import Averager
-from elche.comm.averaging.optimizer_state import OptimizerStateAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.codec.codec_route import Route
 from elche.comm.gradients.gradient_window import GradientWindow
@@ -205,8 +204,6 @@ def note_commits(optimizer: torch.optim.Optimizer, commits: list[torch.Tensor]) 
     def note() -> None:
         commits.append(optimizer.state[first]["momentum_buffer"].clone())
 
-    after(OptimizerStateAverager, "apply", note)
-    after(OptimizerStateAverager, "take_over", note)
     after(GradientSync, "finish", note)
     after(GradientWindow, "skip", note)
 

@@ -43,7 +43,6 @@ FAILURES: list[tuple[str, set[int], str]] = [
     ("settings", {1}, r"optimizer\.lr: rank 0 has 0\.1, rank 1 has 0\.2"),
     ("empty", {1}, "the dataset is empty; expected at least one sample"),
     ("policy", {1}, "unknown policy 'nonsense'; expected one of: sync, cadence"),
-    ("record", {1}, "rank 0 failed: elche.errors.ConfigError: cannot record to"),
     ("loss", {1}, r"expected loss_fn to return a scalar tensor, got a tensor of"),
 ]
 # Two of them, each under one policy; the others in the slow suite. What agreement and

@@ -42,9 +42,7 @@ LEFT_OUT = (
     (Leasing, "_by_cost"),
     (_Pace, "version"),
 )
-"""Of a core: what only was measured, or would be written down for a replay; and the
-order of what `Leasing` has of each rank, which is as that is.
-"""
+"""Of a core: what only was measured, and the order of what `Leasing` has by rank."""
 SHARED = (*get_args(Event), *get_args(Instruction), RunConfig, BatchSizes)
 MOST_LIVE = 5_000
 """Ranks' scripts that are kept where they are; others are run again."""
@@ -262,8 +260,7 @@ class _Silent(Story):
 class CoreStates:
     """All states that the core has come to.
 
-    Two that differ only in what was measured, or would be written down for a replay,
-    are one.
+    Two that differ only in what was measured are one.
 
     Args:
         world_size: ranks of the start.

@@ -221,7 +221,7 @@ class WindowRank:
         self._report()
         self._offered, self._drift, self._sum = self._drift, (), None
         closed = WindowClosed(
-            rank=self._rank, epoch=0, window=loop.window, state="", changed_buffers=()
+            rank=self._rank, epoch=0, window=loop.window, changed_buffers=()
         )
         self._seat.tell(closed)
         if loop.begins_at_close:

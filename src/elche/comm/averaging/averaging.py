@@ -2,13 +2,12 @@
 
 Here is what every form of it shares, and the form that waits. Each rank sends its
 weighted drift from the common parameters θ_k, one message per dtype, and with it what
-changed of the buffers and, if asked, its optimizer's state. The sums are out of place:
-until all of them are there, this rank's parameters, state and buffers and θ_k are
-untouched, so a reduction that fails can be redone (:meth:`Averager.connect`) or
-replaced by another rank's result.
+changed of the buffers. The sums are out of place: until all of them are there, this
+rank's parameters and buffers and θ_k are untouched, so a reduction that fails can be
+redone (:meth:`Averager.connect`) or replaced by another rank's result.
 
-Cost: two model copies (θ_k and the message), one more for an outer momentum, one per
-averaged state tensor; from a CUDA device one more here and one there.
+Cost: two model copies (θ_k and the message), one more for an outer momentum; from a
+CUDA device one more here and one there.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ from torch import nn
 
 from elche.comm.averaging.averager_state import VERSION, blank, check_alike, misfit_of
 from elche.comm.averaging.consensus_distance import ConsensusSums, SyncResult
-from elche.comm.averaging.optimizer_state import (
-    Optimizers,
-    OptimizerStateAverager,
-    forget_state,
-)
+from elche.comm.averaging.optimizer_state import Optimizers, forget_state
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.codec.codec_choice import codec_in
@@ -47,8 +42,6 @@ class Averager:
         model: the model, for its buffers.
         optimizers: those that step the parameters locally.
         group: the process group.
-        reset_state: forget the optimizers' state at every synchronisation, LBFGS' in
-            any case: it reads curvature from how far parameters moved.
         codec: how parameters travel; see :func:`open_coded_exchange`. ``"auto"`` is
             chosen for each group's link.
         has_momentum: the outer optimizer is expected to have one.
@@ -63,7 +56,6 @@ class Averager:
         optimizers: Optimizers,
         group: Group,
         *,
-        reset_state: bool = False,
         codec: str = "fp32",
         has_momentum: bool = True,
     ) -> None:
@@ -73,17 +65,14 @@ class Averager:
         self._parameters = list(parameters)
         self._optimizers = optimizers
         self._group = group
-        self._reset_state = reset_state
         self._groups: list[ParameterGroup] = []
         self._model = model
         self._buffers = WindowBuffers(model, group)
-        self._state = OptimizerStateAverager(self._parameters, optimizers, group)
 
     @property
     def extra_bytes(self) -> int:
         """Host memory beside the model, an outer momentum included."""
-        held = sum(group.host_bytes for group in self._groups)
-        return held + self._state.host_bytes
+        return sum(group.host_bytes for group in self._groups)
 
     @property
     def is_finite(self) -> bool:
@@ -120,7 +109,6 @@ class Averager:
         for parameters in self._groups:
             parameters.connect(group, codec)
         self._buffers.connect(group)
-        self._state.connect(group)
         self._has_given_up = False
 
     @property
@@ -139,8 +127,7 @@ class Averager:
             if isinstance(group.exchange, ResidualExchange):
                 group.exchange.retire()
         if not self._has_given_up:
-            has_state = self._state.is_summed or not plan.include_state
-            self._has_given_up = not (self.is_summed and has_state)
+            self._has_given_up = not self.is_summed
         return not self._has_given_up
 
     @torch.no_grad()
@@ -164,14 +151,11 @@ class Averager:
             each.receive(group, source, rule, lacks=lacks) for each in self._groups
         ]
         self._buffers.hand_over(group, source, plan, lacks=lacks)
-        averages = plan.include_state
-        state = self._state.receive(group, source, lacks=lacks) if averages else []
         if lacks:  # all is here: it is taken as a whole
             for parameters, (base, momentum) in zip(
                 self._groups, received, strict=True
             ):
                 parameters.take_over(base, momentum, keeps=keeps)
-            self._state.take_over(state)
             self._end()
 
     def reconnect(self, group: Group) -> None:
@@ -282,33 +266,24 @@ class Averager:
         for group, saved in zip(self._groups, state["groups"], strict=True):
             group.load_state_dict(saved)
 
-    def state_layout(self) -> str:
-        """Names what of the optimizer's state can be averaged; "" if it has none yet.
-
-        Ranks average state only when all of them name the same layout.
-        """
-        return self._state.layout()
-
     def changed_buffers(self) -> tuple[int, ...]:
         """Indices of buffers that were written since they were last averaged."""
         return self._buffers.changed()
 
     def _wait(self) -> None:
         """Waits for all that was begun; nothing has been written before."""
-        self._state.wait()
         self._buffers.wait()
         # A step that is worked out ahead comes when all other sums are there.
         for group in sorted(self._groups, key=lambda each: each.is_prepared):
             group.exchange.wait(WHAT)
 
     def _end(self) -> None:
-        """What remains when parameters and state are written."""
+        """What remains when parameters are written."""
         self._buffers.apply()
         for optimizer in self._optimizers():
-            if isinstance(optimizer, torch.optim.LBFGS):  # a jump is no step of its own
+            # It reads curvature from how far parameters moved: a jump is no step.
+            if isinstance(optimizer, torch.optim.LBFGS):
                 forget_state(optimizer)
-            for group in self._groups if self._reset_state else ():
-                forget_state(optimizer, group.tensors)
 
 
 class ParameterAverager(Averager):
@@ -327,8 +302,6 @@ class ParameterAverager(Averager):
         for group in self._groups:
             group.send(plan.weight)
         self._buffers.begin(plan)
-        if plan.include_state:  # the first time it may fail where a rank has died
-            self._state.begin(plan.weight)
         return self.complete(plan)
 
     @torch.no_grad()
@@ -338,6 +311,5 @@ class ParameterAverager(Averager):
         self._wait()
         for group in self._groups:
             group.replace(rule, consensus)
-        self._state.apply()
         self._end()
         return consensus.result(plan.weight)

@@ -154,15 +154,10 @@ class OverlappedAverager(Averager):
         """The plan is there: begins what has not begun, without waiting for others.
 
         Raises:
-            ProtocolError: there is no snapshot, the plan asks for optimizer state, or
-                it counts on a drift that this rank has not sent.
+            ProtocolError: there is no snapshot, or the plan counts on a drift that
+                this rank has not sent.
         """
         self._expect("begin", _Phase.TAKEN, _Phase.UNSENT, _Phase.SENT)
-        if plan.include_state:
-            raise ProtocolError(
-                f"window {plan.window}: optimizer state cannot be averaged while "
-                "training goes on; expected include_state=False"
-            )
         if (plan.weight > 0.0) != self._counts:
             raise ProtocolError(
                 f"window {plan.window}: this rank's drift weighs {plan.weight} in the "

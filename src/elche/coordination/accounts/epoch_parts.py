@@ -147,7 +147,6 @@ def whole_end(parts: Sequence[EndEpoch]) -> EndEpoch:
         data_wait_s=_sums([part.data_wait_s for part in parts]),
         sync_s=sum(part.sync_s for part in parts),
         windows=sum(part.windows for part in parts),
-        plan="",
     )
 
 

@@ -222,9 +222,7 @@ class AutoPolicy(Policy):
         elif phase is _Phase.ALONE and alike and self._may_return:
             self._return_to_steps()
 
-    def begin_epoch(
-        self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
-    ) -> Outcome:
+    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Starts an epoch under the policy in force."""
         if epoch + 1 != self._length.begun_epochs:  # not what was left of a cut one
             self._length = replace(

@@ -45,9 +45,7 @@ class AdvisedSync(SyncPolicy):
         self._length = RunLength(settings.epochs)
         self._batch_size = 0
 
-    def begin_epoch(
-        self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
-    ) -> Outcome:
+    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Grants the first steps."""
         if self._gauge is not None:
             length = replace(
@@ -55,7 +53,7 @@ class AdvisedSync(SyncPolicy):
             )
             self._gauge.begin_epoch(float(length.epochs * sizes.num_batches))
             self._batch_size = sizes.runs[0][0]
-        return super().begin_epoch(epoch, sizes, now_s, plan)
+        return super().begin_epoch(epoch, sizes, now_s)
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event; adds the line when enough is measured."""

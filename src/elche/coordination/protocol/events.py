@@ -28,7 +28,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochOpened:
-    """A rank asks for the epoch; rank 0 says its batch sizes, and the plan to replay.
+    """A rank asks for the epoch; rank 0 says its batch sizes.
 
     ``probe_s`` is what one reduction of the model takes (0.0 where nobody asks).
     ``layout`` names what is trained now and whether that has changed since the last
@@ -44,7 +44,6 @@ class EpochOpened:
     sizes: Runs | None = None
     layout: str = ""
     checks: CheckRows = ()
-    plan: str = ""
     probe_s: float = 0.0
     rates: str = ""
     steps: int = -1
@@ -116,7 +115,6 @@ class BatchesDone:
 class WindowClosed:
     """A rank has ended its part of a window at a batch boundary.
 
-    ``state`` names the layout of its optimizer state ("" when it has none),
     ``changed_buffers`` are indices of float buffers written since the last reduction,
     ``is_finite`` is False when its update cannot be used; ``has_moved`` is False where
     the update is known to be none, as all gradients wait for a step (looked at only
@@ -130,7 +128,6 @@ class WindowClosed:
     rank: int
     epoch: int
     window: int
-    state: str
     changed_buffers: tuple[int, ...]
     is_finite: bool = True
     has_moved: bool = True

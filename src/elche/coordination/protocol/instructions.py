@@ -186,12 +186,11 @@ class Reduce:
 
     ``weight`` is this rank's part of the mean; over ranks they sum to one, and a rank
     of weight zero sends zeros. ``active_ranks`` weigh something. ``attempt`` counts the
-    generations that have tried. ``state_apart`` are ranks that hold other optimizer
-    state than most, where it is to be averaged and therefore is not. ``periods`` are of
-    the schedulers that were handed over, in batches; 0 if not known yet. ``copies`` are
-    samples by which each copy of the model (EMA) is behind the result. ``mean_over``
-    ranks the epoch's batches were cut for: where fewer weigh something, their mean is
-    scaled down, so that no sample counts for more than in a window of all.
+    generations that have tried. ``periods`` are of the schedulers that were
+    handed over, in batches; 0 if not known yet. ``copies`` are samples by which each
+    copy of the model (EMA) is behind the result. ``mean_over`` ranks the epoch's
+    batches were cut for: where fewer weigh something, their mean is scaled down, so
+    that no sample counts for more than in a window of all.
     """
 
     rank: int
@@ -200,12 +199,10 @@ class Reduce:
     attempt: int
     weight: float
     active_ranks: int
-    include_state: bool
     buffers: tuple[int, ...]
     outer: str
     outer_lr: float
     outer_momentum: float
-    state_apart: tuple[int, ...] = ()
     periods: tuple[int, ...] = ()
     copies: tuple[int, ...] = ()
     mean_over: int = 1
@@ -244,7 +241,6 @@ class Adopt:
 class EndEpoch:
     """Every contribution of the epoch is in the model that all ranks hold.
 
-    ``plan`` records the epoch for a replay (told to the first rank only).
     ``is_early``: a rank's loop has left it before its end, or is to end with the cut.
     ``left``: it was cut (see `EpochCut`), and these ranges of its positions are still
     to be trained on. ``steps``: in so many global batches (``sync``, where
@@ -260,7 +256,6 @@ class EndEpoch:
     windows: int
     anchor: int
     shares: tuple[float, ...]
-    plan: str = ""
     is_early: bool = False
     left: Runs = ()
     steps: int = 0

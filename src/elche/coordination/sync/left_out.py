@@ -109,8 +109,8 @@ class LeftOutRanks:
         self._members = [member.rank for member in members]
         self._ahead_steps = max(member.horizon_batches for member in members) + 2
         self._shares = shares
-        is_fixed = debug.is_planned or debug.record is not None
-        is_fixed |= config.shares == "fixed"  # columns stay on their rank
+        # Columns of fixed shares stay on their rank.
+        is_fixed = debug.deterministic or config.shares == "fixed"
         is_on = config.leave_out and len(members) > 1
         self._is_allowed = is_on and not is_fixed
         self._phase = _Phase.OFF

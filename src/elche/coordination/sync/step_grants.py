@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import final
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.accounts.epoch_plan import EpochPlan
 from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member
@@ -67,8 +66,6 @@ class StepGrants:
         self._epoch = -1
         self.world_size = max(member.rank for member in members) + 1
         self._ahead_steps = max(member.horizon_batches for member in members) + 2
-        self._record: EpochPlan | None = None
-        self._planned: deque[tuple[int, int, list[int]]] | None = None
         self._granted: deque[Granted] = deque()  # and not committed, oldest first
         self.ledger = EpochLedger(BatchSizes(()), [ALL_RANKS])
         self.until = self.committed_until = 0
@@ -87,17 +84,9 @@ class StepGrants:
         """The grant that is completed next."""
         return self._granted[0] if self._granted else None
 
-    def begin_epoch(self, epoch: int, sizes: BatchSizes, plan: str) -> None:
-        """Nothing of it is granted yet; with a plan its steps are, in its shares."""
+    def begin_epoch(self, epoch: int, sizes: BatchSizes) -> None:
+        """Nothing of it is granted yet."""
         self._epoch = epoch
-        self._record = EpochPlan(
-            policy="sync", world_size=self.world_size, sizes=list(sizes.runs)
-        )
-        self._planned = None
-        if plan:
-            self._guesses = False
-            recorded = EpochPlan.from_text(plan, "sync", self.world_size, sizes)
-            self._planned = deque(recorded.steps)
         self._granted.clear()
         self.ledger = EpochLedger(sizes, [ALL_RANKS])
         self.until = self.committed_until = 0
@@ -209,12 +198,6 @@ class StepGrants:
         if done > self.committed_until:
             self.ledger.lease_range(ALL_RANKS, self.committed_until, done)
         self.until = done
-        self._record = self._planned = None  # of another membership
-
-    @property
-    def plan(self) -> str:
-        """The epoch's steps and shares so far, to be replayed; "" if none can."""
-        return "" if self._record is None else self._record.to_text()
 
     def top_up(self, ranks: Collection[int]) -> list[GrantSteps]:
         """Grants steps until the loaders' horizon and two grants are covered."""
@@ -232,8 +215,6 @@ class StepGrants:
             if ahead >= (1 if is_single else most) + self.fetches_early:
                 break
             start, stop, shares = self._next_steps(steps)
-            if self._record is not None:
-                self._record.steps.append((start, stop, list(shares)))
             self.until, self._has_said_none = stop, False
             told += self._tell(ranks, start, stop, shares)
             grant = Granted(start, stop, shares, len(ranks), left_out=left_out.ranks)
@@ -260,11 +241,7 @@ class StepGrants:
         return [replace(first, rank=rank) for rank in sorted(ranks)]
 
     def _next_steps(self, most: int) -> tuple[int, int, tuple[int, ...]]:
-        """The next steps and their shares: as planned, or as speeds are now."""
-        if self._planned:
-            start, stop, planned = self._planned.popleft()
-            self.ledger.lease_range(ALL_RANKS, start, stop)
-            return start, stop, tuple(planned)
+        """The next steps and their shares, as speeds are now."""
         samples, _ = self.ledger.sizes.run_of(self.until)
         granted = self.ledger.leased(ALL_RANKS)
         trial = self._shares.trial(samples, self.world_size, granted)

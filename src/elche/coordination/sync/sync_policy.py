@@ -73,12 +73,10 @@ class SyncPolicy(Policy):
         left_out = self._left_out.ranks
         return members - set(left_out) if left_out else members
 
-    def begin_epoch(
-        self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
-    ) -> Outcome:
+    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Grants the first steps."""
         self._epoch = epoch
-        self._grants.begin_epoch(epoch, sizes, plan)
+        self._grants.begin_epoch(epoch, sizes)
         self._handover.begin_epoch(epoch)
         self._totals = EpochTotals(epoch, self._grants.world_size, now_s)
         self._is_paused = self._is_cut = False
@@ -125,7 +123,7 @@ class SyncPolicy(Policy):
         if is_over and not self._is_carrying(outcome):
             self._numbers.check(self._epoch, self._active, is_last=True)
             outcome.instructions += self._totals.end_epoch(
-                sorted(self._members), now_s, anchor=1, plan=grants.plan
+                sorted(self._members), now_s, anchor=1
             )
             outcome.epoch_over = True
         return outcome
@@ -396,6 +394,6 @@ class SyncPolicy(Policy):
         if steps > 0:
             part = self._totals.close_window(done - 1, now_s, ranks[0], 0.0, steps)
             outcome.instructions.append(part)
-        outcome.instructions += self._totals.end_epoch(ranks, now_s, anchor=1, plan="")
+        outcome.instructions += self._totals.end_epoch(ranks, now_s, anchor=1)
         outcome.epoch_over = True
         return outcome

@@ -5,9 +5,7 @@ Pure.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from elche.config import RunConfig, default_outer_lr
@@ -170,42 +168,6 @@ class Reductions:
         return done
 
 
-def drift_weights(kind: str, samples: Sequence[float]) -> tuple[float, ...]:
-    """Weight of each rank's drift: who did nothing weighs nothing; they sum to one.
-
-    Args:
-        kind: ``"equal"``, ``"samples"`` or ``"sqrt"`` (of the samples).
-        samples: what each rank trained on in the window, or the weight given to it.
-    """
-    if not any(samples):
-        return (0.0,) * len(samples)
-    raw = [drift_weight(kind, count) for count in samples]
-    total = sum(raw)
-    return tuple(weight / total for weight in raw)
-
-
-def drift_weight(kind: str, samples: float) -> float:
-    """Weight of one rank's drift, relative to the others'.
-
-    Args:
-        kind: ``"equal"``, ``"samples"`` or ``"sqrt"`` (of the samples).
-        samples: what the rank trained on in the window, or the weight given to it.
-    """
-    if kind == "equal":
-        return float(samples > 0)
-    return float(samples) if kind == "samples" else math.sqrt(samples)
-
-
-def _apart(parts: Mapping[int, Part]) -> tuple[int, ...]:
-    """Ranks whose optimizers hold other state than most of those that hold any."""
-    layouts = {r: part.closed.state for r, part in parts.items() if part.closed}
-    counts = Counter(layouts.values())
-    if len(counts) < 2:
-        return ()
-    usual = max(counts, key=lambda layout: (layout != "", counts[layout]))
-    return tuple(rank for rank, layout in layouts.items() if layout != usual)
-
-
 class ReductionPlanner:
     """Plans the reduction of each window.
 
@@ -234,8 +196,6 @@ class ReductionPlanner:
             window_batches: batches that El Che plans for a window now.
         """
         closed = [part.closed for part in parts.values() if part.closed is not None]
-        layouts = {report.state for report in closed}
-        averages = self._config.averages_state and len(layouts) == 1
         if not any(part.weight for part in parts.values()):
             kind = "average"  # nothing to step along: momentum must not move it
         else:
@@ -243,7 +203,6 @@ class ReductionPlanner:
             self._windows += 1
         lr = self._config.windows.outer.lr or default_outer_lr(len(parts), kind)
         return {
-            "include_state": averages and "" not in layouts,
             "buffers": tuple(
                 sorted({i for report in closed for i in report.changed_buffers})
             ),
@@ -263,7 +222,7 @@ class ReductionPlanner:
 
         Args:
             parts: what each rank did in the window.
-            settings: from :meth:`settings`, or a recorded plan's.
+            settings: from :meth:`settings`.
             epoch: the epoch.
             reduction: which window's, and which attempt.
 
@@ -271,12 +230,10 @@ class ReductionPlanner:
             MismatchError: ranks have handed over other numbers of schedulers.
         """
         counts = [part.weight for part in parts.values()]
-        weights = drift_weights(self._config.windows.drift_weights, counts)
         active = sum(count > 0 for count in counts)
+        weights = [float(count > 0) / max(1, active) for count in counts]
         closed = {r: p.closed.periods for r, p in parts.items() if p.closed}
         shared: dict[str, Any] = {**settings, "periods": common_periods(closed)}
-        if self._config.averages_state:
-            shared["state_apart"] = _apart(parts)
         return (
             Reduce(
                 rank=rank,

@@ -1,27 +1,25 @@
-"""Evaluation of closed windows: updates discarded, reduced, redone, recorded.
+"""Evaluation of closed windows: updates discarded, reduced, redone.
 
 An update that is not finite (NaN or Inf) has no weight: its batches are done and
 *discarded*, and are not trained on again. Its rank goes back to the common parameters
-and is *diverged* until it brings a finite update; meanwhile its windows have one batch,
-but where a recorded plan gives their batches. A second such update in a row ends the
-run and names the rank, unless `RunConfig.non_finite` is "leave_out". Nothing can be
-left out where the common parameters are not finite: that ends every run. Pure.
+and is *diverged* until it brings a finite update; meanwhile its windows have one batch.
+A second such update in a row ends the run and names the rank, unless
+`RunConfig.non_finite` is "leave_out". Nothing can be left out where the common
+parameters are not finite: that ends every run. Pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from elche.coordination.accounts.batch_ranges import joined, named
-from elche.coordination.accounts.epoch_plan import WindowPlan
 from elche.coordination.policy import Steps
 from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import Adopt, Instruction
 from elche.coordination.windows.reductions import ReductionPlanner
 from elche.coordination.windows.window_state import WindowState
-from elche.errors import ConfigError, NonFiniteError
+from elche.errors import NonFiniteError
 
 
 def judge_update(state: WindowState, rank: int) -> None:
@@ -77,37 +75,14 @@ def refuse_lost(state: WindowState, event: WindowReduced) -> None:
     )
 
 
-def end_plan(state: WindowState) -> None:
-    """Nobody trained in this window: a plan has ended, and the epoch is to have.
-
-    Raises:
-        ConfigError: the recorded loop broke off here, and this one does not.
-    """
-    plans, pooled = state.plans, state.ledger.pooled
-    has_ended = plans.is_followed and plans.window(state.book.window) is None
-    if has_ended and pooled and not state.life.is_draining:
-        raise ConfigError(
-            f"the recorded run left epoch {state.epoch} before its end, without "
-            f"batches {named(state.ledger.pooled_ranges())}; this run's loop goes on: "
-            "leave it at the same batch"
-        )
-
-
 def begin_reduction(
     state: WindowState, planner: ReductionPlanner, now_s: float
 ) -> Steps:
-    """Plans the reduction with what the ranks really did, or as was recorded."""
+    """Plans the reduction with what the ranks really did."""
     window, parts = state.book.window, state.book.parts
-    planned = state.planned(window)
-    if planned is not None and planned.reduction is not None:
-        settings = dict(planned.reduction)
-        settings["buffers"] = tuple(settings["buffers"])
-    else:
-        counts = zip(state.pacing.ranks, state.pacing.el_che.batch_counts, strict=True)
-        batches = sum(count for rank, count in counts if rank not in state.idle)
-        settings = planner.settings(parts, state.ledger.sizes.num_batches, batches)
-    yield None
-    _record(state, settings)
+    counts = zip(state.pacing.ranks, state.pacing.el_che.batch_counts, strict=True)
+    batches = sum(count for rank, count in counts if rank not in state.idle)
+    settings = planner.settings(parts, state.ledger.sizes.num_batches, batches)
     yield None
     begun_s = now_s if state.is_overlapped else None
     reduction = state.reductions.begin(window, parts, settings, begun_s)
@@ -147,24 +122,3 @@ def resume_reduction(
         ]
     state.unstage_gone(running.window)
     return [*planner.plan(reductions.parts, reductions.settings, state.epoch, running)]
-
-
-def _record(state: WindowState, settings: dict[str, Any]) -> None:
-    """Writes down what the window did, for a replay; it discards the same."""
-    ranks = sorted(state.members)
-    parts = [state.book.parts[rank] for rank in ranks]
-    opened = [part.opened for part in parts if part.opened is not None]
-    last = state.reductions.last
-    reports = {} if last is None else last.reports
-    state.plans.record(
-        WindowPlan(
-            parts=[part.trained for part in parts],
-            adopt_at=[
-                reports[rank].adopted_at if rank in reports else 0 for rank in ranks
-            ],
-            committed_samples=opened[0].committed_samples,
-            planned_samples=opened[0].planned_samples,
-            planned_batches=[plan.planned_batches for plan in opened],
-            reduction=settings,
-        )
-    )

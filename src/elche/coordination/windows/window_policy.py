@@ -32,7 +32,6 @@ from elche.coordination.windows.reductions import Reduction, ReductionPlanner
 from elche.coordination.windows.window_book import check_claim
 from elche.coordination.windows.window_closing import (
     begin_reduction,
-    end_plan,
     judge_update,
     refuse_lost,
     resume_reduction,
@@ -118,13 +117,11 @@ class WindowPolicy(Policy):
         """Ranks that are given no work."""
         return self._state.idle
 
-    def begin_epoch(
-        self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
-    ) -> Outcome:
+    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Opens the epoch's first window with its first leases."""
         state, sizes = self._state, sizes.cut_by(self.cut)
         state.reset(sizes, epoch, now_s)
-        state.take_plan(sizes, plan)
+        state.take_plan(sizes)
         ranks = list(state.members)
         return self._outcome([], self._begin(ranks, now_s))
 
@@ -311,8 +308,6 @@ class WindowPolicy(Policy):
         """All ranks have closed it: measure, reduce, and go on to the next."""
         state = self._state
         touched = any(part.batches for part in state.book.parts.values())
-        if not touched:
-            end_plan(state)
         is_last = not state.has_work and state.book.is_untouched
         # A planned window is left when its result is adopted, in the next one.
         follows = state.is_overlapped and state.plans.is_followed and touched
@@ -424,9 +419,5 @@ class WindowPolicy(Policy):
     def _end_epoch(self, now_s: float) -> Steps:
         yield None
         state = self._state
-        plan = state.plans.to_text()
-        yield None
         anchor = state.pacing.el_che.anchor
-        yield from state.totals.end_epoch(
-            sorted(state.members), now_s, anchor=anchor, plan=plan
-        )
+        yield from state.totals.end_epoch(sorted(state.members), now_s, anchor=anchor)

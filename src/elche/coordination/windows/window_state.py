@@ -8,9 +8,7 @@ from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.copy_updates import CopySamples
 from elche.coordination.accounts.epoch_plan import (
-    EpochPlan,
     FixedWindows,
-    RecordedWindows,
     WindowPlan,
     WindowPlans,
 )
@@ -78,8 +76,7 @@ class WindowState:
         self._paced: tuple[Pace | None, int] = (None, 0)
         self.diverged.begin_epoch()
         self._uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
-        policy, window = self.config.policy, self.book.window
-        self.plans = WindowPlans(policy, len(self.members), sizes, window)
+        self.plans = WindowPlans(self.book.window)
         self.book = WindowBook(self.members, self.book.window)
         self.throttle = Throttle(self.config.windows.max_batch_diff, self.members)
         most_ahead = self.config.windows.max_batch_diff
@@ -106,16 +103,10 @@ class WindowState:
             return working
         return max(working, *(sizes.cut.parts_of(run[0]) for run in sizes.runs), 0)
 
-    def take_plan(self, sizes: BatchSizes, text: str) -> None:
-        """Follows a recorded plan, or one made from the settings alone."""
-        if text or self.config.debug.deterministic:
+    def take_plan(self, sizes: BatchSizes) -> None:
+        """Follows a plan made from the settings alone, where one is asked for."""
+        if self.config.debug.deterministic:
             self._uncalibrated.clear()
-        if text:
-            plan = EpochPlan.from_text(
-                text, self.config.policy, len(self.members), sizes
-            )
-            self.plans.follow(RecordedWindows(plan))
-        elif self.config.debug.deterministic:
             counts = self.pacing.el_che.batch_counts
             self.plans.follow(FixedWindows(sizes, counts, self.progress_samples))
 

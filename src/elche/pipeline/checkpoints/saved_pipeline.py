@@ -73,9 +73,6 @@ class SavedPipeline:
         if peers is not None:
             peers.heeds_signals(heeds)
 
-    def check_record(self) -> None:
-        """Pipelines record nothing."""
-
     def described(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the run."""
         return {"kind": "pipeline", "steps": self._pipe.steps_done}

@@ -24,7 +24,6 @@ from elche.runtime.epochs.epoch_execution import EpochExecution, EpochPart
 from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.epochs.sync_epoch import SyncEpoch
 from elche.runtime.epochs.window_epoch import WindowEpoch
-from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.resume_sync import rates
@@ -42,7 +41,6 @@ class RunEpochs:
         training: what is trained.
         synchroniser: brings it together with the other ranks.
         notifications: receives the metrics of epochs.
-        plans: what is recorded or replayed.
         watch: what is seen of this rank's loop.
 
     Attributes:
@@ -59,14 +57,12 @@ class RunEpochs:
         training: Training,
         synchroniser: Synchroniser,
         notifications: RunNotifications,
-        plans: PlanFile,
         watch: RankWatch,
     ) -> None:
         self._worker = worker
         self._training = training
         self._synchroniser = synchroniser
         self._notifications = notifications
-        self._plans = plans
         self._watch = watch
         self._course: EpochCourse | None = None
         self._resumed: EpochCourse | None = None
@@ -360,7 +356,6 @@ class RunEpochs:
             self._watch.steps.end_epoch(samples, is_early=end.is_early)
             self.reports.append(whole_end(course.ends))
         self._watch.schedulers.end_epoch(has_ended=end is not None)
-        self._plans.keep("" if end is None else end.plan)
 
     def _open_part(self, steps: int) -> EpochPart:
         """Agrees on the epoch, or on what is left of it."""
@@ -419,7 +414,6 @@ class RunEpochs:
             epoch=self._epoch,
             layout=self._synchroniser.layout(),
             checks=() if is_changed else self.execution.sums.whole(),
-            plan=self._plans.epoch(self._epoch),
             rates=rates(watch.optimizers.all(), rank, followed),
             steps=steps,
             continues=self._course is not None or self._is_resumed,

@@ -311,7 +311,6 @@ class WindowEpoch:
                 rank=self._worker.rank,
                 epoch=self._positions.epoch,
                 window=self._loop.window,
-                state=self._sync.state_layout(),
                 changed_buffers=self._sync.changed_buffers(),
                 is_finite=is_finite,
                 has_moved=self._sync.has_moved,

@@ -15,7 +15,6 @@ from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
-from elche.coordination.windows.reductions import drift_weight
 from elche.runtime.windows.local_steps import LocalSteps
 from elche.runtime.windows.window_sync import WindowSync
 
@@ -106,15 +105,16 @@ class AveragedSync(WindowSync):
     ) -> None:
         self._averager.hand_over(group, source, plan, lacks=lacks, keeps=keeps)
         if lacks:
-            self._start_anew(plan)
+            self._start_anew()
 
     @override
     def reconnect(self, group: Group) -> None:
         self._averager.reconnect(group)
 
-    @abstractmethod
-    def _start_anew(self, plan: Reduce) -> None:
+    def _start_anew(self) -> None:
         """The result is in the model: optimizers of a diverged rank start anew."""
+        if not self._was_finite:
+            self._steps.forget_states()
 
     def close(self, *, begins: bool) -> bool:
         """The window ends; gradients of an update that is lost are dropped too."""
@@ -142,56 +142,26 @@ class ParameterSync(AveragedSync):
 
     Args:
         averager: averages them.
-        steps: this rank's own; optimizers lose their state after a non-finite update,
-            where that state is not averaged.
+        steps: this rank's own; optimizers lose their state after a non-finite update.
         own_factor, is_sum: see `AveragedSync`.
     """
 
     _averager: ParameterAverager
-
-    def __init__(
-        self,
-        averager: ParameterAverager,
-        steps: LocalSteps,
-        own_factor: GradientFactor | None,
-        *,
-        is_sum: bool = False,
-    ) -> None:
-        super().__init__(averager, steps, own_factor, is_sum=is_sum)
-        self._has_told = False
-
-    @override
-    def state_layout(self) -> str:
-        return self._averager.state_layout()
 
     def _take(self, weight: float, *, begins: bool) -> bool:
         return self._averager.is_finite
 
     def reduce(self, plan: Reduce) -> SyncResult:
         """Averages now; optimizers of a diverged rank start anew."""
-        if plan.state_apart and not self._has_told:
-            self._has_told = True
-            logger.warning(
-                "rank %d: no optimizer state is averaged while ranks %s hold other "
-                "state than most (where an optimizer has not stepped yet, say); here "
-                "%s",
-                plan.rank,
-                list(plan.state_apart),
-                self._steps.states_in_words(),
-            )
         result = self._averager.synchronise(plan)
-        self._start_anew(plan)
+        self._start_anew()
         return result
 
     @override
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
         result = self._averager.complete(plan)
-        self._start_anew(plan)
+        self._start_anew()
         return result
-
-    def _start_anew(self, plan: Reduce) -> None:
-        if not self._was_finite:
-            self._steps.forget_states(only_lost=plan.include_state)
 
 
 @final
@@ -202,28 +172,14 @@ class OverlappedSync(AveragedSync):
         averager: averages them.
         steps: this rank's own; optimizers lose their state after a non-finite update.
         own_factor, is_sum: see `AveragedSync`.
-        drift_weights: how drifts are weighted; see `drift_weight`.
     """
 
     is_overlapped = True
     _averager: OverlappedAverager
 
-    def __init__(
-        self,
-        averager: OverlappedAverager,
-        steps: LocalSteps,
-        own_factor: GradientFactor | None,
-        drift_weights: str,
-        *,
-        is_sum: bool = False,
-    ) -> None:
-        super().__init__(averager, steps, own_factor, is_sum=is_sum)
-        self._drift_weights = drift_weights
-
     def _take(self, weight: float, *, begins: bool) -> bool:
         """A rank that trained begins to reduce."""
-        drift = drift_weight(self._drift_weights, weight)
-        return self._averager.snapshot(drift, begins=begins)
+        return self._averager.snapshot(float(weight > 0), begins=begins)
 
     @override
     def begin(self, plan: Reduce) -> None:
@@ -246,9 +202,5 @@ class OverlappedSync(AveragedSync):
     @override
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
         result = self._averager.adopt(plan, drained=is_drained)
-        self._start_anew(plan)
+        self._start_anew()
         return result
-
-    def _start_anew(self, plan: Reduce) -> None:
-        if not self._was_finite:
-            self._steps.forget_states()

@@ -353,7 +353,6 @@ def make_window_sync(
         model,
         steps.optimizers,
         group,
-        reset_state=config.windows.optimizer_state == "reset",
         codec=config.codec,
         has_momentum=config.windows.outer.optimizer != "average",
     )
@@ -363,6 +362,5 @@ def make_window_sync(
     if own_factor is not None:
         own_factor.attach()
     if isinstance(averager, OverlappedAverager):
-        drift_weights = config.windows.drift_weights
-        return OverlappedSync(averager, steps, own_factor, drift_weights, is_sum=is_sum)
+        return OverlappedSync(averager, steps, own_factor, is_sum=is_sum)
     return ParameterSync(averager, steps, own_factor, is_sum=is_sum)

@@ -66,10 +66,6 @@ class WindowSync(ABC):
             CommunicationError: what was sent has not left, and will not.
         """
 
-    def state_layout(self) -> str:
-        """Names what of the optimizer's state can be averaged."""
-        return ""
-
     def changed_buffers(self) -> tuple[int, ...]:
         """Indices of buffers written since the last reduction."""
         return ()

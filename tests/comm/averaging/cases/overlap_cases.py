@@ -334,46 +334,6 @@ def blocking(script: Script, transport: str) -> Seen:
     return seen
 
 
-def with_adamw(transport: str, include_state: bool) -> dict[str, Any]:
-    """Two windows of AdamW on this rank; what it had before and after the last mean."""
-    rank = this_place().rank
-    model = nn.Linear(3, 2).double()
-    nn.init.constant_(model.weight, 0.5)
-    nn.init.zeros_(model.bias)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with joined(transport) as group:
-        averager = ParameterAverager(
-            list(model.parameters()), model, lambda: [optimizer], group
-        )
-        layouts = [averager.state_layout()]
-        averager.build()
-        for window in range(2):
-            generator = torch.Generator().manual_seed(10 * window + rank)
-            x = torch.randn(5, 3, dtype=torch.float64, generator=generator)
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-            layouts.append(averager.state_layout())
-            before = _moments(optimizer)
-            all_changed(group, ())
-            averager.synchronise(
-                plan(
-                    window=window,
-                    weight=(0.75, 0.25)[rank],
-                    include_state=include_state,
-                )
-            )
-    return {"layouts": layouts, "before": before, "after": _moments(optimizer)}
-
-
-def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [
-        state[key].clone()
-        for state in optimizer.state.values()
-        for key in ("exp_avg", "exp_avg_sq")
-    ]
-
-
 def bereaved(transport: str, regroups: bool) -> dict[str, Any]:
     """A rank dies in a reduction: what the others hold, and how they go on."""
     place = this_place()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 
 import torch
@@ -215,38 +214,3 @@ def train_through_bad_samples(
     elche.shutdown()
     discarded = [line for line in kept.lines if "and is discarded" in line]
     return Survived(ended, order, metrics, progress, values, discarded)
-
-
-def train_with_a_late_optimizer(
-    task: Task, batches: int
-) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """A second optimizer steps after so many batches on rank 1, and at once elsewhere.
-
-    Returns:
-        What was logged of optimizer state, and that of the second optimizer.
-    """
-    model, _, loader = build(task)
-    first, last = list(model.parameters())[:2], list(model.parameters())[2:]
-    optimizer = torch.optim.SGD(first, lr=0.1, momentum=0.9)
-    second = torch.optim.AdamW(last, lr=1e-2)
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, **nested(task.options)
-    )
-    begins = batches if os.environ["RANK"] == "1" else 0
-    kept, log = _Lines(), logging.getLogger("elche")
-    log.addHandler(kept)
-    try:
-        for number, (x, y, *_) in enumerate(loader):
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            if number >= begins:
-                second.step()
-            for each in (optimizer, second):
-                each.zero_grad()
-    finally:
-        log.removeHandler(kept)
-    elche.shutdown()
-    states = {
-        f"{n} {k}": v for n, p in enumerate(last) for k, v in second.state[p].items()
-    }
-    return [line for line in kept.lines if "optimizer state" in line], states

@@ -35,6 +35,7 @@ ELSEWHERE = {
         "_loss_shifts_labels",
         "_tr_loss",
     },
+    "integrations/transformers_arguments.py": {"_reset_state"},  # of accelerate
     "launching/function_rank.py": {"_clear", "_run_exitfuncs"},  # of atexit
     "runtime/epochs/model_sums.py": {"_replace"},  # of NamedTuple
     "runtime/own_iteration.py": {"_get_iterator", "_iterator"},  # users override it

@@ -284,16 +284,14 @@ def held() -> None:
 
 
 def versions() -> None:
-    from torch.utils.data import TensorDataset
+    from elche.comm.model_buffers.buffers import BufferWatch
 
-    from elche.runtime.data.resident_data import ResidentDataset
-
-    data = TensorDataset(torch.arange(6.0))
-    resident = ResidentDataset(data)
-    assert resident.place(torch.device("cpu"))
-    data.tensors[0].mul_(2)
-    (found,) = resident.batch([1, 2])
-    assert found.tolist() == [2.0, 4.0]
+    model = nn.Module()
+    model.register_buffer("counted", torch.zeros(2))
+    watch = BufferWatch(model)
+    assert watch.written() == []
+    model.get_buffer("counted").add_(1)
+    assert watch.written() == [0]
 
 
 def parameters() -> None:

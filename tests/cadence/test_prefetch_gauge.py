@@ -55,7 +55,6 @@ needs_of = st.builds(
     PrefetchNeeds,
     batch_bytes=st.integers(0, 20 * GB),
     activation_peak_bytes=st.none() | st.integers(0, 200 * GB),
-    dataset_bytes=st.none() | st.integers(0, 200 * GB),
 )
 depths = st.integers(0, 8)
 
@@ -72,16 +71,16 @@ def memories(draw: st.DrawFn) -> DeviceMemory:
 def test_never_more_than_fits(
     memory: DeviceMemory, needs: PrefetchNeeds, max_depth: int
 ) -> None:
-    decision = decide_prefetch(memory, needs, max_depth)
-    assert 0 <= decision.depth <= max_depth
+    depth = decide_prefetch(memory, needs, max_depth)
+    assert 0 <= depth <= max_depth
     reserve = math.ceil(memory.total_bytes * RESERVE_FRACTION)
     usable = memory.free_bytes + memory.held_bytes
     peak = needs.activation_peak_bytes
-    if decision.depth:
+    if depth:
         assert needs.batch_bytes > 0
-        assert decision.depth * needs.batch_bytes + (peak or 0) + reserve <= usable
+        assert depth * needs.batch_bytes + (peak or 0) + reserve <= usable
     if peak is None:
-        assert decision.depth <= CAREFUL_DEPTH
+        assert depth <= CAREFUL_DEPTH
 
 
 @given(memories(), needs_of, depths, st.integers(0, 200 * GB))
@@ -90,22 +89,7 @@ def test_less_free_memory_never_gets_more(
 ) -> None:
     less = replace(memory, free_bytes=max(0, memory.free_bytes - taken))
     much, little = (decide_prefetch(m, needs, max_depth) for m in (memory, less))
-    assert little.depth <= much.depth
-    assert little.resident <= much.resident
-
-
-@given(memories(), needs_of, depths)
-def test_resident_only_if_set_peak_and_reserve_fit(
-    memory: DeviceMemory, needs: PrefetchNeeds, max_depth: int
-) -> None:
-    resident = decide_prefetch(memory, needs, max_depth).resident
-    if needs.activation_peak_bytes is None or needs.dataset_bytes is None:
-        assert not resident
-        return
-    taken = needs.dataset_bytes + needs.activation_peak_bytes + needs.batch_bytes
-    reserve = math.ceil(memory.total_bytes * RESERVE_FRACTION)
-    room = memory.free_bytes + memory.held_bytes
-    assert resident == (taken + reserve <= room)
+    assert little <= much
 
 
 @given(memories(), needs_of, depths, st.integers(0, 20 * GB))
@@ -124,32 +108,30 @@ def test_a_filled_buffer_does_not_change_the_answer(
 
 
 @pytest.mark.parametrize(
-    ("free", "peak", "depth", "resident"),
+    ("free", "peak", "depth"),
     [
-        (100 * GB, 20 * GB, 4, True),  # a free card, which an inverted probe calls full
-        (63 * GB, 20 * GB, 4, True),
-        (62 * GB, 20 * GB, 4, False),  # 30 + 20 + 3 and the reserve of 10 do not fit
-        (39 * GB, 20 * GB, 3, False),
-        (33 * GB, 20 * GB, 1, False),
-        (32 * GB, 20 * GB, 0, False),
-        (5 * GB, 20 * GB, 0, False),
-        (0, 20 * GB, 0, False),
-        (100 * GB, 0, 4, True),  # a peak of nothing is a measurement
-        (100 * GB, None, 1, False),  # careful
-        (34 * GB, None, 1, False),
-        (33 * GB, None, 1, False),  # a quarter of what is usable
-        (21 * GB, None, 0, False),
+        (100 * GB, 20 * GB, 4),  # a free card, which an inverted probe calls full
+        (63 * GB, 20 * GB, 4),
+        (62 * GB, 20 * GB, 4),
+        (39 * GB, 20 * GB, 3),
+        (33 * GB, 20 * GB, 1),
+        (32 * GB, 20 * GB, 0),
+        (5 * GB, 20 * GB, 0),
+        (0, 20 * GB, 0),
+        (100 * GB, 0, 4),  # a peak of nothing is a measurement
+        (100 * GB, None, 1),  # careful
+        (34 * GB, None, 1),
+        (33 * GB, None, 1),  # a quarter of what is usable
+        (21 * GB, None, 0),
     ],
 )
-def test_by_hand(free: int, peak: int | None, depth: int, resident: bool) -> None:
-    decision = decide_prefetch(
+def test_by_hand(free: int, peak: int | None, depth: int) -> None:
+    found = decide_prefetch(
         DeviceMemory(total_bytes=100 * GB, free_bytes=free),
-        PrefetchNeeds(
-            batch_bytes=3 * GB, activation_peak_bytes=peak, dataset_bytes=30 * GB
-        ),
+        PrefetchNeeds(batch_bytes=3 * GB, activation_peak_bytes=peak),
         max_depth=4,
     )
-    assert (decision.depth, decision.resident) == (depth, resident)
+    assert found == depth
 
 
 @given(st.integers(0, 20 * GB), st.integers(1, 40 * GB), st.integers(1, 4 * GB), depths)
@@ -166,7 +148,7 @@ def test_steady_on_a_device_that_only_counts(
         needs = PrefetchNeeds(
             batch_bytes=batch_bytes, activation_peak_bytes=peak.value_bytes
         )
-        depths.append(decide_prefetch(device.memory(), needs, max_depth).depth)
+        depths.append(decide_prefetch(device.memory(), needs, max_depth))
         device.held_bytes = depths[-1] * batch_bytes
         assert peak.value_bytes == step_bytes
     assert len(set(depths)) == 1
@@ -226,11 +208,6 @@ def test_an_empty_batch_says_nothing_about_pinning() -> None:
             PrefetchNeeds,
             {"batch_bytes": 1, "activation_peak_bytes": -1},
             "activation_peak_bytes must be at least 0",
-        ),
-        (
-            PrefetchNeeds,
-            {"batch_bytes": 1, "dataset_bytes": -1},
-            "dataset_bytes must be at least 0",
         ),
     ],
 )

@@ -58,13 +58,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchNeeds:
-    """What batches, training and data set take, in bytes.
+    """What batches and training take, in bytes.
 
     Attributes:
         batch_bytes: one batch; 0 while unknown, or if nothing of it is moved.
         activation_peak_bytes: what a step takes beyond what lies there between two
             steps; None before it is measured.
-        dataset_bytes: the whole data set; None if it cannot be kept on the device.
 
     Raises:
         ConfigError: a figure is negative.
@@ -72,45 +71,30 @@ class PrefetchNeeds:
 
     batch_bytes: int
     activation_peak_bytes: int | None = None
-    dataset_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_int("batch_bytes", self.batch_bytes, 0)
         if self.activation_peak_bytes is not None:
             check_int("activation_peak_bytes", self.activation_peak_bytes, 0)
-        if self.dataset_bytes is not None:
-            check_int("dataset_bytes", self.dataset_bytes, 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchDecision:
-    """What the gauge says.
-
-    Attributes:
-        depth: batches to hold on the device ahead of the one in use; 0 for none.
-        resident: whether the whole data set fits beside the training.
-    """
-
-    depth: int
-    resident: bool
 
 
 def decide_prefetch(
     memory: DeviceMemory, needs: PrefetchNeeds, max_depth: int = MAX_DEPTH
-) -> PrefetchDecision:
+) -> int:
     """Reads the gauge.
 
     Usable is what is free or already held by prefetched batches, less the reserve.
-    Before the activation peak is known a quarter of it goes to batches, and nothing
-    is resident; afterwards everything beyond the peak.
+    Before the activation peak is known a quarter of it goes to batches; afterwards
+    everything beyond the peak.
 
     Args:
         memory: the device between two steps.
-        needs: what one batch, a step and the data set take.
+        needs: what one batch and a step take.
         max_depth: most batches held ahead.
 
     Returns:
-        A depth from 0 to ``max_depth`` that fits, never more for less memory.
+        Batches to hold on the device ahead of the one in use: from 0 to ``max_depth``,
+        never more for less memory.
     """
     reserve_bytes = math.ceil(memory.total_bytes * RESERVE_FRACTION)
     usable_bytes = memory.free_bytes + memory.held_bytes - reserve_bytes
@@ -124,12 +108,7 @@ def decide_prefetch(
     depth = 0
     if needs.batch_bytes:
         depth = max(0, min(ceiling, spare_bytes // needs.batch_bytes))
-    resident = (
-        peak_bytes is not None
-        and needs.dataset_bytes is not None
-        and needs.dataset_bytes + needs.batch_bytes <= spare_bytes
-    )
-    return PrefetchDecision(depth=depth, resident=resident)
+    return depth
 
 
 @final

@@ -149,7 +149,6 @@ def prefetcher(
     copies: FakeCopies | None = None,
     probe: FakeProbe | None = None,
     depth: int = 2,
-    dataset_bytes: int | None = None,
 ) -> tuple[DevicePrefetcher[Any], FakeCopies]:
     copies = copies or FakeCopies()
     device = torch.device("meta")  # anything but the CPU; nothing is moved there
@@ -159,7 +158,6 @@ def prefetcher(
         copies,
         probe or FakeProbe(),
         depth,
-        dataset_bytes,
     )
     return made, copies
 
@@ -339,15 +337,13 @@ def test_tight_memory_lowers_the_depth_step_by_step(
 ) -> None:
     full: list[int] = []
     copies = FakeCopies(full=lambda number: number in full)
-    ahead, _ = prefetcher(Source(*range(200)), copies, dataset_bytes=1)
+    ahead, _ = prefetcher(Source(*range(200)), copies)
     assert [ahead.take()[0] for _ in range(5)] == [0, 1, 2, 3, 4]  # type: ignore[index]
     assert ahead.depth == 2
-    assert ahead.wants_resident
     with caplog.at_level(logging.WARNING):
         full.append(copies._copies)
         assert ahead.take() is not None
         assert ahead.depth == 1
-        assert not ahead.wants_resident
         full.extend(range(copies._copies, copies._copies + 100))
         tags = take_all(ahead, copies)
     assert tags == list(range(6, 200))
@@ -361,7 +357,7 @@ def test_tight_memory_lowers_the_depth_step_by_step(
 
 def test_the_gauge_sets_the_depth() -> None:
     probe = FakeProbe()
-    ahead, copies = prefetcher(Source(*range(500)), probe=probe, dataset_bytes=1)
+    ahead, copies = prefetcher(Source(*range(500)), probe=probe)
     depths = []
 
     def go(batches: int) -> None:
@@ -376,10 +372,8 @@ def test_the_gauge_sets_the_depth() -> None:
     go(WARM_BATCHES - 1)
     assert set(depths[1:]) == {1}  # careful: no step has shown its peak
     assert probe.reads == 1
-    assert not ahead.wants_resident
     go(1)
     assert (depths[-1], probe.reads) == (2, 2)
-    assert ahead.wants_resident
     # 10 of reserve and 10 of peak leave one of 21 batches, two of which are held
     probe.free_bytes = 19 * BATCH_BYTES
     go(GAUGE_EVERY_BATCHES - 1)
@@ -389,7 +383,6 @@ def test_the_gauge_sets_the_depth() -> None:
     probe.free_bytes = 3 * BATCH_BYTES
     go(GAUGE_EVERY_BATCHES)
     assert depths[-1] == 0
-    assert not ahead.wants_resident
     probe.free_bytes = 60 * BATCH_BYTES
     go(GAUGE_EVERY_BATCHES)
     assert depths[-1] == 2
@@ -479,7 +472,6 @@ def test_the_cpu_passes_batches_through() -> None:
         assert not ahead.has_batch
         ahead.discard()
     assert ahead.depth == 0
-    assert not ahead.wants_resident
 
 
 def test_passing_through_costs_a_few_lines() -> None:

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import DataLoader, TensorDataset
 
 from elche.runtime.data.prefetch import CudaMemoryProbe, DevicePrefetcher, MemoryReading
-from elche.runtime.data.resident_data import ResidentDataset
 from elche.runtime.data.transfer import CudaCopyStream
 
 pytestmark = pytest.mark.skipif(
@@ -225,7 +223,7 @@ def test_a_mostly_free_device_holds_batches_and_the_set(device: torch.device) ->
     assert free_bytes > 0.5 * total_bytes
     torch.cuda.reset_peak_memory_stats()
     next_batch = numbered(20, 1024 * 256)
-    ahead = DevicePrefetcher[int].on(next_batch, device, dataset_bytes=20 * MB)
+    ahead = DevicePrefetcher[int].on(next_batch, device)
     model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 1))
     model.to(device)
     optimizer = torch.optim.Adam(model.parameters())
@@ -239,33 +237,3 @@ def test_a_mostly_free_device_holds_batches_and_the_set(device: torch.device) ->
     assert peak_bytes is not None
     assert 256 * 2048 * 4 < peak_bytes < 0.1 * total_bytes
     assert ahead.depth == 2
-    assert ahead.wants_resident
-
-
-def test_a_resident_data_set_gives_the_loaders_batches(device: torch.device) -> None:
-    data = TensorDataset(torch.randn(50, 3, 8, 8), torch.arange(50))
-    loader = DataLoader(data, batch_size=16)
-    resident = ResidentDataset.of(loader)
-    assert resident is not None
-    assert resident.place(device)
-    assert loader.batch_sampler is not None
-    for keys, loaded in zip(loader.batch_sampler, loader, strict=True):
-        got = resident.batch(keys)
-        assert all(tensor.device == device for tensor in got)
-        assert all(a.cpu().equal(b) for a, b in zip(got, loaded, strict=True))
-    with pytest.raises(IndexError, match="key 50 is out of range"):
-        resident.batch([50])
-    torch.cuda.synchronize()  # the device has seen no bad index
-
-
-def test_a_data_set_without_room_leaves_nothing(device: torch.device) -> None:
-    data = TensorDataset(*(torch.zeros(64 * MB, dtype=torch.uint8) for _ in range(3)))
-    resident = ResidentDataset.of(DataLoader(data))
-    assert resident is not None
-    total_bytes = torch.cuda.mem_get_info()[1]
-    room = torch.cuda.memory_reserved() + 150 * MB
-    torch.cuda.set_per_process_memory_fraction(room / total_bytes)
-    before_bytes = torch.cuda.memory_allocated()
-    assert not resident.place(device)
-    assert not resident.is_placed
-    assert torch.cuda.memory_allocated() == before_bytes

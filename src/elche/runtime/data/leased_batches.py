@@ -12,7 +12,6 @@ from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.data.leased_data import BatchFeed, IndexBatch
 from elche.runtime.data.positions import EpochPositions, check_length
 from elche.runtime.data.prefetch import DevicePrefetcher
-from elche.runtime.data.resident_data import ResidentDataset
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.data.transfer import tensors_in
 from elche.torch_internals.passes import mark_dynamic
@@ -29,8 +28,7 @@ class LeasedBatches:
         generator: source of randomness for its workers, different on every rank.
         device: where batches go.
         refill: called when the loader draws and nothing is queued; may push.
-        weights: what batches weigh, asked before they are moved (so nothing is kept on
-            the device then); None: their samples.
+        weights: what batches weigh, asked before they are moved; None: their samples.
 
     Attributes:
         weight: of the batch that the last :meth:`take` gave; None without ``weights``.
@@ -52,12 +50,9 @@ class LeasedBatches:
         self.weight: float | None = None
         self.marks_dynamic = False
         self._feed: BatchFeed[Any] = BatchFeed(loader, generator, refill)
-        may_stay = device.type == "cuda" and weights is None
-        self._resident = ResidentDataset.of(loader) if may_stay else None
         self._prefetcher: DevicePrefetcher[Any] = DevicePrefetcher.on(
             self._feed.next if weights is None else self._weighed,
             device,
-            None if self._resident is None else self._resident.total_bytes,
         )
 
     @property
@@ -85,7 +80,7 @@ class LeasedBatches:
         self._epoch = positions.epoch
         if isinstance(self._loader.dataset, StreamView):
             self._loader.dataset.begin_epoch(positions.epoch)
-        self._feed.start(positions.epoch, self._load_here(positions))
+        self._feed.start(positions.epoch)
 
     def push(self, tag: Any, batch: IndexBatch) -> None:
         """Queues an index batch; it comes out of :meth:`take` with its tag.
@@ -133,18 +128,3 @@ class LeasedBatches:
         """Ends the epoch, or a part of it."""
         self._feed.finish(is_over=is_over)
         self._prefetcher.discard()
-
-    def _load_here(
-        self, positions: EpochPositions
-    ) -> Callable[[IndexBatch], Any] | None:
-        """Indexes a data set that is kept on the device; None to load as usual."""
-        resident = self._resident
-        if resident is None or not positions.has_integer_keys:
-            return None
-        if not resident.is_placed:
-            if not self._prefetcher.wants_resident:
-                return None
-            if not resident.place(self._device):
-                self._resident = None  # no second try
-                return None
-        return lambda batch: resident.batch(batch.keys)

@@ -160,7 +160,6 @@ class BatchFeed(Generic[Tag]):
         refill: Callable[[], None],
     ) -> None:
         self._sampler: _LeaseSampler[Tag] = _LeaseSampler(refill)
-        self._load: Callable[[IndexBatch], Any] | None = None
         self._dataset = loader.dataset
         self._loader = leased_loader(loader, self._sampler, generator)
         self._iterator: Iterator[Any] | None = None
@@ -168,17 +167,8 @@ class BatchFeed(Generic[Tag]):
         self._own = None if own is None else OwnIteration(own, self._draw_own)
         self._sampler.refills = own is None
 
-    def start(
-        self, epoch: int = 0, load: Callable[[IndexBatch], Any] | None = None
-    ) -> None:
-        """Begins an epoch, or a part of one: forgets what was queued before.
-
-        Args:
-            epoch: its number.
-            load: makes a batch at once (a data set kept on the device), in place of
-                the DataLoader.
-        """
-        self._load = load
+    def start(self, epoch: int = 0) -> None:
+        """Begins an epoch, or a part of one: forgets what was queued before."""
         self._sampler.queued.clear()
         self._sampler.drawn.clear()
         if self._own is not None:
@@ -213,11 +203,6 @@ class BatchFeed(Generic[Tag]):
             ConfigError: the user's own iteration does not yield one batch for one.
             Whatever the user's dataset or collate function raises.
         """
-        if self._load is not None:
-            if not self._sampler.refill():
-                return None
-            queued, batch = self._sampler.queued.popleft()
-            return queued, self._load(batch)
         if self._own is None:
             return self._draw()
         self._sampler.refill()

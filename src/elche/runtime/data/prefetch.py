@@ -22,7 +22,6 @@ from elche.cadence.prefetch_gauge import (
     ActivationPeak,
     DeviceMemory,
     PinTrial,
-    PrefetchDecision,
     PrefetchNeeds,
     decide_prefetch,
 )
@@ -132,7 +131,6 @@ class DevicePrefetcher(Generic[Tag]):
         copies: the stream of copies, None to move nothing ahead.
         probe: reads the device's memory, None to move nothing ahead.
         max_depth: most batches held ahead.
-        dataset_bytes: size of a data set that could be kept on the device.
 
     Attributes:
         depth: batches held ahead at present.
@@ -147,19 +145,16 @@ class DevicePrefetcher(Generic[Tag]):
         copies: CopyStream | None = None,
         probe: MemoryProbe | None = None,
         max_depth: int = MAX_DEPTH,
-        dataset_bytes: int | None = None,
     ) -> None:
         self._next_batch = next_batch
         self._device = device
         self._copies = copies
         self._probe = probe
         self._max_depth = max_depth
-        self._dataset_bytes = dataset_bytes
         self._held: deque[_Held[Tag]] = deque()
         self._being_read: deque[tuple[Fence, Any]] = deque()
         self._peak = ActivationPeak()
         self._pin_trial = PinTrial()
-        self._decision = PrefetchDecision(depth=0, resident=False)
         self._most_depth = max_depth
         self._batch_bytes = 0
         self._ahead_pays = False
@@ -173,7 +168,6 @@ class DevicePrefetcher(Generic[Tag]):
     def on(
         next_batch: Callable[[], tuple[Tag, Any] | None],
         device: torch.device,
-        dataset_bytes: int | None = None,
     ) -> DevicePrefetcher[Tag]:
         """A prefetcher with what the device has: copies ahead on CUDA, else none."""
         if device.type != "cuda":
@@ -183,18 +177,12 @@ class DevicePrefetcher(Generic[Tag]):
             device,
             CudaCopyStream(device),
             CudaMemoryProbe(device),
-            dataset_bytes=dataset_bytes,
         )
 
     @property
     def has_batch(self) -> bool:
         """Whether :meth:`take` gives one for sure, unless it is discarded meanwhile."""
         return bool(self._held)
-
-    @property
-    def wants_resident(self) -> bool:
-        """Whether the whole data set fits beside the training, as last gauged."""
-        return self._decision.resident and self._most_depth == self._max_depth
 
     def take(self) -> tuple[Tag, Any] | None:
         """The next batch, on the device; None if none is held and none has come.
@@ -299,7 +287,7 @@ class DevicePrefetcher(Generic[Tag]):
         if warm:
             self._peak.observe(reading.active_bytes, reading.peak_bytes)
         held_bytes = sum(held.copied_bytes for held in self._held)
-        self._decision = decide_prefetch(
+        fitting = decide_prefetch(
             DeviceMemory(
                 total_bytes=reading.total_bytes,
                 free_bytes=min(reading.free_bytes, reading.total_bytes - held_bytes),
@@ -308,8 +296,7 @@ class DevicePrefetcher(Generic[Tag]):
             PrefetchNeeds(
                 batch_bytes=self._batch_bytes,
                 activation_peak_bytes=self._peak.value_bytes,
-                dataset_bytes=self._dataset_bytes,
             ),
             self._max_depth,
         )
-        self.depth = min(self._decision.depth, self._most_depth)
+        self.depth = min(fitting, self._most_depth)

@@ -18,6 +18,7 @@ from elche.coordination.protocol.instructions import EndEpoch, Welcome
 from elche.errors import ConfigError
 from elche.runtime.epochs.run_epochs import RunEpochs
 from elche.runtime.epochs.sync_epoch import SyncEpoch
+from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.connect import connect
@@ -41,6 +42,11 @@ from elche.runtime.windows.synchroniser import Synchroniser
 from elche.runtime.windows.window_sync import refuse_state
 
 logger = logging.getLogger(__name__)
+HELD = (
+    "elche: the run ended inside an epoch whose iterator the script still held (next() "
+    "on it, say): under policy {!r} the model that it has read since then was each "
+    "rank's own, not the common one; write `for batch in loader.steps(n):`"
+)
 
 
 class Run:
@@ -430,6 +436,8 @@ class Run:
             return
         try:
             if not isinstance(last_event, Failed):
+                if isinstance(self._epochs.under_way, WindowEpoch):
+                    self.notifications.emit(HELD.format(self.policy))
                 self._epochs.end_iteration()
                 last_event = self._epochs.left_how(last_event)
         finally:

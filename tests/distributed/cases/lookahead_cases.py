@@ -73,6 +73,35 @@ def _on_rank(look: Look) -> Found:
     return Found(error, {k: v.detach().clone() for k, v in model.state_dict().items()})
 
 
+def iterated_twice(policy: str) -> str:
+    """How a loop over ``zip(loader, loader)`` ends on this rank of a run."""
+    settings = nested({"timeout_s": 60.0, **POLICIES.get(policy, {})})
+    *_, loader = elche.setup(*_build(Look("plain", policy=policy)), **settings)
+    try:
+        with session.failing_together():
+            return f"{len(list(zip(loader, loader, strict=False)))} pairs"
+    except ElcheError as raised:
+        return f"{type(raised).__name__}: {raised}"
+    finally:
+        elche.shutdown()
+
+
+def held_at_the_end(policy: str) -> list[str]:
+    """The lines of a run that ends while an iterator is held, on this rank of it."""
+    settings = nested({"timeout_s": 60.0, **POLICIES.get(policy, {})})
+    model, optimizer, loader = elche.setup(*_build(Look("plain")), **settings)
+    lines: list[str] = []
+    run = session.current_run()
+    assert run is not None
+    run.notifications.emit = lines.append
+    held = iter(loader)
+    x, y, _ = next(held)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    elche.shutdown()
+    return lines
+
+
 def _one_ahead(loader: Any) -> Iterator[list[Any]]:
     last = None
     for batch in loader:

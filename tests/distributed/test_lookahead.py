@@ -10,6 +10,7 @@ from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.lookahead_cases import (
     LOOPS,
     Look,
+    accumulated,
     alone,
     held_at_the_end,
     iterated_twice,
@@ -95,4 +96,13 @@ def test_a_held_iterator_is_said_where_models_differ(
     """``next(it)`` a few times, then ``torch.save``: in windows a rank's own model."""
     for lines in ranks2.run(held_at_the_end, policy, case_setup=serve_in_thread):
         said = [line for line in lines if "still held" in line]
+        assert len(said) == (policy == "async"), lines
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_a_last_group_that_is_not_stepped_is_said(
+    ranks2: RankPool, policy: str
+) -> None:
+    for lines in ranks2.run(accumulated, policy, case_setup=serve_in_thread):
+        said = [line for line in lines if "took no optimizer step" in line]
         assert len(said) == (policy == "async"), lines

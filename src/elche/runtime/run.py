@@ -47,6 +47,11 @@ HELD = (
     "on it, say): under policy {!r} the model that it has read since then was each "
     "rank's own, not the common one; write `for batch in loader.steps(n):`"
 )
+UNSTEPPED = (
+    "elche: rank %d took no optimizer step after the backward passes of its last %d "
+    "batches: under policy %r it runs its own number of batches, so that `i + 1 == "
+    "len(loader)` never comes; accumulate inside a batch, or choose policy 'sync'"
+)
 
 
 class Run:
@@ -439,6 +444,9 @@ class Run:
                 if isinstance(self._epochs.under_way, WindowEpoch):
                     self.notifications.emit(HELD.format(self.policy))
                 self._epochs.end_iteration()
+                self._watch.batch_done()
+                if (count := self._watch.unstepped) and self.policy != "sync":
+                    logger.warning(UNSTEPPED, self.worker.rank, count, self.policy)
                 last_event = self._epochs.left_how(last_event)
         finally:
             self._closed = True

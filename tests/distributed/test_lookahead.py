@@ -7,7 +7,15 @@ import re
 import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
-from tests.distributed.cases.lookahead_cases import LOOPS, Look, alone, on_ranks
+from tests.distributed.cases.lookahead_cases import (
+    LOOPS,
+    Look,
+    accumulated,
+    alone,
+    held_at_the_end,
+    iterated_twice,
+    on_ranks,
+)
 from tests.distributed.cases.tasks import difference, identical
 from tests.harness.rank_pool import RankPool
 
@@ -69,3 +77,32 @@ def test_ranks_that_run_other_passes_are_told_what_to_write(
     looks = [Look("plain", body, sizes=EQUAL)]
     for [one] in ranks2.run(on_ranks, looks, case_setup=serve_in_thread):
         assert re.search(r"ConfigError: .*if elche\.any\(is_bad\)", one.error), one
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_a_loader_is_iterated_once_at_a_time(ranks2: RankPool, policy: str) -> None:
+    """An iterator that the next one has ended would yield nothing more, as if through.
+
+    So ``zip(loader, loader)`` trained nothing, without a word.
+    """
+    for told in ranks2.run(iterated_twice, policy, case_setup=serve_in_thread):
+        assert re.search("ConfigError: the loader is iterated twice", told), told
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_a_held_iterator_is_said_where_models_differ(
+    ranks2: RankPool, policy: str
+) -> None:
+    """``next(it)`` a few times, then ``torch.save``: in windows a rank's own model."""
+    for lines in ranks2.run(held_at_the_end, policy, case_setup=serve_in_thread):
+        said = [line for line in lines if "still held" in line]
+        assert len(said) == (policy == "async"), lines
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_a_last_group_that_is_not_stepped_is_said(
+    ranks2: RankPool, policy: str
+) -> None:
+    for lines in ranks2.run(accumulated, policy, case_setup=serve_in_thread):
+        said = [line for line in lines if "took no optimizer step" in line]
+        assert len(said) == (policy == "async"), lines

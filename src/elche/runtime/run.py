@@ -18,6 +18,7 @@ from elche.coordination.protocol.instructions import EndEpoch, Welcome
 from elche.errors import ConfigError
 from elche.runtime.epochs.run_epochs import RunEpochs
 from elche.runtime.epochs.sync_epoch import SyncEpoch
+from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
@@ -40,6 +41,16 @@ from elche.runtime.windows.synchroniser import Synchroniser
 from elche.runtime.windows.window_sync import refuse_state
 
 logger = logging.getLogger(__name__)
+HELD = (
+    "elche: the run ended inside an epoch whose iterator the script still held (next() "
+    "on it, say): under policy {!r} the model that it has read since then was each "
+    "rank's own, not the common one; write `for batch in loader.steps(n):`"
+)
+UNSTEPPED = (
+    "elche: rank %d took no optimizer step after the backward passes of its last %d "
+    "batches: under policy %r it runs its own number of batches, so that `i + 1 == "
+    "len(loader)` never comes; accumulate inside a batch, or choose policy 'sync'"
+)
 
 
 class Run:
@@ -412,7 +423,12 @@ class Run:
             return
         try:
             if not isinstance(last_event, Failed):
+                if isinstance(self._epochs.under_way, WindowEpoch):
+                    self.notifications.emit(HELD.format(self.policy))
                 self._epochs.end_iteration()
+                self._watch.batch_done()
+                if (count := self._watch.unstepped) and self.policy != "sync":
+                    logger.warning(UNSTEPPED, self.worker.rank, count, self.policy)
                 last_event = self._epochs.left_how(last_event)
         finally:
             self._closed = True

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 from elche import session
 from elche.errors import ElcheError
+from elche.runtime import run
 from tests.distributed.cases.user_loop_cases import FEATURES, POLICIES, Found, weights
 from tests.harness.settings import nested
 
@@ -71,6 +73,50 @@ def _on_rank(look: Look) -> Found:
         error = f"{type(raised).__name__}: {raised}"
     elche.shutdown()
     return Found(error, {k: v.detach().clone() for k, v in model.state_dict().items()})
+
+
+def iterated_twice(policy: str) -> str:
+    """How a loop over ``zip(loader, loader)`` ends on this rank of a run."""
+    settings = nested({"timeout_s": 60.0, **POLICIES.get(policy, {})})
+    *_, loader = elche.setup(*_build(Look("plain", policy=policy)), **settings)
+    try:
+        with session.failing_together():
+            return f"{len(list(zip(loader, loader, strict=False)))} pairs"
+    except ElcheError as raised:
+        return f"{type(raised).__name__}: {raised}"
+    finally:
+        elche.shutdown()
+
+
+def held_at_the_end(policy: str) -> list[str]:
+    """The lines of a run that ends while an iterator is held, on this rank of it."""
+    settings = nested({"timeout_s": 60.0, **POLICIES.get(policy, {})})
+    model, optimizer, loader = elche.setup(*_build(Look("plain")), **settings)
+    lines: list[str] = []
+    present = session.current_run()
+    assert present is not None
+    present.notifications.emit = lines.append
+    held = iter(loader)
+    x, y, _ = next(held)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    elche.shutdown()
+    return lines
+
+
+def accumulated(policy: str) -> list[str]:
+    """Warnings of a run whose last group waits for ``i + 1 == len(loader)``."""
+    settings = nested({"timeout_s": 60.0, **POLICIES.get(policy, {})})
+    look = Look("plain", sizes=(16,) * 7)
+    model, optimizer, loader = elche.setup(*_build(look), **settings)
+    with mock.patch.object(run, "logger") as log:
+        for number, (x, y, _) in enumerate(loader, 1):
+            F.cross_entropy(model(x), y).backward()
+            if number == 1 or number == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+        elche.shutdown()
+    return [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
 
 
 def _one_ahead(loader: Any) -> Iterator[list[Any]]:

@@ -34,25 +34,33 @@ SAID = {
     "ignored": MEAN.format(r"\d+ targets, without ignored ones,"),
     "class weights": MEAN.format("class weights"),
     "dropped": r"elche: a batch of \d+ samples came where \d+ were .* in a batch of \d",
+    "dropped throughout": MEAN.format(r"\d+ targets"),
     "buffers": r"write \(.*'0\.observed'.*\) become the mean.*all_gather",
+    "buffers that count": r"write \('0\.samples'\) .* integers stay a rank's own.*",
 }
 """What is said, by the kind of the loop; of other kinds nothing."""
+OF_STEPS = "buffers alike", "buffers that count"
 SILENT = ("plain", "padded alike", "weighed", "time first", "buffers alike")
 
 
 class Written(nn.Module):
     """Buffers that its forward pass writes, and some of which all ranks write alike."""
 
-    def __init__(self, *, is_alike: bool) -> None:
+    def __init__(self, *, is_alike: bool, counts: bool) -> None:
         super().__init__()
-        self.is_alike = is_alike
+        self.is_alike, self.counts = is_alike, counts
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mask", torch.ones(3))
         self.register_buffer("observed", torch.zeros(()))
         self.norm = nn.BatchNorm1d(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls.add_(1)
+        self.steps.add_(1)
+        if self.counts:
+            self.samples.add_(len(x))
         if not self.is_alike:
             self.observed.copy_(x.detach().max())
         out: torch.Tensor = self.norm(x)
@@ -68,6 +76,7 @@ def _time_first(samples: list[Any]) -> Any:
 COLLATES: dict[str, Any] = {
     "time first": _time_first,
     "dropped": lambda samples: default_collate([s for s in samples if s[2] % 11 != 10]),
+    "dropped throughout": lambda samples: default_collate(samples[:-1] or samples),
 }
 
 
@@ -98,7 +107,12 @@ def lines_of(policy: str, kinds: list[str]) -> list[list[str]]:
         torch.manual_seed(0)
         model: nn.Module = nn.Linear(6, 8)
         if kind.startswith("buffers"):
-            model = nn.Sequential(Written(is_alike=kind != "buffers"), model)
+            model = nn.Sequential(
+                Written(
+                    is_alike=kind != "buffers", counts=kind == "buffers that count"
+                ),
+                model,
+            )
         loader: Any = DataLoader(_data(kind), 12, collate_fn=COLLATES.get(kind))
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         options: Any = nested(POLICIES[policy])
@@ -121,8 +135,8 @@ def lines_of(policy: str, kinds: list[str]) -> list[list[str]]:
 @pytest.mark.parametrize("policy", ["sync", "gradients", "auto", "cadence"])
 def test_what_differs_is_said_once(ranks2: RankPool, policy: str) -> None:
     kinds = [*SAID, *SILENT] if policy != "auto" else ["ignored", "buffers"]
-    if policy != "sync":  # a float that counts is another one on each rank
-        kinds = [kind for kind in kinds if kind != "buffers alike"]
+    if policy != "sync":  # floats that count differ by rank, and integers are summed
+        kinds = [each for each in kinds if each not in OF_STEPS]
     found, others = ranks2.run(lines_of, policy, kinds, case_setup=serve_in_thread)
     for kind, lines, of_other in zip(kinds, found, others, strict=True):
         weighs = policy != "cadence" or kind == "buffers"  # local steps have own means

@@ -5,7 +5,8 @@ samples. Which ones that are must be agreed: a flag per buffer travels with ever
 message, so a buffer seen to change on any rank goes along from then on, and one that
 never changes (a mask) never travels. Statistics of SyncBatchNorm layers are equal as
 they are, to the bit, and never travel either. A second flag says that a rank has
-resized a buffer, or has it no more: each rank keeps its own from then on.
+resized a buffer, or has it no more: each rank keeps its own from then on. So it does
+of counts, which travel in the first steps to be compared alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from elche.errors import CommunicationError
 from elche.torch_internals.held import version
 
 SNAPSHOT_ELEMENTS = 65_536
+COUNT_LOOKS = 10
+"""Steps in which counts travel: they come apart with the first unequal shares."""
 HANDING_OVER = "handing over buffers of a step that a lost rank left open"
 
 
@@ -86,6 +89,7 @@ class BufferAverager:
         self._watch = BufferWatch(model)
         self._known = known
         self._travelling: set[int] = set()
+        self._looks = COUNT_LOOKS
         self._last: dict[int, torch.Tensor] = {}  # means, as they came
         self._exchange: Exchange | None = None
         self._side = 0
@@ -115,22 +119,26 @@ class BufferAverager:
             return  # the samples were of ranks that have died
         buffers = self._known.present()
         equal = _synchronised(self._model)
-        floats = {
+        norms, self._looks = norm_buffers(self._model), max(0, self._looks - 1)
+        sent = {
             index
             for index, buffer in enumerate(buffers)
             if buffer is not None
-            and buffer.is_floating_point()
+            and (
+                buffer.is_floating_point() or (self._looks and id(buffer) not in norms)
+            )
+            and not buffer.is_complex()
             and id(buffer) not in equal
         }
         written = self._known.numbers_of(self._watch.written()) if mine else set()
-        written &= floats - self._known.own
+        written &= sent - self._known.own
         divisor = active_ranks if mine else 0
         agreed = set(self._travelling)
         try:
             flags = self._reduce(buffers, sorted(agreed), written, divisor)
             new = sorted(flags - self._travelling - self._known.own)
             if new:
-                self._travelling.update(new)
+                self._travelling.update(filter(self._is_float, new))
                 self._reduce(buffers, new, written, divisor)
                 if self._group.rank == 0:
                     own = {
@@ -177,10 +185,14 @@ class BufferAverager:
             group.broadcast(means, HANDING_OVER, source)
         if lacks:
             self._known.keep_own(own)
-            self._travelling = (self._travelling | {*came}) - self._known.own
+            self._travelling.update(filter(self._is_float, came))
+            self._travelling -= self._known.own
             self._last = dict(zip(came, parts, strict=True))
             self._write(self._known.present(), came)
             self._watch.mark()
+
+    def _is_float(self, index: int) -> bool:
+        return self._known.kinds[index].dtype.is_floating_point
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -191,8 +203,8 @@ class BufferAverager:
     def _write(
         self, buffers: Sequence[torch.Tensor | None], indices: Iterable[int]
     ) -> None:
-        """The last means become the buffers."""
-        for index in indices:
+        """The last means become the buffers; counts stay this rank's own."""
+        for index in filter(self._is_float, indices):
             buffer = held(buffers[index])
             buffer.copy_(self._last[index].view(buffer.shape))
 

@@ -154,8 +154,9 @@ class KnownBuffers:
             told.add("means")
             _log.warning(
                 "elche: buffers that forward passes write (%s) become the mean of what "
-                "each rank makes of its share; elche.all_gather(...) of what they are "
-                "made of makes them those of the whole batch, as on one device",
+                "each rank makes of its share, and integers stay a rank's own; "
+                "elche.all_gather(...) of what they are made of makes them those of "
+                "the whole batch, as on one device",
                 ", ".join(found),
             )
 

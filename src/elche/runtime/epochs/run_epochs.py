@@ -68,6 +68,7 @@ class RunEpochs:
         self._resumed: EpochCourse | None = None
         self._is_new = self._is_cut = self._is_resumed = self._is_closed = False
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
+        self._iterations = 0
         self.members = StepMembers(worker, training, synchroniser, watch, notifications)
         self._opening = EpochOpening(
             worker,
@@ -249,7 +250,22 @@ class RunEpochs:
             raise self.members.late_error
         iteration = self._run_epoch(steps)
         self._iteration = weakref.ref(iteration)
-        return iteration
+        self._iterations += 1
+        return self._alone(iteration, self._iterations)
+
+    def _alone(self, iteration: Iterator[Any], number: int) -> Iterator[Any]:
+        """Refuses an iterator that a later one has ended: it would seem to be through.
+
+        Raises:
+            ConfigError: the loop asks it for a batch.
+        """
+        yield from iteration
+        if number != self._iterations:
+            raise ConfigError(
+                "the loader is iterated twice at the same time, as in zip(loader, "
+                "loader), and a new iteration ends the one before: iterate over it "
+                "once, and over a plain DataLoader for a second batch"
+            )
 
     def left_how(self, last_event: Event) -> Event:
         """The same; where ranks trained windows, with what was done of the run."""

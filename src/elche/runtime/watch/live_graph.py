@@ -81,6 +81,11 @@ class LiveGraph:
         return self._last is not None and not self._last.had_backward
 
     @property
+    def last_passed(self) -> Any:
+        """The batch of the last forward pass, once its backward pass has come."""
+        return None if self._last is None or self.is_live else self._last
+
+    @property
     def open_batches(self) -> list[Any]:
         """Batches whose backward pass is to come, as far as is known, oldest first."""
         last, may_wait = self._last, self._is_ahead is not False

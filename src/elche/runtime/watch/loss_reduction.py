@@ -137,6 +137,7 @@ class MeanHints:
 
     def look(self, roots: Sequence[torch.Tensor]) -> bool:
         """Looks at the losses of a backward pass; whether at those of the next, too."""
+        lengths = {len(t) for t in outputs_in(self._batch) if t.dim()}
         found = (t for t in outputs_in(self._batch) if t.dtype is torch.int64)
         found = (t for t in found if t.layout is torch.strided and not t.is_nested)
         labels = [t.reshape(len(t), -1) for t in found if t.dim() and t.numel()]
@@ -150,6 +151,9 @@ class MeanHints:
                 left = f"{int(odd[0].sum())} targets, without ignored ones,"
                 weight = f"(labels != {ignored}).sum()"
                 self._say(f"the loss is a mean over {left}", weight)
+            elif labels and len(lengths) == 1 and max(lengths) % max(1, self._samples):
+                what = f"the loss is a mean over {max(lengths)} targets"
+                self._say(what, "len(labels)")
         if not self.is_on or (not is_host and self._looks >= ACCELERATOR_LOOKS):
             self._looks = LOOKS
         return self._looks < LOOKS

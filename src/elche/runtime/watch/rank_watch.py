@@ -39,6 +39,7 @@ class RankWatch:
         guard: asks at every step whether its gradients were reduced.
         schedulers: those that were handed over.
         batch_state: what cannot be carried to another rank.
+        unstepped: batches with a backward pass since the last optimizer step.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class RankWatch:
         self.schedulers = FollowedSchedulers(
             config.policy, partial(mean_of, worker), self.steps
         )
+        self._stepped = self.unstepped = 0
+        self._passed: Any = None
         self.batch_state = BatchStateWatch(
             model, self.optimizers, self.skips, self.copies, self.schedulers
         )
@@ -84,8 +87,18 @@ class RankWatch:
 
     def begin_batch(self, batch: Any, samples: int) -> None:
         """The loop gets a batch of its share, of so many samples."""
+        self.batch_done()
         self.steps.taken += 1
         self._hints.begin(batch, samples)
+
+    def batch_done(self) -> None:
+        """Counts batches that were passed back through since the last step."""
+        stepped, passed = self.guard.stepped, self.graphs.last_passed
+        if stepped != self._stepped:
+            self._stepped, self.unstepped = stepped, 0
+        elif stepped and passed not in (None, self._passed):
+            self.unstepped += 1
+        self._passed = passed
 
     def drain_scalars(self, final: bool) -> Scalars:
         """What the loop has logged since this was called last; True waits for all."""

@@ -292,13 +292,14 @@ def min_share_samples(model: nn.Module) -> int:
 def batch_norm_hint(model: nn.Module, policy: str) -> str:
     """What BatchNorm layers do where ranks share each batch, or ""."""
     trained = [name for name, layer in _plain_norms(model).items() if layer.training]
-    if not trained or policy != "sync":
+    if not trained or policy not in ("sync", "auto"):
         return ""
     more = f" and {len(trained) - 1} more" if len(trained) > 1 else ""
+    on = " with policy='sync'" if policy == "auto" else ""
     return (
         f"elche: BatchNorm ({trained[0]!r}{more}) takes its statistics from each "
         "rank's share of a batch; elche.convert_sync_batchnorm(model) before "
-        "elche.setup makes it the whole batch, as on one device"
+        f"elche.setup{on} makes it the whole batch, as on one device"
     )
 
 

@@ -120,8 +120,12 @@ def test_steps_before_and_after_a_failure_are_kept(
         assert parameter.tolist() == pytest.approx([total, total], abs=1e-12)
 
 
-def test_lbfgs_begins_anew_when_a_mean_is_adopted() -> None:
-    """Its curvature is read from how parameters moved; a mean moves them, too."""
+@pytest.mark.parametrize("mean_over", [1, 2])
+def test_lbfgs_begins_anew_when_a_mean_is_adopted(mean_over: int) -> None:
+    """Its curvature is read from how parameters moved; a mean moves them, too.
+
+    Where one rank trains alone, for which batches are cut, nothing but its steps does.
+    """
     model = nn.ParameterList([torch.ones(2)])
     optimizer = torch.optim.LBFGS(model.parameters())
     group = Bus(1).group(0)
@@ -130,9 +134,10 @@ def test_lbfgs_begins_anew_when_a_mean_is_adopted() -> None:
     optimizer.step(lambda: (model[0] ** 4).sum().backward() or 1.0)
     assert optimizer.state
     averager.snapshot(1.0)
-    averager.begin(plan(weight=1.0, active_ranks=1))
-    averager.adopt(plan(weight=1.0, active_ranks=1))
-    assert not optimizer.state
+    reduction = plan(weight=1.0, active_ranks=1, mean_over=mean_over)
+    averager.begin(reduction)
+    averager.adopt(reduction)
+    assert bool(optimizer.state) == (mean_over == 1)
 
 
 def test_a_drained_rank_holds_the_mean_to_the_bit() -> None:

@@ -156,7 +156,7 @@ class Averager:
                 self._groups, received, strict=True
             ):
                 parameters.take_over(base, momentum, keeps=keeps)
-            self._end()
+            self._end(is_own=False)
 
     def reconnect(self, group: Group) -> None:
         """As :meth:`connect`, where the group before was of other ranks as well."""
@@ -277,10 +277,14 @@ class Averager:
         for group in sorted(self._groups, key=lambda each: each.is_prepared):
             group.exchange.wait(WHAT)
 
-    def _end(self) -> None:
-        """What remains when parameters are written."""
+    def _end(self, *, is_own: bool) -> None:
+        """What remains when parameters are written.
+
+        Args:
+            is_own: the result is what this rank holds.
+        """
         self._buffers.apply()
-        for optimizer in self._optimizers():
+        for optimizer in () if is_own else self._optimizers():
             # It reads curvature from how far parameters moved: a jump is no step.
             if isinstance(optimizer, torch.optim.LBFGS):
                 forget_state(optimizer)
@@ -311,5 +315,5 @@ class ParameterAverager(Averager):
         self._wait()
         for group in self._groups:
             group.replace(rule, consensus)
-        self._end()
+        self._end(is_own=rule.is_own(plan.weight))
         return consensus.result(plan.weight)

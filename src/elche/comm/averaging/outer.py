@@ -62,6 +62,10 @@ class OuterStep:
         part = min(1.0, plan.active_ranks / plan.mean_over)
         return OuterStep(plan.outer, plan.outer_lr, plan.outer_momentum, part)
 
+    def is_own(self, weight: float) -> bool:
+        """True if the result is what the rank of this weight holds."""
+        return weight == self.part == 1.0 and self.kind == "average"
+
 
 class OuterOptimizer:
     """Holds the momentum of the outer step for one flat tensor.

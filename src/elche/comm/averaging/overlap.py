@@ -236,7 +236,7 @@ class OverlappedAverager(Averager):
             else:
                 group.correct(rule, consensus)
         self._phase = _Phase.IDLE
-        self._end()
+        self._end(is_own=rule.is_own(plan.weight))
         return consensus.result(plan.weight)
 
     def common(self) -> dict[int, torch.Tensor]:

@@ -1,1 +1,0 @@
-"""Several hosts behind slow links beside one host, on one Linux machine."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -83,32 +82,39 @@ def measure(
 ) -> list[dict[str, float]]:
     """A run over two hosts; what each of them sent for a step, and how long it took."""
     with tempfile.TemporaryDirectory() as name, slow_link(len(ranks), mbit) as link:
-        folder = Path(name)
-        key = folder / "key"
-        key.touch(0o600)
-        key.write_text(secrets.token_hex(32))
-        hosts = []
-        for number, count in enumerate(ranks):
-            options = ["--nnodes", str(len(ranks)), "--node-rank", str(number)]
-            options += ["--rendezvous", f"{link.ranks[0][1]}:29500"]
-            options += ["--key-file", str(key), "--nproc", str(count)]
-            script = [__file__, "--train", way, "--steps", str(steps)]
-            words = [*link.command(number), sys.executable, "-m", "elche", "run"]
-            path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-            host = subprocess.Popen(
-                [*words, *options, *script, "--folder", name],
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            )
-            hosts.append(host)
-        try:
-            codes = [host.wait(WAIT_S) for host in hosts]
-        finally:
-            for host in hosts:
-                host.kill()
-        if any(codes):
-            raise SystemExit(f"hosts ended with codes {codes}")
         first = [sum(ranks[:number]) for number in range(len(ranks))]
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in first]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        common = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "ELCHE_LISTEN": "auto",
+            "WORLD_SIZE": str(sum(ranks)),
+            "MASTER_ADDR": link.ranks[0][1],
+            "MASTER_PORT": "29500",
+        }
+        started = []
+        for number, count in enumerate(ranks):
+            for place in range(count):
+                script = [__file__, "--train", way, "--steps", str(steps)]
+                own = {
+                    "RANK": str(first[number] + place),
+                    "LOCAL_RANK": str(place),
+                    "LOCAL_WORLD_SIZE": str(count),
+                }
+                process = subprocess.Popen(
+                    [*link.command(number), sys.executable, *script, "--folder", name],
+                    env={**common, **own},
+                )
+                started.append(process)
+        try:
+            codes = [each.wait(WAIT_S) for each in started]
+        finally:
+            for each in started:
+                each.kill()
+        if any(codes):
+            raise SystemExit(f"ranks ended with codes {codes}")
+        return [json.loads(Path(name, f"{rank}.json").read_text()) for rank in first]
 
 
 def main() -> int:

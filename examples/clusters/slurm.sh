@@ -1,5 +1,5 @@
 #!/bin/bash
-# A heterogeneous job: two hosts of one kind and one of another, a launcher on each.
+# A heterogeneous job: two machines of one kind and one of another, a rank on each.
 #
 #     sbatch examples/clusters/slurm.sh examples/resume.py
 #
@@ -13,16 +13,15 @@ set -euo pipefail
 
 NNODES=$((SLURM_JOB_NUM_NODES_HET_GROUP_0 + SLURM_JOB_NUM_NODES_HET_GROUP_1))
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)
-export NNODES RENDEZVOUS="$HEAD:$((15000 + SLURM_JOB_ID % 10000))"
-# In a folder that all hosts see, and this user alone.
-export KEY="$HOME/.elche-key-$SLURM_JOB_ID" CHECKPOINTS="$SLURM_SUBMIT_DIR/checkpoints"
-(umask 077; openssl rand -hex 32 > "$KEY")
-trap 'rm -f "$KEY"' EXIT
+PORT=$((15000 + SLURM_JOB_ID % 10000))
+export NNODES HEAD PORT ELCHE_LISTEN=auto
+# In a folder that all machines see.
+export ELCHE_CHECKPOINT_DIR="$SLURM_SUBMIT_DIR/checkpoints" ELCHE_CHECKPOINT_EVERY_S=600
+export ELCHE_RESUME="$ELCHE_CHECKPOINT_DIR"
+mkdir -p "$ELCHE_CHECKPOINT_DIR"
 
-# SLURM_PROCID counts over both groups, one task to a host.
+# SLURM_PROCID counts over both groups, one task to a machine.
 srun --het-group=0,1 bash -c '
-  exec elche run --nnodes "$NNODES" --node-rank "$SLURM_PROCID" \
-    --rendezvous "$RENDEZVOUS" --key-file "$KEY" \
-    --checkpoint-dir "$CHECKPOINTS" --checkpoint-every 600 --resume \
-    "$@"
+  exec torchrun --nnodes "$NNODES" --node-rank "$SLURM_PROCID" --nproc-per-node 1 \
+    --master-addr "$HEAD" --master-port "$PORT" "$@"
 ' launcher "$@"

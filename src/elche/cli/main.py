@@ -1,4 +1,4 @@
-"""The command line: run, join, witness, demo, doctor, simulate and more."""
+"""The command line: run, demo, doctor, simulate and more."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 import click
 
 from elche import __version__
-from elche.cli.join_command import join as join_command
 from elche.cli.plan_command import plan as plan_command
 from elche.cli.rank_options import checked, rank_options
+from elche.cli.removed_options import REMOVED_COMMANDS, refuse_hosts
 from elche.cli.run_command import run as run_command
 from elche.cli.schedule_command import schedule as schedule_command
-from elche.cli.witness_command import witness as witness_command
 from elche.config import POLICIES
 from elche.errors import ElcheError
 
@@ -32,6 +31,13 @@ class _Friendly(click.Group):
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             sys.exit(130)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in REMOVED_COMMANDS:
+            refuse_hosts(f"elche {args[0]}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 @contextlib.contextmanager
@@ -153,11 +159,9 @@ def bench(words: tuple[str, ...]) -> None:
     )
 
 
-main.add_command(join_command)
 main.add_command(plan_command)
 main.add_command(run_command)
 main.add_command(schedule_command)
-main.add_command(witness_command)
 
 if __name__ == "__main__":
     main()

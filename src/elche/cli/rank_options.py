@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import click
 
 from elche.errors import ConfigError
-
-if TYPE_CHECKING:
-    from elche.runtime.process.launch import LaunchConfig
 
 
 def numbers(
@@ -76,20 +72,3 @@ def checked() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
-
-
-def follow(config: LaunchConfig, command: str) -> NoReturn:
-    """Runs this host's ranks as the first host's launcher says.
-
-    Args:
-        config: what to start.
-        command: of the user, for a message.
-    """
-    from elche.runtime.hosts.follower import follow_leader
-
-    result = follow_leader(config)
-    if result.exit_code:
-        reason = result.reason.splitlines()[0] if result.reason else "see its output"
-        code = exit_code(result.exit_code)
-        click.echo(f"{command}: ended with code {code}: {reason}", err=True)
-    sys.exit(result.exit_code)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elche.cli.host_options import host_options, read_hosts
-from elche.cli.rank_options import checked, exit_code, follow, rank_options
+from elche.cli.rank_options import checked, exit_code, rank_options
+from elche.cli.removed_options import RunCommand
 from elche.cli.restart_options import restart_options
 from elche.config import POLICIES
 from elche.errors import ConfigError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # What follows SCRIPT is its own, options too.
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})
 @rank_options
 @click.option(
     "--ms-per-sample",
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     " written when the run ends, however it ends.",
 )
 @restart_options
-@host_options
 @click.option(
     "--rejoin",
     type=int,
@@ -76,8 +75,6 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
 
     with checked():
         config = _launch_config((script, *arguments), options)
-        if config.hosts is not None and config.hosts.node_rank > 0:
-            follow(config, "elche run")
         result = launch_with_restarts(
             config,
             RestartConfig(**options),
@@ -116,13 +113,6 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
         from elche.monitor.results import check_writable
 
         check_writable(path)
-    for_one_host = {"--trace": trace, "--max-restarts": options["max_restarts"]}
-    hosts = read_hosts(options, words, for_one_host)
-    if hosts is not None and hosts.remote is not None:
-        if (nproc, devices, speeds) != (None, None, None):
-            raise ConfigError("--hosts says how many ranks each host has")
-        nproc = hosts.remote.own_ranks
-    follows = hosts is not None and hosts.node_rank > 0
     return LaunchConfig(
         command=python_command(*words),
         num_ranks=nproc,
@@ -134,8 +124,7 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
         },
         story_path=story,
         trace_path=trace,
-        display=None if is_quiet or follows else _display(),
-        hosts=hosts,
+        display=None if is_quiet else _display(),
         rejoin=options.pop("rejoin"),
         **emulated,
     )

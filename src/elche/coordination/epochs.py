@@ -75,13 +75,8 @@ class Epochs:
     @property
     def is_paused(self) -> bool:
         """Whether all ranks wait to go on with an epoch that was cut."""
-        return self._before is not None and self.all_wait
-
-    @property
-    def all_wait(self) -> bool:
-        """Whether all ranks wait for an epoch, or what is left of one, to begin."""
         has_all = self._opened.keys() >= self._membership.ranks
-        return not self.is_under_way and has_all
+        return self._before is not None and not self.is_under_way and has_all
 
     def cut(self, now_s: float) -> Steps:
         """Has the epoch under way pause, as for a checkpoint."""
@@ -119,9 +114,8 @@ class Epochs:
         ranks = self._membership.ranks
         if not self._opened.keys() >= ranks or self._membership.roster.pending:
             return
-        membership = self._membership
-        if membership.may_let_go or (self.is_paused and membership.awaits_cut):
-            return  # some leave, or are taken in, first
+        if self.is_paused and self._membership.awaits_cut:
+            return  # newcomers are taken in first
         if self.is_under_way:
             raise ProtocolError(f"epoch {self.number} has not ended on every rank")
         difference = opened_differently(self._opened)

@@ -6,9 +6,8 @@ stood, and has told each rank the same in the same order. Ranks and coordinator 
 what they have taken of each other, and keep what the other has not said that it has: so
 a coordinator that is started anew goes on with each rank in the middle of its stream.
 
-The launcher keeps the journal, and another host the same where it may succeed this one.
-An entry is written before anybody is told what follows from it, so what a dead
-coordinator has told never contradicts what the next one knows.
+The launcher keeps the journal. An entry is written before anybody is told what follows
+from it, so what a dead coordinator has told never contradicts what the next one knows.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
-from elche.coordination.protocol.events import Failed
 from elche.coordination.protocol.inputs import (
     Input,
     RankAdded,
@@ -72,31 +70,22 @@ class RunRecord:
     Args:
         world_size: ranks of the run.
         survives: as for `Coordinator`.
-        several_hosts: as for `Coordinator`.
 
     Attributes:
         core: the decisions.
         streams: of ranks that can come again, if they have come.
         store: rendezvous values.
         num_ranks: ranks that may come.
-        places: of those that are on other hosts, in words.
-        unjoined: why ranks that were to join have failed.
         commands: inputs of the launcher that were taken.
         end: what ended the run early, if anything has.
         now_s: when the last entry was taken.
     """
 
-    def __init__(
-        self, world_size: int, *, survives: bool, several_hosts: bool = False
-    ) -> None:
-        self.core = Coordinator(
-            world_size, survives=survives, several_hosts=several_hosts
-        )
+    def __init__(self, world_size: int, *, survives: bool) -> None:
+        self.core = Coordinator(world_size, survives=survives)
         self.streams: dict[int, RankStream] = {}
         self.store: dict[str, bytes] = {}
         self.num_ranks = world_size
-        self.places: dict[int, str] = {}
-        self.unjoined: dict[int, str] = {}
         self.commands = 0
         self.end: Abort | None = None
         self.now_s = 0.0
@@ -114,14 +103,9 @@ class RunRecord:
         if isinstance(what, StoreSet):
             self.store[what.key] = what.value
         elif isinstance(what, RankAdded):
-            if what.place:
-                self.places[self.num_ranks] = what.place
             self.num_ranks += 1
         else:
-            told = self._kept(self.core.handle(what, entry.now_s))
-            if isinstance(what, Failed) and self.is_outlived(what.rank):
-                self.unjoined.setdefault(what.rank, what.error)
-            return told
+            return self._kept(self.core.handle(what, entry.now_s))
         return []
 
     def clock_s(self, wall_s: float, host_s: float) -> float:

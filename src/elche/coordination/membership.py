@@ -11,8 +11,6 @@ from elche.coordination.protocol.events import (
     Disconnected,
     Event,
     Failed,
-    HostLeaves,
-    HostLost,
     Interrupted,
     Join,
     JoinReady,
@@ -24,7 +22,7 @@ from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.roster import Roster, refusal
 from elche.errors import ProtocolError
 
-_OF_NO_RANK = HostLeaves, HostLost, Interrupted, Tick
+_OF_NO_RANK = Interrupted, Tick
 
 
 class Membership:
@@ -38,7 +36,6 @@ class Membership:
         ranks: that are in the run now, also those that have left it in order.
         left: those of them that have, with what each said.
         min_ranks: while fewer are there an epoch that was cut is not gone on with.
-        leaving: those that are to leave where all pause, and why.
         roster: the generations of their group.
     """
 
@@ -48,7 +45,6 @@ class Membership:
         self.ranks = set(range(world_size))
         self.left: dict[int, Left] = {}
         self.min_ranks = 1
-        self.leaving: dict[int, str] = {}
         self.roster = Roster()
         self._first_generation = 0
         self._outlives = False
@@ -144,19 +140,16 @@ class Membership:
         """The run is over; returns what ranks have said that wait for the next one."""
         self._joins.clear()
         self.left.clear()
-        self.leaving.clear()
         self.ranks = set(range(self._world_size))
         early, self._early = self._early, []
         return early
 
-    def lose(self, rank: int, *, in_order: bool = False) -> list[Instruction]:
+    def lose(self, rank: int) -> list[Instruction]:
         """A rank is gone: the others form a new group without it."""
         self.ranks.discard(rank)
-        self.leaving.pop(rank, None)
         self.roster.fresh.discard(rank)
         self.roster.change(self.ranks)
-        gone = (rank,)
-        return [*self.roster.regroup(self.ranks, left=gone, in_order=in_order)]
+        return [*self.roster.regroup(self.ranks, left=(rank,))]
 
     def leave(self, event: Left) -> list[Instruction]:
         """A rank goes in order: a group that forms is formed without it."""
@@ -166,11 +159,6 @@ class Membership:
             return []
         self.roster.change(stay)
         return [*self.roster.regroup(stay, left=(event.rank,), in_order=True)]
-
-    @property
-    def may_let_go(self) -> bool:
-        """Whether ranks are to leave where the epoch under way is cut."""
-        return bool(self.leaving) and not (self.left or self.roster.pending)
 
     def greet(self, join: Join, why_closed: str) -> list[Instruction]:
         """A rank asks to join where an epoch is cut: it waits, if it may and fits.

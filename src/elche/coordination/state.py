@@ -35,8 +35,6 @@ from elche.coordination.protocol.events import (
     EpochOpened,
     Event,
     Failed,
-    HostLeaves,
-    HostLost,
     Interrupted,
     Join,
     JoinReady,
@@ -45,7 +43,7 @@ from elche.coordination.protocol.events import (
     Silent,
     Tick,
 )
-from elche.coordination.protocol.instructions import Abort, Instruction
+from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.run_end import Deadline, Mortality, RunEnd
 from elche.coordination.story import Story
@@ -68,7 +66,6 @@ class Coordinator:
         timeout_s: deadline for ranks to join, until their configuration says its own.
         survives: go on without a rank that is gone, once epochs have begun, where the
             settings can, and take in new ones where an epoch is cut.
-        several_hosts: ranks are on several, and never sum by NCCL.
 
     Attributes:
         lost: ranks that are gone, and the run went on.
@@ -83,11 +80,9 @@ class Coordinator:
         timeout_s: float = 300.0,
         *,
         survives: bool = False,
-        several_hosts: bool = False,
         slice_instructions: int = SLICE_INSTRUCTIONS,
     ) -> None:
         self._slice_instructions = slice_instructions
-        self._several_hosts = several_hosts
         self.lost: set[int] = set()
         self.silent: set[int] = set()
         self._membership = Membership(world_size, grows=survives)
@@ -111,8 +106,6 @@ class Coordinator:
             Silent: self._silent,
             Tick: self._tick,
             Interrupted: self._interrupted,
-            HostLost: self._host_lost,
-            HostLeaves: self._host_leaves,
             Regrouped: self._regrouped,
         }
 
@@ -213,7 +206,6 @@ class Coordinator:
         yield from handler(event, now_s)
         if self._epochs is not None:
             yield from self._epochs.make_room()
-            yield from self._let_go(self._epochs, now_s)
             yield from self._epochs.take_in(now_s)
 
     def story(self, rank: int | None = None) -> list[str]:
@@ -264,8 +256,7 @@ class Coordinator:
         yield None
         settings = settings_of(joins[0])
         self._deadline.allow(settings.config.timeout_s)
-        nccl = "" if self._several_hosts else over_nccl(joins)
-        self._mortality.begin_run(settings, nccl)
+        self._mortality.begin_run(settings, over_nccl(joins))
         self._membership.min_ranks = settings.config.min_ranks
         if self._membership.is_short:
             yield from self._end.abort(
@@ -359,55 +350,13 @@ class Coordinator:
         self._story.decided(f"silent for {event.silent_s:g} s", now_s, event.rank)
         return self._lose(event.rank, now_s)
 
-    def _host_lost(self, event: HostLost, now_s: float) -> Iterable[Instruction]:
-        """All ranks of a host are dead, at once."""
-        membership = self._membership
-        ranks = sorted({*event.ranks} & membership.ranks - membership.left.keys())
-        if ranks and not self.outlives(*ranks):
-            if self._mortality.is_over(self._epochs):
-                left = [Left(rank=rank) for rank in ranks]
-                return [told for each in left for told in self._leave(each, now_s)]
-            why = self._why_mortal(ranks[0])
-            error = f"{event.why} ({why})" if why else event.why
-            return self._failed(Failed(rank=ranks[0], error=error, traceback=""), now_s)
-        return [told for rank in ranks for told in self._lose(rank, now_s)]
-
-    def _host_leaves(self, event: HostLeaves, now_s: float) -> list[Instruction]:
-        """Ranks of a host are to leave: the epoch is cut for it, see `_let_go`."""
-        leaving = self._membership.leaving
-        ranks = {*event.ranks} & self._membership.ranks
-        if not self.outlives(*ranks, *leaving):
-            return self._interrupted(Interrupted(by=event.by), now_s)
-        leaving |= dict.fromkeys(ranks, event.by)
-        return []
-
-    def _let_go(self, epochs: Epochs, now_s: float) -> Steps:
-        """Cuts the epoch for ranks that are to leave; they go where all wait."""
-        membership = self._membership
-        if not membership.may_let_go:
-            return
-        if epochs.is_under_way:
-            yield from epochs.cut(now_s)
-        elif epochs.all_wait:
-            leaving = sorted(membership.leaving.items())
-            if not self.outlives(*membership.leaving):
-                yield from self._interrupted(Interrupted(by=leaving[0][1]), now_s)
-                return
-            for rank, by in leaving:
-                self._story.decided(f"leaves: {by}", now_s, rank)
-                why = f"the launcher was sent {by}, and the others go on"
-                yield Abort(rank=rank, reason=why, failed_rank=rank, exit_code=0)
-            for rank, _ in leaving:
-                yield from self._remove(rank, in_order=True)
-
     def has_member(self, rank: int) -> bool:
         """Whether a rank is in the run, or has left it in order."""
         return rank in self._membership.ranks
 
-    def outlives(self, *ranks: int) -> bool:
-        """Whether the run would go on without ranks that die now."""
-        others = self._membership.ranks - {*ranks}
-        return bool(others) and not any(map(self._why_mortal, ranks))
+    def outlives(self, rank: int) -> bool:
+        """Whether the run would go on without a rank that dies now."""
+        return bool(self._membership.ranks - {rank}) and not self._why_mortal(rank)
 
     def _why_mortal(self, rank: int) -> str:
         """Why the run does not go on without a rank; "" if it does."""
@@ -417,12 +366,9 @@ class Coordinator:
         """A rank is dead: the others form a new group without it."""
         self.lost.add(rank)
         self._story.decided("gone; the others go on", now_s, rank)
-        return self._remove(rank)
-
-    def _remove(self, rank: int, *, in_order: bool = False) -> list[Instruction]:
         self._barriers.remove(rank)
         told = self._running().lose(rank)
-        return [*told, *self._membership.lose(rank, in_order=in_order)]
+        return [*told, *self._membership.lose(rank)]
 
     def _regrouped(self, event: Regrouped, now_s: float) -> Steps:
         epochs, roster = self._running(), self._membership.roster

@@ -19,12 +19,12 @@ from elche.coordination.protocol.events import BarrierReached, Event, Join, Left
 from elche.coordination.protocol.instructions import BarrierPassed, Welcome
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.errors import ElcheError
-from elche.runtime.hosts.versions import installed_versions
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement, read_placement
 from elche.runtime.process.launcher_watch import watch_launcher
 from elche.runtime.process.shutdown import failure_of, watch_process
 from elche.runtime.process.worker import Worker
+from elche.runtime.versions import installed_versions
 
 
 @final

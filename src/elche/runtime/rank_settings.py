@@ -21,9 +21,9 @@ from elche.runtime.data.leased_data import horizon_batches
 from elche.runtime.data.prefetch import most_ahead
 from elche.runtime.data.sample_order import sampler_with_state
 from elche.runtime.data.stream_data import StreamView
-from elche.runtime.hosts.versions import installed_versions
 from elche.runtime.process.environment import Placement
 from elche.runtime.training import Training
+from elche.runtime.versions import installed_versions
 from elche.torch_internals.held import BatchNormBase, held_buffers, unsaved_buffers
 
 QUANTISED = frozenset({"bitsandbytes", "torchao"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import socket
 from pathlib import Path
@@ -20,7 +19,6 @@ from elche.comm.control.addresses import (
     own_address,
     parse_address,
 )
-from elche.comm.control.key_file import read_key
 from elche.errors import CommunicationError, ConfigError
 
 
@@ -96,34 +94,3 @@ def test_a_host_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.readlink("/proc/self/ns/net") in host_name()
     monkeypatch.setenv("ELCHE_HOST", "b")
     assert host_name() == "b"
-
-
-def test_a_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "key"
-    path.touch(0o600)
-    path.write_text("0f" * 32 + "\n")
-    assert read_key(str(path)) == b"\x0f" * 32
-    monkeypatch.setattr("sys.stdin", io.StringIO("0e" * 16 + "\nmore"))
-    assert read_key("-") == b"\x0e" * 16
-
-
-@pytest.mark.parametrize(
-    ("mode", "text", "match"),
-    [
-        (0o640, "0f" * 32, "to be this user's alone, got mode 640: `chmod 600"),
-        (0o604, "0f" * 32, "got mode 604"),
-        (0o600, "0f" * 15, "at least 32 hexadecimal digits"),
-        (0o600, "secret", "openssl rand -hex 32"),
-    ],
-)
-def test_a_key_that_is_none(tmp_path: Path, mode: int, text: str, match: str) -> None:
-    path = tmp_path / "key"
-    path.write_text(text)
-    path.chmod(mode)
-    with pytest.raises(ConfigError, match=match):
-        read_key(str(path))
-
-
-def test_a_key_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read --key-file .*No such file"):
-        read_key(str(tmp_path / "key"))

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import (
     Disconnected,
-    HostLeaves,
-    HostLost,
     Interrupted,
     Tick,
 )
@@ -100,8 +98,6 @@ def test_what_only_the_shell_may_say_does_not_come_from_the_wire() -> None:
         Disconnected(rank=0),
         Tick(),
         Interrupted(by="SIGINT"),
-        HostLost(ranks=(0,), why=""),
-        HostLeaves(ranks=(0,), by=""),
     ):
         with pytest.raises(ProtocolError, match="unknown message type"):
             from_wire(to_wire(message), FROM_WORKERS)

@@ -16,8 +16,6 @@ import pytest
 
 from benchmarks.chaos import ChaosConfig, RunAccount, one_run
 from benchmarks.chaos_killer import BOTH, COORDINATOR, coordinator_pid
-from tests.runtime.hosts.joining import OpenRun
-from tests.runtime.hosts.launchers import Cluster, launched
 
 pytestmark = pytest.mark.distributed
 
@@ -93,27 +91,6 @@ def test_one_that_dies_before_any_rank_has_come_or_when_they_leave() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_of_other_hosts_go_on_too(tmp_path: Path) -> None:
-    hosts = Cluster(
-        tmp_path,
-        ranks=(("--nproc", "1"), ("--nproc", "1")),
-        script=(str(SCRIPTS / "outlived.py"), "9", "nobody", "sync"),
-    )
-    with launched(hosts) as (first, second):
-        first.wait_for(r"elche: 2 devices", 1)  # they have met, and begin to train
-        pid = coordinator_pid(first.process.pid)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        assert [first.end(), second.end()] == [0, 0], first.output
-        assert "another one goes on with the run" in first.output
-        sums = re.findall(
-            r"of 2: 800 samples, sum (\S+),", first.output + second.output
-        )
-    assert len(sums) == 2
-    assert len(set(sums)) == 1
-
-
-@pytest.mark.slow
 def test_a_pipeline_goes_on_too() -> None:
     script = Path(__file__).parent / "cases" / "killed_pipeline.py"
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
@@ -129,27 +106,3 @@ def test_a_pipeline_goes_on_too() -> None:
     steps = re.findall(r"rank \d took (\d+) steps, (\d) kills", done.stdout)
     assert sorted(kills for _, kills in steps) == ["0", "3"], done.stdout
     assert len({number for number, _ in steps}) == 1
-
-
-@pytest.mark.slow
-def test_a_host_that_has_joined_goes_on_too_and_another_joins(tmp_path: Path) -> None:
-    """The next coordinator knows the ranks that came late, and takes in more."""
-    run = OpenRun(tmp_path, "cadence")
-    try:
-        run.tell("begin")
-        first = run.begin()
-        second = run.join("host1")
-        first.wait_for(r"epoch \d+ of 2 by gloo")
-        pid = coordinator_pid(first.process.pid)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        first.wait_for("another one goes on with the run")
-        third = run.join("host2")
-        first.wait_for(r"epoch \d+ of 3 by gloo")
-        second.process.send_signal(signal.SIGTERM)
-        assert second.end() == 128 + signal.SIGTERM, run.outputs()
-        first.wait_for(r"going on with ranks 0, 2\b")
-        run.tell("stop")
-        run.check([first, third])
-    finally:
-        run.close()

@@ -288,7 +288,6 @@ def test_a_script_whose_ranks_never_meet_is_said_at_its_end(
     assert said != meets
 
 
-@pytest.mark.slow  # tests/runtime/hosts has this of whole hosts
 def test_nobody_outlives_launcher_and_rank_that_die_together(tmp_path: Path) -> None:
     # Once: where a grant was in line the others waited for the rank to the deadline.
     with started(tmp_path, "--nproc", "3", TRAINING, "stop", "sync") as run:

@@ -13,7 +13,7 @@ from elche.errors import ConfigError
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import read_placement
 from elche.runtime.process.launchers import read_launcher
-from tests.runtime.hosts.launchers import free_port
+from tests.harness.ports import free_port
 
 # What each launcher sets on the last rank, of what elche reads; from their documents.
 SRUN = {

@@ -24,7 +24,6 @@ RETRY_MS: Final = 2000
 """Longest pause between two attempts to send, where the system lets that be set: else
 the pauses grow, and a link that was cut for a minute is taken up a minute late."""
 
-_OUTSIDE: Final = "192.0.2.1"  # of documents alone: nothing is sent there
 _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 _DESCRIPTORS: Final = "/proc/self/fd"
 
@@ -92,21 +91,6 @@ def own_address(host: str) -> str:
         ) from error
 
 
-def outward_address() -> str:
-    """This host's address on the way to the world outside.
-
-    Raises:
-        CommunicationError: it has no such way.
-    """
-    try:
-        return own_address(_OUTSIDE)
-    except CommunicationError as error:
-        raise CommunicationError(
-            "found no address at which other hosts reach this one; give --rendezvous "
-            "HOST:PORT with one that they do"
-        ) from error
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this host reaches an address, or a name that can be looked up."""
     try:
@@ -124,22 +108,6 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family)
-
-
-def reserve(host: str) -> socket.socket:
-    """A socket with a port of its own, on which nobody listens yet.
-
-    Raises:
-        OSError: it is no address of this host.
-    """
-    family, kind, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    reserved = socket.socket(family, kind)
-    try:
-        reserved.bind(where)
-    except OSError:
-        reserved.close()
-        raise
-    return reserved
 
 
 def outlive_cuts(connection: socket.socket) -> None:

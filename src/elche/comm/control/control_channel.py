@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from elche.comm.control.frames import FrameCodec
-from elche.comm.control.greeting import Reconnect, reach
+from elche.comm.control.greeting import RESUME_S, Reconnect, reach
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.field_checks import brief
 from elche.coordination.protocol.instructions import Abort, Instruction
@@ -99,7 +99,6 @@ class ControlChannel:
         timeout_s: float,
         *,
         resumes: bool = False,
-        may_move: bool = False,
     ) -> ControlChannel:
         """Connects and presents this rank.
 
@@ -109,12 +108,11 @@ class ControlChannel:
             rank: this rank.
             timeout_s: deadline, also of sending.
             resumes: the coordinator is started anew if it dies.
-            may_move: perhaps on another host; see :meth:`move`.
 
         Raises:
             CommunicationError: no coordinator answers there, or something else does.
         """
-        again = Reconnect(address, key, rank, timeout_s, may_move=may_move)
+        again = Reconnect(address, key, rank, timeout_s)
         connection, codec = reach(address, key, rank, timeout_s)
         channel = ControlChannel(connection, codec, rank, again if resumes else None)
         channel.beside = again
@@ -126,16 +124,6 @@ class ControlChannel:
         if self._reconnect is not None:
             hello |= {"stream": self._stream, "received": self._received}
         return hello
-
-    def move(self, address: tuple[str, int]) -> None:
-        """The coordinator goes on there; from another thread.
-
-        The training thread sees its connection end, and goes on with that one.
-        """
-        if self._reconnect is not None and self._reconnect.address != address:
-            self._reconnect.address = address
-            with contextlib.suppress(OSError):  # it has ended already
-                self._socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, *events: Event) -> None:
         """Sends events at once; does not wait for anything.
@@ -388,22 +376,20 @@ class ControlChannel:
             CommunicationError: there is none in time, or it does not take this rank.
         """
         assert self._reconnect is not None
-        deadline_s = time.monotonic() + self._reconnect.within_s
+        deadline_s = time.monotonic() + RESUME_S
         refusals = 0
         with self._sending:
             self._has_resumed = False
             while not self._has_resumed:
                 self._socket.close()
-                address = self._reconnect.address
                 try:
                     self._use(*self._reconnect())
-                    if self._reconnect.address != address:  # it has moved meanwhile
-                        continue
                     refusals += 1
                     self._put(self._codec.encode(self._hello()))
                     self._await_resumed(deadline_s)
                 except (CommunicationError, OSError) as failure:
-                    is_over = self._reconnect.is_hopeless(failure)
+                    # Nobody listens any more: the launcher has ended.
+                    is_over = isinstance(failure.__cause__, ConnectionRefusedError)
                     is_over |= refusals == MOST_REFUSALS
                     if is_over or time.monotonic() > deadline_s:
                         raise self._gone(error) from failure

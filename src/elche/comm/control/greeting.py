@@ -11,57 +11,34 @@ from elche.errors import CommunicationError, ProtocolError
 
 RESUME_S: Final = 20.0
 """Within which a coordinator that has died is there again."""
-MOVE_S: Final = 40.0
-"""The same, where another host's may go on: a silent host is waited for before."""
-TRY_S: Final = 5.0
-"""For one attempt there: meanwhile it may have gone elsewhere."""
 
 
 @final
 class Reconnect:
-    """The way to a coordinator that is started anew, perhaps on another host.
+    """The way to a coordinator that is started anew.
 
     Args:
         address: of the coordinator.
         key: the run's secret.
         rank: this rank.
-        timeout_s: deadline of an attempt.
-        may_move: it may be another host's.
-
-    Attributes:
-        address: of the coordinator now; another thread may set it.
-        within_s: deadline of all attempts.
+        timeout_s: deadline of an attempt, at most `RESUME_S`.
     """
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        key: bytes,
-        rank: int,
-        timeout_s: float,
-        *,
-        may_move: bool = False,
+        self, address: tuple[str, int], key: bytes, rank: int, timeout_s: float
     ) -> None:
-        self.address = address
-        self._key, self._rank = key, rank
-        self._try_s = min(timeout_s, TRY_S if may_move else RESUME_S)
-        self._may_move = may_move
-        self.within_s = MOVE_S if may_move else RESUME_S
+        self._address, self._key, self._rank = address, key, rank
+        self._try_s = min(timeout_s, RESUME_S)
 
     def __call__(self) -> tuple[socket.socket, FrameCodec]:
         """Connects; see `reach`."""
-        return reach(self.address, self._key, self._rank, self._try_s)
+        return reach(self._address, self._key, self._rank, self._try_s)
 
     def connect_beats(self, most_s: float) -> tuple[socket.socket, bytes]:
         """A connection for `beat_process`, and the line that this reads."""
-        connection, codec = reach(self.address, self._key, self._rank, most_s)
+        connection, codec = reach(self._address, self._key, self._rank, most_s)
         connection.setblocking(False)
         return connection, codec.repeats({"type": "Alive", "rank": self._rank})
-
-    def is_hopeless(self, failure: BaseException) -> bool:
-        """Whether nobody listens any more: the launcher has ended, and no other is."""
-        is_refused = isinstance(failure.__cause__, ConnectionRefusedError)
-        return is_refused and not self._may_move
 
 
 def reach(

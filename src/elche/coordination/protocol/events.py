@@ -309,24 +309,6 @@ class Interrupted:
     rank: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLost:
-    """The launcher of these ranks is gone, or the link to it: they are dead."""
-
-    ranks: tuple[int, ...]
-    why: str
-    rank: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLeaves:
-    """The launcher of these ranks was sent the signal ``by``: they are to leave."""
-
-    ranks: tuple[int, ...]
-    by: str
-    rank: int = -1
-
-
 Event = (
     Join
     | JoinReady
@@ -347,6 +329,4 @@ Event = (
     | Silent
     | Tick
     | Interrupted
-    | HostLost
-    | HostLeaves
 )

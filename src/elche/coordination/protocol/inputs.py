@@ -26,9 +26,7 @@ class StoreSet:
 
 @dataclass(frozen=True, slots=True)
 class RankAdded:
-    """Another rank may come, and join the run; ``place``: its host, in words."""
-
-    place: str = ""
+    """Another rank may come, and join the run."""
 
 
 Input: TypeAlias = Event | StreamBegun | StoreSet | RankAdded

@@ -15,15 +15,12 @@ Kept = TypeVar("Kept")
 class Outbox(Generic[Kept]):
     """Messages in order, kept until the other side has said that it has them.
 
-    Args:
-        taken: of the stream, which others have kept so far.
-
     Attributes:
         taken: so many the other side has.
     """
 
-    def __init__(self, taken: int = 0) -> None:
-        self.taken = taken
+    def __init__(self) -> None:
+        self.taken = 0
         self._kept: deque[Kept] = deque()
 
     def __bool__(self) -> bool:

@@ -9,36 +9,26 @@ from typing import Any
 from elche.coordination.protocol.events import (
     Disconnected,
     Event,
-    HostLeaves,
-    HostLost,
     Interrupted,
     Silent,
     Tick,
 )
 from elche.coordination.protocol.field_checks import Check, brief, check_for
-from elche.coordination.protocol.host_messages import FromHost, FromLeader
-from elche.coordination.protocol.inputs import Input
 from elche.coordination.protocol.instructions import Instruction
 from elche.errors import ProtocolError
 
 FROM_WORKERS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in typing.get_args(Event)
-    if kind not in (Disconnected, HostLeaves, HostLost, Interrupted, Silent, Tick)
+    if kind not in (Disconnected, Interrupted, Silent, Tick)
 }
 FROM_COORDINATOR: dict[str, type[Any]] = {
     kind.__name__: kind for kind in typing.get_args(Instruction)
 }
 
-FROM_JOURNAL: dict[str, type[Any]] = {k.__name__: k for k in typing.get_args(Input)}
-FROM_HOSTS: dict[str, type[Any]] = {k.__name__: k for k in typing.get_args(FromHost)}
-FROM_LEADER: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in typing.get_args(FromLeader)
-}
-
 _NAMES: dict[type[Any], tuple[str, ...]] = {
     kind: tuple(field.name for field in fields(kind))
-    for kind in typing.get_args(Input | Instruction | FromHost | FromLeader)
+    for kind in typing.get_args(Event | Instruction)
 }
 _CHECKS: dict[type[Any], dict[str, Check]] = {
     kind: {n: check_for(hint) for n, hint in typing.get_type_hints(kind).items()}
@@ -46,9 +36,7 @@ _CHECKS: dict[type[Any], dict[str, Check]] = {
 }
 
 
-def to_wire(
-    message: Input | Instruction | FromHost | FromLeader,
-) -> dict[str, Any]:
+def to_wire(message: Event | Instruction) -> dict[str, Any]:
     """A message as plain values that msgpack carries."""
     kind = type(message)
     wire = {name: getattr(message, name) for name in _NAMES[kind]}

@@ -13,7 +13,7 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, final
 
 from elche.comm.control.addresses import listen
@@ -29,18 +29,13 @@ from elche.runtime.coordinator_process.link import (
     Ended,
     Fenced,
     FirstBatch,
-    Hold,
-    Holds,
     Journal,
     Logged,
     Lost,
-    Piece,
-    Promote,
     Seen,
     Status,
     Stop,
     Stopped,
-    Written,
     pack,
 )
 
@@ -48,11 +43,9 @@ logger = logging.getLogger(__name__)
 
 MODULE: Final = "elche.runtime.coordinator_process.serving"
 MOST_DEATHS: Final = 10
-"""So many that took nothing from a rank died of what they were handed."""
+"""Coordinators in a row that died and took nothing from a rank: the run ends."""
 ANSWER_S: Final = 10.0
 STOP_S: Final = 5.0
-BEHIND_BYTES: Final = 8 << 20
-"""Of the journal, for one that stands by to read: it is stopped, or in a bad way."""
 
 
 @final
@@ -63,24 +56,19 @@ class KeptCoordinator:
         world_size: ranks that the run begins with.
         key: the run's secret.
         survives: the launcher fences ranks that are lost.
-        several_hosts: ranks are on several.
         listener: where ranks connect to; None: loopback.
-        stands_by: another host's coordinator serves until this one is promoted.
 
     Attributes:
         address: of that.
         status: of the run, as was last heard.
         told_to_end: ranks that were told to end, because of another or of none.
         num_ranks: ranks that may come.
-        places: of ranks that are on other hosts, in words; to be set before the start.
         on_lost: called with a rank without which the run goes on, before anybody is
             told: it must not run any more.
         on_end: called with the kind of `Abort` that ends the run.
         on_first_batch: called once, when a rank first reports batches as done.
         on_message: called with each event and instruction, in their order; to be set
             before the start.
-        on_piece: called with each piece of the journal, its number, and how many inputs
-            of this launcher were taken by then; for other hosts.
     """
 
     def __init__(
@@ -89,33 +77,23 @@ class KeptCoordinator:
         key: bytes,
         *,
         survives: bool,
-        several_hosts: bool = False,
         listener: socket.socket | None = None,
-        stands_by: bool = False,
     ) -> None:
         self._world_size = world_size
         self._key = key
         self._survives = survives
-        self._several_hosts = several_hosts
         self._listener = listener or listen("127.0.0.1", 0)
         host, port, *_ = self._listener.getsockname()
         self.address: tuple[str, int] = (str(host), int(port))
-        founders = frozenset(range(world_size))
-        self.status = Status(members=founders, mortal=founders)
+        self.status = Status(members=frozenset(range(world_size)))
         self.told_to_end: set[int] = set()
         self.num_ranks = world_size
-        self.places: Mapping[int, str] = {}
         self.on_lost: Callable[[int], None] = lambda rank: None
         self.on_end: Callable[[str], None] = lambda kind: None
         self.on_first_batch: Callable[[], None] | None = None
         self.on_message: Callable[[Event | Instruction], None] | None = None
-        self.on_piece: Callable[[bytes, int, int], None] = lambda data, number, n: None
-        self._stands_by = stands_by
         self._copy: bytes | None = None
         self._journal: list[bytes] = []
-        self._pieces = self._written = 0
-        self._when_held: Callable[[], None] | None = None
-        self._holds = False
         self._commands: Outbox[Input] = Outbox()
         self._given = self._taken = 0
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
@@ -127,8 +105,6 @@ class KeptCoordinator:
         self._running: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._pid = -1
-        self._most_unread_bytes = 0
-        self._news = asyncio.Event()
 
     @property
     def aborted(self) -> str | None:
@@ -175,70 +151,6 @@ class KeptCoordinator:
         self._given += 1
         self._send(Command(what))
 
-    def hold(self, when_held: Callable[[], None]) -> None:
-        """From now on what follows from the journal waits until that is `written`.
-
-        Args:
-            when_held: called once it does so for all pieces that are still to come.
-        """
-        self._holds, self._when_held = True, when_held
-        self._send(Hold(holds=True))
-
-    def release(self) -> None:
-        """Nothing waits any more."""
-        self._holds, self._when_held = False, None
-        self._send(Hold(holds=False))
-
-    @property
-    def pieces(self) -> int:
-        """Of the journal so far."""
-        return self._pieces
-
-    def written(self, pieces: int) -> None:
-        """Another host has so many pieces of the journal."""
-        if pieces > self._written:
-            self._written = pieces
-            self._send(Written(pieces))
-
-    def follow(self, data: bytes, number: int, commands: int) -> None:
-        """While it stands by: a piece of the journal of the coordinator that serves."""
-        if self._gave_up:
-            return
-        self._journal.append(data)
-        self._pieces, self._given, self._taken = number, commands, commands
-        self._send(Piece(data))
-        self._end_if_behind()
-
-    def _end_if_behind(self) -> None:
-        """Another takes the place of one that is stopped and reads nothing."""
-        writer = self._writer
-        if writer is None:
-            return
-        unread_bytes = writer.transport.get_write_buffer_size()
-        if unread_bytes > self._most_unread_bytes:
-            logger.warning(
-                "the coordinator that stands by has not read %d bytes of the journal",
-                unread_bytes,
-            )
-            self._writer = None
-            self._end_process()
-
-    def promote(self, places: Mapping[int, str]) -> None:
-        """It serves from now on.
-
-        Args:
-            places: of ranks on other hosts, in words.
-        """
-        self._stands_by, self.places = False, places
-        self._commands = Outbox(self._taken)
-        self._send(Promote(places))
-
-    async def news(self, timeout_s: float) -> None:
-        """Waits a while until the status has changed."""
-        self._news.clear()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._news.wait(), timeout_s)
-
     def _send(self, message: object) -> None:
         """To the process that serves now; the next one learns it at its start."""
         if self._writer is not None:
@@ -262,13 +174,9 @@ class KeptCoordinator:
             self._waiting.append((number, taken))
             await asyncio.wait([taken], timeout=ANSWER_S)
 
-    def add_rank(self, place: str = "") -> int:
-        """The number of another rank, which may join the run.
-
-        Args:
-            place: where it is, in words, if on another host.
-        """
-        self.take(RankAdded(place))
+    def add_rank(self) -> int:
+        """The number of another rank, which may join the run."""
+        self.take(RankAdded())
         self.num_ranks += 1
         return self.num_ranks - 1
 
@@ -283,20 +191,6 @@ class KeptCoordinator:
     def is_outlived(self, rank: int) -> bool:
         """Whether the run has gone on without a rank: it died, or never joined."""
         return rank not in self.status.members
-
-    def has_member(self, rank: int) -> bool:
-        """Whether a rank is in the run, or has left it in order."""
-        return rank in self.status.members
-
-    def outlives(self, *ranks: int) -> bool:
-        """Whether the run would go on without ranks that die now."""
-        is_mortal = not self.status.mortal.isdisjoint(ranks)
-        return bool(self.status.members.difference(ranks)) and not is_mortal
-
-    @property
-    def why_closed(self) -> str:
-        """Why no rank can join the run now, in words; "" if one can."""
-        return self._gave_up or self.status.why_closed
 
     async def _run(self) -> None:
         while True:
@@ -316,8 +210,7 @@ class KeptCoordinator:
 
     def _give_up(self, why: str) -> None:
         """Ranks see that nobody listens any more, and end."""
-        comes = "this host can lead no more" if self._stands_by else "the run ends"
-        logger.error("%s: %s", why, comes)
+        logger.error("%s: the run ends", why)
         self._journal.clear()
         self._gave_up = why
         self._listener.close()
@@ -334,23 +227,14 @@ class KeptCoordinator:
             world_size=self._world_size,
             key=self._key,
             survives=self._survives,
-            several_hosts=self._several_hosts,
-            places=self.places,
             shows=self.on_message is not None,
             copy=self._copy,
             journal=tuple(self._journal),
-            pieces=self._pieces,
-            holds=self._holds,
-            stands_by=self._stands_by,
         )
         self._writer = writer
         self._send(begin)
-        unread_bytes = writer.transport.get_write_buffer_size()
-        self._most_unread_bytes = unread_bytes + BEHIND_BYTES
         for message in map(Command, self._commands.rest()):
             self._send(message)
-        self._send(Written(self._written))
-        self._held()
         if self._is_stopping:
             self._end_process()
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -378,22 +262,16 @@ class KeptCoordinator:
     def _handle(self, message: Any, writer: asyncio.StreamWriter) -> None:
         if isinstance(message, Journal):
             self._journal.append(message.data)
-            self._pieces += 1
             self._taken = message.commands
-            self.on_piece(message.data, self._pieces, message.commands)
             self._barren = 0 if message.is_of_ranks else self._barren
             self._commands.acknowledge(message.commands)
             self._wake()
         elif isinstance(message, Copy):
             self._copy, self._barren = message.record, 0
-            since = self._pieces - message.pieces  # that it does not stand for
-            del self._journal[: len(self._journal) - since]
-        elif isinstance(message, Holds):
-            self._held()
+            self._journal.clear()  # it stands for all pieces so far
         elif isinstance(message, Status):
             self.status = message
             self.told_to_end |= message.told_to_end
-            self._news.set()
         elif isinstance(message, Lost):
             self.on_lost(message.rank)
             writer.write(pack(Fenced(message.rank)))
@@ -409,11 +287,6 @@ class KeptCoordinator:
         elif isinstance(message, FirstBatch) and self.on_first_batch is not None:
             self.on_first_batch()
             self.on_first_batch = None
-
-    def _held(self) -> None:
-        if self._when_held is not None:
-            self._when_held()
-            self._when_held = None
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []

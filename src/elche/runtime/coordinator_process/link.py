@@ -1,8 +1,8 @@
 """Messages of the launcher and its coordinator, over a pair of sockets.
 
 The pair is between these two processes alone, parent and child, so what travels is
-pickled, as copies of the record are. Pieces of the journal are msgpack, since they go
-to other hosts as well. The launcher looks into neither.
+pickled. Pieces of the journal and copies of the record are bytes, which the launcher
+keeps and does not unpack.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -30,27 +29,17 @@ class Begin:
         world_size: ranks that the run begins with.
         key: the run's secret.
         survives: the launcher fences ranks.
-        several_hosts: ranks are on several.
-        places: of ranks on other hosts, in words.
         shows: every message is wanted, for a display.
         copy: of the record, pickled; None: the run begins.
         journal: pieces since then.
-        pieces: of the journal in all.
-        holds: see `Hold`.
-        stands_by: another host's coordinator serves, of which `Piece` comes.
     """
 
     world_size: int
     key: bytes
     survives: bool
-    several_hosts: bool
-    places: Mapping[int, str]
     shows: bool
     copy: bytes | None
     journal: tuple[bytes, ...]
-    pieces: int = 0
-    holds: bool = False
-    stands_by: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,47 +57,13 @@ class Fenced:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
-    """To it: what follows from a piece waits for `Written` from now on, or not.
-
-    That it does it answers, after all pieces from which anybody was told something.
-    """
-
-    holds: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """To it: another host has so many pieces of the journal."""
-
-    pieces: int
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """To it, while it stands by: what the coordinator that serves took."""
-
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Promote:
-    """To it: it serves from now on; ranks of other hosts are at these places."""
-
-    places: Mapping[int, str]
-
-
-@dataclass(frozen=True, slots=True)
 class Stop:
     """To it: the run is over, and its story is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """From it: what a launcher asks about the run.
-
-    It may be half a second old. What a launcher decides by it about ranks of other
-    hosts it hands to the core, which decides again (`HostLeaves`, `Join`).
+    """From it: what a launcher asks about the run. It may be half a second old.
 
     Attributes:
         connected: ranks that instructions reach.
@@ -116,11 +71,8 @@ class Status:
         told_to_end: ranks that were told to, because of another or of none.
         silent: ranks that were killed because they were silent.
         members: ranks that are in the run, or have left it in order.
-        mortal: members whose death would end the run.
-        unjoined: why ranks that were to join have failed.
         devices: of each rank that has joined.
         aborted: why the run was ended, if it was.
-        why_closed: why no rank can join the run now; "" if one can.
         is_finished: every rank has left.
         has_admitted: a rank has come.
     """
@@ -130,11 +82,8 @@ class Status:
     told_to_end: frozenset[int] = frozenset()
     silent: frozenset[int] = frozenset()
     members: frozenset[int] = frozenset()
-    mortal: frozenset[int] = frozenset()
-    unjoined: tuple[tuple[int, str], ...] = ()
     devices: tuple[tuple[int, str], ...] = ()
     aborted: str | None = None
-    why_closed: str = "that has not begun"
     is_finished: bool = False
     has_admitted: bool = False
 
@@ -144,7 +93,7 @@ class Journal:
     """From it, before any rank is told: what it took.
 
     Attributes:
-        data: the piece.
+        data: the piece, pickled.
         commands: inputs of the launcher that were taken since the run began.
         is_of_ranks: any of the entries came from a rank.
     """
@@ -156,15 +105,9 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """From it: the record as it is after so many pieces of the journal, pickled."""
+    """From it: the record as it is after all pieces of the journal so far, pickled."""
 
     record: bytes
-    pieces: int
-
-
-@dataclass(frozen=True, slots=True)
-class Holds:
-    """From it: the answer to a `Hold`."""
 
 
 @dataclass(frozen=True, slots=True)

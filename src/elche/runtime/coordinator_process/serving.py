@@ -13,7 +13,7 @@ import pickle
 import socket
 import sys
 from collections import deque
-from enum import Enum
+from collections.abc import Sequence
 from typing import Final, final
 
 from elche.comm.control.beat_process import ignore_signals
@@ -31,21 +31,15 @@ from elche.runtime.coordinator_process.link import (
     Ended,
     Fenced,
     FirstBatch,
-    Hold,
-    Holds,
     Journal,
     Link,
     Logged,
     Lost,
-    Piece,
-    Promote,
     Seen,
     Status,
     Stop,
     Stopped,
-    Written,
 )
-from elche.runtime.coordinator_process.pieces import pack_piece, replay_piece
 from elche.runtime.process.coordinator import CoordinatorServer
 from elche.runtime.process.launcher_watch import wake_with_parent
 
@@ -55,14 +49,6 @@ TOLD_PIECES: Final = 64
 """After so many of the journal they say how many instructions each rank has."""
 _FREQUENT = BatchesDone, StepsDone, WindowClosed, WindowReduced
 """Events of which the launcher hears with the next `Tick`, if they change anything."""
-
-
-class _Phase(Enum):
-    """Of a coordinator's life."""
-
-    STANDS_BY = "another host's serves, and this one stands where that stands"
-    BEGINS = "it is about to serve"
-    SERVES = "ranks come to it"
 
 
 @final
@@ -80,8 +66,8 @@ class CoordinatorChild:
         self._is_over = asyncio.Event()
         self._status = Status()
         self._entries = len(begin.journal)  # a copy is due, however soon they die
-        self._phase = _Phase.STANDS_BY if begin.stands_by else _Phase.BEGINS
-        self._is_promoted = asyncio.Event()
+        self._pieces = 0
+        self._serves = False
         record = _restored(begin)
         server = CoordinatorServer(begin.world_size, begin.key, record=record)
         server.on_entries = self._write
@@ -91,20 +77,16 @@ class CoordinatorChild:
         server.on_first_batch = lambda: link.send(FirstBatch())
         if begin.shows:
             server.on_message = lambda message: link.send(Seen(message))
-        server.gate.pieces, server.gate.holds = begin.pieces, begin.holds
         self._server = server
 
     async def serve(self, listener: socket.socket) -> None:
         """Serves ranks until the launcher says that the run is over, or ends."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._link.fileno(), self._receive)
-        if self._phase is _Phase.STANDS_BY:
-            self._handle_pending()
-            await self._is_promoted.wait()
-        self._server.gate.act(self._server.fence_lost)
+        self._server.fence_lost()
         self._say_status()
         await self._server.start(listener=listener)
-        self._phase = _Phase.SERVES
+        self._serves = True
         self._handle_pending()
         await self._is_over.wait()
         await self._server.stop()
@@ -125,39 +107,12 @@ class CoordinatorChild:
         asyncio.get_running_loop().call_soon(self._handle_pending)
 
     def _handle_pending(self) -> None:
-        server, gate = self._server, self._server.gate
-        while self._pending and self._phase is not _Phase.BEGINS:
+        while self._pending and self._serves:
             message = self._pending.popleft()
             if isinstance(message, Command):
-                server.take_from(LAUNCHER, None, [message.what])
-            elif isinstance(message, Written):
-                gate.written(message.pieces)
-            elif isinstance(message, Hold):
-                self._hold(message)
-            elif isinstance(message, Piece):
-                self._follow(message)
-            elif isinstance(message, Promote):
-                server.record.places |= message.places
-                self._phase = _Phase.BEGINS
-                self._is_promoted.set()
+                self._server.take_from(LAUNCHER, None, [message.what])
             elif isinstance(message, Stop):
                 self._is_over.set()
-
-    def _hold(self, message: Hold) -> None:
-        gate = self._server.gate
-        if message.holds:
-            gate.holds = True
-            self._link.send(Holds())
-        else:
-            gate.open()
-
-    def _follow(self, piece: Piece) -> None:
-        """Stands where the coordinator stands that serves on another host."""
-        record = self._server.record
-        replay_piece(record, piece.data)
-        self._server.gate.pieces += 1
-        self._entries += 1
-        self._copy_now_and_then()
 
     def _have_fenced(self, rank: int) -> None:
         """Waits for the launcher: nobody is told before."""
@@ -176,20 +131,19 @@ class CoordinatorChild:
         record = self._server.record
         if not all(isinstance(entry.what, _FREQUENT) for entry in entries):
             self._say_status()
-        gate = self._server.gate
-        gate.pieces += 1
-        data = pack_piece(entries, record, says_told=gate.pieces % TOLD_PIECES == 0)
+        self._pieces += 1
+        data = pack_piece(entries, record, says_told=self._pieces % TOLD_PIECES == 0)
         is_of_ranks = any(entry.source not in (None, LAUNCHER) for entry in entries)
         self._link.send(Journal(data, record.commands, is_of_ranks))
         self._entries += len(entries)
         self._copy_now_and_then()
 
     def _copy_now_and_then(self) -> None:
-        record, pieces = self._server.record, self._server.gate.pieces
+        record = self._server.record
         if self._entries >= COPY_ENTRIES and not record.core.has_more:
             self._entries = 0
             data = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
-            self._link.send(Copy(data, pieces))
+            self._link.send(Copy(data))
 
     def _say_status(self) -> None:
         server, core = self._server, self._server.core
@@ -201,11 +155,8 @@ class CoordinatorChild:
             told_to_end=frozenset(server.told_to_end),
             silent=frozenset(core.silent),
             members=frozenset(r for r in ranks if not server.is_outlived(r)),
-            mortal=frozenset(r for r in ranks if not core.outlives(r)),
-            unjoined=tuple(sorted(server.record.unjoined.items())),
             devices=tuple(sorted(core.devices.items())),
             aborted=core.aborted,
-            why_closed=core.why_closed,
             is_finished=core.is_finished,
             has_admitted=server.has_admitted,
         )
@@ -217,17 +168,36 @@ class CoordinatorChild:
 def _restored(begin: Begin) -> RunRecord:
     """The record as it was when the last coordinator wrote its last entry."""
     if begin.copy is None:
-        record = RunRecord(
-            begin.world_size,
-            survives=begin.survives,
-            several_hosts=begin.several_hosts,
-        )
+        record = RunRecord(begin.world_size, survives=begin.survives)
     else:
         record = pickle.loads(begin.copy)
-    record.places |= begin.places
     for piece in begin.journal:
         replay_piece(record, piece)
     return record
+
+
+def pack_piece(
+    entries: Sequence[Entry], record: RunRecord, *, says_told: bool = False
+) -> bytes:
+    """A piece of the journal as bytes.
+
+    Args:
+        entries: what the record took.
+        record: as it is after them.
+        says_told: how many instructions each rank has is said as well, so that the next
+            coordinator does not keep them.
+    """
+    told = [(r, s.told.taken) for r, s in record.streams.items()] if says_told else []
+    return pickle.dumps((entries, told), pickle.HIGHEST_PROTOCOL)
+
+
+def replay_piece(record: RunRecord, data: bytes) -> None:
+    """Has a record take what another one took."""
+    entries, told = pickle.loads(data)
+    record.replay(entries)
+    for rank, count in told:
+        if rank in record.streams:
+            record.streams[rank].told.acknowledge(count)
 
 
 @final

@@ -28,7 +28,6 @@ from elche.comm.control.key_file import KEY_BYTES, is_private
 from elche.comm.tensors.kept_memory import keep_freed_memory
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.process.environment import Placement
-from elche.runtime.process.launcher_watch import moves
 from elche.runtime.process.launchers import read_launcher
 
 logger = logging.getLogger(__name__)
@@ -65,14 +64,12 @@ def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlC
         placement = replace(placement, coordinator=address, key=key)
     assert placement.coordinator is not None
     channel = ControlChannel.connect(
-        moves.address or placement.coordinator,
+        placement.coordinator,
         placement.key,
         placement.rank,
         timeout_s,
         resumes=placement.resumes,
-        may_move=placement.may_move,
     )
-    moves.follow(channel.move)
     return placement, channel
 
 

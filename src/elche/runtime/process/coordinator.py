@@ -21,7 +21,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -54,7 +53,6 @@ from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.coordination.protocol.wire import to_wire
 from elche.runtime.coordinator_process.rank_connection import Hello, RankConnection
-from elche.runtime.coordinator_process.write_gate import WriteGate
 from elche.runtime.process.launchers import rank_environments
 from elche.runtime.report.files import write_story
 
@@ -86,7 +84,6 @@ class CoordinatorServer:
         core: the decisions.
         record: what must not be forgotten.
         on_entries: called with what was taken, before anybody is told because of it.
-        gate: holds what follows until that is written.
         on_change: called when ranks have come or gone, or were told to end.
         sees_ends: :meth:`rank_ended` is called for each process.
         on_lost: called with a rank without which the run goes on, before anybody is
@@ -108,7 +105,6 @@ class CoordinatorServer:
         self.core = self.record.core
         self.on_entries: Callable[[list[Entry]], None] = lambda entries: None
         self.on_change: Callable[[], None] = lambda: None
-        self.gate = WriteGate()
         self._clock_s = 0.0  # of the run, against that of this host
         self._liveness = Liveness(TICK_S)
         self._fenced: set[int] = set()
@@ -207,7 +203,7 @@ class CoordinatorServer:
         if entries:
             self.on_entries(entries)
         sent = [(r, self._connections.get(r), each) for r, each in told.items()]
-        self.gate.act(partial(self._send, sent, taken, self._acks_due(taken)))
+        self._send(sent, taken, self._acks_due(taken))
         if core.has_more:
             loop.call_soon(self._go_on)
 
@@ -232,7 +228,7 @@ class CoordinatorServer:
         taken: Sequence[_Taken],
         acks: Mapping[RankConnection, int],
     ) -> None:
-        """What was decided, when all that it follows from is written."""
+        """What was decided: all that it follows from is written."""
         self.fence_lost()
         for rank, connection, instructions in told:
             self._deliver(rank, connection, instructions)
@@ -324,7 +320,7 @@ class CoordinatorServer:
             self._resume(hello, connection)
         elif self.record.end is not None:
             told = [replace(self.record.end, rank=rank)]
-            self.gate.act(partial(self._deliver, rank, connection, told))
+            self._deliver(rank, connection, told)
         self.on_change()
         return True
 
@@ -335,7 +331,7 @@ class CoordinatorServer:
             stream.told.acknowledge(hello.received)
             lacks = map(to_wire, stream.told.rest())
             resumed = {"type": "Resumed", "taken": stream.taken}
-            self.gate.act(partial(connection.send, resumed, *lacks))
+            connection.send(resumed, *lacks)
         else:
             connection.send({"type": "Resumed", "taken": 0})
             self.take(StreamBegun(hello.rank, hello.stream))
@@ -375,8 +371,7 @@ class CoordinatorServer:
     def store_get(self, key: str, connection: RankConnection) -> None:
         """Answers with a value now or as soon as it is published."""
         if key in self.record.store:
-            value = self.record.store[key]
-            self.gate.act(partial(connection.send_value, key, value))
+            connection.send_value(key, self.record.store[key])
         else:
             self._waiting[key].add(connection)
 
@@ -413,9 +408,9 @@ class CoordinatorServer:
             is_ended = self.core.outlives(rank)
             comes = "elche has ended it" if is_ended else "training waits"
             logger.warning(
-                "rank %d%s has been silent for %g s, and %s: it is stopped, or the "
+                "rank %d has been silent for %g s, and %s: it is stopped, or the "
                 "link to it is cut",
-                *(rank, self.record.places.get(rank, ""), SILENT_S, comes),
+                *(rank, SILENT_S, comes),
             )
 
     def _say_stalled(self, now_s: float) -> None:

@@ -38,7 +38,6 @@ class Placement:
         joins: this rank is to join a run under way, and is numbered after its ranks.
         may_grow: others may join the run.
         resumes: the coordinator is started anew when it dies.
-        may_move: perhaps on another host.
     """
 
     rank: int = 0
@@ -54,7 +53,6 @@ class Placement:
     joins: bool = False
     may_grow: bool = False
     resumes: bool = False
-    may_move: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -137,7 +135,6 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
             joins=joins,
             may_grow=environment.get("ELCHE_REJOIN") == "1",
             resumes=environment.get("ELCHE_COORDINATOR_KEPT") == "1",
-            may_move=environment.get("ELCHE_COORDINATOR_MOVES") == "1",
         )
     except ValueError as error:
         raise ConfigError(

@@ -16,17 +16,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from elche.comm.control.addresses import format_address, listen
+from elche.comm.control.addresses import listen
 from elche.comm.control.key_file import KEY_BYTES
-from elche.errors import CommunicationError, ConfigError
+from elche.errors import ConfigError
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
-from elche.runtime.hosts.hosts_config import HostsConfig
-from elche.runtime.hosts.late_hosts import LateHosts
-from elche.runtime.hosts.leader import Leader
 from elche.runtime.process.launcher_watch import PIPE
 from elche.runtime.process.launchers import rank_environments
 from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
@@ -38,13 +34,11 @@ from elche.runtime.report.trace_parts import TRACE, join_parts
 LOOPBACK = "127.0.0.1"
 RESUMES = "ELCHE_COORDINATOR_KEPT"
 """Tells ranks that the coordinator is started anew when it dies."""
-MOVES = "ELCHE_COORDINATOR_MOVES"
-"""Tells ranks that another host's may go on in its place."""
 JOINS = "ELCHE_JOINS"
 """Tells a rank that it is to join a run under way."""
 REJOIN = "ELCHE_REJOIN"
 """Tells ranks that others may join them."""
-OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", JOINS, REJOIN, RESUMES, MOVES
+OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", JOINS, REJOIN, RESUMES
 
 
 class Network(Protocol):
@@ -81,7 +75,6 @@ class LaunchConfig:
         start: starts a rank's process with this environment, in place of the command.
         trace_path: file for the timeline of all ranks, written then as well.
         display: shows the run, and what the ranks print, on this terminal.
-        hosts: this launcher is one of several, or others may join; None: the only one.
         rejoin: how many ranks at most are started in place of some that have died, and
             join the run that goes on.
     """
@@ -100,7 +93,6 @@ class LaunchConfig:
     start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
     trace_path: Path | None = None
     display: Display | None = None
-    hosts: HostsConfig | None = None
     rejoin: int = 0
 
     def __post_init__(self) -> None:
@@ -115,10 +107,6 @@ class LaunchConfig:
             )
         if self.rejoin < 0:
             raise ConfigError(f"expected --rejoin from 0 on, got {self.rejoin}")
-        if self.rejoin and not (self.hosts is None or self.hosts.is_open):
-            raise ConfigError(
-                "--rejoin serves one host; leave out --nnodes and --hosts"
-            )
         if self.num_ranks is not None and self.num_ranks < 1:
             raise ConfigError(f"expected --nproc of at least 1, got {self.num_ranks}")
         for speed in self.speeds or ():
@@ -193,7 +181,6 @@ def launch(
 
     Raises:
         ConfigError: a device does not exist.
-        CommunicationError: the other hosts are lost, and may go on without this one.
     """
     if config.devices is not None:
         _check_devices(config.devices)
@@ -203,80 +190,62 @@ def launch(
 async def _launch(
     config: LaunchConfig, on_ready: Callable[[RankProcesses], None]
 ) -> LaunchResult:
-    hosts, leader = config.hosts, None
-    if hosts is not None and not hosts.is_open:
-        leader = Leader(hosts, config.world_size)
-        await leader.gather()
-    run = _LaunchedRun(config, leader)
+    run = _LaunchedRun(config)
     try:
         on_ready(run.processes)
-        if leader is not None:
-            leader.attach(run.server, run.processes)
         await run.go()
     finally:
         await run.close()
-    return await run.end()
+    return run.end()
 
 
 @final
 class _LaunchedRun:
-    """A run as its launcher holds it: the coordinator, and this host's ranks.
+    """A run as its launcher holds it: the coordinator, and the ranks.
 
     Args:
         config: what to start.
-        leader: of the launchers of several hosts, which have gathered; None: of one.
 
     Attributes:
         server: the coordinator.
         processes: of the ranks.
     """
 
-    def __init__(self, config: LaunchConfig, leader: Leader | None) -> None:
-        hosts, display, count = config.hosts, config.display, config.world_size
-        key = secrets.token_bytes(KEY_BYTES) if hosts is None else hosts.key
-        own_address = LOOPBACK if hosts is None else hosts.own_address()
-        world_size = count if leader is None else leader.world_size
-        self._config, self._leader = config, leader
+    def __init__(self, config: LaunchConfig) -> None:
+        display, network = config.display, config.network
+        key = secrets.token_bytes(KEY_BYTES)
+        self._config = config
         self.server = server = KeptCoordinator(
-            world_size,
+            config.world_size,
             key,
-            survives=config.network is None,
-            several_hosts=leader is not None,
-            listener=_listener(config, leader, own_address),
+            survives=network is None,
+            listener=listen(LOOPBACK, 0) if network is None else network.listener(),
         )
         if display is not None:
             server.on_message = display.see
+        server.on_first_batch = config.on_first_batch
         # A store is reached from loopback alone; on a network given nobody needs it.
-        is_one_host = config.network is None and leader is None
-        self._store = TorchStore() if is_one_host else None
-        self.processes = processes = RankProcesses(server)
-        processes.on_outlived = self._outlived
-        self._late: LateHosts | None = None
-        if hosts is not None and hosts.is_open:
-            say = _say if display is None else display.print_line
-            self._late = LateHosts(hosts, count, server, processes, say)
-        begun = config.on_first_batch, None if self._late is None else self._late.begin
-        server.on_first_batch = partial(_call_all, begun)
+        self._store = TorchStore() if network is None else None
+        self.processes = RankProcesses(server)
+        self.processes.on_outlived = self._outlived
         self._parts = tempfile.mkdtemp(prefix="elche-") if config.trace_path else None
         self._pipe = os.pipe()  # this process alone has the end that it holds
         self._output = RankOutput(config.on_line, display, self._have_met)
-        own = self._variables(own_address)
+        own = self._variables()
         self._places: dict[int, int] = {}  # of each rank: whose device it has
         self._environments = [
             each | own
-            for each in rank_environments(world_size, server.address, key, range(count))
+            for each in rank_environments(config.world_size, server.address, key)
         ]
 
-    def _variables(self, own_address: str) -> dict[str, str]:
-        """What each rank of this host finds in its environment."""
-        config, is_open = self._config, self._late is not None
+    def _variables(self) -> dict[str, str]:
+        """Variables of every rank's environment."""
         return {
             **(self._store.environment() if self._store else {}),
-            **({} if config.hosts is None else {"ELCHE_LISTEN": own_address}),
             PIPE: str(self._pipe[0]),
             RESUMES: "1",
             **({TRACE: self._parts} if self._parts else {}),
-            **({REJOIN: "1"} if config.rejoin or is_open else {}),
+            **({REJOIN: "1"} if self._config.rejoin else {}),
         }
 
     def _have_met(self) -> bool:
@@ -284,42 +253,44 @@ class _LaunchedRun:
         return self.server.status.has_admitted or is_used
 
     async def _start(self, rank: int, place: int, **more: str) -> None:
-        """Starts a rank at a place of this host, with more variables."""
-        config, output = self._config, self._output
+        """Starts a rank at a place, with more variables."""
         self._places[rank] = place
         own = {**self._environments[place], **more}
-        environment, pipe = rank_environment(config, place, own), self._pipe[0]
-        process = await start_rank(config, place, environment, pipe, output, rank)
-        self.processes.add(rank, process)
+        environment = rank_environment(self._config, place, own)
+        self.processes.add(rank, await self._process(rank, place, environment))
+
+    async def _process(
+        self, rank: int, place: int, environment: Mapping[str, str]
+    ) -> RankProcess:
+        config, network, output = self._config, self._config.network, self._output
+        if config.start is not None:
+            return config.start(rank, environment)
+        process = await asyncio.create_subprocess_exec(
+            *(() if network is None else network.command(place)),
+            *config.command,
+            env=environment,
+            pass_fds=(self._pipe[0],),
+            stdout=output.stdout,
+            stderr=output.stderr,
+            limit=LINE_BYTES,
+        )
+        output.add(rank, process)
+        return process
 
     async def _outlived(self, rank: int) -> None:
-        """Starts another in place of a rank that has died, if the run takes more.
-
-        Not of one that is on another host.
-        """
+        """Starts another in place of a rank that has died, if the run takes more."""
         config, server = self._config, self.server
         has_ended = server.status.is_finished or server.aborted is not None
         has_more = len(self._places) < config.world_size + config.rejoin
-        if rank in self._places and has_more and not has_ended:
+        if has_more and not has_ended:
             new = server.add_rank()
             await self._start(new, self._places[rank], RANK=str(new), **{JOINS: "1"})
-        if self._late is not None:
-            self._late.outlived(rank)
 
     async def go(self) -> None:
         """Starts all ranks, and waits for their end."""
-        count, of_all = self._config.world_size, {**self._config.environment}
-        of_all[RESUMES] = "1"
-        if self._late is not None:
-            told = {JOINS: "1", REJOIN: "1"}
-            told["ELCHE_COORDINATOR"] = format_address(*self.server.address)
-            await self._late.listen({**of_all, **told})
-        for place in range(count):
-            await self._start(place, place)
+        for rank in range(self._config.world_size):
+            await self._start(rank, rank)
         self.server.start()  # while the ranks import
-        others = () if self._leader is None else self._leader.start(of_all)
-        for rank, process in enumerate(others, count):
-            self.processes.add(rank, process)
         await self.processes.wait()
         await self._output.finish()
 
@@ -340,86 +311,20 @@ class _LaunchedRun:
         if self._store is not None:
             await self._store.close()
 
-    async def end(self) -> LaunchResult:
-        """How the run has ended, which the other hosts are told.
-
-        Raises:
-            CommunicationError: they are lost, and may go on without this one.
-        """
-        processes = self.processes
-        given_up, aborted = processes.given_up, self.server.aborted
+    def end(self) -> LaunchResult:
+        """How the run has ended."""
+        processes, aborted = self.processes, self.server.aborted
         if (silent := self.server.status.silent) and not aborted:
             aborted = f"ranks {sorted(silent)} were silent: elche has ended them"
-        result = LaunchResult(
+        return LaunchResult(
             processes.exit_codes(),
-            given_up or processes.interruption or aborted or "",
+            processes.interruption or aborted or "",
             processes.terminated,
             processes.failed_first(),
             processes.signal or 0,
             self._have_met(),
             processes.failed_s,
         )
-        for each in (self._leader, self._late):
-            if each is not None:
-                await each.end(1 if given_up else result.exit_code, result.reason)
-        if processes.given_up:
-            raise CommunicationError(processes.given_up)
-        return result
-
-
-def _listener(
-    config: LaunchConfig, leader: Leader | None, own_address: str
-) -> socket.socket:
-    """Where ranks connect to."""
-    if config.network is not None:
-        return config.network.listener()
-    listening = None if leader is None else leader.listener
-    return listening or listen(own_address, 0)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _call_all(calls: Sequence[Callable[[], None] | None]) -> None:
-    for call in filter(None, calls):
-        call()
-
-
-async def start_rank(
-    config: LaunchConfig,
-    place: int,
-    environment: Mapping[str, str],
-    pipe: int,
-    output: RankOutput,
-    rank: int,
-) -> RankProcess:
-    """Starts the process of a rank of this host.
-
-    Args:
-        config: what to start.
-        place: of the rank, among this host's.
-        environment: of the process, whole.
-        pipe: that it watches; see `launcher_watch`.
-        output: takes what it prints.
-        rank: by which it is known there.
-    """
-    if config.start is not None:
-        return config.start(rank, environment)
-    network = config.network
-    process = await asyncio.create_subprocess_exec(
-        *(() if network is None else network.command(place)),
-        *config.command,
-        env=environment,
-        pass_fds=(pipe,),
-        stdout=output.stdout,
-        stderr=output.stderr,
-        limit=LINE_BYTES,
-        # A Ctrl-C there has the host leave: its ranks are told when.
-        start_new_session=config.hosts is not None and config.hosts.node_rank > 0,
-    )
-    output.add(rank, process)
-    return process
 
 
 def _write_trace(

@@ -2,8 +2,7 @@
 
 A training thread sees that where it looks at its connection: not while it evaluates,
 loads, or reduces by hand. The launcher holds the other end of a pipe that a thread of
-each rank reads; the system closes it however the launcher ends. Where the coordinator
-goes on, on another host, the launcher writes its address into it, as a line.
+each rank reads; the system closes it however the launcher ends.
 """
 
 from __future__ import annotations
@@ -15,47 +14,13 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import final
 
-from elche.comm.control.addresses import parse_address
 from elche.runtime.process.rank_output import write_whole_lines
 
 PIPE = "ELCHE_LAUNCHER_PIPE"
 PR_SET_PDEATHSIG = 1
 END_AFTER_S = 5.0
 """Within which a training thread that sees it as well may end by an error."""
-
-
-@final
-class _Moves:
-    """Where the coordinator has gone, as the watching thread has read.
-
-    Attributes:
-        address: of it now; None: where it was at the start.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._follow: Callable[[tuple[str, int]], None] | None = None
-        self.address: tuple[str, int] | None = None
-
-    def take(self, line: str) -> None:
-        """The launcher has written an address."""
-        with self._lock:
-            self.address = parse_address(line, "the coordinator's address")
-            if self._follow is not None:
-                self._follow(self.address)
-
-    def follow(self, follow: Callable[[tuple[str, int]], None]) -> None:
-        """Has this called where the coordinator moves, at once if it has."""
-        with self._lock:
-            self._follow = follow
-            if self.address is not None:
-                follow(self.address)
-
-
-moves = _Moves()
 
 
 def watch_launcher(rank: int) -> None:
@@ -91,11 +56,8 @@ def _is_pipe(descriptor: int) -> bool:
 
 
 def _end_with_launcher(descriptor: int, rank: int) -> None:
-    begun = b""
-    while data := os.read(descriptor, 4096):
-        *lines, begun = (begun + data).split(b"\n")
-        for line in lines:
-            moves.take(line.decode())
+    while os.read(descriptor, 4096):
+        pass
     time.sleep(END_AFTER_S)
     text = f"elche: rank {rank} ends, since its launcher has ended or was killed\n"
     os.write(2, text.encode())

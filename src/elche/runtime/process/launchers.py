@@ -94,11 +94,7 @@ def _first_node(nodes: str) -> str:
 
 
 def rank_environments(
-    world_size: int,
-    address: tuple[str, int],
-    key: bytes,
-    ranks: range | None = None,
-    node_rank: int = 0,
+    world_size: int, address: tuple[str, int], key: bytes
 ) -> list[dict[str, str]]:
     """Who each rank is, in torchrun's words, and where the coordinator is.
 
@@ -106,19 +102,16 @@ def rank_environments(
         world_size: ranks of the run.
         address: of the coordinator.
         key: the run's secret.
-        ranks: those of this host; None: all.
-        node_rank: this host's place among the hosts.
     """
-    ranks = range(world_size) if ranks is None else ranks
     return [
         {
             "ELCHE_COORDINATOR": format_address(*address),
             "ELCHE_KEY": key.hex(),
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(place),
-            "LOCAL_WORLD_SIZE": str(len(ranks)),
-            "GROUP_RANK": str(node_rank),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "GROUP_RANK": "0",
         }
-        for place, rank in enumerate(ranks)
+        for rank in range(world_size)
     ]

@@ -25,8 +25,6 @@ LATE_S = (3.0, 4.0)
 HEED_S = 4.0
 """For all after another signal: with KILL_AFTER_S, less than `docker stop` waits."""
 KILL_AFTER_S = 5.0
-COME_S = 5.0
-"""For ranks to come to a coordinator that has just moved here."""
 OWN_END_S = 30.0
 """For ranks that end by themselves after a signal, perhaps with a last checkpoint;
 one that trains alone, and does not say so, may be such a rank."""
@@ -40,7 +38,7 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None for one on another host."""
+        """Of the process; None before it has one."""
 
     @property
     def returncode(self) -> int | None:
@@ -61,9 +59,8 @@ class RankProcesses:
         server: the run's coordinator, told of ends and of interruptions.
 
     Attributes:
-        signal: the first signal that a launcher was sent, if any.
+        signal: the first signal that the launcher was sent, if any.
         interruption: that in words, "" if none was.
-        given_up: why this side of the hosts may not go on, "" if it may.
         ended: ranks in the order in which their processes ended.
         terminated: ranks that had to be ended here.
         failed_s: when the first failure was seen, by the monotonic clock.
@@ -78,8 +75,7 @@ class RankProcesses:
         server.on_end = self._run_ended
         server.on_lost = self._fence
         self.signal: signal.Signals | None = None
-        self._signalled: set[str] = set()
-        self.interruption = self.given_up = ""
+        self.interruption = ""
         self.ended: list[int] = []
         self.terminated: tuple[int, ...] = ()
         self.failed_s: float | None = None
@@ -94,20 +90,8 @@ class RankProcesses:
         """From here on signals to this process come to :meth:`interrupt`, or ranks."""
         handle_signals(self._processes, self.interrupt)
 
-    async def come(self) -> None:
-        """Waits a while until instructions reach all ranks that run.
-
-        Where the coordinator has moved here it is not known before who heeds signals.
-        """
-        deadline_s = time.monotonic() + COME_S
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            ranks = [r for r, p in self._processes.items() if p.returncode is None]
-            if all(map(self._server.is_connected, ranks)):
-                return
-            await self._server.news(left_s)
-
-    def interrupt(self, number: signal.Signals, where: str = "") -> None:
-        """A launcher was sent a signal: all ranks are told; its second one kills them.
+    def interrupt(self, number: signal.Signals) -> None:
+        """The launcher was sent a signal: all ranks are told; the second kills them.
 
         Ranks at the coordinator hear the reason from it, and end by an exception. The
         others get the signal itself, unless the terminal has sent it to them already;
@@ -116,16 +100,12 @@ class RankProcesses:
 
         Args:
             number: the signal.
-            where: which launcher was, if not this one, in words.
         """
-        if where in self._signalled:
+        if self.signal is not None:
             self._kill()
             return
-        self._signalled.add(where)
-        if self.signal is not None:  # as where a job is cancelled: all launchers are
-            return
         self.signal = number
-        self.interruption = f"interrupted: the launcher was sent {number.name}{where}"
+        self.interruption = f"interrupted: the launcher was sent {number.name}"
         sent = number if number in SIGNALS else signal.SIGTERM
         ranks = self._processes if sent == signal.SIGTERM else ()
         handling = [rank for rank in ranks if _handles(self._processes[rank], sent)]
@@ -136,24 +116,17 @@ class RankProcesses:
         )
         is_alone = [*self._processes] == [0] and not self._server.is_connected(0)
         if not heed:
-            self._server.take(Interrupted(by=number.name + where))
-        # A terminal signals this host's ranks itself.
-        is_sent = number == signal.SIGINT and not where and has_terminal()
+            self._server.take(Interrupted(by=number.name))
+        # A terminal signals the ranks itself.
+        is_sent = number == signal.SIGINT and has_terminal()
         heed_s = GRACE_S if is_sent else HEED_S
         for rank, process in self._processes.items():
             is_deaf = heed or rank in handling or not self._server.is_connected(rank)
-            if is_deaf and not (is_sent and process.pid is not None):
+            if is_deaf and not is_sent:
                 send_signal(process, sent)
         if heed or handling or is_alone:
             heed_s = OWN_END_S
         self._waits_s.put_nowait((None, heed_s))
-
-    def give_up(self, why: str) -> None:
-        """This side of the hosts may not go on: what it has left of ranks ends."""
-        self.given_up = why
-        for process in self._processes.values():
-            send_signal(process, signal.SIGTERM)
-        self._waits_s.put_nowait((None, HEED_S))
 
     def _fence(self, rank: int) -> None:
         """The others go on without a rank: it must not come back, as a stopped one.
@@ -162,9 +135,7 @@ class RankProcesses:
         its exit code from whoever waits for it.
         """
         process = self._processes[rank]
-        if process.pid is None:  # on another host
-            send_signal(process, signal.SIGKILL)
-        elif process.returncode is None:
+        if process.pid is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 
@@ -276,7 +247,7 @@ def send_signal(process: RankProcess, number: signal.Signals) -> None:
 def handle_signals(
     processes: Mapping[int, RankProcess], interrupt: Callable[[signal.Signals], None]
 ) -> None:
-    """Has a launcher's signals reach this host's ranks that handle them, or here."""
+    """Has the launcher's signals reach ranks that handle them, or here."""
 
     def take(number: signal.Signals) -> None:
         to = processes.values() if number in SCRIPTS else ()
@@ -293,7 +264,7 @@ def handle_signals(
 
 
 def _handles(process: RankProcess, number: signal.Signals) -> bool:
-    """Returns True if a process of this host has a handler for a signal."""
+    """Returns True if a process has a handler for a signal."""
     with contextlib.suppress(OSError):  # it has ended, or there is no /proc
         status = Path(f"/proc/{process.pid}/status").read_text()
         caught = int("0" + status.partition("SigCgt:\t")[2][:16], 16)

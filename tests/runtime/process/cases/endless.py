@@ -1,4 +1,4 @@
-"""Trains on and prints each tenth step: `endless.py POLICY TIMEOUT_S SURVIVE`."""
+"""Trains on and prints each tenth step: `endless.py POLICY`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ model, optimizer, loader = elche.setup(
     torch.optim.SGD(model.parameters(), lr=0.1),
     DataLoader(data, batch_size=6),
     policy=sys.argv[1],
-    timeout_s=float(sys.argv[2]),
-    survive=sys.argv[3] == "True",
+    timeout_s=60.0,
 )
 for number, (x,) in enumerate(loader):
     if number % 10 == 0:

@@ -1,1 +1,0 @@
-"""A run over several hosts: a launcher on each, and the first one leads."""

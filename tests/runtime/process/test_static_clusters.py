@@ -1,0 +1,133 @@
+"""Two hosts whose ranks torchrun or srun starts: network namespaces of one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks.links.namespaces import Link, slow_link
+from elche.errors import ConfigError
+from tests.harness.printing import Printing
+
+pytestmark = [pytest.mark.distributed, pytest.mark.faults]
+
+CASES = Path(__file__).parent / "cases"
+ROOT = Path(__file__).parents[3]
+WAIT_S = 150.0
+STEP = r"step \d+ at (\S+)"
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    """A network namespace for each host; skips where there can be none."""
+    try:
+        with slow_link(2, 1000.0) as made:
+            yield made
+    except ConfigError as error:
+        pytest.skip(f"needs network namespaces: {error}")
+
+
+@contextmanager
+def started(
+    folder: Path,
+    link: Link,
+    words: Sequence[Sequence[str]],
+    variables: Sequence[Mapping[str, str]] = ({}, {}),
+) -> Iterator[list[Printing]]:
+    """A Python program on each host; what is left of them in the end is killed."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith("ELCHE_")}
+    path = os.pathsep.join([str(ROOT), own.get("PYTHONPATH", "")])
+    own |= {"ELCHE_LISTEN": "auto", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    hosts: list[Printing] = []
+    try:
+        for number, (each, more) in enumerate(zip(words, variables, strict=True)):
+            output = folder / f"output{number}.txt"
+            with output.open("wb") as file:
+                process = subprocess.Popen(
+                    [*link.command(number), sys.executable, *each],
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=own | more,
+                    start_new_session=True,
+                )
+            hosts.append(Printing(process, output, WAIT_S))
+        yield hosts
+    finally:
+        for host in hosts:
+            if host.process.poll() is None:
+                host.process.kill()
+            host.process.wait()
+
+
+def torchruns(link: Link, ranks: int, *words: str) -> list[tuple[str, ...]]:
+    """The words of torchrun on each host."""
+    where = "--master-addr", link.ranks[0][1], "--master-port", "29500"
+    options = "--nnodes", "2", "--nproc-per-node", str(ranks), *where
+    return [
+        ("-m", "torch.distributed.run", *options, "--node-rank", str(number), *words)
+        for number in (0, 1)
+    ]
+
+
+def srun(link: Link) -> list[dict[str, str]]:
+    """The variables of srun on each host, a rank on each."""
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": link.ranks[0][1],
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_LOCALID": "0",
+    }
+    return [job | {"SLURM_PROCID": one, "SLURM_NODEID": one} for one in "01"]
+
+
+def test_ranks_of_two_torchruns_train_as_one(tmp_path: Path, link: Link) -> None:
+    """Two ranks on each host."""
+    words = torchruns(link, 2, str(CASES / "scripts.py"), "ok", "sync")
+    with started(tmp_path, link, words) as hosts:
+        assert [host.end() for host in hosts] == [0, 0], hosts[0].output
+        for number, host in enumerate(hosts):
+            for rank in (2 * number, 2 * number + 1):
+                assert f"done {rank} of 4" in host.output
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "sync",
+        pytest.param("cadence", marks=pytest.mark.slow),
+        pytest.param("async", marks=pytest.mark.slow),
+    ],
+)
+def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link, policy: str) -> None:
+    words = str(CASES / "endless.py"), policy
+    with started(tmp_path, link, (words, words), srun(link)) as hosts:
+        hosts[0].wait_for(STEP, 3)
+        link.turn(1, "down")
+        time.sleep(4.0)  # TCP tries again after 3.0 s and 6.2 s
+        link.turn(1, "up")
+        up_s, before = time.monotonic(), len(hosts[0].wait_for(STEP, 3))
+        found = [float(at) for at in hosts[0].wait_for(STEP, before + 10)]
+        # The fault has acted: windows go on for a while, and then nothing does.
+        gaps = [b - a for a, b in pairwise(found)]
+        if policy != "async":
+            assert max(gaps) > 2.0
+        assert found[-1] > up_s
+
+
+def test_a_host_that_is_lost_ends_the_run_by_name(tmp_path: Path, link: Link) -> None:
+    words = torchruns(link, 1, str(CASES / "endless.py"), "sync")
+    with started(tmp_path, link, words) as hosts:
+        hosts[0].wait_for(STEP, 3)
+        hosts[1].process.send_signal(signal.SIGTERM)
+        assert all(host.end() for host in hosts)
+        assert "a run without a launcher of elche's" in hosts[0].output

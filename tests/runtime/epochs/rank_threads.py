@@ -34,11 +34,11 @@ from elche.errors import CommunicationError
 from tests.runtime.epochs.turns import Turns
 
 ENDING = (Abort, Regroup)
-CLOSED, REDUCED, TRAINED = "closed", "reduced", "trained"
+CLOSED, REDUCED, STEPPED, TRAINED = "closed", "reduced", "stepped", "trained"
 
 Entry = tuple[str, int, tuple[int, ...]]
-"""(TRAINED, epoch, positions), before the backward pass; or (CLOSED or REDUCED, window,
-())."""
+"""(STEPPED or TRAINED, epoch, positions), before the backward pass of a step or of a
+window's batch; or (CLOSED or REDUCED, window, ())."""
 
 
 class Killed(BaseException):
@@ -67,16 +67,23 @@ class Hub:
 
     Args:
         ranks: of the run.
+        reduce_s: virtual seconds of a collective, for whoever waits for it.
+        tears: with a rank dies the sum of each collective that it was in, on all that
+            have not taken it yet, as gloo may have it; so some have it and others not.
 
     Attributes:
         turns: who runs.
         entries: per rank, what it has trained, closed and reduced, in order.
         plans: of each window, by attempt and rank.
         dead: ranks that were killed.
+        progress: samples of the run, as each rank has them at its end.
         deadly: collectives that a rank still begins before the one in which it dies.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(
+        self, ranks: int, reduce_s: float = 0.0, *, tears: bool = False
+    ) -> None:
+        self.reduce_s, self.tears = reduce_s, tears
         self.turns = Turns(ranks)
         self.core = Coordinator(ranks, survives=True)
         self.inboxes: list[deque[Instruction]] = [deque() for _ in range(ranks)]
@@ -84,6 +91,7 @@ class Hub:
         self.plans: dict[int, dict[int, dict[int, Reduce]]] = defaultdict(dict)
         self.dead: set[int] = set()
         self.deadly: dict[int, int] = {}
+        self.progress: dict[int, float] = {}
         self._meetings: dict[int | str, Meeting] = defaultdict(Meeting)
 
     def take(self, event: Event) -> None:
@@ -261,13 +269,20 @@ class Work(dist._Work):
         self._members = members
         self._collective = collective
         self._tensor = tensor
+        self._is_taken = False
 
     def is_completed(self) -> bool:
         """Whether it has its sum, or never will: a rank has gone before its part."""
         meeting, dead = self._members.meeting, self._members.hub.dead
         gone = {p for p, r in meeting.ranks.items() if r in dead or r in meeting.left}
-        is_over = self._collective.total is not None
+        is_over = self._collective.total is not None or self._is_torn
         return is_over or not gone <= self._collective.parts.keys()
+
+    @property
+    def _is_torn(self) -> bool:
+        hub, ranks = self._members.hub, self._members.meeting.ranks
+        is_hit = hub.tears and not hub.dead.isdisjoint(ranks.values())
+        return is_hit and not self._is_taken
 
     def wait(self, timeout: timedelta = timedelta.max) -> bool:
         members = self._members
@@ -275,8 +290,11 @@ class Work(dist._Work):
         most_s = math.inf if is_long else timeout.total_seconds()
         turns, why = members.hub.turns, "a collective"
         turns.wait(members.rank, self.is_completed, why, most_s)
-        if self._collective.total is None:
+        if self._collective.total is None or self._is_torn:
             raise RuntimeError("a rank has not come")
+        if not self._is_taken:
+            self._is_taken = True
+            turns.clocks[members.rank] += members.hub.reduce_s
         with torch.no_grad():
             self._tensor.copy_(self._collective.total)
         return True

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
 
-from tests.runtime.epochs.rank_threads import CLOSED, REDUCED, TRAINED, Entry, Hub
+from tests.runtime.epochs.rank_threads import (
+    CLOSED,
+    REDUCED,
+    STEPPED,
+    TRAINED,
+    Entry,
+    Hub,
+)
 
 DATA = torch.Generator().manual_seed(11)
 SAMPLES = 52
@@ -70,31 +78,27 @@ class Device:
             start += parameter.numel()
 
 
-def replay_steps(hub: Hub) -> tuple[torch.Tensor, Committed]:
+def _steps(hub: Hub) -> list[tuple[int, tuple[int, ...]]]:
     """Under ``sync``: the ranks' batches of the same number make one step."""
-    steps: dict[tuple[int, int], list[int]] = defaultdict(list)
+    steps: dict[tuple[int, int], tuple[int, ...]] = defaultdict(tuple)
     for rank in range(len(hub.entries)):
         numbers: dict[int, int] = defaultdict(int)
         for epoch, positions in _kept(hub, rank):
             steps[epoch, numbers[epoch]] += positions
             numbers[epoch] += 1
-    device = Device()
-    for key in sorted(steps):
-        device.train(steps[key])
-    return flat(device.net), [(epoch, tuple(at)) for (epoch, _), at in steps.items()]
+    return [(epoch, steps[epoch, number]) for epoch, number in sorted(steps)]
 
 
 def _kept(hub: Hub, rank: int) -> Committed:
-    """Batches of a rank without the one that died with it, which others trained on."""
-    mine, others = (
-        [entry[1:] for entry in entries if entry[0] == TRAINED]
-        for entries in (
-            hub.entries[rank],
-            [e for other, es in enumerate(hub.entries) if other != rank for e in es],
-        )
-    )
+    """Steps of a rank without the one that died with it, which others trained on."""
+    by_rank = [
+        [(epoch, at) for kind, epoch, at in entries if kind == STEPPED]
+        for entries in hub.entries
+    ]
+    mine = by_rank.pop(rank)
     if rank in hub.dead and mine:
         epoch, positions = mine[-1]
+        others = chain.from_iterable(by_rank)
         theirs = {at for other, ats in others if other == epoch for at in ats}
         if theirs.issuperset(positions):
             mine.pop()
@@ -104,14 +108,16 @@ def _kept(hub: Hub, rank: int) -> Committed:
 class _Rank:
     """One rank's entries under windows, done again from window to window."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry], steps: Committed) -> None:
         self._device = Device()
+        for _, positions in steps:
+            self._device.train(positions)
         # A window without work is closed at an epoch's end, and again in the next one.
         last = {n: at for at, (kind, n, _) in enumerate(entries) if kind == CLOSED}
         self._entries: Iterator[Entry] = iter(
             [e for at, e in enumerate(entries) if e[0] != CLOSED or last[e[1]] == at]
         )
-        self._base = flat(self._device.net)
+        self.start = self._base = flat(self._device.net)
         self._offered: dict[int, torch.Tensor] = {}
         self.batches: Committed = []
 
@@ -127,21 +133,23 @@ class _Rank:
             if kind == TRAINED:
                 self._device.train(positions)
                 self.batches.append((number, positions))
-            elif kind == REDUCED:  # what was trained since its close is kept
+            elif kind == REDUCED and number in self._offered:
+                # What was trained since the window was closed is kept.
                 self._device.add(commons[number] - self._offered.pop(number))
                 self._base = commons[number]
-            else:
+            elif kind == CLOSED:
                 assert number == window
                 self._offered[window] = flat(self._device.net)
                 break
         return flat(self._device.net) - self._base
 
 
-def replay_windows(hub: Hub) -> tuple[torch.Tensor, Committed]:
-    """Under windows: the mean drift of each window's ranks moves the common model."""
-    ranks = [_Rank(entries) for entries in hub.entries]
+def replay(hub: Hub) -> tuple[torch.Tensor, Committed]:
+    """Steps, if any, then windows: each one's mean drift moves the common model."""
+    committed = _steps(hub)
+    ranks = [_Rank(entries, committed) for entries in hub.entries]
     closed = {n for es in hub.entries for kind, n, _ in es if kind == CLOSED}
-    common, committed = flat(model()), Committed()
+    common = ranks[0].start
     commons: dict[int, torch.Tensor] = {}
     for window in sorted(closed):
         attempts = hub.plans[window]

@@ -24,18 +24,23 @@ from elche.runtime.process.environment import Placement
 from elche.runtime.run import Run
 from elche.runtime.training import Training
 from elche.runtime.watch import optimizers_seen
-from tests.runtime.epochs.rank_threads import TRAINED, Hub, Killed, ThreadChannel
+from tests.runtime.epochs.rank_threads import (
+    CLOSED,
+    STEPPED,
+    TRAINED,
+    Hub,
+    Killed,
+    ThreadChannel,
+)
 from tests.runtime.epochs.replay import (
     SAMPLES,
-    Committed,
     X,
     Y,
     flat,
     loss_of,
     model,
     optimizer_of,
-    replay_steps,
-    replay_windows,
+    replay,
 )
 
 BATCH, EPOCHS, RANKS = 4, 2, 3
@@ -51,9 +56,13 @@ class Case:
     """A run; counts are of batches or collectives of rank 1 in the first epoch."""
 
     policy: str
+    epochs: int = EPOCHS
+    reduce_s: float = 0.0
     breaks_after: int | None = None
     dies_before: int | None = None
     dies_in_collective: int | None = None
+    dies_in_opening: int | None = None
+    tears: bool = False
 
 
 class RankThread:
@@ -62,7 +71,7 @@ class RankThread:
     def __init__(self, hub: Hub, case: Case, rank: int) -> None:
         self.hub, self.case, self.rank = hub, case, rank
         self.model = model()
-        windows = {} if case.policy == "sync" else {"windows": WINDOWS}
+        windows = {} if case.policy in ("sync", "auto") else {"windows": WINDOWS}
         transport = {"transport": {"kind": "gloo", "bucket_cap_mb": 1e-5}}
         options = {"policy": case.policy, "seed": 3} | transport | windows
         data = TensorDataset(torch.arange(SAMPLES), X, Y)
@@ -71,7 +80,7 @@ class RankThread:
             model=self.model,
             optimizers=(optimizer_of(self.model),),
             loader=by_position(DataLoader(data, BATCH), None, RANKS, 3),
-            epochs=EPOCHS,
+            epochs=case.epochs,
         )
 
     def main(self) -> torch.Tensor | None:
@@ -81,10 +90,14 @@ class RankThread:
             rank=self.rank, world_size=RANKS, device=torch.device("cpu")
         )
         try:
-            run = Run.start(placement, self.training, EPOCHS)
+            run = Run.start(placement, self.training, self.case.epochs)
             try:
-                for epoch in range(EPOCHS):
+                for epoch in range(self.case.epochs):
+                    is_last = self.rank == DYING and epoch > 0
+                    if is_last and self.case.dies_in_opening is not None:
+                        self.hub.deadly[DYING] = self.case.dies_in_opening
                     self._train(run, epoch)
+                self.hub.progress[self.rank] = run.samples_done
                 run.leave()
             except Killed:
                 with contextlib.suppress(Exception):
@@ -103,7 +116,8 @@ class RankThread:
             if is_faulty and number == 0 and self.case.dies_in_collective is not None:
                 self.hub.deadly[self.rank] = self.case.dies_in_collective
             mine = tuple(at.tolist()) if run.samples_in_hand else ()
-            self.hub.entries[self.rank].append((TRAINED, epoch, mine))
+            kind = STEPPED if run.policy == "sync" else TRAINED
+            self.hub.entries[self.rank].append((kind, epoch, mine))
             self.hub.turns.compute(self.rank, SAMPLE_S[self.rank] * len(x))
             optimizer.zero_grad()
             loss_of(self.model, x, y).backward()
@@ -117,7 +131,7 @@ def run_threads(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Hub, list[torch.Tensor]]:
     """Runs a case; what survivors hold at the end."""
-    hub = Hub(RANKS)
+    hub = Hub(RANKS, case.reduce_s, tears=case.tears)
     hub.turns.patch_clocks(monkeypatch)
 
     def connect(placement: Placement, timeout_s: float) -> Any:
@@ -140,18 +154,18 @@ def run_threads(
     return hub, [each for each in held if each is not None]
 
 
-def check(case: Case, hub: Hub, held: list[torch.Tensor]) -> Counter[tuple[int, int]]:
+def check(hub: Hub, held: list[torch.Tensor]) -> Counter[tuple[int, int]]:
     """Equal in, equal out, and what one device holds; how often each position counts.
 
     Positions by epoch.
     """
     for other in held[1:]:
         assert torch.equal(other, held[0])
-    committed: Committed
-    replay = replay_steps if case.policy == "sync" else replay_windows
     wanted, committed = replay(hub)
     torch.testing.assert_close(held[0], wanted, rtol=1e-12, atol=1e-13)
-    return Counter((epoch, at) for epoch, batch in committed for at in batch)
+    counts = Counter((epoch, at) for epoch, batch in committed for at in batch)
+    assert set(hub.progress.values()) == {sum(counts.values())}
+    return counts
 
 
 def once(epoch: int) -> dict[tuple[int, int], int]:
@@ -163,14 +177,14 @@ def test_three_unequal_ranks(policy: str, monkeypatch: pytest.MonkeyPatch) -> No
     case = Case(policy=policy)
     hub, held = run_threads(case, monkeypatch)
     assert len(held) == RANKS
-    assert check(case, hub, held) == once(0) | once(1)
+    assert check(hub, held) == once(0) | once(1)
 
 
 @POLICIES
 def test_a_loop_that_breaks(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(policy=policy, breaks_after=2)
     hub, held = run_threads(case, monkeypatch)
-    counts = check(case, hub, held)
+    counts = check(hub, held)
     assert len(held) == RANKS
     assert counts == {key: 1 for key in counts}
     assert once(1).items() <= counts.items()
@@ -180,15 +194,17 @@ def test_a_loop_that_breaks(policy: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @POLICIES
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("tears", [False, True], ids=["all hold", "some hold"])
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_a_rank_that_dies_in_a_batch(
-    policy: str, number: int, monkeypatch: pytest.MonkeyPatch
+    policy: str, tears: bool, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(policy=policy, dies_before=number)
+    """And all survivors hold the last result, or some of them."""
+    case = Case(policy=policy, dies_before=number, tears=tears)
     hub, held = run_threads(case, monkeypatch)
     assert hub.dead == {DYING}
     assert len(held) == RANKS - 1
-    assert check(case, hub, held) == once(0) | once(1)
+    assert check(hub, held) == once(0) | once(1)
 
 
 @POLICIES
@@ -201,4 +217,26 @@ def test_a_rank_that_dies_in_a_collective(
     hub, held = run_threads(case, monkeypatch)
     assert hub.dead == {DYING}
     assert len(held) == RANKS - 1
-    assert check(case, hub, held) == once(0) | once(1)
+    assert check(hub, held) == once(0) | once(1)
+
+
+@POLICIES
+@pytest.mark.parametrize("collective", range(4))
+def test_a_rank_that_dies_at_the_beginning_of_an_epoch(
+    policy: str, collective: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(policy=policy, dies_in_opening=collective)
+    hub, held = run_threads(case, monkeypatch)
+    assert hub.dead == {DYING}
+    assert check(hub, held) == once(0) | once(1)
+
+
+def test_auto_begins_in_steps_and_goes_on_in_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plain averaging, as its run is known to be short."""
+    case = Case(policy="auto", epochs=1, reduce_s=0.02)
+    hub, held = run_threads(case, monkeypatch)
+    assert check(hub, held) == once(0)
+    kinds = {kind for entries in hub.entries for kind, _, _ in entries}
+    assert kinds >= {STEPPED, TRAINED, CLOSED}

@@ -47,10 +47,11 @@ class Killed(BaseException):
 
 @dataclass(slots=True)
 class Collective:
-    """A sum that some ranks of a group have begun; ``parts`` by place."""
+    """A sum that some ranks of a group have begun: parts by place, and who has it."""
 
     parts: dict[int, torch.Tensor] = field(default_factory=dict)
     total: torch.Tensor | None = None
+    taken: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ class Hub:
         entries: per rank, what it has trained, closed and reduced, in order.
         plans: of each window, by attempt and rank.
         dead: ranks that were killed.
+        half_held: sums that a survivor lacks and another one has.
         progress: samples of the run, as each rank has them at its end.
         deadly: collectives that a rank still begins before the one in which it dies.
     """
@@ -91,6 +93,7 @@ class Hub:
         self.plans: dict[int, dict[int, dict[int, Reduce]]] = defaultdict(dict)
         self.dead: set[int] = set()
         self.deadly: dict[int, int] = {}
+        self.half_held = 0
         self.progress: dict[int, float] = {}
         self._meetings: dict[int | str, Meeting] = defaultdict(Meeting)
 
@@ -269,7 +272,6 @@ class Work(dist._Work):
         self._members = members
         self._collective = collective
         self._tensor = tensor
-        self._is_taken = False
 
     def is_completed(self) -> bool:
         """Whether it has its sum, or never will: a rank has gone before its part."""
@@ -282,7 +284,7 @@ class Work(dist._Work):
     def _is_torn(self) -> bool:
         hub, ranks = self._members.hub, self._members.meeting.ranks
         is_hit = hub.tears and not hub.dead.isdisjoint(ranks.values())
-        return is_hit and not self._is_taken
+        return is_hit and self._members.place not in self._collective.taken
 
     def wait(self, timeout: timedelta = timedelta.max) -> bool:
         members = self._members
@@ -290,10 +292,12 @@ class Work(dist._Work):
         most_s = math.inf if is_long else timeout.total_seconds()
         turns, why = members.hub.turns, "a collective"
         turns.wait(members.rank, self.is_completed, why, most_s)
+        taken, place = self._collective.taken, members.place
         if self._collective.total is None or self._is_torn:
+            members.hub.half_held += bool(taken)
             raise RuntimeError("a rank has not come")
-        if not self._is_taken:
-            self._is_taken = True
+        if place not in taken:
+            taken.add(place)
             turns.clocks[members.rank] += members.hub.reduce_s
         with torch.no_grad():
             self._tensor.copy_(self._collective.total)

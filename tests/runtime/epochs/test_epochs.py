@@ -44,7 +44,7 @@ from tests.runtime.epochs.replay import (
 )
 
 BATCH, EPOCHS, RANKS = 4, 2, 3
-SAMPLE_S = (0.001, 0.002, 0.004)
+SAMPLE_S = (0.001, 0.002, 0.004, 0.002)
 """Virtual seconds per sample of each rank."""
 WINDOWS = {"anchor": 2, "max_anchor": 2, "outer": {"optimizer": "average"}}
 POLICIES = pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
@@ -53,13 +53,18 @@ BREAKER = DYING = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run; counts are of batches or collectives of rank 1 in the first epoch."""
+    """A run; counts are of batches or collectives of rank 1 in the first epoch.
+
+    ``second_dies_before`` is of rank 2.
+    """
 
     policy: str
+    ranks: int = RANKS
     epochs: int = EPOCHS
     reduce_s: float = 0.0
     breaks_after: int | None = None
     dies_before: int | None = None
+    second_dies_before: int | None = None
     dies_in_collective: int | None = None
     dies_in_opening: int | None = None
     tears: bool = False
@@ -71,7 +76,9 @@ class RankThread:
     def __init__(self, hub: Hub, case: Case, rank: int) -> None:
         self.hub, self.case, self.rank = hub, case, rank
         self.model = model()
-        windows = {} if case.policy in ("sync", "auto") else {"windows": WINDOWS}
+        windows = {} if case.policy == "sync" else {"windows": WINDOWS}
+        if case.policy == "auto":
+            windows = {"windows": {"local_batch_size": 2}}
         transport = {"transport": {"kind": "gloo", "bucket_cap_mb": 1e-5}}
         options = {"policy": case.policy, "seed": 3} | transport | windows
         data = TensorDataset(torch.arange(SAMPLES), X, Y)
@@ -79,7 +86,7 @@ class RankThread:
             config=RunConfig.from_options(options),
             model=self.model,
             optimizers=(optimizer_of(self.model),),
-            loader=by_position(DataLoader(data, BATCH), None, RANKS, 3),
+            loader=by_position(DataLoader(data, BATCH), None, case.ranks, 3),
             epochs=case.epochs,
         )
 
@@ -87,7 +94,7 @@ class RankThread:
         """Trains; the parameters at the end, None where this rank was killed."""
         self.hub.turns.begin(self.rank)
         placement = Placement(
-            rank=self.rank, world_size=RANKS, device=torch.device("cpu")
+            rank=self.rank, world_size=self.case.ranks, device=torch.device("cpu")
         )
         try:
             run = Run.start(placement, self.training, self.case.epochs)
@@ -113,6 +120,8 @@ class RankThread:
         for number, (at, x, y) in enumerate(batches):
             if is_faulty and number == self.case.dies_before:
                 self.hub.kill(self.rank)
+            if (epoch, self.rank, number) == (0, 2, self.case.second_dies_before):
+                self.hub.kill(self.rank)
             if is_faulty and number == 0 and self.case.dies_in_collective is not None:
                 self.hub.deadly[self.rank] = self.case.dies_in_collective
             mine = tuple(at.tolist()) if run.samples_in_hand else ()
@@ -131,7 +140,7 @@ def run_threads(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Hub, list[torch.Tensor]]:
     """Runs a case; what survivors hold at the end."""
-    hub = Hub(RANKS, case.reduce_s, tears=case.tears)
+    hub = Hub(case.ranks, case.reduce_s, tears=case.tears)
     hub.turns.patch_clocks(monkeypatch)
 
     def connect(placement: Placement, timeout_s: float) -> Any:
@@ -147,8 +156,8 @@ def run_threads(
         return register(lambda *a: hook(*a) if threading.get_ident() == own else None)
 
     monkeypatch.setattr(optimizers_seen, "register_optimizer_step_pre_hook", of_thread)
-    ranks = [RankThread(hub, case, rank) for rank in range(RANKS)]
-    with ThreadPoolExecutor(RANKS) as pool:
+    ranks = [RankThread(hub, case, rank) for rank in range(case.ranks)]
+    with ThreadPoolExecutor(case.ranks) as pool:
         futures = [pool.submit(rank.main) for rank in ranks]
     held = [future.result() for future in futures]
     return hub, [each for each in held if each is not None]
@@ -194,16 +203,41 @@ def test_a_loop_that_breaks(policy: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @POLICIES
-@pytest.mark.parametrize("tears", [False, True], ids=["all hold", "some hold"])
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_a_rank_that_dies_in_a_batch(
-    policy: str, tears: bool, number: int, monkeypatch: pytest.MonkeyPatch
+    policy: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And all survivors hold the last result, or some of them."""
-    case = Case(policy=policy, dies_before=number, tears=tears)
+    case = Case(policy=policy, dies_before=number)
     hub, held = run_threads(case, monkeypatch)
     assert hub.dead == {DYING}
     assert len(held) == RANKS - 1
+    assert check(hub, held) == once(0) | once(1)
+
+
+@POLICIES
+@pytest.mark.parametrize("tears", [False, True], ids=["all hold", "some hold"])
+@pytest.mark.parametrize("second", [2, 3, 4, 5])
+def test_two_ranks_that_die(
+    policy: str, tears: bool, second: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(
+        policy=policy, ranks=4, tears=tears, dies_before=2, second_dies_before=second
+    )
+    hub, held = run_threads(case, monkeypatch)
+    assert hub.dead >= {DYING}
+    assert check(hub, held) == once(0) | once(1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "number"),
+    [("sync", 2), ("sync", 4), ("cadence", 4), ("async", 5), ("async", 12)],
+)
+def test_a_survivor_takes_the_result_that_another_one_holds(
+    policy: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(policy=policy, dies_before=number, tears=True)
+    hub, held = run_threads(case, monkeypatch)
+    assert hub.half_held
     assert check(hub, held) == once(0) | once(1)
 
 

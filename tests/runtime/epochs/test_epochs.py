@@ -42,6 +42,7 @@ from tests.runtime.epochs.replay import (
     optimizer_of,
     replay,
 )
+from tests.runtime.epochs.turns import StuckError
 
 BATCH, EPOCHS, RANKS = 4, 2, 3
 SAMPLE_S = (0.001, 0.002, 0.004, 0.002)
@@ -159,6 +160,9 @@ def run_threads(
     ranks = [RankThread(hub, case, rank) for rank in range(case.ranks)]
     with ThreadPoolExecutor(case.ranks) as pool:
         futures = [pool.submit(rank.main) for rank in ranks]
+    errors = [error for future in futures if (error := future.exception())]
+    if errors:  # those that wait for a rank that has failed say less than it
+        raise min(errors, key=lambda error: isinstance(error, StuckError))
     held = [future.result() for future in futures]
     return hub, [each for each in held if each is not None]
 

@@ -1,0 +1,280 @@
+"""Whole runs on ranks as threads are what one device makes of the same batches."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, TensorDataset
+
+from elche.config import RunConfig
+from elche.coordination.protocol.events import Failed
+from elche.runtime import run as run_module
+from elche.runtime.data.stream_data import by_position
+from elche.runtime.process import rank_groups
+from elche.runtime.process.environment import Placement
+from elche.runtime.run import Run
+from elche.runtime.training import Training
+from elche.runtime.watch import optimizers_seen
+from tests.runtime.epochs.rank_threads import (
+    CLOSED,
+    STEPPED,
+    TRAINED,
+    Hub,
+    Killed,
+    ThreadChannel,
+)
+from tests.runtime.epochs.replay import (
+    SAMPLES,
+    X,
+    Y,
+    flat,
+    loss_of,
+    model,
+    optimizer_of,
+    replay,
+)
+from tests.runtime.epochs.turns import StuckError
+
+BATCH, EPOCHS, RANKS = 4, 2, 3
+SAMPLE_S = (0.001, 0.002, 0.004, 0.002)
+"""Virtual seconds per sample of each rank."""
+WINDOWS = {"anchor": 2, "max_anchor": 2, "outer": {"optimizer": "average"}}
+POLICIES = pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+BREAKER = DYING = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run; counts are of batches or collectives of rank 1 in the first epoch.
+
+    ``second_dies_before`` is of rank 2.
+    """
+
+    policy: str
+    ranks: int = RANKS
+    epochs: int = EPOCHS
+    reduce_s: float = 0.0
+    breaks_after: int | None = None
+    dies_before: int | None = None
+    second_dies_before: int | None = None
+    dies_in_collective: int | None = None
+    dies_in_opening: int | None = None
+    tears: bool = False
+
+
+class RankThread:
+    """One rank's script."""
+
+    def __init__(self, hub: Hub, case: Case, rank: int) -> None:
+        self.hub, self.case, self.rank = hub, case, rank
+        self.model = model()
+        windows = {} if case.policy == "sync" else {"windows": WINDOWS}
+        if case.policy == "auto":
+            windows = {"windows": {"local_batch_size": 2}}
+        transport = {"transport": {"kind": "gloo", "bucket_cap_mb": 1e-5}}
+        options = {"policy": case.policy, "seed": 3} | transport | windows
+        data = TensorDataset(torch.arange(SAMPLES), X, Y)
+        self.training = Training(
+            config=RunConfig.from_options(options),
+            model=self.model,
+            optimizers=(optimizer_of(self.model),),
+            loader=by_position(DataLoader(data, BATCH), None, case.ranks, 3),
+            epochs=case.epochs,
+        )
+
+    def main(self) -> torch.Tensor | None:
+        """Trains; the parameters at the end, None where this rank was killed."""
+        self.hub.turns.begin(self.rank)
+        placement = Placement(
+            rank=self.rank, world_size=self.case.ranks, device=torch.device("cpu")
+        )
+        try:
+            run = Run.start(placement, self.training, self.case.epochs)
+            try:
+                for epoch in range(self.case.epochs):
+                    is_last = self.rank == DYING and epoch > 0
+                    if is_last and self.case.dies_in_opening is not None:
+                        self.hub.deadly[DYING] = self.case.dies_in_opening
+                    self._train(run, epoch)
+                self.hub.progress[self.rank] = run.samples_done
+                run.leave()
+            except Killed:
+                with contextlib.suppress(Exception):
+                    run.close(Failed(rank=self.rank, error="", traceback=""))
+                return None
+            return flat(self.model)
+        finally:
+            self.hub.turns.end(self.rank)
+
+    def _train(self, run: Run, epoch: int) -> None:
+        is_faulty = epoch == 0 and self.rank == 1
+        (optimizer,), batches = self.training.optimizers, run.epoch()
+        for number, (at, x, y) in enumerate(batches):
+            if is_faulty and number == self.case.dies_before:
+                self.hub.kill(self.rank)
+            if (epoch, self.rank, number) == (0, 2, self.case.second_dies_before):
+                self.hub.kill(self.rank)
+            if is_faulty and number == 0 and self.case.dies_in_collective is not None:
+                self.hub.deadly[self.rank] = self.case.dies_in_collective
+            mine = tuple(at.tolist()) if run.samples_in_hand else ()
+            kind = STEPPED if run.policy == "sync" else TRAINED
+            self.hub.entries[self.rank].append((kind, epoch, mine))
+            self.hub.turns.compute(self.rank, SAMPLE_S[self.rank] * len(x))
+            optimizer.zero_grad()
+            loss_of(self.model, x, y).backward()
+            optimizer.step()
+            if is_faulty and number + 1 == self.case.breaks_after:
+                break
+        batches.close()  # type: ignore[attr-defined]
+
+
+def run_threads(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Hub, list[torch.Tensor]]:
+    """Runs a case; what survivors hold at the end."""
+    hub = Hub(case.ranks, case.reduce_s, tears=case.tears)
+    hub.turns.patch_clocks(monkeypatch)
+
+    def connect(placement: Placement, timeout_s: float) -> Any:
+        return placement, ThreadChannel(hub, placement.rank)
+
+    monkeypatch.setattr(run_module, "connect", connect)
+    monkeypatch.setattr(rank_groups, "_form_watched", hub.form)
+    register = register_optimizer_step_pre_hook
+
+    def of_thread(hook: Callable[..., Any]) -> Any:
+        """torch's hook is one for all optimizers of a process, which is one rank."""
+        own = threading.get_ident()
+        return register(lambda *a: hook(*a) if threading.get_ident() == own else None)
+
+    monkeypatch.setattr(optimizers_seen, "register_optimizer_step_pre_hook", of_thread)
+    ranks = [RankThread(hub, case, rank) for rank in range(case.ranks)]
+    with ThreadPoolExecutor(case.ranks) as pool:
+        futures = [pool.submit(rank.main) for rank in ranks]
+    errors = [error for future in futures if (error := future.exception())]
+    if errors:  # those that wait for a rank that has failed say less than it
+        raise min(errors, key=lambda error: isinstance(error, StuckError))
+    held = [future.result() for future in futures]
+    return hub, [each for each in held if each is not None]
+
+
+def check(hub: Hub, held: list[torch.Tensor]) -> Counter[tuple[int, int]]:
+    """Equal in, equal out, and what one device holds; how often each position counts.
+
+    Positions by epoch.
+    """
+    for other in held[1:]:
+        assert torch.equal(other, held[0])
+    wanted, committed = replay(hub)
+    torch.testing.assert_close(held[0], wanted, rtol=1e-12, atol=1e-13)
+    counts = Counter((epoch, at) for epoch, batch in committed for at in batch)
+    assert set(hub.progress.values()) == {sum(counts.values())}
+    return counts
+
+
+def once(epoch: int) -> dict[tuple[int, int], int]:
+    return {(epoch, at): 1 for at in range(SAMPLES)}
+
+
+@POLICIES
+def test_three_unequal_ranks(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(policy=policy)
+    hub, held = run_threads(case, monkeypatch)
+    assert len(held) == RANKS
+    assert check(hub, held) == once(0) | once(1)
+
+
+@POLICIES
+def test_a_loop_that_breaks(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(policy=policy, breaks_after=2)
+    hub, held = run_threads(case, monkeypatch)
+    counts = check(hub, held)
+    assert len(held) == RANKS
+    assert counts == {key: 1 for key in counts}
+    assert once(1).items() <= counts.items()
+    trained = {(e, at) for es in hub.entries for _, e, ats in es for at in ats}
+    assert trained == counts.keys()
+    assert len(counts) < 2 * SAMPLES
+
+
+@POLICIES
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_a_rank_that_dies_in_a_batch(
+    policy: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(policy=policy, dies_before=number)
+    hub, held = run_threads(case, monkeypatch)
+    assert hub.dead == {DYING}
+    assert len(held) == RANKS - 1
+    assert check(hub, held) == once(0) | once(1)
+
+
+@POLICIES
+@pytest.mark.parametrize("tears", [False, True], ids=["all hold", "some hold"])
+@pytest.mark.parametrize("second", [2, 3, 4, 5])
+def test_two_ranks_that_die(
+    policy: str, tears: bool, second: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(
+        policy=policy, ranks=4, tears=tears, dies_before=2, second_dies_before=second
+    )
+    hub, held = run_threads(case, monkeypatch)
+    assert hub.dead >= {DYING}
+    assert check(hub, held) == once(0) | once(1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "number"),
+    [("sync", 2), ("sync", 4), ("cadence", 4), ("async", 5), ("async", 12)],
+)
+def test_a_survivor_takes_the_result_that_another_one_holds(
+    policy: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(policy=policy, dies_before=number, tears=True)
+    hub, held = run_threads(case, monkeypatch)
+    assert hub.half_held
+    assert check(hub, held) == once(0) | once(1)
+
+
+@POLICIES
+@pytest.mark.parametrize("collective", range(8))
+def test_a_rank_that_dies_in_a_collective(
+    policy: str, collective: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step's four buckets, of what closes it, or of windows' reductions."""
+    case = Case(policy=policy, dies_in_collective=collective)
+    hub, held = run_threads(case, monkeypatch)
+    assert hub.dead == {DYING}
+    assert len(held) == RANKS - 1
+    assert check(hub, held) == once(0) | once(1)
+
+
+@POLICIES
+@pytest.mark.parametrize("collective", range(4))
+def test_a_rank_that_dies_at_the_beginning_of_an_epoch(
+    policy: str, collective: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(policy=policy, dies_in_opening=collective)
+    hub, held = run_threads(case, monkeypatch)
+    assert hub.dead == {DYING}
+    assert check(hub, held) == once(0) | once(1)
+
+
+def test_auto_begins_in_steps_and_goes_on_in_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plain averaging, as its run is known to be short."""
+    case = Case(policy="auto", epochs=1, reduce_s=0.02)
+    hub, held = run_threads(case, monkeypatch)
+    assert check(hub, held) == once(0)
+    kinds = {kind for entries in hub.entries for kind, _, _ in entries}
+    assert kinds >= {STEPPED, TRAINED, CLOSED}

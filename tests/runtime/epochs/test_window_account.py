@@ -1,0 +1,144 @@
+"""A rank's account of its windows, against a scripted shell."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+from elche.cadence.throughput import CostEstimate
+from elche.comm.averaging.consensus_distance import SyncResult
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.protocol.events import BatchesDone, WindowClosed, WindowReduced
+from elche.coordination.protocol.instructions import CloseWindow, EndEpoch, Reduce
+from elche.coordination.windows.window_loop import WindowLoop
+from elche.runtime.data.positions import EpochPositions
+from elche.runtime.epochs import window_epoch
+from elche.runtime.epochs.window_epoch import EpochHooks, WindowEpoch
+from elche.runtime.watch.live_graph import LiveGraph
+from tests.coordination.windows.test_worker_waits import (
+    ScriptedFeed,
+    Shell,
+    Sync,
+    grant,
+    open_window,
+)
+
+
+class Overlapped(Sync):
+    """A reduction that is complete after so many polls."""
+
+    is_overlapped = True
+    polls_left = 1000
+
+    def begin(self, plan: Reduce) -> None:
+        """Nothing travels."""
+
+    def poll(self) -> bool:
+        self.polls_left -= 1
+        return self.polls_left < 0
+
+    def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
+        return SyncResult(0.25, 2.0)
+
+    def common(self) -> dict[int, Any]:
+        return {}
+
+
+class Clock:
+    """Moves a little with every look at it."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        self.now_s += 1 / 1024
+        return self.now_s
+
+
+def reduce(window: int) -> Reduce:
+    return Reduce(
+        rank=0,
+        epoch=0,
+        window=window,
+        attempt=0,
+        weight=1.0,
+        active_ranks=1,
+        include_state=False,
+        buffers=(),
+        outer="average",
+        outer_lr=1.0,
+        outer_momentum=0.0,
+    )
+
+
+def end() -> EndEpoch:
+    return EndEpoch(
+        rank=0,
+        epoch=0,
+        samples=(8,),
+        busy_s=(1.0,),
+        data_wait_s=(0.0,),
+        sync_s=0.1,
+        windows=1,
+        anchor=1,
+        shares=(1.0,),
+    )
+
+
+def epoch_of(sync: Sync) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
+    shell = Shell()
+    feed = ScriptedFeed(shell, 1)
+    positions = EpochPositions(list(range(80)), BatchSizes(((8, 10),)), 0, None)
+    loop = WindowLoop(CostEstimate(), overlapped=sync.is_overlapped)
+    graphs = LiveGraph(nn.Identity())
+    hooks = EpochHooks(lambda e: None, lambda: None, lambda w: (), lambda: 0.0, graphs)
+    epoch = WindowEpoch(*cast(Any, (shell, feed, positions, sync, loop, hooks)))
+    feed.refill = epoch.refill
+    return shell, feed, epoch
+
+
+def test_a_windows_weight_is_the_sum_of_its_batches_weights() -> None:
+    shell, feed, epoch = epoch_of(Sync())
+    shell.inbox.extend([open_window(0, None), grant(0), grant(1)])
+    feed.when_empty = [[CloseWindow(rank=0, epoch=0, window=0, drain=False)]]
+    feed.weight = 3.0
+    with pytest.raises(AssertionError):  # nothing more comes
+        list(epoch.batches())
+    assert [e.weight for e in shell.sent if isinstance(e, WindowClosed)] == [6.0]
+    done = [e for e in shell.sent if isinstance(e, BatchesDone)]
+    assert sum(e.samples for e in done) == 16
+
+
+def test_a_result_reports_when_it_was_adopted_and_how_long_it_was_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, sync, waits = Clock(), Overlapped(), list[float]()
+    monkeypatch.setattr(window_epoch, "time", clock)
+    shell, _, epoch = epoch_of(sync)
+
+    def sleeps(timeout_s: float) -> None:
+        clock.now_s += timeout_s
+        waits.append(timeout_s)
+
+    def sends(*events: object) -> None:
+        shell.sent.extend(cast(Any, events))
+        if any(isinstance(e, WindowClosed) for e in events):
+            shell.inbox.extend([open_window(1, None), reduce(0), grant(1)])
+        if any(isinstance(e, WindowReduced) for e in events):
+            shell.inbox.append(end())
+
+    monkeypatch.setattr(shell, "sleep_until_told", sleeps)
+    monkeypatch.setattr(shell, "send", sends)
+    shell.inbox.extend([open_window(0, None), grant(0)])
+    batches = epoch.batches()
+    assert next(batches) == "data"
+    shell.inbox.append(CloseWindow(rank=0, epoch=0, window=0, drain=False))
+    assert next(batches) == "data"  # of the next window, while the first is reduced
+    sync.polls_left = 2  # complete after two polls, without work meanwhile
+    list(batches)
+    (said,) = [e for e in shell.sent if isinstance(e, WindowReduced)]
+    assert (said.window, said.adopted_at, said.divergence) == (0, 1, 0.25)
+    assert len(waits) == 2
+    assert said.wait_s == pytest.approx(sum(waits), abs=0.05)
+    assert said.wait_s > 0.0

@@ -76,7 +76,7 @@ CORPUS = {
 }
 
 
-LEFT_OUT = {"checkpoint_restore": "with other parameters"}
+LEFT_OUT = {"checkpoint_restore": "with other parameters|hold different values"}
 """Error of a script where `auto` has left a rank out, which saves old state."""
 
 

@@ -64,7 +64,6 @@ def reduce(window: int) -> Reduce:
         attempt=0,
         weight=1.0,
         active_ranks=1,
-        include_state=False,
         buffers=(),
         outer="average",
         outer_lr=1.0,

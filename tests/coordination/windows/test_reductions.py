@@ -178,3 +178,11 @@ def test_who_holds_other_optimizer_state_is_told_where_it_is_averaged(
     plans = [*planner.plan(parts, settings, 0, Reduction(0, parts))]
     assert {plan.state_apart for plan in plans} == {apart}
     assert settings["include_state"] == (layouts == ("a", "a", "a"))
+
+
+def test_a_reduction_that_is_redone_awaits_all_members_in_its_next_attempt() -> None:
+    reduction = Reduction(5, range(3))
+    reduction.missing.discard(1)
+    reduction.again([0, 1])
+    assert (reduction.attempt, reduction.missing) == (1, {0, 1})
+    assert not reduction.is_done

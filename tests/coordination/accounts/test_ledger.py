@@ -63,3 +63,18 @@ def test_what_is_discarded_is_done_and_outlives_a_break() -> None:
     assert later.lease(7, 3) == (2, 3)
     later.check()
     assert (ledger.used_samples, ledger.committed_samples) == (4, 4)
+
+
+def test_parts_of_all_that_are_gone_leave_a_reduction_that_is_redone() -> None:
+    ledger = EpochLedger(BatchSizes(((4, 6),)), range(3))
+    for holder in range(3):
+        start, stop = ledger.lease(holder, 2)
+        ledger.train(holder, start, stop)
+        ledger.close(holder)
+    ledger.stage()
+    for holder in (0, 2):
+        ledger.remove(holder)
+    assert ledger.unstage_gone() == {0: 8, 2: 8}
+    ledger.check()
+    assert ledger.pooled_ranges() == ((0, 2), (4, 6))
+    assert ledger.commit() == 8

@@ -137,3 +137,11 @@ def test_what_windows_there_will_be_is_looked_at_until_el_che_has_settled() -> N
 def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:
     assert [default_outer_lr(ranks, "slowmo") for ranks in (2, 3, 8)] == [1.0] * 3
     assert [default_outer_lr(ranks) for ranks in (2, 3, 8)] == [0.7, 1.0, 1.0]
+
+
+def test_a_reduction_that_is_redone_awaits_all_members_in_its_next_attempt() -> None:
+    reduction = Reduction(5, range(3))
+    reduction.missing.discard(1)
+    reduction.again([0, 1])
+    assert (reduction.attempt, reduction.missing) == (1, {0, 1})
+    assert not reduction.is_done

@@ -199,6 +199,8 @@ def _deaths() -> Iterator[Story]:
     ):
         death = Death(reduction=3, place=1, part=part)
         yield from each(what, deaths=(death,))
+    pair = tuple(Death(reduction=3, place=p, part=0.5) for p in (1, 2))
+    yield from each("two ranks die in one reduction", speeds=FIVE, deaths=pair)
     slow = Link(latency_s=0.0005, bytes_per_s=2e7, efficiency=1.0)
     yield from each("a rank dies on a slow link", link=slow, faults=(last,))
 

@@ -79,6 +79,12 @@ def test_ranks_that_run_other_passes_are_told_what_to_write(
         assert re.search(r"ConfigError: .*if elche\.any\(is_bad\)", one.error), one
 
 
+def test_a_batch_may_be_looked_at_before_the_loop(ranks2: RankPool) -> None:
+    looks = [Look("plain", "peeked", policy) for policy in ("cadence", "async")]
+    for found in ranks2.run(on_ranks, looks, case_setup=serve_in_thread):
+        assert [each.error for each in found] == ["", ""]
+
+
 @pytest.mark.parametrize("policy", ["sync", "async"])
 def test_a_loader_is_iterated_once_at_a_time(ranks2: RankPool, policy: str) -> None:
     """An iterator that the next one has ended would yield nothing more, as if through.

@@ -153,6 +153,9 @@ def _train(
 ) -> None:
     change = CONVERTED.get(look.body, list)  # as a wrapper of the user's does
     body, skipped = BODIES.get(look.body, _plain), PASSES.get(look.body, {})
+    if look.body == "peeked":
+        x, *_ = next(iter(loader))
+        assert model(x).requires_grad
     for _ in range(2):
         for number, group in enumerate(LOOPS[look.loop](map(change, loader))):
             passes = skipped.get((elche.rank(), number), 1)

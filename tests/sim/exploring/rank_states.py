@@ -322,5 +322,5 @@ def _bare(told: Instruction) -> Instruction | None:
     """Without what was measured; None where there is nothing else."""
     if isinstance(told, EndEpoch):
         nothing: dict[str, Any] = {"samples": (), "busy_s": (), "data_wait_s": ()}
-        return replace(told, plan="", sync_s=0.0, shares=(), anchor=0, **nothing)
+        return replace(told, sync_s=0.0, shares=(), anchor=0, **nothing)
     return None if isinstance(told, MetricsReported) else told

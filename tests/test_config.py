@@ -12,7 +12,7 @@ from torch import nn
 
 import elche
 from elche.config import RunConfig
-from elche.config_parts import FORMER_SETTINGS, WindowConfig
+from elche.config_parts import FORMER_SETTINGS, DebugConfig, WindowConfig
 from elche.errors import ConfigError
 from elche.trainer.trainer_config import trainer_config
 from tests.harness.settings import nested
@@ -64,6 +64,9 @@ def test_former_names_are_answered_with_the_new_place(name: str) -> None:
 def test_removed_settings_are_refused_in_their_group(group: str, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}= was removed"):
         RunConfig.from_options({"policy": "cadence", group: {name: "average"}})
+    kind: Any = {"windows": WindowConfig, "debug": DebugConfig}[group]
+    with pytest.raises(ConfigError, match=f"{name}= was removed"):
+        kind(**{name: "average"})
 
 
 def test_el_che_switched_off_needs_no_bounds() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from elche.config_checks import (
     check_bool,
@@ -88,6 +88,11 @@ class WindowConfig:
     max_batch_diff: int | None = None
     outer: OuterConfig = field(default_factory=OuterConfig)
 
+    def __new__(cls, **given: Any) -> WindowConfig:
+        """Refuses settings of earlier versions by name."""
+        refuse_former(given.keys() & REMOVED.keys())
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer", part_of("outer", OuterConfig, self.outer))
         check_choice("update", self.update, UPDATES)
@@ -152,6 +157,11 @@ class DebugConfig:
     """
 
     deterministic: bool = False
+
+    def __new__(cls, **given: Any) -> DebugConfig:
+        """Refuses settings of earlier versions by name."""
+        refuse_former(given.keys() & REMOVED.keys())
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         check_bool("deterministic", self.deterministic)

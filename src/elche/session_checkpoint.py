@@ -49,7 +49,7 @@ def save_every(folder: str | Path, *, every_s: float = 600.0, keep: int = 2) -> 
         keep: how many complete ones are kept, the newest.
 
     Raises:
-        ConfigError: a setting is wrong, there is no run, or it records or replays.
+        ConfigError: a setting is wrong, or there is no run.
     """
     _needs_run("save_every")
     config = CheckpointConfig(folder=Path(folder), every_s=every_s, keep=keep)

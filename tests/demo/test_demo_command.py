@@ -167,6 +167,12 @@ def test_benchmarks_are_in_the_repository(name: str) -> None:
     assert f"run `python -m benchmarks.{name}` in a clone" in words
 
 
+def test_the_benchmark_of_links_is_named() -> None:
+    words = ["bench", "hetero", "--speeds", "1,0.5", "--link-mbit", "10"]
+    result = CliRunner().invoke(main, words)
+    assert "run `python -m benchmarks.links` in a clone" in result.output
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(900)

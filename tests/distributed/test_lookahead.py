@@ -57,6 +57,8 @@ REFUSED = [
     (Look("listed", policy="async"), SWAP),
     (Look("groups of 3", policy="gradients"), SWAP),
     (Look("listed", "labels kept", policy="async"), UNCLEAR),
+    (Look("plain", "peeked, backward", policy="async"), SWAP),
+    (Look("plain", "peeked, backward", policy="gradients"), SWAP),
 ]
 
 

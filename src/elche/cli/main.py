@@ -148,11 +148,17 @@ def doctor(
     sys.exit(code)
 
 
-@main.command(hidden=True, context_settings={"ignore_unknown_options": True})
+@main.command(
+    hidden=True,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True},
+)
 @click.argument("words", nargs=-1)
 def bench(words: tuple[str, ...]) -> None:
     """Refers to the benchmarks of elche's repository."""
     name = words[0] if words and words[0] in ("chaos", "pipeline") else "hetero"
+    if any(word.startswith(("--link-", "--codec")) for word in words):
+        name = "links"
     raise click.UsageError(
         "elche bench is no part of the installed package; run `python -m "
         f"benchmarks.{name}` in a clone of elche's repository"

@@ -88,6 +88,12 @@ class PipelineConfig:
     patience_factor: float = 4.0
     min_patience_s: float = 5.0
 
+    def __new__(cls, **given: Any) -> PipelineConfig:
+        """Refuses settings of earlier versions by name."""
+        for name in given.keys() & REMOVED.keys():
+            raise ConfigError(REMOVED[name])
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         if self.loss_reduction not in ("mean", "sum"):
             raise ConfigError(
@@ -152,9 +158,6 @@ def pipeline_config(
         )
     if config is not None:
         return config
-    for name in options:
-        if name in REMOVED:
-            raise ConfigError(REMOVED[name])
     if "weight_of" in options:
         raise ConfigError(
             "weight_of= is not for pipelines, whose microbatches and replicas weigh by "

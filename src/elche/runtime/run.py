@@ -261,7 +261,7 @@ class Run:
         """Goes on from a checkpoint's state; with all ranks.
 
         Raises:
-            ConfigError: an epoch has begun, or this run records or replays.
+            ConfigError: an epoch has begun.
             MismatchError: a rank's state does not fit.
         """
         self._epochs.load_state_dict(epochs)

@@ -154,9 +154,11 @@ def _train(
 ) -> None:
     change = CONVERTED.get(look.body, list)  # as a wrapper of the user's does
     body, skipped = BODIES.get(look.body, _plain), PASSES.get(look.body, {})
-    if look.body == "peeked":
+    if look.body.startswith("peeked"):
         x, *_ = next(iter(loader))
-        assert model(x).requires_grad
+        output = model(x)
+        if look.body == "peeked, backward":
+            output.sum().backward()
     for _ in range(2):
         for number, group in enumerate(LOOPS[look.loop](map(change, loader))):
             passes = skipped.get((elche.rank(), number), 1)

@@ -1,8 +1,8 @@
 """The recorded runs: named clusters under every policy, with what happens to them.
 
 A story is a pure value: the same on every machine, seeded, without torch. Stories use
-only what every policy is to keep: no codec, no recorded plan, no averaged optimizer
-state, no second host. Times of faults lie well inside the epochs that they hit.
+only what every policy is to keep: no codec. Times of faults lie well inside the epochs
+that they hit.
 """
 
 from __future__ import annotations

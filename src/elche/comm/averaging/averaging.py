@@ -315,5 +315,5 @@ class ParameterAverager(Averager):
         self._wait()
         for group in self._groups:
             group.replace(rule, consensus)
-        self._end(is_own=rule.is_own(plan.weight))
+        self._end(is_own=self._codec == "fp32" and rule.is_own(plan.weight))
         return consensus.result(plan.weight)

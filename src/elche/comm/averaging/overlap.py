@@ -236,7 +236,7 @@ class OverlappedAverager(Averager):
             else:
                 group.correct(rule, consensus)
         self._phase = _Phase.IDLE
-        self._end(is_own=rule.is_own(plan.weight))
+        self._end(is_own=self._codec == "fp32" and rule.is_own(plan.weight))
         return consensus.result(plan.weight)
 
     def common(self) -> dict[int, torch.Tensor]:

@@ -136,7 +136,7 @@ class OpenWindow:
     """Train until ``wall_s`` or ``max_batches`` is reached.
 
     ``hold_after`` batches the rank waits for a `Permit`. ``adopt_at`` fixes after how
-    many batches of this window the last reduction is adopted (a replay). Overlapped, a
+    many batches of this window the last reduction is adopted (a plan). Overlapped, a
     rank trains on past the window's end until it has adopted the last result; it waits
     for that when ``patience_s`` have passed since the window began. What a scheduler
     follows: ``committed_samples`` were trained on before this window,

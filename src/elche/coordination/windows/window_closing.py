@@ -2,10 +2,10 @@
 
 An update that is not finite (NaN or Inf) has no weight: its batches are done and
 *discarded*, and are not trained on again. Its rank goes back to the common parameters
-and is *diverged* until it brings a finite update; meanwhile its windows have one batch.
-A second such update in a row ends the run and names the rank, unless
-`RunConfig.non_finite` is "leave_out". Nothing can be left out where the common
-parameters are not finite: that ends every run. Pure.
+and is *diverged* until it brings a finite update; meanwhile its windows have one batch,
+but where a plan gives their batches. A second such update in a row ends the run and
+names the rank, unless `RunConfig.non_finite` is "leave_out". Nothing can be left out
+where the common parameters are not finite: that ends every run. Pure.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def check_asked(schedule: object, micro_batches: object) -> None:
 
 
 def plan_placed(
-    schedule: str | Schedule,
+    schedule: str,
     micro_batches: int,
     sizes: tuple[int, ...],
     costs: PipelineCosts,
@@ -102,7 +102,7 @@ def plan_placed(
     """The plan of stages whose layers and ranks are decided.
 
     Args:
-        schedule: a name, or a schedule for them.
+        schedule: its name.
         micro_batches: of one step.
         sizes: layers of each stage.
         costs: of the stages, where they stand.
@@ -110,15 +110,7 @@ def plan_placed(
     Raises:
         ConfigError: the schedule is not defined for them.
     """
-    if isinstance(schedule, Schedule):
-        made = schedule
-        if made.placement != costs.placement:
-            raise ConfigError(
-                f"schedule {made.name} was given for stages on ranks "
-                f"{list(made.placement)}, and cannot run them on "
-                f"{list(costs.placement)}; give a schedule's name instead"
-            )
-    elif schedule == "auto":
+    if schedule == "auto":
         made = auto_schedule(costs, micro_batches)
     else:
         made = make_schedule(schedule, costs, micro_batches)

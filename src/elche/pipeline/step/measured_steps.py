@@ -151,10 +151,13 @@ class MeasuredSteps:
         is_measured = self._profiled is not None or self._has_costs
         is_given = best != sizes and schedule != "auto" and not is_measured
         logger.info(
-            "a new plan would be %.0f %% faster: %s layers on the stages instead of "
-            "%s are predicted to take %.4g s a step instead of %.4g s; save a "
-            "checkpoint and resume it with %s",
-            *(100 * (step_s / best_s - 1), list(best), list(sizes), best_s, step_s),
+            "a new plan would be %.0f %% faster: %s predicted to take %.4g s a step "
+            "instead of %.4g s; save a checkpoint and resume it with %s",
+            100 * (step_s / best_s - 1),
+            f"{list(best)} layers on the stages instead of {list(sizes)} are"
+            if best != sizes
+            else "another schedule of the same stages is",
+            *(best_s, step_s),
             f"partition={list(best)}" if is_given else 'costs="measure" and sample=',
         )
 

@@ -20,9 +20,6 @@ from elche.torch_internals.passes import mark_dynamic
 class LeasedBatches:
     """What the epochs of a run draw their batches from.
 
-    A data set that fits on the device beside the training is kept there from the first
-    epoch on whose beginning that is known.
-
     Args:
         loader: the user's DataLoader.
         generator: source of randomness for its workers, different on every rank.

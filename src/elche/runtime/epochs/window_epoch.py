@@ -172,7 +172,7 @@ class WindowEpoch:
             yield from self._train()
         except GeneratorExit:
             self.leave()
-            self._graphs.end_epoch(is_over=True)  # of what was fetched none is trained
+            self._graphs.allow_looks(refuse)
         finally:
             self._graphs.end_epoch()
 

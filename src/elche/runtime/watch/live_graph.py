@@ -148,6 +148,14 @@ class LiveGraph:
         while self._handles and (is_over or not self.open_batches):
             self._handles.pop().remove()
 
+    def allow_looks(self, on_backward: OnLate) -> None:
+        """The loop broke off: forward passes of what it fetched are its own.
+
+        Args:
+            on_backward: refuses their backward passes.
+        """
+        self._on_late, self._on_forward = on_backward, None
+
     def forget(self) -> None:
         """The run is over."""
         self.end_epoch(is_over=True)

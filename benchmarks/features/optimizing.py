@@ -38,7 +38,7 @@ def plain_loop(elche: Any) -> Trained:
 @feature(
     "R",
     why="amplifies rounding; without a line search; windows: its history begins anew"
-    " at each average",
+    " at each average, but where a rank trains alone",
 )
 def lbfgs(elche: Any) -> Trained:
     """LBFGS with its closure."""

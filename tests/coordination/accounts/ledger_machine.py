@@ -222,7 +222,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         ledger = self.ledger
         ledger.check()
-        pooled = [b for part in ledger._pool for b in range(*part)]
+        pooled = [b for part in ledger.pooled_ranges() for b in range(*part)]
         assert pooled == self.at(POOL)
         assert ledger.pooled == len(pooled)
         assert ledger.total_leased == sum(map(len, self.leases.values()))

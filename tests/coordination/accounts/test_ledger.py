@@ -76,5 +76,5 @@ def test_parts_of_all_that_are_gone_leave_a_reduction_that_is_redone() -> None:
         ledger.remove(holder)
     assert ledger.unstage_gone() == {0: 8, 2: 8}
     ledger.check()
-    assert list(ledger._pool) == [(0, 2), (4, 6)]
+    assert ledger.pooled_ranges() == ((0, 2), (4, 6))
     assert ledger.commit() == 8

@@ -146,6 +146,10 @@ class EpochLedger:
         self._take(start, stop)
         self._granted(holder, (start, stop))
 
+    def pooled_ranges(self) -> tuple[Range, ...]:
+        """What no rank holds."""
+        return tuple(self._pool)
+
     def state_dict(self) -> dict[str, Any]:
         """What is settled after the last commit, as values that JSON keeps exactly.
 

@@ -31,7 +31,7 @@ MODULE = "benchmarks.hetero.contender"
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSpec(ContenderSpec):
-    """What a contender of a benchmark trains on.
+    """Specification of a contender of a benchmark.
 
     Attributes:
         model: a workload's name.

@@ -58,7 +58,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchNeeds:
-    """What batches and training take, in bytes.
+    """Memory that batches and training take, in bytes.
 
     Attributes:
         batch_bytes: one batch; 0 while unknown, or if nothing of it is moved.

@@ -102,7 +102,7 @@ class EpochTotals:
         now_s: float,
         anchor: int,
     ) -> Iterator[Instruction]:
-        """What the epoch brought, to every rank.
+        """Metrics and end of the epoch, to every rank.
 
         The same to all, but in a run of more than `TABLE_RANKS` ranks what each of them
         did is sent to the first one only, and the totals to the others.

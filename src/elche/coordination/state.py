@@ -355,7 +355,7 @@ class Coordinator:
         return rank in self._membership.ranks
 
     def outlives(self, rank: int) -> bool:
-        """Whether the run would go on without a rank that dies now."""
+        """Returns True if the run would continue without a rank that dies now."""
         return bool(self._membership.ranks - {rank}) and not self._why_mortal(rank)
 
     def _why_mortal(self, rank: int) -> str:

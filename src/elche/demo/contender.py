@@ -173,7 +173,7 @@ class Contender:
         return [1.0] * self._placement.world_size
 
     def _is_last(self, train_s: float) -> bool:
-        """Whether this rank leaves after the batch that it has trained on.
+        """Returns True if this rank leaves after the batch that it has trained on.
 
         Args:
             train_s: seconds of training so far.
@@ -182,7 +182,7 @@ class Contender:
         return limit_s is not None and train_s >= limit_s
 
     def _is_over(self) -> bool:
-        """Whether all ranks leave after a part of the run."""
+        """Returns True if all ranks leave after a part of the run."""
         return self._is_last(self._train_s)
 
     def _emulated(self) -> EmulationHandle | None:

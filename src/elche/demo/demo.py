@@ -104,7 +104,7 @@ def prepare(config: DemoConfig, devices: Devices) -> tuple[int, str]:
 
 
 def _source(config: DemoConfig, samples: int) -> str:
-    """Where the text comes from, which must have so many windows."""
+    """Source of the text, which must have so many windows."""
     return language_workload("gpt", GPT_MODEL, 0, samples, config.text).source
 
 

@@ -56,7 +56,7 @@ def as_optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def describe(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    """What must agree between ranks: classes, groups and their settings."""
+    """Classes, groups and settings, which must agree between ranks."""
     return [
         [type(one).__name__, [[key, _settings(group)] for key, group in keyed(one)]]
         for one in optimizers

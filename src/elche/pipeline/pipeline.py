@@ -123,7 +123,7 @@ class Pipeline:
 
     @property
     def schedule(self) -> Schedule:
-        """What runs, of this replica's ranks."""
+        """Schedule that this replica's ranks run."""
         return self._parts.plan.schedule
 
     @property

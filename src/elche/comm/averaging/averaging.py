@@ -278,7 +278,7 @@ class Averager:
             group.exchange.wait(WHAT)
 
     def _end(self, *, is_own: bool) -> None:
-        """What remains when parameters are written.
+        """Ends a reduction whose parameters are written.
 
         Args:
             is_own: the result is what this rank holds.

@@ -119,10 +119,10 @@ class WindowClosed:
     ``is_finite`` is False when its update cannot be used; ``has_moved`` is False where
     the update is known to be none, as all gradients wait for a step (looked at only
     after one that was not finite). ``scalars`` are (name, weighted sum, weight) of what
-    the user logged. ``weight`` is what the user says that its batches weigh in the mean
-    over ranks, None where their samples do. ``periods`` are (calls, period) of the
-    schedulers that were handed over, ``copies`` samples of the batches that updated
-    each copy of the model that the rank knows (see `CopySamples`).
+    the user logged. ``weight`` is what the user says that its batches weigh, None where
+    their samples do: a rank of weight 0 is left out of the mean. ``periods`` are
+    (calls, period) of the schedulers that were handed over, ``copies`` samples of the
+    batches that updated each copy of the model that the rank knows (see `CopySamples`).
     """
 
     rank: int

@@ -88,7 +88,7 @@ class MeasuredSteps:
         self._steps = 0
 
     def is_due(self) -> bool:
-        """Whether the step that begins is to be timed."""
+        """Returns True if the step that begins is to be timed."""
         if self._steps < FIRST_STEPS:
             return False
         return len(self._timed) < TIMED_STEPS or self._steps % LOOK_EVERY == 0
@@ -96,7 +96,7 @@ class MeasuredSteps:
     def report(
         self, trace: Sequence[tuple[StageAction, float, float]], waited: Sequence[float]
     ) -> list[Any]:
-        """What this rank's stages took in a step, for the others."""
+        """Times of this rank's stages in a step, for the others."""
         return [[stage, *four] for stage, four in times_of(trace, waited).items()]
 
     def ended(self) -> None:
@@ -124,7 +124,7 @@ class MeasuredSteps:
             self._advise(self._name, self.forecast.makespan_s)
 
     def layer_costs(self) -> LayerCosts:
-        """What each layer costs on each rank, by the times of steps."""
+        """Cost of each layer on each rank, by the times of steps."""
         placement, sizes = self._plan.schedule.placement, self._plan.partition
         if self._profiled is None:
             return assumed_costs(self._measured, sizes)
@@ -163,7 +163,7 @@ class MeasuredSteps:
 
 
 def _unit_costs(plan: PipelinePlan) -> PipelineCosts:
-    """Where nothing is known, all layers are alike."""
+    """Equal costs of all layers, where nothing is known."""
     share = plan.schedule.num_ranks / sum(plan.partition)
     return PipelineCosts(
         stages=tuple(

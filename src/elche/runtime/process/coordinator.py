@@ -228,7 +228,7 @@ class CoordinatorServer:
         taken: Sequence[_Taken],
         acks: Mapping[RankConnection, int],
     ) -> None:
-        """What was decided: all that it follows from is written."""
+        """Sends decisions, whose causes are in the journal by now."""
         self.fence_lost()
         for rank, connection, instructions in told:
             self._deliver(rank, connection, instructions)

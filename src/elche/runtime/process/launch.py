@@ -312,7 +312,7 @@ class _LaunchedRun:
             await self._store.close()
 
     def end(self) -> LaunchResult:
-        """How the run has ended."""
+        """Result of the run, which has ended."""
         processes, aborted = self.processes, self.server.aborted
         if (silent := self.server.status.silent) and not aborted:
             aborted = f"ranks {sorted(silent)} were silent: elche has ended them"

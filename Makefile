@@ -30,8 +30,8 @@ QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim
 	properties.py runs.py slow_link.py) sim/golden)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-full test-integrations fuzz lint types docs \
-	bench format clean
+.PHONY: help demo quick test test-full test-integrations test-wheel test-floor fuzz \
+	lint types docs bench format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -50,6 +50,22 @@ test-full: $(STAMP) ## the slow ones as well
 
 test-integrations: $(INTEGRATIONS_STAMP) ## the tests with transformers, peft, Lightning
 	HF_HUB_OFFLINE=1 $(PYTEST) tests/integrations
+
+test-wheel: $(STAMP) ## two ranks from the wheel, installed without extras
+	rm -rf build/wheel build/bare
+	@$(PIP) wheel --no-deps --wheel-dir build/wheel .
+	@PYTHON="$(PYTHON)" sh .ci/venv build/bare
+	@$(PIP) --python build/bare/bin/python install -c constraints.txt build/wheel/*.whl
+	OMP_NUM_THREADS=1 build/bare/bin/elche run --nproc 2 examples/tokens.py
+
+test-floor: $(STAMP) ## torch's private names and comm/ on the oldest torch (2.9)
+	@PYTHON="$(PYTHON)" sh .ci/venv build/floor
+	@grep -v '^torch==' constraints.txt >build/floor/constraints.txt
+	@$(PIP) --python build/floor/bin/python install 'torch==2.9.*' \
+		-c build/floor/constraints.txt -e '.[dev]'
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 build/floor/bin/python -m pytest \
+		-m "not slow" $(BY_FILE) tests/test_torch_internals.py tests/comm tests/ddp \
+		tests/by_hand
 
 fuzz: $(STAMP) ## property tests, FUZZ_EXAMPLES (10000) each, freshly drawn
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m hypothesis --timeout=0

@@ -14,7 +14,7 @@ from typing import Any, final
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
-from elche.comm.codec.codec_routes import PartedRoute
+from elche.comm.codec.coded_exchange import CodedExchange, _Phase
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.transport.exchange import GlooExchange
 from elche.coordination.protocol.instructions import Regroup
@@ -97,7 +97,7 @@ class LateSum:
         self._folder, self._rank, self._how = folder, rank, how
         self._begun, self._has_stayed = 0, False
         self._has_sum = GlooExchange.has_sum
-        self._is_ready = PartedRoute.is_ready
+        self._is_ready = CodedExchange._is_ready
         for owner in (ParameterGroup, GradientWindow):
             replace(owner, "begin", self._begins)
         replace(Averager, "_wait", self._waits)
@@ -115,12 +115,13 @@ class LateSum:
         self._begun += 1
         if self._lacks:
             GlooExchange.has_sum = property(lambda _: False)  # type: ignore
-            PartedRoute.is_ready = lambda route: self._has_offers(route)  # type: ignore
+            CodedExchange._is_ready = property(self._has_offers)  # type: ignore
         begin(*args, **named)
 
-    def _has_offers(self, route: PartedRoute) -> bool:
+    def _has_offers(self, exchange: CodedExchange) -> bool:
         """With a codec: the others get what this rank sums, and it no more."""
-        return bool(route._arrivals) and self._is_ready(route)
+        is_offered = exchange._phase is _Phase.OFFERED
+        return is_offered and bool(self._is_ready.fget(exchange))  # type: ignore
 
     def _waits(self, wait: Callable[..., Any], owner: Any, *args: Any) -> Any:
         if self._lacks:
@@ -136,7 +137,7 @@ class LateSum:
         hand(*args, **named)
         self.handed += bool(named["lacks"])
         GlooExchange.has_sum = self._has_sum  # type: ignore[method-assign]
-        PartedRoute.is_ready = self._is_ready  # type: ignore[method-assign]
+        CodedExchange._is_ready = self._is_ready  # type: ignore[method-assign]
 
     @property
     def _lacks(self) -> bool:

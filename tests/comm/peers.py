@@ -128,7 +128,7 @@ def left_out(ends: list[CodedExchange], weights: Sequence[float]) -> torch.Tenso
     mean = sum(weights) / len(weights)
     for exchange, weight in zip(ends, weights, strict=True):
         units = torch.full_like(total, weight)
-        own = exchange._own
+        own = exchange._hops.own
         units[own.start : own.stop] = mean
         total += units * exchange.residual.double()
     return total

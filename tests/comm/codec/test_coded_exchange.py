@@ -224,7 +224,7 @@ def test_a_rank_of_weight_zero_sends_zeros_and_keeps_its_residual(
     assert bool(sums[0].isfinite().all())
     assert float(sums[0][-1]) == world_size - 1
     after = ends[0].residual.clone()
-    own = ends[0]._own  # of the sum, which others did send something to
+    own = ends[0]._hops.own  # of the sum, which others did send something to
     for kept in (before, after):
         kept[own.start : own.stop] = 0.0
     assert torch.equal(before, after)

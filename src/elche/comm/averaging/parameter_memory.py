@@ -63,15 +63,14 @@ class ParameterMemory:
     @property
     def host_bytes(self) -> int:
         """Host memory: θ_k, messages, outer momentum, a kept drift, pieces, a codec."""
-        coded = self._exchange if isinstance(self._exchange, CodedExchange) else None
-        extra = coded.extra_bytes if coded is not None else 0
         copies = 1 + self.exchange.sides + self._has_momentum + self._layout.is_staged
         if self._is_overlapped and not self._layout.is_staged:
             copies += not self._drift_is_sent
         pieces = 2 if self._is_overlapped or self._layout.is_staged else 3
         numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
         numel += 0 if self._left_out is None else self._left_out.numel()
-        return numel * self._base_memory.element_size() + extra
+        held = numel * self._base_memory.element_size()
+        return held + self.exchange.extra_bytes
 
     @property
     def _drift_is_sent(self) -> bool:

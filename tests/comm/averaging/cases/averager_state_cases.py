@@ -109,7 +109,7 @@ def train(work: Work, first: int, last: int, saved: Sequence[Saved] | None) -> S
         found.model, found.averager = state_of(model), averager.state_dict()
         exchange = averager._groups[0].exchange
         if isinstance(exchange, CodedExchange):
-            found.own = exchange._own
+            found.own = exchange._hops.own
     return found
 
 

@@ -110,14 +110,9 @@ class Bucket:
                 sent: this rank's own gradients, or the sums of the pass before.
         """
         kept += self.kept is not None
-        if self._coded is not None:
-            copies = 3 if self._staged else 2
-            return copies * self.size_bytes + self._coded.extra_bytes
-        if self._sums_apart:
-            over = self.exchange
-            shared = over.extra_bytes if isinstance(over, HostExchange) else 0
-            return (1 + len(self.sent)) * self.size_bytes + shared
-        return (1 + self._staged + kept) * self.size_bytes
+        own = 0 if self.exchange is None else self.exchange.extra_bytes
+        copies = len(self.sent) if self._sums_apart else self._staged + kept
+        return (1 + copies) * self.size_bytes + own
 
     def info(self, index: int, capacity_bytes: int, names: Sequence[str]) -> BucketInfo:
         """A description, given the names of its parameters."""

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.comm.codec.codec import CODECS, Codec
+from elche.comm.codec.coded_exchange import CodedExchange
 from elche.errors import ProtocolError
 from tests.comm.codec.codec_bounds import error_bound
 from tests.comm.peers import (
     Peer,
+    Wire,
     exchanges,
     left_out,
     message,
@@ -134,6 +136,25 @@ def test_a_long_message_is_summed_in_pieces(world_size: int) -> None:
     assert all(torch.equal(each, sums[0]) for each in sums)
     off = (torch.stack(sent).sum(0) - sums[0]).abs().max()
     assert float(off) <= one_error(CODECS["int8"], world_size)
+
+
+def test_polling_one_exchange_advances_all_of_its_group() -> None:
+    """So that a link is busy with later buckets while a rank waits for the first."""
+    wire, numel = Wire(2), 256
+    peers = [Peer(wire, rank) for rank in range(2)]
+    first, second = (
+        [CodedExchange(peer, CODECS["int8"], numel + 1, tag) for peer in peers]
+        for tag in (0, 2)
+    )
+    for end in (*first, *second):
+        end.contribution(0).fill_(1.0)
+        end.begin(0)
+    offered = peers[0].sent_bytes
+    poll_all(first)
+    assert peers[0].sent_bytes == 2 * offered  # the sums of both exchanges
+    for end in second:
+        assert end.finish("a test").tolist() == pytest.approx([2.0] * (numel + 1), 0.01)
+    assert not peers[0].under_way
 
 
 def test_contributions_outlive_their_sum() -> None:

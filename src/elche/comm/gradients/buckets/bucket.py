@@ -81,11 +81,10 @@ class Bucket:
     missing: bool = False
     _flat: list[torch.Tensor] = field(default_factory=list)
     _total: torch.Tensor | None = None
-    _lender: SumMemory | None = None
+    _lender: SumMemory = field(init=False)
     _sums_apart: bool = False
     _is_summed: bool = False
     _layout: BucketLayout = field(init=False)
-    _group: Members | None = None
     _coded: CodedExchange | None = None
     _staged: bool = False
     kept: torch.Tensor | None = None
@@ -165,23 +164,23 @@ class Bucket:
         is_kept = options.keeps_sums and group.world_size > 1
         if is_kept and not exchange.keeps_contribution:
             self.kept = torch.zeros(numel, dtype=dtype, device=device)
-        self.exchange, self._group, self._staged = exchange, group, staged
+        self.exchange, self._staged = exchange, staged
         if not self._sums_apart:
-            self._lay_message(self._lender)
+            self._lay_message()
             return
         for side in range(exchange.sides):
             sent = exchange.contribution(side)[:numel]
             self._flat.append(sent)
             self.sent.append(self._layout.views(sent))
 
-    def _lay_message(self, lender: SumMemory) -> None:
+    def _lay_message(self) -> None:
         """Lays the next message, and its sum, where nobody views the last ones."""
         self._flat, self.sent, self.summed, self._total = [], [], [], None
         if self._staged:
-            sent = lender.lend()
+            sent = self._lender.lend()
         else:
             assert isinstance(self.exchange, GlooExchange)
-            sent = self.exchange.renew(0, lender.lend)
+            sent = self.exchange.renew(0, self._lender.lend)
         self._flat, self.sent = [sent], [self._layout.views(sent)]
 
     @torch.no_grad()
@@ -192,8 +191,8 @@ class Bucket:
         """
         assert self.exchange is not None
         self.summed, self._total = [], None  # its memory may be lent again
-        if self._lender is not None and not self._sums_apart:
-            self._lay_message(self._lender)
+        if not self._sums_apart:
+            self._lay_message()
         side %= len(self.sent)
         sent, self._is_summed = self.sent[side], False
         flags = [0.0] * len(self.parameters)
@@ -255,7 +254,6 @@ class Bucket:
             if self.kept is not None:
                 self.kept.copy_(self._total)
         else:
-            assert self._lender is not None
             self.exchange.wait(WHAT)
             self._total = self._lender.lend()
             self.exchange.sum_into(0, self._total.numel(), self._total)
@@ -308,9 +306,8 @@ class Bucket:
         coded = self._coded
         if coded is None:
             return
-        coded.flush(
-            WHAT
-        )  # the rank that ends the group first takes nothing from others
+        # The rank that ends the group first takes nothing from others then.
+        coded.flush(WHAT)
         if not keeps:
             coded.rollback()
             return

@@ -96,7 +96,12 @@ def test_settings_show_in_the_signature() -> None:
     assert "policy" in inspect.signature(RunConfig).parameters
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "auto"])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async", "auto"])
 def test_every_policy_takes_a_codec(policy: str, codec: str) -> None:
     assert RunConfig(policy=policy, codec=codec).codec == codec
+
+
+def test_a_codec_chosen_by_the_link_is_refused_with_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=r"'auto' was removed: .* name the codec"):
+        RunConfig(codec="auto")

@@ -30,7 +30,6 @@ from tests.harness.settings import nested
         ({"policy": "async", "outer": "adam"}, "unknown outer.optimizer 'adam'"),
         ({"outer": "slowmo", "outer_momentum": 1.0}, "0 <= outer.momentum < 1"),
         ({"outer": "slowmo", "outer_lr": 0.0}, "outer.lr to be a positive"),
-        ({"policy": "async", "deterministic": True, "codec": "auto"}, "measured link"),
         (
             {"policy": "cadence", "transport": "nccl"},
             "gradients of policy 'sync' as they",

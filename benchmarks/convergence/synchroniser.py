@@ -12,6 +12,7 @@ from benchmarks.convergence.method import Method
 from benchmarks.convergence.replicas import Replicas
 from elche.comm.averaging.outer import OuterOptimizer, OuterStep
 from elche.comm.codec.codec import Codec, codec_named
+from elche.comm.codec.codec_message import CodedMessage
 
 
 @dataclass(slots=True)
@@ -27,13 +28,12 @@ class _Pending:
 def decoded(codec: Codec, values: Tensor) -> Tensor:
     """What remains of every row after encoding and decoding."""
     size = values.shape[-1]
-    memory = torch.zeros(codec.encoded_bytes(size), dtype=torch.uint8)
+    message, every = CodedMessage(codec, range(size)), range(size)
     out = torch.empty_like(values)
     rows = values.reshape(-1, size)
     for row, into in zip(rows, out.view(-1, size), strict=True):
-        message = codec.over(memory, size)
-        message.write(0, row)
-        message.read(0, into)
+        message.write(every, row)
+        message.read(every, into)
     return out
 
 
@@ -100,8 +100,6 @@ class Synchroniser:
         arrived = decoded(self._codec, message)
         residual.copy_(message - arrived)
         mean = (arrived * weights).sum(0)
-        if len(sent) == 2:  # two ranks swap whole messages: nothing is coded again
-            return mean
         again = mean + total
         arrived = decoded(self._codec, again)
         total.copy_(again - arrived)

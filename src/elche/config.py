@@ -17,6 +17,7 @@ from elche.config_checks import (
     hints_of,
 )
 from elche.config_parts import (
+    NO_AUTO_CODEC,
     DebugConfig,
     TransportConfig,
     WindowConfig,
@@ -30,7 +31,7 @@ DELAYED_SYNC = "delayed_sync"
 """The policy of a loop that the `Trainer` owns."""
 NON_FINITE = ("stop", "leave_out")
 LOSS_REDUCTIONS = ("mean", "sum")
-CODECS = ("auto", "fp32", "bf16", "int8", "int4")
+CODECS = ("fp32", "bf16", "int8", "int4")
 SHARES = ("auto", "fixed")
 
 
@@ -84,10 +85,8 @@ class RunConfig:
             divided anew.
         codec: how averaged parameters, or the gradients of ``sync``, travel:
             ``"fp32"`` as they are, ``"bf16"``, ``"int8"`` or ``"int4"`` in fewer bytes,
-            with error feedback; ``"auto"`` measures the link and encodes, down to int8,
-            where that makes a reduction clearly shorter (not the default: what it costs
-            learning has not been measured in long runs). float64 and complex ones
-            travel as they are, as do gradients while ``auto`` runs as ``sync``.
+            with error feedback. float64 and complex ones travel as they are, as do
+            gradients while policy ``auto`` runs as ``sync``.
         timeout_s: deadline of every wait for another rank.
         non_finite: what happens under windows where a rank's update is not finite. It
             is discarded, and its batches are not trained on again; the rank warns,
@@ -136,6 +135,8 @@ class RunConfig:
         check_choice("policy", self.policy, (*POLICIES, DELAYED_SYNC))
         check_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
         check_choice("non_finite", self.non_finite, NON_FINITE)
+        if self.codec == "auto":
+            raise ConfigError(NO_AUTO_CODEC)
         check_choice("codec", self.codec, CODECS)
         check_choice("shares", self.shares, SHARES)
         if self.seed is not None:
@@ -181,7 +182,7 @@ class RunConfig:
                 f"got policy {self.policy!r} and codec {self.codec!r}; leave kind= "
                 "out, or choose policy 'sync' and codec 'fp32'"
             )
-        if self.codec not in ("auto", "fp32") and self.sums_gradients:
+        if self.codec != "fp32" and self.sums_gradients:
             raise ConfigError(
                 f"codec {self.codec!r} is for averaged parameters and for policy "
                 "'sync', and windows of update='gradients' sum theirs as they are; "
@@ -206,11 +207,6 @@ class RunConfig:
             raise ConfigError(
                 "policy 'auto' follows measured times, so it cannot be deterministic; "
                 "choose policy 'sync', 'cadence' or 'async'"
-            )
-        if self.codec == "auto":
-            raise ConfigError(
-                "codec 'auto' follows a measured link, so it cannot be deterministic; "
-                "choose codec 'fp32', 'bf16', 'int8' or 'int4'"
             )
         if self.windows.max_batch_diff is not None:
             raise ConfigError(

@@ -220,6 +220,10 @@ FORMER_SETTINGS = {
     **REMOVED,
 }
 """Names that settings had, and the answer to each."""
+NO_AUTO_CODEC = (
+    "codec='auto' was removed: measure the link between ranks (`elche doctor`) and "
+    "name the codec: 'int8' below about 250 Mbit/s, 'bf16' below 700, none above"
+)
 
 
 def refuse_former(names: Iterable[str]) -> None:

@@ -83,6 +83,8 @@ Transfers = defaultdict[tuple[int, int, int], deque[Transfer]]
 class ThreadGroup:
     """One rank's end, with the methods of `Group` that exchanges and averaging use."""
 
+    is_watched = True
+
     def __init__(self, rank: int, shared: Shared, shares_host: bool) -> None:
         self.rank = rank
         self.world_size = shared.world_size
@@ -92,7 +94,6 @@ class ThreadGroup:
         self.ranks = range(shared.world_size)
         self.timeout_s = shared.deadline_s
         self.sent_bytes = 0
-        self.ends: list[Callable[[], None]] = []
         self._begun = 0
         self._shared = shared
 
@@ -126,9 +127,6 @@ class ThreadGroup:
                 giver.is_done = taker.is_done = True
             shared.changed.notify_all()
         return made
-
-    def at_close(self, end: Callable[[], None]) -> None:
-        self.ends.append(end)
 
     def on_failure(self, text: str, missing: Sequence[int]) -> Exception:
         return CommunicationError(text)
@@ -209,9 +207,6 @@ def on_ranks(
         except BaseException:
             shared.fail()
             raise
-        finally:
-            for end in group.ends:
-                end()
 
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(run, group) for group in groups]

@@ -124,9 +124,10 @@ def _sent_and_held(policy: str) -> tuple[int, list[int]]:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-        pending = [each for some in codec_peers._pending.values() for each in some]
+        traffic = codec_peers._traffic.values()
+        pending = [each for group in traffic for each in group.pending]
         sent += [weakref.ref(each.memory) for each in pending]
-        del pending
+        del traffic, pending
         first.requires_grad_(not first.weight.requires_grad)
     elche.shutdown()
     return len(sent), held

@@ -56,7 +56,9 @@ def by_hosts(task: Task) -> tuple[Trace, set[str]]:
             kinds.update(type(bucket.exchange).__name__ for bucket in buckets)
         else:
             windows: Any = sync.windows
-            kinds.update(type(s.exchange).__name__ for s in windows._window._sums)
+            has_average = hasattr(windows, "_averager")
+            sums = windows._averager._groups if has_average else windows._window._sums
+            kinds.update(type(each.exchange).__name__ for each in sums)
 
     return shared(task, look), kinds
 
@@ -147,6 +149,14 @@ def test_windows_of_gradients_are_summed_by_hosts(ranks4: RankPool) -> None:
     options = {"policy": "cadence", "update": "gradients"}
     task = task_of(options=options, samples=160)
     trained(ranks4, task, of("aabb"))
+
+
+def test_averages_of_windows_are_summed_by_hosts(ranks4: RankPool) -> None:
+    options = {"policy": "cadence", "deterministic": True}
+    task = task_of(options=options, samples=160)
+    found = trained(ranks4, task, of("aabb"))
+    flat = ranks4.run(shared, task, case_setup=serve_in_thread, env=of("abcd"))
+    assert difference(found[0].state, flat[0].state) <= 1e-12
 
 
 def test_hosts_of_one_rank_each_sum_by_gloo(ranks3: RankPool) -> None:

@@ -41,8 +41,6 @@ WAYS: dict[str, dict[str, Any]] = {
 CODED: dict[str, dict[str, Any]] = {
     "int8": {"options": {"codec": "int8"}},
     "gloo int4": {"options": {"codec": "int4", **GLOO}},
-    "hosts int4": {"env": HOSTS, "options": {"codec": "int4"}},
-    "hosts auto": {"env": HOSTS, "options": {"codec": "auto"}},
 }
 """Sums are formed in encoded form, by messages from rank to rank."""
 WAYS_AND_CODECS = WAYS | CODED
@@ -145,7 +143,7 @@ one's second half, so that one survivor has all of it, and the others not."""
             *("async", "int8", Death(2, "sending a part", IN_A_SUM)),
             marks=pytest.mark.slow,
         ),
-        ("async", "hosts int4", Death(0, "after summing")),
+        ("async", "gloo int4", Death(0, "after summing")),
     ],
 )
 def test_a_death_is_outlived_with_a_codec(

@@ -21,7 +21,7 @@ from elche.ddp.forward import (
     samples_in,
     unused_of,
 )
-from elche.ddp.group import TorchGroup, control_device
+from elche.ddp.group import TorchGroup
 from elche.ddp.model_comparison import (
     Peer,
     agree,
@@ -119,11 +119,6 @@ class ModelInGroup:
         norm_names = list(sync_batchnorm_layers(module))
         settings = {**asdict(options), "SyncBatchNorm": norm_names}
         peers = agree(group, describe(module, ignored, settings))
-        if options.codec != "fp32" and control_device(group).type != "cpu":
-            raise ConfigError(
-                f"codec {options.codec!r} sends gradients through gloo, and this "
-                "process group is NCCL's alone; leave codec out, or give a gloo group"
-            )
         turn = Turn(group, wrapped.wrapper, peers[0].number, type(module).__name__)
         if isinstance(group, TorchGroup):
             group.activity = f"reducing {turn.name}"
@@ -267,7 +262,6 @@ def _reducer_of(
             staged=len(set(devices)) > 1 and devices[group.rank] != "cpu",
             undefined_is_zero=options.static_graph
             or not options.find_unused_parameters,
-            codec=options.codec,
         ),
         options.loss_reduction,
         buffers,

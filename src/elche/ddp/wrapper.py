@@ -79,9 +79,6 @@ class DistributedDataParallel(nn.Module):
         timeout_s: deadline of each wait; None: the process group's.
         transport: ``"auto"`` sums in shared memory where all ranks compute on the CPU
             of one host; ``"gloo"`` always through the process group.
-        codec: how float32 and half precision gradients travel: ``"fp32"`` as they are,
-            ``"bf16"``, ``"int8"`` or ``"int4"`` in fewer bytes through gloo, with error
-            feedback, which begins anew in another group.
         **unsupported: other arguments of torch's wrapper, refused by name; those that
             only make it faster (``batched_grad_copy``,
             ``skip_all_reduce_unused_params``) are accepted and unused.
@@ -117,7 +114,6 @@ class DistributedDataParallel(nn.Module):
         strategy: Strategy | Literal["none"] = "overlapped",
         timeout_s: float | None = None,
         transport: Literal["auto", "gloo"] = "auto",
-        codec: Literal["fp32", "bf16", "int8", "int4"] = "fp32",
         **unsupported: Any,
     ) -> None:
         super().__init__()
@@ -133,7 +129,6 @@ class DistributedDataParallel(nn.Module):
             weight_by=weight_by,
             strategy=strategy,
             transport=transport,
-            codec=codec,
         )
         self.device_ids = input_device(module, device_ids, output_device)
         self.dim = dim

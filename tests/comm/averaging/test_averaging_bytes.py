@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.codec.codec import CODECS
-from elche.comm.codec.codec_routes import sent_bytes
-from elche.comm.codec.residual_exchange import ResidualExchange
+from elche.comm.codec.codec_peers import GroupPeers
+from elche.comm.codec.coded_exchange import CodedExchange
 from tests.comm.averaging.cases.overlap_cases import joined, meeting
 from tests.comm.plans import plan
 from tests.harness.rank_main import this_place
@@ -32,8 +33,14 @@ def _moved(is_overlapped: bool, codec: str) -> tuple[list[int], int]:
     model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(30)), nn.BatchNorm1d(20))
     numel = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with joined("gloo") as group:
-        handed = [0]
+    handed, send = [0], GroupPeers.send_async
+
+    def sending(peers: GroupPeers, memory: torch.Tensor, to: int, tag: int) -> Any:
+        handed[0] += memory.numel()
+        return send(peers, memory, to, tag)
+
+    counted = mock.patch.object(GroupPeers, "send_async", sending)
+    with joined("gloo") as group, counted:
         begin = group.all_reduce_async
 
         def counting(tensor: torch.Tensor) -> Any:
@@ -49,7 +56,7 @@ def _moved(is_overlapped: bool, codec: str) -> tuple[list[int], int]:
         for window in range(WINDOWS):
             model(torch.randn(8, 20)).square().mean().backward()
             optimizer.step()
-            before = handed[0] + _sent(averager)
+            before = handed[0]
             reduction = plan(
                 place.rank,
                 window=window,
@@ -62,19 +69,14 @@ def _moved(is_overlapped: bool, codec: str) -> tuple[list[int], int]:
                 averager.adopt(reduction)
             else:
                 averager.synchronise(reduction)
-            moved.append(handed[0] + _sent(averager) - before)
+            moved.append(handed[0] - before)
         _leave(averager, group)
     return moved, 4 * numel
 
 
-def _sent(averager: Any) -> int:
-    exchanges = [group.exchange for group in averager._groups]
-    return sum(e.sent_bytes for e in exchanges if isinstance(e, ResidualExchange))
-
-
 def _leave(averager: Any, group: Any) -> None:
     for each in averager._groups:
-        if isinstance(each.exchange, ResidualExchange):
+        if isinstance(each.exchange, CodedExchange):
             each.exchange.flush("a test")
     group.all_reduce(torch.zeros(1), "all ranks to be through")
 
@@ -94,7 +96,7 @@ def test_a_codec_moves_what_it_promises(ranks2: RankPool, codec: str) -> None:
     """Buffers aside, which travel as they are: the running statistics of one layer."""
     buffers = 4 * 2 * 20 + 8
     for moved, model_bytes in ranks2.run(_moved, False, codec, case_setup=meeting):
-        encoded = sent_bytes(CODECS[codec], model_bytes // 4, 2, 0)
+        encoded = CODECS[codec].encoded_bytes(model_bytes // 4)
         for each in moved:
             assert encoded <= each <= encoded + 2 * buffers
         assert moved[0] < 0.6 * model_bytes

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.averaging import averaging, parameter_memory
+from elche.comm.averaging import parameter_memory
 from elche.comm.averaging.overlap import OverlappedAverager
-from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.codec import CODECS
-from elche.comm.codec.coded_exchange import CodedExchange, residual_of_a_rank
+from elche.comm.codec.coded_exchange import CodedExchange
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
@@ -23,13 +22,6 @@ from tests.comm.peers import Peer, Wire
 from tests.comm.plans import plan
 
 NUMEL = 300
-
-
-class Nobody:
-    """A driver that does nothing by itself."""
-
-    def serve(self, driven: object) -> None:
-        pass
 
 
 class Wired(Bus):
@@ -43,12 +35,12 @@ class Wired(Bus):
 def open_wired(
     group: Member, numel: int, dtype: torch.dtype, codec: str, sides: int
 ) -> Exchange:
-    """As `open_coded_exchange`, without a thread."""
+    """As `open_coded_exchange`, over a wire."""
     if group.world_size == 1 or dtype != torch.float32 or codec == "fp32":
         return open_exchange(cast(Group, group), numel, dtype, torch.device("cpu"))
     assert isinstance(group.bus, Wired)
     peer = Peer(group.bus.wire, group.rank)
-    return BackgroundExchange(CodedExchange(peer, CODECS[codec], numel), Nobody())
+    return CodedExchange(peer, CODECS[codec], numel)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +89,6 @@ class Rank:
 
     @property
     def base(self) -> torch.Tensor:
-        self.averager._groups[0]._settle()
         return self.averager._groups[0]._base_memory.clone()
 
     @property
@@ -105,7 +96,7 @@ class Rank:
         state = self.averager._groups[0]._residual()
         if state is None:
             return torch.zeros(NUMEL, dtype=torch.float64)
-        return residual_of_a_rank(state).double()
+        return state.double()
 
     @torch.no_grad()
     def train(self, seed: int) -> None:
@@ -122,8 +113,7 @@ class Rank:
         self.drive()
 
     def drive(self) -> None:
-        if isinstance(self.exchange, BackgroundExchange):
-            self.exchange.drive()
+        self.exchange.poll()
 
 
 class Account:
@@ -147,7 +137,7 @@ class Account:
 
 
 def begin(ranks: Sequence[Rank], number: int, **changes: Any) -> Reduce:
-    """The plan has come; both threads of all ranks do what can be done."""
+    """The plan has come; all ranks do what can be done."""
     weight = 1.0 / len(ranks)
     step = plan(window=number, weight=weight, active_ranks=len(ranks), **changes)
     for rank in ranks:
@@ -206,10 +196,9 @@ def redo(ranks: Sequence[Rank], before: torch.Tensor, account: Account) -> None:
 
 
 def close_without_sums_for(late: Rank, ranks: Sequence[Rank]) -> None:
-    """A window ends; one rank has sums only when messages come to it again."""
-    route = late.exchange._coded._route
-    sums_come = type(route).is_ready
-    route.is_ready = lambda: bool(route._arrivals) and sums_come(route)
+    """A window ends; one rank gets offers of the others, and not their sums."""
+    wire, place = late.exchange._peers.wire, late.exchange._peers.rank
+    wire.held |= {(other, place, 1) for other in range(3) if other != place}
     for place, rank in enumerate(ranks):
         rank.close(200 + place)
 
@@ -295,7 +284,7 @@ def test_what_a_lone_rank_has_not_sent_it_sends_with_those_that_join_it() -> Non
     account.lost += ranks[1].left_out + ranks[2].left_out
     connect(ranks[:1])
     state = ranks[0].averager.state_dict()
-    assert bool(state["groups"][0]["residual"]["residual"].any())
+    assert bool(state["groups"][0]["residual"].any())
     state["groups"][0]["residual"] = None
     joins = Rank(Wired(1).group(0), "int4")
     with torch.no_grad():
@@ -307,7 +296,7 @@ def test_what_a_lone_rank_has_not_sent_it_sends_with_those_that_join_it() -> Non
     window(now, 3, account)
 
 
-def test_no_step_is_made_of_a_sum_while_another_one_is_missing() -> None:
+def test_a_sum_is_given_up_while_another_one_is_missing() -> None:
     """Here that of float64 parameters, as of buffers: all of it may be sent again."""
     _, ranks, account = founded("int4", has_wide=True)
     account.lost += ranks[2].left_out
@@ -319,7 +308,7 @@ def test_no_step_is_made_of_a_sum_while_another_one_is_missing() -> None:
     ranks[2].averager._groups.append(held)
     step = begin(ranks[:2], 2)
     for rank in ranks[:2]:
-        assert rank.exchange._coded.has_arrived
+        assert rank.exchange.has_sum
         assert not rank.averager.poll()
         assert not rank.averager.has_sum(step)
     held.fill(1.0)
@@ -332,7 +321,6 @@ def test_no_step_is_made_of_a_sum_while_another_one_is_missing() -> None:
 
 
 def test_who_takes_an_average_takes_the_outer_momentum_as_it_is_then() -> None:
-    """What its holder's other thread had put off is done before."""
     _, ranks, _ = founded("int4")
     close_without_sums_for(ranks[1], ranks)
     step = begin(ranks, 2, outer="nesterov", outer_lr=0.7)
@@ -358,18 +346,3 @@ def check_common(ranks: Sequence[Rank]) -> None:
         assert momentum is not None
         assert torch.equal(base, bases[0])
         assert torch.equal(momentum, momenta[0])
-
-
-def test_a_codec_is_chosen_anew_for_who_lives_and_nothing_is_left_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    links = {3: "int4", 2: "fp32"}
-    monkeypatch.setattr(
-        averaging, "codec_in", lambda group, codec, numel: links[group.world_size]
-    )
-    _, ranks, account = founded("auto")
-    account.lost += ranks[2].left_out
-    connect(ranks[:2])
-    assert all(bool(rank.left_out.any()) for rank in ranks[:2])
-    window(ranks[:2], 2, account)
-    assert not any(bool(rank.left_out.any()) for rank in ranks[:2])

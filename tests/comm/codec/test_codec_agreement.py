@@ -63,7 +63,7 @@ def _setup(codecs: tuple[str, str]) -> str:
     return "set up"
 
 
-@pytest.mark.parametrize("codecs", [("fp32", "int4"), ("auto", "int8")])
+@pytest.mark.parametrize("codecs", [("fp32", "int4"), ("bf16", "int8")])
 def test_a_run_names_the_codecs_of_its_ranks(
     ranks2: RankPool, codecs: tuple[str, str]
 ) -> None:

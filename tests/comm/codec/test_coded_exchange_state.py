@@ -9,7 +9,6 @@ import torch
 
 from elche.comm.averaging.averager_state import blank, misfit_of
 from elche.comm.codec.codec import CODECS
-from elche.comm.codec.codec_routes import LEAST_PIECE
 from elche.comm.codec.coded_exchange import CodedExchange
 from elche.errors import CommunicationError, MismatchError, ProtocolError
 from tests.comm.peers import (
@@ -19,19 +18,18 @@ from tests.comm.peers import (
     left_out,
     message,
     poll_all,
-    same_state,
     summed,
 )
 
 
 def failing(
-    world_size: int, late: int, states: list[dict[str, Any]]
+    world_size: int, late: int, residuals: list[torch.Tensor]
 ) -> list[CodedExchange]:
     """A message that a slow rank holds up, given up by all that wait for it."""
     wire, ends = exchanges(world_size, CODECS["int4"], 301)
     wire.late.add(late)
     for rank, end in enumerate(ends):
-        end.load_state_dict(states[rank])
+        end.load_residual(residuals[rank])
         end.contribution(0).copy_(message(10 + rank, 300))
         end.begin(0)
     for end in ends:
@@ -50,17 +48,17 @@ def failing(
 def test_what_failed_is_done_again_as_if_it_had_not_been(world_size: int) -> None:
     _, ends = exchanges(world_size, CODECS["int4"], 301)
     summed(ends, [message(rank, 300) for rank in range(world_size)])
-    states = [end.state_dict() for end in ends]
-    broken = failing(world_size, world_size - 1, states)
+    residuals = [end.residual.clone() for end in ends]
+    broken = failing(world_size, world_size - 1, residuals)
     again = [message(10 + rank, 300) for rank in range(world_size)]
     expected = summed(ends, again)
     _, redone = exchanges(world_size, CODECS["int4"], 301)
     for old, new in zip(broken, redone, strict=True):
-        new.load_state_dict(old.state_dict())
+        new.load_residual(old.residual)
     found = summed(redone, again)
     assert all(torch.equal(each, expected[0]) for each in found)
     for one, other in zip(ends, redone, strict=True):
-        assert same_state(one.state_dict(), other.state_dict())
+        assert torch.equal(one.residual, other.residual)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -76,20 +74,28 @@ def test_a_sum_that_nobody_adopts_leaves_residuals_alone(world_size: int) -> Non
         end.wait("a test")
         end.sum_into(0, 301, first)
         end.rollback()
-        assert not bool(end.state_dict()["residual"].any())
+        assert not bool(end.residual.any())
         with pytest.raises(ProtocolError, match=r"sum_into\(\) came when nothing"):
             end.sum_into(0, 301, first)
     assert torch.equal(summed(ends, sent)[0], first)
 
 
 def test_a_rank_that_failed_commits_what_another_one_had() -> None:
-    _, ends = exchanges(2, CODECS["int4"], 301)
-    zeros = [end.state_dict() for end in ends]
-    broken = failing(2, 1, zeros)
-    broken[0].commit()
-    broken[0].commit()
-    summed(ends, [message(10 + rank, 300) for rank in range(2)])
-    assert same_state(broken[0].state_dict(), ends[0].state_dict())
+    wire, ends = exchanges(2, CODECS["int4"], 301)
+    sent = [message(rank, 300) for rank in range(2)]
+    for end, each in zip(ends, sent, strict=True):
+        end.contribution(0).copy_(each)
+        end.begin(0)
+    ends[0].poll()  # sends its part of the sum
+    wire.late.add(1)
+    assert ends[1].has_sum
+    with pytest.raises(CommunicationError, match="the message of rank 1 failed"):
+        ends[0].wait("a test")
+    ends[0].commit()
+    ends[0].commit()
+    _, others = exchanges(2, CODECS["int4"], 301)
+    summed(others, sent)
+    assert torch.equal(ends[0].residual, others[0].residual)
 
 
 def test_no_rank_has_a_sum_while_a_part_of_it_is_missing() -> None:
@@ -104,9 +110,9 @@ def test_no_rank_has_a_sum_while_a_part_of_it_is_missing() -> None:
 
 
 class Leaving(Peer):
-    """A rank that cannot send any more after some pieces."""
+    """A rank that cannot send any more after one message."""
 
-    left = 99
+    left = 1
 
     def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
         self.left -= 1
@@ -115,16 +121,15 @@ class Leaving(Peer):
         return super().send_async(memory, to, tag)
 
 
-def test_no_rank_has_a_sum_of_which_only_the_first_pieces_were_sent() -> None:
-    peer, numel = Leaving(Wire(2), 0), 3 * LEAST_PIECE
-    end = CodedExchange(peer, CODECS["int8"], numel + 1)
+def test_no_rank_has_a_sum_of_which_only_the_first_part_was_sent() -> None:
+    end = CodedExchange(Leaving(Wire(3), 0), CODECS["int8"], 301)
     end.contribution(0).fill_(1.0)
-    peer.left = 2
+    end.begin(0)
     with pytest.raises(CommunicationError, match="the connection is gone"):
-        end.begin(0)
+        end.wait("a test")
     with pytest.raises(ProtocolError, match="this one has not sent its part of it"):
         end.commit()
-    assert not bool(end.state_dict()["residual"].any())
+    assert not bool(end.residual.any())
 
 
 def test_nothing_is_committed_before_anything_was_begun() -> None:
@@ -138,8 +143,8 @@ def test_one_message_is_under_way_at_a_time() -> None:
     ends[0].begin(0)
     with pytest.raises(ProtocolError, match=r"begin\(\) came when a message"):
         ends[0].begin(0)
-    with pytest.raises(ProtocolError, match=r"load_state_dict\(\) came when"):
-        ends[0].load_state_dict(ends[1].state_dict())
+    with pytest.raises(ProtocolError, match=r"load_residual\(\) came when"):
+        ends[0].load_residual(ends[1].residual)
 
 
 def test_a_message_given_up_half_way_breaks_the_exchange() -> None:
@@ -160,12 +165,9 @@ def test_residuals_go_on_in_another_membership(before: int, after: int) -> None:
     missing = left_out(old, [1.0] * before)
     _, new = exchanges(after, codec, 701)
     for old_end, new_end in zip(old, new, strict=False):
-        new_end.load_state_dict(old_end.state_dict())
+        new_end.load_residual(old_end.residual)
     for leaver in old[after:]:
-        state = leaver.state_dict()  # what it had left out goes with it
-        begin, end = state["own"]
-        state["residual"][begin:end] *= before
-        missing -= state["residual"].double()
+        missing -= leaver.residual.double()  # what it had left out goes with it
     found = left_out(new, [1.0] * after)
     torch.testing.assert_close(found, missing, rtol=1e-6, atol=1e-6)
 
@@ -176,7 +178,7 @@ def test_residuals_of_other_parameters_are_refused() -> None:
     with pytest.raises(
         MismatchError, match=r"expected a residual of 10 elements, got \[11\]"
     ):
-        ends[0].load_state_dict(others[0].state_dict())
+        ends[0].load_residual(others[0].residual)
 
 
 @pytest.mark.parametrize("numel", [2, 35, 301])
@@ -187,5 +189,5 @@ def test_a_rank_that_owns_nothing_loads_what_it_saved(numel: int) -> None:
     layouts = [("float32", numel - 1)]
     for end in ends:
         state = blank(layouts)
-        state["groups"][0]["residual"] = end.state_dict()
+        state["groups"][0]["residual"] = end.residual
         assert misfit_of(state, layouts) == ""

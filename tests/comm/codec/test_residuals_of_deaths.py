@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.comm.codec.codec import CODECS
-from elche.comm.codec.coded_exchange import CodedExchange, residual_of_a_rank
-from elche.comm.transport.host_exchange import spans_hosts
+from elche.comm.codec.coded_exchange import CodedExchange
 from tests.comm.peers import Wire, exchanges, message, poll_all, summed
 from tests.harness.reached import reach
 
@@ -46,7 +45,7 @@ class Run:
 
     codec: str
     numel: int
-    hosts: list[str]
+    world_size: int
     wire: Wire = field(init=False)
     ends: list[CodedExchange] = field(init=False)
 
@@ -58,8 +57,7 @@ class Run:
 
     def _open(self) -> None:
         codec, numel = CODECS[self.codec], self.numel + 1
-        hosts = self.hosts if spans_hosts(self.hosts) else ()
-        self.wire, self.ends = exchanges(len(self.hosts), codec, numel, hosts)
+        self.wire, self.ends = exchanges(self.world_size, codec, numel)
 
     def window(self, window: Window, seed: int) -> None:
         """One message of all, or of those who live."""
@@ -75,15 +73,15 @@ class Run:
         else:
             self._fail(sent, victim)
         dead = self.ends[victim]
-        self.lost += residual_of_a_rank(dead.state_dict())
-        states = [self.ends[rank].state_dict() for rank in others]
+        self.lost += dead.residual
+        residuals = [self.ends[rank].residual for rank in others]
         if len(others) == 1:
-            self.ends, self.hosts = [self.ends[others[0]]], [self.hosts[others[0]]]
+            self.ends = [self.ends[others[0]]]
             return
-        self.hosts = [self.hosts[rank] for rank in others]
+        self.world_size = len(others)
         self._open()
-        for end, state in zip(self.ends, states, strict=True):
-            end.load_state_dict(state)
+        for end, residual in zip(self.ends, residuals, strict=True):
+            end.load_residual(residual)
         if not window.is_held:
             again = [sent[rank] for rank in others]
             self._count(again, summed(self.ends, again))
@@ -101,7 +99,7 @@ class Run:
 
     def _fail(self, sent: Sequence[torch.Tensor], victim: int) -> None:
         """Nothing of the victim comes; nobody has the sum."""
-        before = [end.state_dict()["residual"] for end in self.ends]
+        before = [end.residual.clone() for end in self.ends]
         self.wire.late.add(victim)
         self._begin(sent)
         for _ in range(4):
@@ -109,28 +107,23 @@ class Run:
                 end.poll()
         for rank, end in enumerate(self.ends):
             assert rank == victim or not end.has_sum
-            assert torch.equal(end.state_dict()["residual"], before[rank])
+            assert torch.equal(end.residual, before[rank])
         reach("redone")
 
     def _hold(self, sent: Sequence[torch.Tensor], victim: int, holder: int) -> None:
-        """One rank has the sum, or one and its host's leader; the others adopt it."""
-        holders = {holder}
-        if spans_hosts(self.hosts):
-            holders.add(self.hosts.index(self.hosts[holder]))
+        """One rank has the sum; the others adopt it."""
         self._begin(sent)
-        for _ in range(4):
-            for rank, end in enumerate(self.ends):
-                if rank in holders:
-                    end.poll()
-                elif not end._route.has_encoded and end._route.is_ready():
-                    end._route.advance("a test")
-        sums = [self.ends[rank].finish("a test").clone() for rank in holders]
         for rank, end in enumerate(self.ends):
-            if rank not in holders:
+            if rank != holder:
+                end._step("a test")
+        total = self.ends[holder].finish("a test").clone()
+        self.ends[holder].release()
+        for rank, end in enumerate(self.ends):
+            if rank != holder:
                 end.commit()
                 if rank != victim:
                     reach("handed over")
-        self._count(sent, sums)
+        self._count(sent, [total])
 
 
 windows = st.builds(
@@ -141,32 +134,28 @@ windows = st.builds(
 )
 
 
-@pytest.mark.reaches("redone", "handed over", "alone", "hosts")
+@pytest.mark.reaches("redone", "handed over", "alone")
 @given(
     codec=st.sampled_from(["bf16", "int8", "int4"]),
     numel=st.sampled_from([1, 34, 300]),
-    hosts=st.one_of(
-        st.lists(st.sampled_from("abcde"), min_size=2, max_size=5, unique=True),
-        st.lists(st.sampled_from("ab"), min_size=3, max_size=5),
-    ),
+    world_size=st.integers(2, 5),
     plan=st.lists(windows, min_size=1, max_size=6),
 )
 def test_nothing_is_lost_but_what_the_dead_had_left_out(
-    codec: str, numel: int, hosts: list[str], plan: list[Window]
+    codec: str, numel: int, world_size: int, plan: list[Window]
 ) -> None:
-    run = Run(codec, numel, hosts)
+    run = Run(codec, numel, world_size)
     for number, window in enumerate(plan):
-        reach("hosts", spans_hosts(run.hosts))
         run.window(window, 10 * number)
     reach("alone", len(run.ends) == 1)
-    left_out = sum(residual_of_a_rank(end.state_dict()).double() for end in run.ends)
+    left_out = sum(end.residual.double() for end in run.ends)
     total = run.sums + left_out + run.lost
     torch.testing.assert_close(total, run.given, rtol=0.0, atol=1e-4)
 
 
 def test_what_was_left_out_is_not_nothing() -> None:
     """As the property is of sums that lose something."""
-    run = Run("int4", 300, list("abc"))
+    run = Run("int4", 300, 3)
     run.window(Window(), 0)
     assert float((run.sums - run.given).abs().max()) > 0.01
     run._begin([message(rank, 300) for rank in range(3)])

@@ -14,7 +14,7 @@ from typing import Any, final
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
-from elche.comm.codec.codec_routes import PartedRoute
+from elche.comm.codec.coded_hops import CodedHops
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.transport.exchange import GlooExchange
 from elche.coordination.protocol.instructions import Regroup
@@ -97,7 +97,7 @@ class LateSum:
         self._folder, self._rank, self._how = folder, rank, how
         self._begun, self._has_stayed = 0, False
         self._has_sum = GlooExchange.has_sum
-        self._is_ready = PartedRoute.is_ready
+        self._is_ready = CodedHops.is_ready
         for owner in (ParameterGroup, GradientWindow):
             replace(owner, "begin", self._begins)
         replace(Averager, "_wait", self._waits)
@@ -115,12 +115,12 @@ class LateSum:
         self._begun += 1
         if self._lacks:
             GlooExchange.has_sum = property(lambda _: False)  # type: ignore
-            PartedRoute.is_ready = lambda route: self._has_offers(route)  # type: ignore
+            CodedHops.is_ready = property(self._has_offers)  # type: ignore
         begin(*args, **named)
 
-    def _has_offers(self, route: PartedRoute) -> bool:
+    def _has_offers(self, hops: CodedHops) -> bool:
         """With a codec: the others get what this rank sums, and it no more."""
-        return bool(route._arrivals) and self._is_ready(route)
+        return not hops.has_summed and bool(self._is_ready.fget(hops))  # type: ignore
 
     def _waits(self, wait: Callable[..., Any], owner: Any, *args: Any) -> Any:
         if self._lacks:
@@ -136,7 +136,7 @@ class LateSum:
         hand(*args, **named)
         self.handed += bool(named["lacks"])
         GlooExchange.has_sum = self._has_sum  # type: ignore[method-assign]
-        PartedRoute.is_ready = self._is_ready  # type: ignore[method-assign]
+        CodedHops.is_ready = self._is_ready  # type: ignore[method-assign]
 
     @property
     def _lacks(self) -> bool:
@@ -162,6 +162,8 @@ class LateSum:
         run = current_run()
         assert run is not None
         windows = run._synchroniser.windows
+        for group in getattr(getattr(windows, "_averager", None), "_groups", ()):
+            group.exchange.poll()  # as at the end of a batch before this one
         if self._how == HOLDS and windows._averager.is_summed:  # type: ignore
             _sum_of(self._folder, self._rank).touch()
         run.worker._channel.wait_for_values(0.001)

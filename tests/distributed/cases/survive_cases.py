@@ -25,7 +25,7 @@ import elche
 from elche.checkpoint import writer
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.parameter_group import ParameterGroup
-from elche.comm.codec.codec_route import Route
+from elche.comm.codec.coded_hops import CodedHops
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.transport.process_group import Group
@@ -261,7 +261,7 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
     elif death.place == "after sending":
         after(ParameterGroup, "begin", visit)
     elif death.place == "sending a part":
-        before(Route, "_send", visit)
+        before(CodedHops, "_send", visit)
     elif death.place == "after summing":
         after(Averager, "_wait", visit)
     elif death.place == "before begun":

@@ -19,7 +19,6 @@ from elche.errors import MismatchError
 
 VERSION = 1
 _GROUP_KEYS = {"dtype", "numel", "momentum", "base", "residual"}
-_RESIDUAL_KEYS = {"residual", "own", "world_size", "ranks"}
 
 
 def check_alike(group: Group, state: dict[str, Any], problem: str) -> None:
@@ -87,14 +86,10 @@ def misfit_of(state: object, layouts: Sequence[tuple[str, int]]) -> str:
                 f"expected {numel} elements of {dtype}, got {each['numel']} of "
                 f"{each['dtype']}; it belongs to other parameters"
             )
-        residual = each["residual"]
-        wrong = "" if residual is None else _misfit_residual(residual, numel)
-        if wrong:
-            return wrong
         vectors = {
             "momentum": (each["momentum"], dtype),
             "base": (each["base"], dtype),
-            "residual": (None if residual is None else residual["residual"], "float32"),
+            "residual": (each["residual"], "float32"),
         }
         for name, (value, kind) in vectors.items():
             wrong = _misfit(value, kind, numel)
@@ -110,25 +105,6 @@ def _other_keys(value: object, keys: set[str]) -> str:
     if set(value) == keys:
         return ""
     return f"entries {sorted(keys)}, got {sorted(map(str, value))}"
-
-
-def _misfit_residual(residual: object, numel: int) -> str:
-    """What is wrong with a codec's residual beside its vector; "" if nothing is."""
-    wrong = _other_keys(residual, _RESIDUAL_KEYS)
-    if wrong:
-        return f"expected a residual with {wrong}"
-    assert isinstance(residual, Mapping)
-    own = residual["own"]
-    is_range = isinstance(own, (list, tuple)) and len(own) == 2
-    if not (is_range and all(type(at) is int for at in own)):
-        return f"expected a residual's own elements as (start, stop), got {own!r}"
-    if not 0 <= own[0] <= own[1] <= numel:
-        return f"expected a residual's own elements within 0..{numel}, got {own!r}"
-    for name in ("world_size", "ranks"):
-        count = residual[name]
-        if type(count) is not int or count < 1:
-            return f"expected {name} of a residual to be at least 1, got {count!r}"
-    return ""
 
 
 def _misfit(value: Any, dtype: str, numel: int) -> str:

@@ -23,8 +23,6 @@ from elche.comm.averaging.consensus_distance import ConsensusSums, SyncResult
 from elche.comm.averaging.optimizer_state import Optimizers, forget_state
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.averaging.parameter_group import ParameterGroup
-from elche.comm.codec.codec_choice import codec_in
-from elche.comm.codec.residual_exchange import ResidualExchange
 from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.tensors.nan_check import all_finite
 from elche.comm.transport.process_group import Group
@@ -42,8 +40,7 @@ class Averager:
         model: the model, for its buffers.
         optimizers: those that step the parameters locally.
         group: the process group.
-        codec: how parameters travel; see :func:`open_coded_exchange`. ``"auto"`` is
-            chosen for each group's link.
+        codec: encoding of messages; see :func:`open_coded_exchange`.
         has_momentum: the outer optimizer is expected to have one.
     """
 
@@ -104,10 +101,8 @@ class Averager:
         in another group can be redone in this one.
         """
         self._group = group
-        numel = sum(parameter.numel() for parameter in self._parameters)
-        codec = codec_in(group, self._codec, numel)
         for parameters in self._groups:
-            parameters.connect(group, codec)
+            parameters.connect(group, self._codec)
         self._buffers.connect(group)
         self._has_given_up = False
 
@@ -123,9 +118,6 @@ class Averager:
         The group is about to be left: what is not here then does not come any more, as
         others may go on without it.
         """
-        for group in self._groups:
-            if isinstance(group.exchange, ResidualExchange):
-                group.exchange.retire()
         if not self._has_given_up:
             self._has_given_up = not self.is_summed
         return not self._has_given_up
@@ -247,7 +239,7 @@ class Averager:
 
         The model is to hold what it held then. Ranks that were not there take a state
         of another one with ``residual`` None; one of another world size or codec is
-        carried over (:meth:`CodedExchange.load_state_dict`).
+        carried over (:meth:`CodedExchange.load_residual`).
 
         Raises:
             MismatchError: a rank's state does not fit its parameters, or ranks differ
@@ -273,8 +265,7 @@ class Averager:
     def _wait(self) -> None:
         """Waits for all that was begun; nothing has been written before."""
         self._buffers.wait()
-        # A step that is worked out ahead comes when all other sums are there.
-        for group in sorted(self._groups, key=lambda each: each.is_prepared):
+        for group in self._groups:
             group.exchange.wait(WHAT)
 
     def _end(self, *, is_own: bool) -> None:

@@ -90,32 +90,6 @@ class OuterOptimizer:
         else:
             self._momentum = torch.empty_like(self._base).copy_(momentum)
 
-    def direction(
-        self, start: int, mean_drift: torch.Tensor, rule: OuterStep, out: torch.Tensor
-    ) -> torch.Tensor:
-        """What :meth:`step` would make of a mean drift; nothing moves.
-
-        Args:
-            start: where in the base the part begins.
-            mean_drift: as there; it is scaled by the rule's part.
-            rule: the step.
-            out: memory of as many elements.
-
-        Returns:
-            The direction: ``out``, or the mean drift itself.
-        """
-        if rule.part != 1.0:
-            mean_drift.mul_(rule.part)
-        if rule.kind == "average" or self._momentum is None:
-            if rule.kind != "nesterov":
-                return mean_drift
-            return torch.add(mean_drift, mean_drift, alpha=rule.momentum, out=out)
-        momentum = self._momentum[start : start + mean_drift.numel()]
-        torch.add(mean_drift, momentum, alpha=rule.momentum, out=out)
-        if rule.kind == "nesterov":
-            torch.add(mean_drift, out, alpha=rule.momentum, out=out)
-        return out
-
     def step(self, start: int, mean_drift: torch.Tensor, rule: OuterStep) -> None:
         """Moves one part of the base from θ_k to θ_{k+1}, in place.
 

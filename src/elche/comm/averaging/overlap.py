@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ import torch
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.consensus_distance import ConsensusSums, SyncResult
 from elche.comm.averaging.outer import OuterStep
-from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ProtocolError
@@ -163,21 +161,14 @@ class OverlappedAverager(Averager):
                 f"window {plan.window}: this rank's drift weighs {plan.weight} in the "
                 f"plan, it {'has' if self._counts else 'has not'} sent one"
             )
-        rule = OuterStep.of(plan)
+        OuterStep.of(plan)  # refuses an unknown step before anything is sent
         if self._phase is _Phase.UNSENT:
             for group in self._groups:
                 group.refill()
         if self._phase is not _Phase.SENT:
             self._send()
         self._buffers.begin(plan)
-        for group in self._groups:
-            group.prepare(rule, partial(self._has_all_but, group))
         self._phase, self._window = _Phase.BEGUN, plan.window
-
-    def _has_all_but(self, group: ParameterGroup) -> bool:
-        """Whether all sums but one are here, and will be; asked on any thread."""
-        others = (each for each in self._groups if each is not group)
-        return all(each.is_summed for each in others) and self._buffers.is_summed
 
     @property
     def is_sent(self) -> bool:

@@ -10,7 +10,7 @@ drift to θ_{k+1}. Nothing is written before the sum is complete.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -19,12 +19,9 @@ from torch import nn
 from elche.comm.averaging.consensus_distance import ConsensusSums
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.averaging.parameter_memory import ParameterMemory
-from elche.comm.averaging.prepared_step import PreparedStep, scale_of
-from elche.comm.codec.background_exchange import BackgroundExchange
-from elche.comm.codec.residual_exchange import ResidualExchange
+from elche.comm.codec.coded_exchange import CodedExchange
 from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.process_group import Group
-from elche.errors import ProtocolError
 
 WHAT = "handing over a reduction's result"
 
@@ -62,14 +59,13 @@ class ParameterGroup(ParameterMemory):
         Returns:
             Whether all of θ_r is finite.
         """
-        self._settle()
         layout, total = self._layout, 0.0
         self._side = self._messages_sent % self.exchange.sides
         message = self._messages[self._side]
         is_kept = weight == 1.0 and self._left_out is None
         is_kept &= self.exchange.keeps_contribution
         # What weighs nothing is not read where messages are encoded.
-        is_kept |= weight == 0.0 and isinstance(self.exchange, ResidualExchange)
+        is_kept |= weight == 0.0 and isinstance(self.exchange, CodedExchange)
         drift = message if is_kept and not layout.is_staged else self._own
         layout.fetch(drift)
         layout.settle()
@@ -108,47 +104,15 @@ class ParameterGroup(ParameterMemory):
 
     def begin(self) -> None:
         """The message is filled: the others may have it."""
-        self._prepared, self._is_begun = None, True
+        self._is_begun = True
         self.exchange.begin(self._side)
         self._messages_sent += 1
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether the other thread makes a step of the sum, when all sums are there."""
-        return self._prepared is not None
-
-    def prepare(self, rule: OuterStep, is_adopted: Callable[[], bool]) -> None:
-        """The step is known, after :meth:`begin`: what can be is worked out meanwhile.
-
-        That is on the thread that drives the exchange, if there is one.
-
-        Args:
-            rule: the step.
-            is_adopted: whether all other sums of the reduction are there; else the
-                drift, whose place the step takes, may have to be sent again.
-        """
-        exchange = self.exchange
-        if not isinstance(exchange, BackgroundExchange):
-            return
-        self._prepared = PreparedStep(
-            self._layout.segments,
-            self._outer,
-            rule,
-            base=self._base,
-            drift=self._drift,
-            scratch=(self._mean, self._apart),
-        )
-        exchange.follow_up(self._prepared.work_out, is_adopted)
-
     def replace(self, rule: OuterStep, consensus: ConsensusSums) -> None:
         """When the sum is there: the parameters become θ_{k+1}."""
-        prepared = self._taken(consensus)
-        if prepared is not None:
-            prepared.take()
-        scale = self._scale() if prepared is None else 1.0
+        scale = self._scale()
         for index in range(len(self._layout.segments)):
-            if prepared is None:
-                self._step(index, scale, rule, consensus)
+            self._step(index, scale, rule, consensus)
             self._layout.write(index, self._base)
         self._let_go()
         self._layout.flush(self._base)
@@ -158,15 +122,6 @@ class ParameterGroup(ParameterMemory):
 
         That is θ_r's drift from θ_k less the outer step.
         """
-        prepared = self._taken(consensus)
-        if prepared is not None:
-            for index in range(len(self._layout.segments)):
-                self._layout.add(index, self._drift)
-            self._layout.flush_sum(self._drift)
-            assert isinstance(self.exchange, BackgroundExchange)
-            self.exchange.put_off(prepared.take)
-            self._let_go()
-            return
         scale = self._scale()
         added = self._own if self._layout.is_staged else self._apart
         for index, drift in enumerate(self._drift.parts):
@@ -187,7 +142,6 @@ class ParameterGroup(ParameterMemory):
             rule: the step that made them.
             lacks: this rank holds θ_k still; nothing of it changes yet.
         """
-        self._settle()
         base = self._base_memory if not lacks else torch.empty_like(self._base_memory)
         group.broadcast(base, WHAT, source)
         if rule.kind == "average":
@@ -207,7 +161,7 @@ class ParameterGroup(ParameterMemory):
             momentum: its outer momentum, where the step has one.
             keeps: what was trained since this rank's part ended stays.
         """
-        if isinstance(self.exchange, ResidualExchange):
+        if isinstance(self.exchange, CodedExchange):
             self.exchange.commit()  # this rank's part is in what was received
         if momentum is not None:
             self._outer.load_momentum(momentum)
@@ -236,17 +190,8 @@ class ParameterGroup(ParameterMemory):
         total = torch.zeros(1, dtype=self._layout.dtype, device="cpu")
         numel = self._layout.numel
         self.exchange.sum_into(numel, numel + 1, total)
-        return scale_of(float(total[0].real))
-
-    def _taken(self, consensus: ConsensusSums) -> PreparedStep | None:
-        """The step that was worked out meanwhile, if there is one."""
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            if not prepared.is_worked_out:
-                raise ProtocolError("a step was taken before it was worked out")
-            consensus.distance += prepared.distance
-            consensus.size += prepared.size
-        return prepared
+        weights = float(total[0].real)
+        return 1.0 / weights if weights > 0.0 else 1.0
 
     def _step(
         self, index: int, scale: float, rule: OuterStep, consensus: ConsensusSums

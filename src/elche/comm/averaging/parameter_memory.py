@@ -16,15 +16,11 @@ from torch import nn
 
 from elche.comm.averaging.averager_state import dtype_name
 from elche.comm.averaging.outer import OuterOptimizer
-from elche.comm.averaging.prepared_step import PreparedStep
-from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.codec_opening import open_coded_exchange
-from elche.comm.codec.coded_exchange import residual_of_a_rank
-from elche.comm.codec.residual_exchange import ResidualExchange
+from elche.comm.codec.coded_exchange import CodedExchange
 from elche.comm.tensors.flat import FlatImage, FlatLayout, shaped, wire_dtype
 from elche.comm.transport.exchange import Exchange
 from elche.comm.transport.process_group import Group
-from elche.errors import ProtocolError
 
 RETIRING = "averaging other parameters"
 
@@ -59,7 +55,6 @@ class ParameterMemory:
         self._exchange: Exchange | None = None
         self._group: Group | None = None
         self._left_out: torch.Tensor | None = None
-        self._prepared: PreparedStep | None = None
         self._weight = 0.0
         self._side = self._messages_sent = 0
         self._is_begun = False
@@ -68,15 +63,14 @@ class ParameterMemory:
     @property
     def host_bytes(self) -> int:
         """Host memory: θ_k, messages, outer momentum, a kept drift, pieces, a codec."""
-        coded = self._exchange if isinstance(self._exchange, ResidualExchange) else None
-        extra = coded.extra_bytes if coded is not None else 0
         copies = 1 + self.exchange.sides + self._has_momentum + self._layout.is_staged
         if self._is_overlapped and not self._layout.is_staged:
             copies += not self._drift_is_sent
         pieces = 2 if self._is_overlapped or self._layout.is_staged else 3
         numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
         numel += 0 if self._left_out is None else self._left_out.numel()
-        return numel * self._base_memory.element_size() + extra
+        held = numel * self._base_memory.element_size()
+        return held + self.exchange.extra_bytes
 
     @property
     def _drift_is_sent(self) -> bool:
@@ -96,16 +90,7 @@ class ParameterMemory:
             group: the group.
             codec: how it travels there; see :func:`open_coded_exchange`.
         """
-        layout, last = self._layout, self._exchange
-        self._settle()
-        if isinstance(last, ResidualExchange):
-            last.retire()
-        if self._prepared is not None and self._prepared.is_worked_out:
-            raise ProtocolError(
-                "an encoded average had come when ranks formed another group; expected "
-                "it to be adopted first, because what was sent is kept no longer"
-            )
-        self._prepared = None
+        layout = self._layout
         if self._drift is not self._own:
             for own, drift in zip(self._own.parts, self._drift.parts, strict=True):
                 own.copy_(drift)
@@ -132,13 +117,12 @@ class ParameterMemory:
         Raises:
             CommunicationError: a rank has not come, or something has not left.
         """
-        group = self._group
-        if group is not None and isinstance(self._exchange, ResidualExchange):
-            if not group.has_ended:
-                # All have taken the last sum then, so gloo has nothing to wait for.
-                group.all_reduce(torch.zeros(1, device="cpu"), RETIRING)
-                self._exchange.flush(RETIRING)
-            self._exchange.retire()
+        group, exchange = self._group, self._exchange
+        if group is None or group.has_ended or not isinstance(exchange, CodedExchange):
+            return
+        # All have taken the last sum then, so gloo has nothing to wait for.
+        group.all_reduce(torch.zeros(1, device="cpu"), RETIRING)
+        exchange.flush(RETIRING)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -147,7 +131,6 @@ class ParameterMemory:
 
     def rebase(self) -> None:
         """Takes the parameters' present values as θ_k."""
-        self._settle()
         layout = self._layout
         if not layout.fits(layout.tensors):
             self._layout = FlatLayout(layout.tensors, layout.dtype)
@@ -197,19 +180,16 @@ class ParameterMemory:
     @property
     def has_moved(self) -> bool:
         """Whether the parameters are no longer θ_k; waits for them."""
-        self._settle()
         return not self.is_common(self._base_memory)
 
     def common(self) -> dict[int, torch.Tensor]:
         """θ_k of each parameter, by its id: views, not to be written."""
-        self._settle()
         tensors = self._layout.tensors
         views = shaped(self._base_memory, tensors)
         return {id(t): view for t, view in zip(tensors, views, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of what a committed state needs; see :meth:`Averager.state_dict`."""
-        self._settle()
         dtype, numel = self.layout
         momentum = self._outer.momentum
         is_wider = any(t.dtype != self._layout.dtype for t in self._layout.tensors)
@@ -223,40 +203,30 @@ class ParameterMemory:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """After :meth:`rebase`: goes on from a saved state that fits."""
-        self._settle()
         self._outer.load_momentum(state["momentum"])
         if state["base"] is not None:
             self._base_memory.copy_(state["base"])
         if state["residual"] is not None:
             self._load_residual(state["residual"])
 
-    def _residual(self) -> dict[str, Any] | None:
-        """What has been left out of this rank's messages, a copy."""
-        if isinstance(self._exchange, ResidualExchange):
-            return self._exchange.state_dict()
-        if self._left_out is None:
-            return None
-        left_out = self._left_out.clone()
-        return {"residual": left_out, "own": (0, 0), "world_size": 1, "ranks": 1}
+    def _residual(self) -> torch.Tensor | None:
+        """Rounding errors of this rank's messages, a copy; None without any."""
+        if isinstance(self._exchange, CodedExchange):
+            return self._exchange.residual.clone()
+        return None if self._left_out is None else self._left_out.clone()
 
-    def _load_residual(self, state: dict[str, Any]) -> None:
-        """It is sent with the next message."""
-        if isinstance(self.exchange, ResidualExchange):
-            self.exchange.load_state_dict(state)
-            return
-        left_out = residual_of_a_rank(state)
-        self._left_out = left_out if bool(left_out.any()) else None
+    def _load_residual(self, residual: torch.Tensor) -> None:
+        """The next message carries it."""
+        if isinstance(self.exchange, CodedExchange):
+            self.exchange.load_residual(residual)
+        else:
+            self._left_out = residual.clone() if bool(residual.any()) else None
 
     def _message_counts(self) -> None:
         """What this rank sent last is in the model, as is what it left out before."""
         self._is_begun = False
         if self._weight > 0.0:
             self._left_out = None
-
-    def _settle(self) -> None:
-        """θ_k and the outer momentum are those of the last step that was taken."""
-        if isinstance(self._exchange, BackgroundExchange):
-            self._exchange.settle()
 
     def _lay_out(self) -> None:
         layout = self._layout

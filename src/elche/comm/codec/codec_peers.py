@@ -1,53 +1,59 @@
 """Messages from rank to rank, beside a group's collectives.
 
 gloo's point-to-point transfers carry tags, so that they need not begin in the same
-order on every rank, as collectives must: a rank may answer a message whenever it comes.
+order on every rank, as collectives must: a rank may answer a message at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, MutableSet, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError
 
+POLL_S = 5e-4
+"""Pause between two polls of a wait."""
+
 
 class Peers(Protocol):
-    """What a route needs of a process group."""
+    """Part of a process group that an encoded exchange needs."""
 
     rank: int
     world_size: int
     ranks: Sequence[int]
-    """What the whole group calls them, for messages to people."""
+    """Numbers of the ranks in the run, for errors."""
+    under_way: MutableSet[Any]
+    """Exchanges of this group with a message under way."""
 
     def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
-        """Begins to send; the memory is needed until it has been waited for."""
+        """Begins to send; the memory is needed until the transfer was waited for."""
 
     def receive_async(self, memory: torch.Tensor, source: int, tag: int) -> Any:
         """Begins to receive."""
 
     def wait(self, work: Any, what: str) -> None:
-        """Waits for either, where others have done their part: nothing ends this wait.
+        """Waits for a transfer to which the peer has done its part.
 
         Raises:
             CommunicationError: it failed.
         """
 
-    def look_out(self, ready: Callable[[], bool], what: str) -> None:
-        """Waits until something is there, as far as somebody may end that wait.
+    def poll_until(self, ready: Callable[[], bool], what: str) -> None:
+        """Polls until ready, if the group can end that wait when a rank dies.
 
         Raises:
             CommunicationError: a rank is dead; other errors say why the run ended.
         """
 
     def explained(self, error: CommunicationError) -> Exception:
-        """The same, and why, if the group can find out; only on the training thread."""
+        """The same error with its reason, if the group knows one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,9 +64,18 @@ class _Pending:
     memory: torch.Tensor
 
 
-_pending: WeakKeyDictionary[Group, set[_Pending]] = WeakKeyDictionary()
-"""What was begun and not waited for. It lives as long as its group: gloo's threads must
-not find it gone."""
+@dataclass(slots=True)
+class _Traffic:
+    """Transfers and exchanges of a group. Lives as long as the group.
+
+    gloo's threads must not find the memory of a pending transfer freed.
+    """
+
+    pending: set[_Pending] = field(default_factory=set)
+    under_way: MutableSet[Any] = field(default_factory=WeakSet)
+
+
+_traffic: WeakKeyDictionary[Group, _Traffic] = WeakKeyDictionary()
 
 
 @final
@@ -72,8 +87,10 @@ class GroupPeers:
     """
 
     def __init__(self, group: Group) -> None:
+        traffic = _traffic.setdefault(group, _Traffic())
         self._group = group
-        self._pending = _pending.setdefault(group, set())
+        self._pending = traffic.pending
+        self.under_way = traffic.under_way
         self.rank = group.rank
         self.world_size = group.world_size
         self.ranks: Sequence[int] = group.ranks
@@ -91,7 +108,7 @@ class GroupPeers:
         return self._begun("recv", memory, source, tag)
 
     def wait(self, work: Any, what: str) -> None:
-        """Waits, at most as long as the group's deadline."""
+        """Waits inside gloo, at most as long as the group's deadline."""
         try:
             work.work.wait(timedelta(seconds=self._group.timeout_s))
         except RuntimeError as error:
@@ -100,13 +117,21 @@ class GroupPeers:
             ) from error
         self._pending.discard(work)
 
-    def look_out(self, ready: Callable[[], bool], what: str) -> None:
+    def poll_until(self, ready: Callable[[], bool], what: str) -> None:
         """Waits outside of gloo, whose own wait ends with the connection alone."""
-        if self._group.is_watched:
-            self._group.wait_until(ready, what)
+        if not self._group.is_watched:
+            return
+
+        def polled() -> bool:
+            is_ready = ready()
+            if not is_ready:
+                time.sleep(POLL_S)
+            return is_ready
+
+        self._group.wait_until(polled, what)
 
     def explained(self, error: CommunicationError) -> Exception:
-        """The same, and why, as the group finds out."""
+        """The same error with its reason, as the group finds out."""
         return self._group.on_failure(str(error), ())
 
     def _begun(self, call: str, memory: torch.Tensor, peer: int, tag: int) -> _Pending:

@@ -37,12 +37,7 @@ def packed(
     for parameter, part in zip(parameters, parts, strict=True):
         if id(parameter) in left:
             part.copy_(left[id(parameter)])
-    state["groups"][0]["residual"] = {
-        "residual": flat,
-        "own": (0, 0),
-        "world_size": 1,
-        "ranks": 1,
-    }
+    state["groups"][0]["residual"] = flat
     return state
 
 
@@ -58,7 +53,7 @@ def unpacked(
     residual = state["groups"][0]["residual"]
     if residual is None:  # of a rank that was not there
         return {}
-    parts = residual["residual"].split([p.numel() for p in parameters])
+    parts = residual.split([p.numel() for p in parameters])
     return {id(p): part for p, part in zip(parameters, parts, strict=True)}
 
 

@@ -75,6 +75,11 @@ class Exchange(ABC):
         """Whether the sum is in :meth:`result` and :meth:`finish` has nothing to do."""
         return False
 
+    @property
+    def extra_bytes(self) -> int:
+        """Host memory beside contributions and results."""
+        return 0
+
     @abstractmethod
     def poll(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""

@@ -177,6 +177,7 @@ class HostExchange(Exchange):
         return counters + aligned(numel * dtype.itemsize) * (ranks + sums)
 
     @property
+    @override
     def extra_bytes(self) -> int:
         """This rank's part of the memory of sums."""
         return sum(each.nbytes for each in self._sums) // len(self._slots)

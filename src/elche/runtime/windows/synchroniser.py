@@ -14,7 +14,6 @@ from torch.nn.utils import get_total_norm
 
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
-from elche.comm.codec.codec_choice import codec_in
 from elche.comm.gradients.buckets.bucket_contract import Reduced
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.gradients.gradient_window import GradientWindow
@@ -228,7 +227,7 @@ class Synchroniser:
         if self._config.policy != "sync":
             return "fp32"
         warn_of_codec(group, self._config.codec)
-        return codec_in(group, self._config.codec, self.num_parameters)
+        return self._config.codec
 
     def detach(self) -> None:
         """Takes every hook off; SyncBatchNorm is plain BatchNorm again."""
@@ -310,7 +309,7 @@ class Synchroniser:
 
 def warn_of_codec(group: Group, codec: str) -> None:
     """Says on the first rank where a codec that was asked for brings nothing."""
-    if codec in ("auto", "fp32") or not group.shares_host:
+    if codec == "fp32" or not group.shares_host:
         return
     if len(set(group.hosts())) == 1 and group.rank == 0:
         logger.warning(

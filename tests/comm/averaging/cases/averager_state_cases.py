@@ -13,7 +13,7 @@ from torch import nn
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
-from elche.comm.codec.residual_exchange import ResidualExchange
+from elche.comm.codec.coded_exchange import CodedExchange
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import CommunicationError, MismatchError
@@ -67,15 +67,17 @@ class Work:
 
 @dataclass
 class Saved:
-    """What a rank holds at a synchronisation; residuals are those of each window.
+    """What a rank holds at a synchronisation.
 
-    ``remote_bytes`` were sent to other hosts; -1 where nothing is counted.
+    Attributes:
+        residuals: residual after each window.
+        own: the part of the sum that this rank owns, where messages are encoded.
     """
 
     model: dict[str, torch.Tensor] = field(default_factory=dict)
     averager: dict[str, Any] = field(default_factory=dict)
     residuals: list[torch.Tensor] = field(default_factory=list)
-    remote_bytes: int = -1
+    own: range = range(0)
 
 
 def build(work: Work) -> nn.Module:
@@ -102,12 +104,12 @@ def train(work: Work, first: int, last: int, saved: Sequence[Saved] | None) -> S
             _window(model, averager, reduction, control, _is_drained(work, window))
             for state in (each.state_dict() for each in averager._groups):
                 if state["residual"] is not None:
-                    found.residuals.append(state["residual"]["residual"])
+                    found.residuals.append(state["residual"])
         _leave(averager, control)
         found.model, found.averager = state_of(model), averager.state_dict()
         exchange = averager._groups[0].exchange
-        if isinstance(exchange, ResidualExchange):
-            found.remote_bytes = exchange.remote_bytes
+        if isinstance(exchange, CodedExchange):
+            found.own = exchange._hops.own
     return found
 
 
@@ -129,7 +131,7 @@ class Bereaved:
 
     Attributes:
         model: at the end.
-        left_out: before a rank died, outside of what was this rank's own.
+        left_out: before a rank died.
         carried: the same in the survivors' group.
     """
 
@@ -145,7 +147,7 @@ def lose_a_rank(work: Work) -> Bereaved:
     with joined("gloo") as group, joined("gloo", name="control") as control:
         averager = averager_of(work, model, group)
         _window(model, averager, work.plan(place.rank, 0, last + 1), control, True)
-        owned = [_residual(each) for each in averager._groups]
+        found.left_out = [_residual(each) for each in averager._groups]
         all_here(os.environ[STORE])
         lose_patience(group, 1.0)
         if place.rank == last:
@@ -166,11 +168,7 @@ def lose_a_rank(work: Work) -> Bereaved:
             all_here(os.environ[STORE], "failed")
     with joined("gloo", members=tuple(range(last))) as group:
         averager.connect(group)
-        for (before, own), each in zip(owned, averager._groups, strict=True):
-            after, _ = _residual(each)
-            before[own], after[own] = 0.0, 0.0
-            found.left_out.append(before)
-            found.carried.append(after)
+        found.carried = [_residual(each) for each in averager._groups]
         again = work.plan(place.rank, 1, last)
         if isinstance(averager, ParameterAverager):
             averager.synchronise(again)
@@ -182,12 +180,9 @@ def lose_a_rank(work: Work) -> Bereaved:
     return found
 
 
-def _residual(group: ParameterGroup) -> tuple[torch.Tensor, slice]:
-    """What encoding has left out, and which elements' sums are this rank's."""
-    state = group.state_dict()["residual"]
-    if state is None:
-        return torch.zeros(0), slice(0)
-    return state["residual"], slice(*state["own"])
+def _residual(group: ParameterGroup) -> torch.Tensor:
+    residual = group.state_dict()["residual"]
+    return torch.zeros(0) if residual is None else residual
 
 
 def load_others(work: Work, states: Sequence[dict[str, Any]]) -> list[str]:
@@ -242,5 +237,5 @@ def _leave(averager: ParameterAverager | OverlappedAverager, control: Group) -> 
 
 def _flush(averager: ParameterAverager | OverlappedAverager) -> None:
     for each in averager._groups:
-        if isinstance(each.exchange, ResidualExchange):
+        if isinstance(each.exchange, CodedExchange):
             each.exchange.flush("a test")

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from elche.comm.codec.background_exchange import BackgroundExchange
-from elche.comm.codec.codec import CODECS
-from elche.comm.codec.codec_choice import measured_codec
 from elche.comm.codec.codec_opening import open_coded_exchange
-from elche.comm.codec.codec_routes import sent_bytes
-from elche.comm.codec.residual_exchange import ResidualExchange
+from elche.comm.codec.coded_exchange import CodedExchange
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, MismatchError
 from tests.comm.averaging.cases.overlap_cases import joined
@@ -30,17 +24,13 @@ class Seen:
 
     Attributes:
         sums: of each round.
-        sent_bytes: by the exchange, and as predicted.
         error: how a reduction failed.
-        state: the residual in the end.
-        threads: beside the training thread, with a message under way and then.
+        residual: in the end.
     """
 
     sums: list[torch.Tensor] = field(default_factory=list)
-    sent_bytes: tuple[int, int] = (0, 0)
     error: str = ""
-    state: dict[str, Any] = field(default_factory=dict)
-    threads: list[int] = field(default_factory=lambda: [0, 0])
+    residual: torch.Tensor | None = None
 
 
 def offered(rank: int, number: int, numel: int) -> torch.Tensor:
@@ -49,29 +39,24 @@ def offered(rank: int, number: int, numel: int) -> torch.Tensor:
     return torch.cat([torch.randn(numel, generator=generator), torch.ones(1)])
 
 
-def opened(group: Group, codec: str, numel: int, sides: int = 1) -> ResidualExchange:
-    exchange = open_coded_exchange(group, numel + 1, torch.float32, codec, sides)
-    assert isinstance(exchange, ResidualExchange)
+def opened(group: Group, codec: str, numel: int) -> CodedExchange:
+    exchange = open_coded_exchange(group, numel + 1, torch.float32, codec)
+    assert isinstance(exchange, CodedExchange)
     return exchange
 
 
-def reduced(exchange: ResidualExchange, number: int, numel: int) -> torch.Tensor:
+def reduced(exchange: CodedExchange, number: int, numel: int) -> torch.Tensor:
     message = offered(this_place().rank, number, numel)
-    begin(exchange, message)
+    exchange.contribution(0).copy_(message)
+    exchange.begin(0)
     exchange.poll()
     found = exchange.finish("a test").clone()
+    exchange.release()
     assert torch.equal(exchange.contribution(0), message)
     return found
 
 
-def begin(exchange: ResidualExchange, message: torch.Tensor) -> None:
-    if isinstance(exchange, BackgroundExchange):
-        exchange.settle()
-    exchange.contribution(0).copy_(message)
-    exchange.begin(0)
-
-
-def leave(group: Group, exchange: ResidualExchange) -> None:
+def leave(group: Group, exchange: CodedExchange) -> None:
     """Nobody closes its group before all have received."""
     exchange.flush("a test")
     group.all_reduce(torch.zeros(1), "all ranks to be through")
@@ -82,10 +67,8 @@ def many_sums(codec: str, numels: Sequence[int], rounds: int) -> list[Seen]:
     found = []
     with joined("gloo") as group:
         for numel in numels:
-            exchange, seen = opened(group, codec, numel, sides=2), Seen()
+            exchange, seen = opened(group, codec, numel), Seen()
             seen.sums = [reduced(exchange, number, numel) for number in range(rounds)]
-            predicted = sent_bytes(CODECS[codec], numel, group.world_size, group.rank)
-            seen.sent_bytes = (exchange.sent_bytes, rounds * predicted)
             leave(group, exchange)
             found.append(seen)
     return found
@@ -108,6 +91,7 @@ def beside_collectives(codec: str, rounds: int) -> list[torch.Tensor]:
             if not is_first:
                 group.wait(work, "beside")
             sums.append(exchange.finish("a test").clone())
+            exchange.release()
             if is_first:
                 group.wait(work, "beside")
             assert beside.tolist() == [float(number) * group.world_size] * 10
@@ -115,29 +99,30 @@ def beside_collectives(codec: str, rounds: int) -> list[torch.Tensor]:
     return sums
 
 
-def bereaved(codec: str, numel: int, sides: int = 1) -> Seen:
+def bereaved(codec: str, numel: int) -> Seen:
     """The last rank dies when it has begun; the others go on without it."""
     place, seen = this_place(), Seen()
     last = place.world_size - 1
     with joined("gloo") as group:
-        exchange = opened(group, codec, numel, sides)
+        exchange = opened(group, codec, numel)
         seen.sums.append(reduced(exchange, 0, numel))
         group.all_reduce(torch.zeros(1), "all ranks to be through")
         if place.rank == last:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            begin(exchange, offered(place.rank, 1, numel))
+            exchange.contribution(0).copy_(offered(place.rank, 1, numel))
+            exchange.begin(0)
             exchange.wait("a test")
         except CommunicationError as error:
             seen.error = str(error)
-        committed = exchange.state_dict()
+        committed = exchange.residual
     if last == 1:
         return seen
     with joined("gloo", members=tuple(range(last))) as group:
-        exchange = opened(group, codec, numel, sides)
-        exchange.load_state_dict(committed)
+        exchange = opened(group, codec, numel)
+        exchange.load_residual(committed)
         seen.sums.append(reduced(exchange, 1, numel))
-        seen.state = exchange.state_dict()
+        seen.residual = exchange.residual.clone()
         leave(group, exchange)
     return seen
 
@@ -146,26 +131,21 @@ def stood_up(codec: str, numel: int, folder: str, *, waits: bool) -> Seen:
     """The last rank does not begin; the others wait for it in vain, or close."""
     place, seen = this_place(), Seen()
     with joined("gloo") as group:
-        exchange = opened(group, codec, numel, sides=2)
+        exchange = opened(group, codec, numel)
         seen.sums.append(reduced(exchange, 0, numel))
         all_here(folder)
         if place.rank < place.world_size - 1:
             lose_patience(group, 0.5)
-            begin(exchange, offered(place.rank, 1, numel))
+            exchange.contribution(0).copy_(offered(place.rank, 1, numel))
+            exchange.begin(0)
             if waits:
                 try:
                     exchange.wait("a test")
                 except CommunicationError as error:
                     seen.error = str(error)
-            seen.state = exchange.state_dict()
-            seen.threads[0] = codec_threads()
-    seen.threads[1] = codec_threads()
+            seen.residual = exchange.residual.clone()
     all_here(folder, "through")
     return seen
-
-
-def codec_threads() -> int:
-    return sum(each.name.startswith("elche codec") for each in threading.enumerate())
 
 
 def disagreeing(codecs: Sequence[str], numels: Sequence[int]) -> str:
@@ -177,12 +157,6 @@ def disagreeing(codecs: Sequence[str], numels: Sequence[int]) -> str:
         except MismatchError as error:
             return str(error)
     return ""
-
-
-def chosen() -> str:
-    """What ``auto`` chooses here, whatever this machine is busy with."""
-    with joined("gloo") as group:
-        return measured_codec(group, 100_000)
 
 
 def uncoded() -> list[str]:

@@ -12,8 +12,6 @@ pass, unless this one comes to nothing.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -21,9 +19,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.codec_opening import open_coded_exchange
-from elche.comm.codec.coded_exchange import residual_of_a_rank
+from elche.comm.codec.coded_exchange import CodedExchange
 from elche.comm.gradients.buckets.bucket_contract import PassOptions
 from elche.comm.gradients.buckets.bucket_layout import BucketLayout
 from elche.comm.gradients.buckets.sum_memory import SumMemory
@@ -35,10 +32,6 @@ from elche.comm.transport.shared_memory import Members
 
 SIDES = 2
 WHAT = "the reduction of gradients"
-LOOK_S = 5e-4
-"""Pause between two looks for an encoded sum."""
-LOOKED_S = 5.0
-"""It is looked for so long; gloo tells only those that wait in it who has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +81,11 @@ class Bucket:
     missing: bool = False
     _flat: list[torch.Tensor] = field(default_factory=list)
     _total: torch.Tensor | None = None
-    _lender: SumMemory | None = None
+    _lender: SumMemory = field(init=False)
     _sums_apart: bool = False
     _is_summed: bool = False
     _layout: BucketLayout = field(init=False)
-    _group: Members | None = None
-    _coded: BackgroundExchange | None = None
-    _side: int = 0
+    _coded: CodedExchange | None = None
     _staged: bool = False
     kept: torch.Tensor | None = None
 
@@ -118,14 +109,9 @@ class Bucket:
                 sent: this rank's own gradients, or the sums of the pass before.
         """
         kept += self.kept is not None
-        if self._coded is not None:  # one contribution serves both sides
-            copies = 4 if self._staged else 3
-            return copies * self.size_bytes + self._coded.extra_bytes
-        if self._sums_apart:
-            over = self.exchange
-            shared = over.extra_bytes if isinstance(over, HostExchange) else 0
-            return (1 + len(self.sent)) * self.size_bytes + shared
-        return (1 + self._staged + kept) * self.size_bytes
+        own = 0 if self.exchange is None else self.exchange.extra_bytes
+        copies = len(self.sent) if self._sums_apart else self._staged + kept
+        return (1 + copies) * self.size_bytes + own
 
     def info(self, index: int, capacity_bytes: int, names: Sequence[str]) -> BucketInfo:
         """A description, given the names of its parameters."""
@@ -162,11 +148,9 @@ class Bucket:
                 numel + 1,  # the factor comes last
                 wire,
                 options.codec,
-                SIDES,
                 exact=len(self.parameters),
-                sums=1 if staged else SIDES,
             )
-            assert isinstance(exchange, BackgroundExchange)
+            assert isinstance(exchange, CodedExchange)
             self._coded = exchange
         else:
             where = torch.device("cpu") if staged else device
@@ -175,30 +159,28 @@ class Bucket:
             else:
                 sums = 2 if options.keeps_sums else 1
                 exchange = open_by_hosts(group, numel, dtype, where, sums=sums)
-            self._lender = SumMemory(numel, dtype, device)
-            self._sums_apart = exchange.keeps_contribution and not staged
+        self._lender = SumMemory(numel, dtype, device)
+        self._sums_apart = exchange.keeps_contribution and not staged
         is_kept = options.keeps_sums and group.world_size > 1
         if is_kept and not exchange.keeps_contribution:
             self.kept = torch.zeros(numel, dtype=dtype, device=device)
-        self.exchange, self._group, self._staged = exchange, group, staged
-        if self._lender is not None and not self._sums_apart:
-            self._lay_message(self._lender)
+        self.exchange, self._staged = exchange, staged
+        if not self._sums_apart:
+            self._lay_message()
             return
         for side in range(exchange.sides):
             sent = exchange.contribution(side)[:numel]
-            if staged:
-                sent = torch.zeros(numel, dtype=dtype, device=device)
             self._flat.append(sent)
             self.sent.append(self._layout.views(sent))
 
-    def _lay_message(self, lender: SumMemory) -> None:
+    def _lay_message(self) -> None:
         """Lays the next message, and its sum, where nobody views the last ones."""
         self._flat, self.sent, self.summed, self._total = [], [], [], None
         if self._staged:
-            sent = lender.lend()
+            sent = self._lender.lend()
         else:
             assert isinstance(self.exchange, GlooExchange)
-            sent = self.exchange.renew(0, lender.lend)
+            sent = self.exchange.renew(0, self._lender.lend)
         self._flat, self.sent = [sent], [self._layout.views(sent)]
 
     @torch.no_grad()
@@ -208,11 +190,9 @@ class Bucket:
         With a scale of 0 zeros are sent, whatever the gradients are.
         """
         assert self.exchange is not None
-        if self._coded is not None:
-            self._coded.settle()  # what was sent last is read no more
         self.summed, self._total = [], None  # its memory may be lent again
-        if self._lender is not None and not self._sums_apart:
-            self._lay_message(self._lender)
+        if not self._sums_apart:
+            self._lay_message()
         side %= len(self.sent)
         sent, self._is_summed = self.sent[side], False
         flags = [0.0] * len(self.parameters)
@@ -232,7 +212,6 @@ class Bucket:
             flat = self._flat[side]
             self.exchange.contribution(side)[: flat.numel()].copy_(flat)
         if self._coded is not None:
-            self._side = side
             self._coded.contribution(side)[-1] = scale
         self.exchange.begin(side)
 
@@ -252,9 +231,7 @@ class Bucket:
             Whether :meth:`finish` has nothing left to do.
         """
         assert self.exchange is not None
-        if self._coded is not None:
-            self.exchange.advance()
-        elif not self._is_summed and self.exchange.has_sum:
+        if not self._is_summed and self.exchange.has_sum:
             self.finish(side)
         return self._is_summed
 
@@ -271,42 +248,19 @@ class Bucket:
         side %= len(self.sent)
         if not self._sums_apart:
             self.summed, self._total = self.sent[side], self._flat[side]
-            found = self._decoded() if self._coded else self.exchange.finish(WHAT)
+            found = self.exchange.finish(WHAT)
             if self._staged:
                 self._total.copy_(found[: self._total.numel()])
-            elif self._coded is not None:
-                self._total = found[: self._total.numel()]
-                self.summed = self._layout.views(self._total)
             if self.kept is not None:
                 self.kept.copy_(self._total)
         else:
-            assert self._lender is not None
             self.exchange.wait(WHAT)
             self._total = self._lender.lend()
             self.exchange.sum_into(0, self._total.numel(), self._total)
-            self.exchange.release()
             self.summed = self._layout.views(self._total)
+        if self._coded is None:
+            self.exchange.release()
         self._is_summed = True
-
-    def _decoded(self) -> torch.Tensor:
-        """Waits for an encoded sum, and until nothing of it is under way any more."""
-        coded, group = self._coded, self._group
-        assert coded is not None
-        assert group is not None
-
-        end_s = time.monotonic() + LOOKED_S
-
-        def has_come() -> bool:
-            coded.drive()  # this thread has nothing else to do
-            if not coded.poll():
-                time.sleep(LOOK_S)
-            return coded.poll() or time.monotonic() > end_s
-
-        group.wait_until(has_come, WHAT)
-        coded.wait(WHAT)
-        total = coded.decoded()
-        coded.flush(WHAT)  # whoever ends the group next takes nothing from others
-        return total
 
     def take_over(self, group: Members, source: int, *, lacks: bool) -> None:
         """Gives the last sum to whoever lacks it; with all ranks of another group.
@@ -341,54 +295,48 @@ class Bucket:
 
     @property
     def is_finite(self) -> bool:
-        """Whether what arrived in this pass is, if it was encoded."""
-        coded = self._coded
-        return coded is None or math.isfinite(float(coded.result(self._side)[-1]))
+        """False if an encoded sum of this pass is not."""
+        return self._coded is None or self._coded.is_finite
 
     def settle(self, *, keeps: bool) -> None:
-        """The sum was taken, or comes to nothing: then nothing was left out of it."""
+        """Adopts the residual of an encoded sum, unless its pass comes to nothing.
+
+        A parameter that no rank used keeps its residual: its sum is dropped.
+        """
         coded = self._coded
         if coded is None:
             return
+        # The rank that ends the group first takes nothing from others then.
+        coded.flush(WHAT)
         if not keeps:
             coded.rollback()
             return
         unused = [index for index, used in enumerate(self.used()) if not used]
-        before = self._layout.parts(coded.state_dict()["residual"]) if unused else []
-        coded.release()
-        lost = [index for index in unused if bool(before[index].any())]
-        if lost:  # their sums are not handed out: what was left out is still left
-            state = coded.state_dict()
-            left = self._layout.parts(state["residual"])
-            for index in lost:
-                left[index].copy_(before[index])
-            coded.load_state_dict(state)
+        before = self._layout.parts(coded.residual)
+        coded.commit()
+        after = self._layout.parts(coded.residual)
+        for index in unused:
+            after[index].copy_(before[index])
 
     def residuals(self) -> list[torch.Tensor]:
-        """What earlier passes left out, per parameter and flat; empty without codec.
+        """Residual of each parameter, flat; empty without a codec.
 
         In the order of its shape, whatever its memory format.
         """
         if self._coded is None:
             return []
-        left = residual_of_a_rank(self._coded.state_dict())
+        left = self._coded.residual.clone()
         return [part.reshape(-1) for part in self._layout.shaped_parts(left)]
 
     def load_residuals(self, left: Sequence[torch.Tensor]) -> None:
-        """Goes on from those of other buckets."""
+        """Continues from those of other buckets."""
         if self._coded is not None:
-            state = {"own": (0, 0), "world_size": 1, "ranks": 1}
             residual = torch.cat(list(left))
             for into, part in zip(
                 self._layout.shaped_parts(residual), left, strict=True
             ):
                 into.copy_(part.view(into.shape))
-            self._coded.load_state_dict({**state, "residual": residual})
-
-    def retire(self) -> None:
-        """There is no other pass: nothing is done for one that was broken off."""
-        if self._coded is not None:
-            self._coded.retire()
+            self._coded.load_residual(residual)
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:

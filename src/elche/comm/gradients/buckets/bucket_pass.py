@@ -165,7 +165,6 @@ class BucketPass:
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
         self._hooks.detach()
-        self._queue.retire()
 
     def _build(self, order: Sequence[int]) -> None:
         self.order = list(order)

@@ -155,8 +155,3 @@ class BucketQueue:
             bucket.take_over(group, source, lacks=lacks)
         for bucket in self.buckets if lacks else ():
             bucket.finish(self.side)
-
-    def retire(self) -> None:
-        """There is no other pass."""
-        for bucket in self.buckets:
-            bucket.retire()

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from elche.errors import ContributionError
-from elche.pipeline.split_backward.deferred import Site
 from elche.torch_internals.held import accumulated_hooks, version
 
 
@@ -96,7 +95,6 @@ class ContributionGuard:
         microbatch: int,
         seen: Counter[int],
         roots: Sequence[Any],
-        sites: Sequence[Site],
         deferred: Iterable[torch.Tensor] = (),
     ) -> None:
         """Checks a microbatch whose backward has run, weight gradients perhaps not.
@@ -105,7 +103,6 @@ class ContributionGuard:
             microbatch: which one.
             seen: what autograd accumulated.
             roots: nodes of the outputs in autograd's graph.
-            sites: uses of deferred weights in its forward.
             deferred: weights and biases whose gradient is still to be computed.
 
         Raises:
@@ -122,7 +119,7 @@ class ContributionGuard:
         ):
             owed &= self._parameters.keys()
             missing = self._parameters.keys() - seen.keys() - owed
-            lost = missing and missing & _owing(roots, sites, self._undefined)
+            lost = missing and missing & _owing(roots, self._undefined)
             if lost:
                 self._complain(lost, microbatch, "got no contribution")
         if owed:
@@ -144,10 +141,6 @@ class ContributionGuard:
         lost = owed and owed - seen.keys()
         if lost:
             self._complain(lost, microbatch, "got no contribution")
-
-    def elements(self, seen: Iterable[int]) -> int:
-        """Elements of the parameters that autograd accumulated."""
-        return sum(self._parameters[key].numel() for key in seen)
 
     def versions(self) -> dict[int, Any]:
         """What tells whether a gradient has changed; for backwards of a user's own."""
@@ -210,20 +203,16 @@ def _leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
     return found
 
 
-def _owing(
-    roots: Sequence[Any], sites: Sequence[Site], undefined: set[int]
-) -> set[int]:
+def _owing(roots: Sequence[Any], undefined: set[int]) -> set[int]:
     """Ids of the parameters that the graph must bring a gradient for.
 
-    Not of those that autograd came to without one; where a weight is deferred, it
-    always does, and the gradient of the output tells.
+    Not of those that autograd came to without one, unless a node says that it has put
+    one off (`elche.pipeline.split_backward.weight_gradients`).
     """
     nodes = _nodes(roots)
     found = _variables(nodes) - undefined
-    for site in sites:
-        is_undefined = bool(site.grads) and site.grads[0] is None
-        if site.node in nodes and not is_undefined:
-            found |= _leaves(one for one in (site.weight, site.bias) if one is not None)
+    for node in nodes:
+        found |= _leaves(getattr(node, "owed", ()))
     return found
 
 

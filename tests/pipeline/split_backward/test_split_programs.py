@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elche.errors import ConfigError
 from elche.pipeline.pipeline import Pipeline
+from tests.pipeline.split_backward.split_cases import with_bias
 from tests.pipeline.split_backward.test_split_backward import (
     check_equal,
     forward,
@@ -153,12 +154,6 @@ class Equilibrium(nn.Module):
         return found
 
 
-def _with_matrix_bias() -> nn.Module:
-    module = nn.Linear(6, 6)
-    module.bias = nn.Parameter(torch.randn(4, 6))
-    return module
-
-
 class Target(nn.Module):
     """Copies a part of itself in its first forward (BYOL)."""
 
@@ -187,7 +182,7 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
     "a hook that differentiates": Equilibrium,
     "a compiled function": lambda: CompiledInside(nn.Linear(6, 5)),
     "other weights": lambda: Swapped(nn.Linear(6, 5)),
-    "a bias for each row": _with_matrix_bias,
+    "a bias for each row": lambda: with_bias(4, 4),
     "a copy of a part": Target,
 }
 

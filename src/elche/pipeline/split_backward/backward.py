@@ -32,7 +32,6 @@ class _Flight:
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
     is_split: bool
-    versions: dict[int, Any]
     input_is_done: bool = False
 
 
@@ -119,7 +118,7 @@ class StageBackward:
             tensor.detach().requires_grad_(needed)
             for tensor, needed in zip(given.tensors, given.needs_grad, strict=True)
         ]
-        flight = _Flight(inputs, [], is_split and self._splits, {})
+        flight = _Flight(inputs, [], is_split and self._splits)
         self._flights[microbatch] = flight
         if self._copies_input:
             inputs = [one.clone() if one.requires_grad else one for one in inputs]
@@ -178,9 +177,10 @@ class StageBackward:
             )
         flight.input_is_done = True
         if self._own is not None:
+            own = list(self._own.backward_input(microbatch, tuple(gradients)))
             if self.guard is not None:
-                flight.versions = self.guard.versions()
-            return list(self._own.backward_input(microbatch, tuple(gradients)))
+                self.guard.after_own_input(microbatch)
+            return own
         self._autograd(microbatch, flight, gradients)
         found = [one.grad for one in flight.inputs if one.requires_grad]
         flight.inputs, flight.outputs = [], []
@@ -201,14 +201,10 @@ class StageBackward:
         del self._flights[microbatch]
         if self._own is not None:
             self._own.backward_weight(microbatch)
-            if self.guard is not None:
-                self.guard.after_own(microbatch, flight.versions)
-        elif self.guard is None:
-            self._store.compute(microbatch)
         else:
-            with self.guard.watch() as seen:
-                touched = self._store.compute(microbatch)
-            self.guard.after_weight(microbatch, seen, touched)
+            self._store.compute(microbatch)
+        if self.guard is not None:
+            self.guard.after_weight(microbatch)
 
     def full_backward(
         self, microbatch: int, gradients: Sequence[torch.Tensor | None]
@@ -238,32 +234,21 @@ class StageBackward:
             for output, gradient in zip(flight.outputs, gradients, strict=True)
             if gradient is not None
         ]
-        if self.guard is None:
-            self._run_backward(microbatch, flight, pairs)
-            return
-        with self.guard.watch() as seen:
-            self._run_backward(microbatch, flight, pairs)
-        roots = [output.grad_fn for output, _ in pairs]
-        waiting = self._store.waiting_for(microbatch)
-        self.guard.after_backward(microbatch, seen, roots, waiting)
-
-    def _run_backward(
-        self,
-        microbatch: int,
-        flight: _Flight,
-        pairs: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        if not pairs:
-            return
-        outputs, gradients = zip(*pairs, strict=True)
-        if flight.is_split:
-            self._store.open(microbatch)
-        try:
-            # Checkpointed parts run again as in forward.
-            with self._deferring(flight):
-                torch.autograd.backward(outputs, gradients)
-        finally:
-            self._store.close()
+        if self.guard is not None:
+            self.guard.begin_backward()
+        if pairs:
+            outputs, given = zip(*pairs, strict=True)
+            if flight.is_split:
+                self._store.open(microbatch)
+            try:
+                with self._deferring(flight):  # checkpointed parts run again
+                    torch.autograd.backward(outputs, given)
+            finally:
+                self._store.close()
+        if self.guard is not None:
+            roots = [output.grad_fn for output, _ in pairs]
+            waiting = self._store.waiting_for(microbatch)
+            self.guard.after_backward(microbatch, roots, waiting)
 
     def _deferring(self, flight: _Flight) -> contextlib.AbstractContextManager[None]:
         """The modules put their weight gradients off, if the microbatch is split."""

@@ -1,20 +1,20 @@
 """Modules of torch whose weight gradients are deferred while their stage runs.
 
-A module is split if it is exactly of a known type with the forward that torch gave it,
-and holds its weights as plain parameters without hooks of a user. Such a module gets a
-forward of its own meanwhile. All else runs as it is, and autograd computes its weight
-gradients with the input gradient: recurrent layers, parametrized, pruned or compiled
-modules, norms (a few sums: keeping their input longer would cost more than it gains),
-and functions of weights outside of modules, such as a head that is tied to an embedding
-by `F.linear`.
+A module is split if it is exactly of a known type with torch's own forward, and holds
+its weights as plain parameters without hooks of a user; its forward is exchanged
+meanwhile. Of all else (recurrent layers, norms, parametrized, pruned or compiled
+modules, functions of weights outside of modules) autograd computes the weight gradients
+with the input gradient.
 """
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias, final
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from elche.pipeline.split_backward.guard import has_user_hooks
 from elche.pipeline.split_backward.operations import (
     LINEAR,
     TRANSPOSED_LINEAR,
@@ -29,15 +30,11 @@ from elche.pipeline.split_backward.operations import (
     embedding,
 )
 from elche.pipeline.split_backward.weight_gradients import WeightGradients, defer
-from elche.torch_internals.held import (
-    accumulated_hooks,
-    held_parameters,
-    hooks_seen_by,
-)
+from elche.torch_internals.held import held_parameters, hooks_seen_by
 from elche.torch_internals.passes import CAN_SPLIT, attention_with, is_compiled
 
-DeferringForward: TypeAlias = Callable[..., torch.Tensor | None]
-"""A forward with its module as first argument; returns None where it cannot defer."""
+_Output: TypeAlias = torch.Tensor | None
+"""Of a forward that defers; None where it cannot."""
 _Place: TypeAlias = tuple[dict[str, Any], str]
 """The parameters of a module, and a name among them."""
 
@@ -50,103 +47,87 @@ _IN_PROJECTIONS = (
 )
 
 
-def _linear(store: WeightGradients) -> DeferringForward:
-    def forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor | None:
-        return defer(store, LINEAR, input, module.weight, module.bias)
-
-    return forward
+def _linear(store: WeightGradients, module: Any, input: torch.Tensor) -> _Output:
+    return defer(store, LINEAR, input, module.weight, module.bias)
 
 
-def _transposed_linear(store: WeightGradients) -> DeferringForward:
-    def forward(module: Any, x: torch.Tensor) -> torch.Tensor | None:
-        return defer(store, TRANSPOSED_LINEAR, x, module.weight, module.bias)
-
-    return forward
+def _conv1d(store: WeightGradients, module: Any, x: torch.Tensor) -> _Output:
+    return defer(store, TRANSPOSED_LINEAR, x, module.weight, module.bias)
 
 
-def _embedding(store: WeightGradients) -> DeferringForward:
-    def forward(module: nn.Embedding, input: torch.Tensor) -> torch.Tensor | None:
-        if module.max_norm is not None or module.sparse:
-            return None
-        operation = embedding(module.padding_idx, module.scale_grad_by_freq)
-        return defer(store, operation, input, module.weight, None)
-
-    return forward
+def _embedding(store: WeightGradients, module: Any, input: torch.Tensor) -> _Output:
+    if module.max_norm is not None or module.sparse:
+        return None
+    operation = embedding(module.padding_idx, module.scale_grad_by_freq)
+    return defer(store, operation, input, module.weight, None)
 
 
-def _convolution(store: WeightGradients) -> DeferringForward:
-    def forward(
-        module: Any, input: torch.Tensor, output_size: Any = None
-    ) -> torch.Tensor | None:
-        weight, padding = module.weight, module.padding
-        is_plain = module.padding_mode == "zeros" and output_size is None
-        if not is_plain or padding == "same" or input.dim() != weight.dim():
-            return None
-        if padding == "valid":
-            padding = (0,) * (weight.dim() - 2)
-        operation = convolution(
-            *(module.stride, padding, module.dilation, module.transposed),
-            *(module.output_padding, module.groups),
-        )
-        return defer(store, operation, input, weight, module.bias)
-
-    return forward
+def _convolution(
+    store: WeightGradients, module: Any, input: torch.Tensor, output_size: Any = None
+) -> _Output:
+    weight, padding = module.weight, module.padding
+    is_plain = module.padding_mode == "zeros" and output_size is None
+    if not is_plain or padding == "same" or input.dim() != weight.dim():
+        return None
+    if padding == "valid":
+        padding = (0,) * (weight.dim() - 2)
+    operation = convolution(
+        *(module.stride, padding, module.dilation, module.transposed),
+        *(module.output_padding, module.groups),
+    )
+    return defer(store, operation, input, weight, module.bias)
 
 
-def _attention(store: WeightGradients) -> DeferringForward:
-    def linear(
-        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        made = defer(store, LINEAR, input, weight, bias)
-        return F.linear(input, weight, bias) if made is None else made
-
-    return attention_with(linear)
+_attending = threading.local()
 
 
-class _Kind(NamedTuple):
-    """A type of module that is split.
-
-    Attributes:
-        forward: makes its deferring forward.
-        functions: of torch.nn.functional that its own forward calls; while one of them
-            is patched it is not split.
-    """
-
-    forward: Callable[[WeightGradients], DeferringForward]
-    functions: tuple[str, ...] = ()
+def _projection(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    made = defer(_attending.store, LINEAR, input, weight, bias)
+    return F.linear(input, weight, bias) if made is None else made
 
 
-_KNOWN: dict[type[nn.Module], _Kind] = {
-    nn.Linear: _Kind(_linear, ("linear",)),
-    nn.Embedding: _Kind(_embedding, ("embedding",)),
-    nn.Conv1d: _Kind(_convolution, ("conv1d",)),
-    nn.Conv2d: _Kind(_convolution, ("conv2d",)),
-    nn.Conv3d: _Kind(_convolution, ("conv3d",)),
-    nn.ConvTranspose1d: _Kind(_convolution, ("conv_transpose1d",)),
-    nn.ConvTranspose2d: _Kind(_convolution, ("conv_transpose2d",)),
-    nn.ConvTranspose3d: _Kind(_convolution, ("conv_transpose3d",)),
-    nn.MultiheadAttention: _Kind(
+_attend = attention_with(_projection)
+
+
+def _attention(store: WeightGradients, *args: Any, **kwargs: Any) -> Any:
+    _attending.store = store
+    try:
+        return _attend(*args, **kwargs)
+    finally:
+        del _attending.store
+
+
+_KNOWN: dict[type[nn.Module], tuple[Callable[..., _Output], Sequence[str]]] = {
+    nn.Linear: (_linear, ["linear"]),
+    nn.Embedding: (_embedding, ["embedding"]),
+    nn.Conv1d: (_convolution, ["conv1d"]),
+    nn.Conv2d: (_convolution, ["conv2d"]),
+    nn.Conv3d: (_convolution, ["conv3d"]),
+    nn.ConvTranspose1d: (_convolution, ["conv_transpose1d"]),
+    nn.ConvTranspose2d: (_convolution, ["conv_transpose2d"]),
+    nn.ConvTranspose3d: (_convolution, ["conv_transpose3d"]),
+    nn.MultiheadAttention: (
         _attention,
-        (
-            *("linear", "multi_head_attention_forward", "softmax", "dropout"),
-            "scaled_dot_product_attention",
-        ),
+        ["linear", "multi_head_attention_forward", "scaled_dot_product_attention"],
     ),
 }
-_OF_TORCH = {
-    kind: (kind.forward, [getattr(F, name) for name in known.functions])
-    for kind, known in _KNOWN.items()
-}
+"""Deferring forward of a type, and functions of torch that its own forward calls."""
 
 
-def _kind_of(kind: type[nn.Module]) -> _Kind | None:
-    """How a type of module is split; None where it is not, or is patched."""
-    known = _KNOWN.get(kind)
-    if known is not None:
-        functions = [getattr(F, name) for name in known.functions]
-        return known if (kind.forward, functions) == _OF_TORCH[kind] else None
-    path = f"{kind.__module__}.{kind.__qualname__}"
-    return _Kind(_transposed_linear) if path == _CONV1D else None
+def _code_of(kind: type[nn.Module]) -> list[Any]:
+    return [kind.forward, *(getattr(F, name) for name in _KNOWN[kind][1])]
+
+
+_CODE = {kind: _code_of(kind) for kind in _KNOWN}
+
+
+def _forward_of(kind: type[nn.Module]) -> Callable[..., _Output] | None:
+    """The deferring forward of a type; None of another one, and where it is patched."""
+    if kind in _KNOWN:
+        return _KNOWN[kind][0] if _code_of(kind) == _CODE[kind] else None
+    return _conv1d if f"{kind.__module__}.{kind.__qualname__}" == _CONV1D else None
 
 
 @final
@@ -164,7 +145,7 @@ class _Split:
     def __init__(
         self,
         module: nn.Module,
-        forward: DeferringForward,
+        forward: Callable[..., _Output],
         weights: Sequence[tuple[_Place, Any]],
     ) -> None:
         self.module = module
@@ -172,8 +153,9 @@ class _Split:
         self._weights = weights
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Defers if the module has the weights that were found in it."""
-        if module is self.module and all(
+        """Defers if the module has the weights and the code that were found in it."""
+        is_found = module is self.module and _forward_of(type(module)) is not None
+        if is_found and all(
             held.get(name) is one for (held, name), one in self._weights
         ):
             made = self._forward(module, *args, **kwargs)
@@ -194,7 +176,6 @@ class SplitModules:
     def __init__(self, modules: Sequence[nn.Module], store: WeightGradients) -> None:
         self._modules = modules
         self._store = store
-        self._by_kind: dict[Any, DeferringForward] = {}
         self._split: list[_Split] = []
         self._hooks_seen: object = None
         self._hooked: set[int] = set()
@@ -209,9 +190,10 @@ class SplitModules:
             for inner in module.modules():
                 found.pop(id(inner), None)
         candidates = [
-            (module, kind, [((held, name), held[name]) for held, name in places])
+            (module, forward, weights)
             for module in found.values()
-            if (kind := _kind_of(type(module))) and (places := _places(module))
+            if (forward := _forward_of(type(module)))
+            and (weights := _weights_of(module))
         ]
         if _hooks_made() != self._hooks_seen:
             every = [one for *_, weights in candidates for _, one in weights]
@@ -220,8 +202,8 @@ class SplitModules:
             }
             self._hooks_seen = _hooks_made()
         self._split = [
-            _Split(module, self._forward_of(kind), weights)
-            for module, kind, weights in candidates
+            _Split(module, partial(forward, self._store), weights)
+            for module, forward, weights in candidates
             if not any(id(one) in self._hooked for _, one in weights)
         ]
 
@@ -254,52 +236,36 @@ class SplitModules:
                 if attributes.get("forward") is forward:
                     del attributes["forward"]
 
-    def _forward_of(self, kind: _Kind) -> DeferringForward:
-        if kind.forward not in self._by_kind:
-            self._by_kind[kind.forward] = kind.forward(self._store)
-        return self._by_kind[kind.forward]
 
+def _weights_of(module: nn.Module) -> list[tuple[_Place, Any]]:
+    """A module's parameters by their places; empty if it is not split.
 
-def _places(module: nn.Module) -> list[_Place]:
-    """The places of a module's parameters; empty if it is not split."""
-    if "forward" in vars(module):
-        return []
+    Some learn, and nobody notices that autograd does not see their gradients: hooks of
+    a user would, those of an object that says ``only_counts`` do not matter.
+    """
     held = held_parameters(module)
-    places = [(held, "weight"), (held, "bias")]
-    if isinstance(module, nn.Embedding):
-        places = places[:1]
-    elif isinstance(module, nn.MultiheadAttention):
+    names = ["weight"] if isinstance(module, nn.Embedding) else ["weight", "bias"]
+    places = [(held, name) for name in names]
+    if isinstance(module, nn.MultiheadAttention):
         if type(module.out_proj) is not _OUT_PROJECTION:
             return []
-        out = held_parameters(module.out_proj)
-        places = [(held, name) for name in _IN_PROJECTIONS]
-        places += [(out, "weight"), (out, "bias")]
-    return places if _may_defer(places) else []
-
-
-def _may_defer(places: Sequence[_Place]) -> bool:
-    """Whether there are weights that learn, all of them plain parameters.
-
-    Nobody notices that autograd does not see their gradients: hooks of a user would,
-    those of an object that says ``only_counts`` do not matter.
-    """
-    if any(name not in held for held, name in places):
-        return False  # computed from others
-    weights = [(name, held[name]) for held, name in places if held[name] is not None]
-    for name, one in weights:
-        hooks = accumulated_hooks(one) or {}
-        owners = (getattr(hook, "__self__", None) for hook in hooks.values())
-        if not (
-            type(one) is nn.Parameter
-            and one.is_floating_point()
-            and one.dtype is weights[0][1].dtype
-            and one.layout is torch.strided
-            and (one.dim() > 1 or name.endswith("bias"))
-            and (one.dim() == 1 or name.endswith("weight"))
-            and all(getattr(owner, "only_counts", False) for owner in owners)
-        ):
-            return False
-    return any(one.requires_grad and one.dim() > 1 for _, one in weights)
+        places = [(held_parameters(module.out_proj), name) for name in names]
+        places += [(held, name) for name in _IN_PROJECTIONS]
+    if "forward" in vars(module) or any(name not in all_ for all_, name in places):
+        return []  # a forward or a weight that is not torch's own
+    weights = [(place, place[0][place[1]]) for place in places]
+    given = [(name, one) for (_, name), one in weights if one is not None]
+    is_plain = all(
+        type(one) is nn.Parameter
+        and one.is_floating_point()
+        and one.dtype is given[0][1].dtype
+        and one.layout is torch.strided
+        and (one.dim() == 1) == name.endswith("bias")
+        and not has_user_hooks(one)
+        for name, one in given
+    )
+    learns = any(one.requires_grad and one.dim() > 1 for _, one in given)
+    return weights if is_plain and learns else []
 
 
 def _hooks_made() -> object:

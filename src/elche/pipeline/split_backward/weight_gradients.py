@@ -9,8 +9,7 @@ adds it then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch.autograd import forward_ad
@@ -20,12 +19,11 @@ from elche.pipeline.split_backward.operations import WeightOperation
 from elche.torch_internals.held import version
 from elche.torch_internals.passes import function_modes, in_functorch, is_in_backward
 
-_Derived = dict[int, tuple[torch.Tensor, torch.Tensor]]
+_Views: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""Views of parameters with their gradients."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):
     """One use of a weight, with all that its gradient needs.
 
     Attributes:
@@ -85,33 +83,26 @@ class WeightGradients:
         """Weights and biases whose gradient a microbatch still owes."""
         return [one for site in self._waiting.get(microbatch, ()) for one in site.owed]
 
-    def compute(self, microbatch: int) -> list[torch.Tensor]:
+    def compute(self, microbatch: int) -> None:
         """Computes what waits for a microbatch, into ``grad`` of the parameters.
 
         The first operation of the forward comes first: its gradient was the last to be
         made and may still be in the cache. Each is dropped as soon as it is done.
-
-        Returns:
-            The parameters that got a contribution here and not through autograd.
         """
-        touched: list[torch.Tensor] = []
-        derived: _Derived = {}
+        views: _Views = []
         waiting = self._waiting.pop(microbatch, [])
         with torch.no_grad():
             while waiting:
-                self._settle(waiting.pop(), touched, derived)
-        if derived:
-            tensors, gradients = zip(*derived.values(), strict=True)
+                self._settle(waiting.pop(), views)
+        if views:
+            tensors, gradients = zip(*views, strict=True)
             torch.autograd.backward(tensors, gradients)
-        return touched
 
     def discard(self) -> None:
         """Forgets all that waits."""
         self._waiting.clear()
 
-    def _settle(
-        self, site: Site, touched: list[torch.Tensor], derived: _Derived
-    ) -> None:
+    def _settle(self, site: Site, views: _Views) -> None:
         operation, grad, weight = site.operation, site.grad, site.weight
         if version(site.x) != site.version:
             raise RuntimeError(
@@ -123,34 +114,24 @@ class WeightGradients:
         value = operation.weight_gradient(grad, site.x, weight.shape)
         into = weight.grad if weight.is_leaf else None
         if isinstance(value, torch.Tensor):
-            _accumulate(weight, value, touched, derived)
+            _accumulate(weight, value, views)
         elif into is not None and into.dtype == grad.dtype == site.x.dtype:
             into.addmm_(*value)  # one product that adds to what is there
-            touched.append(weight)
         else:
-            _accumulate(weight, torch.mm(*value), touched, derived)
+            _accumulate(weight, torch.mm(*value), views)
         if site.bias is not None:
-            _accumulate(site.bias, operation.bias_gradient(grad), touched, derived)
+            _accumulate(site.bias, operation.bias_gradient(grad), views)
 
 
-def _accumulate(
-    target: torch.Tensor,
-    value: torch.Tensor,
-    touched: list[torch.Tensor],
-    derived: _Derived,
-) -> None:
+def _accumulate(target: torch.Tensor, value: torch.Tensor, views: _Views) -> None:
     # A bias may be one element for all.
     value = value.to(target.dtype).sum_to_size(target.shape)
     if not target.is_leaf:
-        if id(target) in derived:
-            value = derived[id(target)][1] + value
-        derived[id(target)] = (target, value)
-        return
-    if target.grad is None:
+        views.append((target, value))
+    elif target.grad is None:
         target.grad = value
     else:
         target.grad.add_(value)
-    touched.append(target)
 
 
 def defer(
@@ -226,13 +207,9 @@ class _Deferred(torch.autograd.Function):
         used = weight.detach().to(dtype)
         ctx.save_for_backward(x, used)
         ctx.set_materialize_grads(False)
-        learns = bias if bias is not None and bias.requires_grad else None
-        ctx.store, ctx.operation, ctx.weight, ctx.bias = (
-            store,
-            operation,
-            weight,
-            learns,
-        )
+        ctx.operation, ctx.store = operation, store
+        ctx.weight = weight
+        ctx.bias = bias if bias is not None and bias.requires_grad else None
         return operation.forward(x, used, None if bias is None else bias.to(dtype))
 
     @staticmethod
@@ -244,7 +221,11 @@ class _Deferred(torch.autograd.Function):
             raise _differentiates_inside()
         x, used = ctx.saved_tensors
         operation = ctx.operation
-        if is_in_backward(ctx.next_functions[1][0]):
+        try:
+            is_wanted = is_in_backward(ctx.next_functions[1][0])
+        except RuntimeError:  # asked for by `torch.autograd.grad`
+            raise _differentiates_inside() from None
+        if is_wanted:
             kept = x.detach()  # without the graph behind it
             site = Site(operation, ctx.weight, ctx.bias, kept, version(kept), grad)
             ctx.owed = site.owed

@@ -5,7 +5,7 @@
 
 One transformer block on one thread, from about a millisecond to a tenth of a second per
 backward. *B* is a plain backward pass. elche computes the input gradient and puts the
-weight gradients off at the operation itself (`elche.pipeline.split_backward.backward`);
+weight gradients of known modules off (`elche.pipeline.split_backward.backward`);
 torch's `stage_backward_input` and `stage_backward_weight` walk the graph twice. Forward
 and backward of all three run in turn, in an order that rotates, each over the
 microbatches of one step: the first finds no gradients, the others add to those that are

@@ -9,19 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import rnn
 
-from elche.pipeline.split_backward.deferred import DeferredWeight
 from elche.torch_internals import batches
 from elche.torch_internals.batches import tree_map
-from elche.torch_internals.groups import PARAMETER_MARK, SCALER_FLAG
+from elche.torch_internals.groups import SCALER_FLAG
 from elche.torch_internals.lookup import INTERNALS
-from tests.torch_without import CHECKS, REFUSED, split_backward
+from tests.torch_without import CHECKS, REFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "elche"
@@ -103,11 +101,6 @@ def test_a_scaler_that_asks_for_no_flag_ends_the_loop_itself() -> None:
     weight.grad = None  # as a window takes it
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         scaler.step(optimizer)
-
-
-def test_a_deferred_weight_without_the_mark_gets_its_gradient() -> None:
-    with mock.patch.object(DeferredWeight, PARAMETER_MARK, False):
-        split_backward()
 
 
 def test_nested_values_are_mapped_as_torch_does() -> None:

@@ -5,24 +5,13 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
 
-from elche.pipeline.split_backward.deferred import (
-    DeferredWeight,
-    WeightGradients,
-    defer,
-    has_node_hooks,
-    may_defer,
-)
-from elche.pipeline.split_backward.weight_gradients import hooks_made
 from elche.pipeline.trees import map_tensors
-from elche.torch_internals.held import held_parameters
-from elche.torch_internals.passes import CAN_SPLIT, is_compiled
 
 CACHE = "cache"
 """The argument by which a layer takes a dict that it keeps keys and values in."""
@@ -136,6 +125,14 @@ class Stage:
                     seen.add(id(one))
                     yield layer.prefixed(name), one
 
+    def named_modules(self) -> dict[str, nn.Module]:
+        """The layers' modules, and those inside of them, under the model's names."""
+        return {
+            layer.prefixed(name).rstrip("."): module
+            for layer in self.layers
+            for name, module in layer.module.named_modules()
+        }
+
     def takes(self, keyword: str) -> bool:
         """Whether a layer may take a keyword."""
         return any(one.takes_all or keyword in one.names for one in self._keywords)
@@ -231,88 +228,10 @@ def _keywords(module: nn.Module) -> _Keywords:
     return _Keywords(frozenset(named), takes_all)
 
 
-@final
-class Deferring:
-    """Puts deferred weights in the place of a stage's parameters, and back.
-
-    Args:
-        stage: whose.
-        store: where the gradients wait.
-    """
-
-    def __init__(self, stage: Stage, store: WeightGradients) -> None:
-        self._stage = stage
-        self._store = store
-        self._slots: list[tuple[Any, str, nn.Parameter, DeferredWeight]] = []
-        self._hooks_seen: object = None
-        self._hooked: set[int] = set()
-
-    def begin_step(self) -> None:
-        """Makes new stand-ins: parameters may have been exchanged since."""
-        made: dict[int, DeferredWeight] = {}
-        self._slots = []
-        if hooks_made() != self._hooks_seen:
-            self._find_hooks()
-        for owner in _owners(self._stage.split_modules):
-            held = held_parameters(owner)
-            for name, parameter in held.items():
-                if parameter is None or not may_defer(parameter):
-                    continue
-                if id(parameter) in self._hooked:
-                    continue
-                if id(parameter) not in made:
-                    made[id(parameter)] = defer(parameter, self._store)
-                stand_in = made[id(parameter)]
-                self._slots.append((held, name, parameter, stand_in))
-
-    def _find_hooks(self) -> None:
-        """Parameters with hooks on their nodes are left to autograd."""
-        owners = _owners(self._stage.split_modules)
-        own = [one for owner in owners for one in owner.parameters(recurse=False)]
-        asked = [one for one in own if may_defer(one)]
-        self._hooked = {id(one) for one in asked if has_node_hooks(one)}
-        self._hooks_seen = hooks_made()
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """The stage's modules see the stand-ins meanwhile."""
-        for parameters, name, _, stand_in in self._slots:
-            parameters[name] = stand_in
-        try:
-            yield
-        finally:
-            for parameters, name, parameter, _ in self._slots:
-                parameters[name] = parameter
-
-
-def _owners(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules with a matrix among their own parameters; norms are not worth it."""
-    owners = {id(one): one for top in modules for one in top.modules()}
-    return [
-        one
-        for one in owners.values()
-        if not isinstance(one, nn.RNNBase)
-        and any(p is not None and p.dim() > 1 for p in held_parameters(one).values())
-    ]
-
-
 def changes_in_place(stage: Stage) -> bool:
     """Whether a stage has layers that say so, such as ``nn.ReLU(inplace=True)``."""
     return any(
         getattr(one, "inplace", False) is True
         for top in stage.modules
         for one in top.modules()
-    )
-
-
-def can_split(stage: Stage) -> bool:
-    """Whether a stage's weights can be replaced: not in compiled or scripted code."""
-    return (
-        CAN_SPLIT
-        and bool(stage.split_modules)
-        and not any(
-            isinstance(one, torch.jit.ScriptModule) or is_compiled(one)
-            for top in stage.modules
-            for one in top.modules()
-        )
     )

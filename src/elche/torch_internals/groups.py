@@ -58,10 +58,6 @@ def group_timeout_s(process_group: Any) -> float | None:
 
 # Names that torch looks for, in what elche hands to it. Nothing tells whether it does.
 
-PARAMETER_MARK = "_is_param"
-"""Set to True, makes a tensor an instance of `nn.Parameter`. Without it a module that
-asks takes a deferred weight for a plain tensor. Since 2.0."""
-
 SCALER_FLAG = "_step_supports_amp_scaling"
 """What a GradScaler asks an optimizer before it steps; elche refuses a scaler there
 that has no gradients to work on. Without it the scaler ends the run itself, by an

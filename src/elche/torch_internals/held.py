@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elche.torch_internals.lookup import REFUSED, bind, has, nothing, refusing
-from elche.torch_internals.passes import HAS_HOOKS, HAS_VERSION
+from elche.torch_internals.passes import HAS_VERSION
 
 T = TypeVar("T")
 Hooks = MutableMapping[int, Callable[..., Any]]
@@ -48,11 +48,6 @@ accumulated_hooks: Callable[[torch.Tensor], Hooks | None] = (
     else _hooks_by("register_post_accumulate_grad_hook")
 )
 """Hooks that run when a parameter's gradient has been accumulated, in their order."""
-
-gradient_hooks: Callable[[torch.Tensor], Hooks | None] = (
-    attrgetter("_backward_hooks") if HAS_HOOKS else _hooks_by("register_hook")
-)
-"""Hooks on a parameter's gradient."""
 
 version: Callable[[torch.Tensor], Any] = (
     attrgetter("_version") if HAS_VERSION else lambda tensor: object()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.autograd import forward_ad
 
 from elche.torch_internals.lookup import (
     INTERNALS,
@@ -52,26 +52,6 @@ graph_task_id: Callable[[], int] = bind(
     _new_pass,
 )
 """The number of the backward pass under way on this thread; -1 outside of one."""
-
-
-def _public_backward(
-    outputs: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    *_: Any,
-    **__: Any,
-) -> None:
-    torch.autograd.backward(outputs, gradients)
-
-
-run_backward: Callable[..., Any] = bind(
-    "torch.autograd.graph._engine_run_backward",
-    "2.3",
-    "spares a pipeline's backward passes checks that it makes itself",
-    "torch.autograd.backward takes its place, with these checks",
-    _public_backward,
-)
-"""``(outputs, gradients, retain_graph, create_graph, inputs, *, allow_unreachable,
-accumulate_grad)``: autograd's engine."""
 
 
 _LOSSES = "sees that a loss is a sum"
@@ -128,61 +108,56 @@ def _unsure(*_: Any) -> bool:
     return True
 
 
-saved_tensor_hooks: Callable[[bool], Any] = bind(
-    "torch._C._autograd._top_saved_tensors_default_hooks", "2.8", _SPLIT, _FULL, _unsure
-)
 in_functorch: Callable[[], bool] = bind(
     "torch._C._are_functorch_transforms_active", "2.0", _SPLIT, _FULL, _unsure
 )
-in_autocast: Callable[[], bool] = bind(
-    "torch._C._is_any_autocast_enabled", "2.0", _SPLIT, _FULL, _unsure
-)
-in_function_mode: Callable[[], int] = bind(
+function_modes: Callable[[], int] = bind(
     "torch._C._len_torch_function_stack", "2.0", _SPLIT, _FULL, _unsure
 )
-_HAS_LEVEL = has("torch.autograd.forward_ad._current_level", "2.0", _SPLIT, _FULL)
+"""Number of the function modes that are active; a default device is one."""
+is_in_backward: Callable[[Any], bool] = bind(
+    "torch._C._will_engine_execute_node", "2.0", _SPLIT, _FULL, _unsure
+)
+"""The backward pass under way comes to a node: `torch.autograd.grad` leaves some out.
 
-
-def _forward_mode() -> bool:
-    return forward_ad._current_level >= 0
-
-
-in_forward_mode: Callable[[], bool] = _forward_mode if _HAS_LEVEL else _unsure
-
-_IN_PROJECTIONS = ("_in_projection", "_in_projection_packed")
-in_projections = {
+Only within a backward pass."""
+_PROJECTIONS = {
     name: bind(f"torch.nn.functional.{name}", "2.0", _SPLIT, _FULL, _unsure)
-    for name in _IN_PROJECTIONS
+    for name in ("_in_projection", "_in_projection_packed")
 }
-"""Functions inside of attention that hold its first linear layers, by name."""
-HAS_HOOKS = has("torch.Tensor._backward_hooks", "2.0", _SPLIT, _FULL)
+"""Functions inside of attention that hold its first linear layers."""
 HAS_VERSION = has(
     "torch.Tensor._version",
     "2.0",
     _SPLIT,
     f"{_FULL}, and tensors are copied again where a change would tell",
 )
-has("torch._C._FunctionBase._register_hook_dict", "2.0", _SPLIT, _FULL)
 has("torch.nn.Module._compiled_call_impl", "2.1", _SPLIT, _FULL)
-has("torch.nn.functional.has_torch_function", "2.0", _SPLIT, _FULL)
 CAN_SPLIT = all(each.is_there for each in INTERNALS if each.used_for == _SPLIT)
 """Whether weight gradients may be deferred with this torch."""
 
 
-def catch_gradient(output: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> Any:
-    """``Tensor.register_hook`` without its handle, which is most of what it costs.
+def attention_with(linear: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """`nn.MultiheadAttention.forward` with a function in the place of `F.linear`.
 
-    Only where :data:`CAN_SPLIT`.
-
-    Returns:
-        The node behind the output in autograd's graph.
+    All else of it, masks and kernels, is torch's own code of this version.
     """
-    node = output.grad_fn
-    hooks: OrderedDict[Any, Any] = OrderedDict()
-    hooks["ours"] = call
-    output._backward_hooks = hooks
-    node._register_hook_dict(output)  # type: ignore[union-attr]
-    return node
+    inside = {name: _copied(f, linear=linear) for name, f in _PROJECTIONS.items()}
+    attend = _copied(F.multi_head_attention_forward, linear=linear, **inside)
+    functions = {**vars(F), "multi_head_attention_forward": attend}
+    return _copied(nn.MultiheadAttention.forward, F=types.SimpleNamespace(**functions))
+
+
+def _copied(function: Any, **replaced: Any) -> Callable[..., Any]:
+    """A copy of a Python function that sees other values under global names."""
+    made = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **replaced},
+        function.__name__,
+        function.__defaults__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from elche.errors import ConfigError
-from elche.pipeline.split_backward.backward import StageBackward
+from elche.pipeline.pipeline import Pipeline
+from tests.pipeline.split_backward.split_cases import with_bias
 from tests.pipeline.split_backward.test_split_backward import (
     check_equal,
-    cotangent,
     forward,
     near,
     runner_for,
@@ -28,16 +29,17 @@ from tests.pipeline.split_backward.test_split_backward import (
 _TORCH_LINEAR = F.linear
 
 
-class Refilled(nn.Linear):
+class Refilled(nn.Module):
     """Gives its weight other memory, with other values, in each forward."""
 
     def __init__(self) -> None:
-        super().__init__(6, 6)
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
         self.register_buffer("base", torch.randn(6, 6))
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self.weight.data = self.base * input.detach().abs().mean()
-        return super().forward(input)
+    def forward(self, input: torch.Tensor) -> Any:
+        self.layer.weight.data = self.base * input.detach().abs().mean()
+        return self.layer(input)
 
 
 class HookedInside(nn.Module):
@@ -72,13 +74,21 @@ class Quantised(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class UnderAMode(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+class UnderAMode(nn.Sequential):
+    def forward(self, input: torch.Tensor) -> Any:
         with Quantised():
             return super().forward(input)
 
 
-class WithTangent(nn.Linear):
+class OnDevice(nn.Sequential):
+    """With a default device, which is a function mode, too."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        with torch.device("meta"):
+            return super().forward(input)
+
+
+class WithTangent(nn.Sequential):
     """Forward-mode differentiation inside."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -89,14 +99,59 @@ class WithTangent(nn.Linear):
             return primal + tangent
 
 
-class MatrixBias(nn.Module):
+class PerSample(nn.Sequential):
+    """A call for each sample, by functorch."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return torch.func.vmap(super().forward)(input)
+
+
+class Force(nn.Sequential):
+    """The gradient of a part, as a constant."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        energy = super().forward(input)
+        if not input.requires_grad:
+            return energy
+        (force,) = torch.autograd.grad(energy.sum(), input, retain_graph=True)
+        return energy + force
+
+
+class CompiledInside(nn.Sequential):
+    """A function of its layers that is compiled."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return torch.compile(super().forward, backend="eager")(input)
+
+
+class Swapped(nn.Sequential):
+    """A call with other weights."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        doubled = {name: 2 * one for name, one in self[0].named_parameters()}
+        return torch.func.functional_call(self[0], doubled, (input,)) + self[0](input)
+
+
+class Equilibrium(nn.Module):
+    """The usual backward of a fixed point."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 6))
-        self.bias = nn.Parameter(torch.randn(4, 6))
+        self.layer = nn.Linear(6, 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, input: torch.Tensor) -> Any:
+        start = input.detach().requires_grad_()
+        step = torch.tanh(self.layer(start))
+        found = self.layer(input)
+
+        def solve(grad: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                (pulled,) = torch.autograd.grad(step, start, grad, retain_graph=True)
+                grad = grad + pulled / 9
+            return grad
+
+        found.register_hook(solve)
+        return found
 
 
 class Target(nn.Module):
@@ -120,9 +175,14 @@ def _scaled(weight: torch.Tensor) -> torch.Tensor:
 PROGRAMS: dict[str, Callable[[], nn.Module]] = {
     "other memory for a weight": Refilled,
     "a hook inside a checkpoint": HookedInside,
-    "a function mode": lambda: UnderAMode(6, 5),
-    "forward-mode differentiation": lambda: WithTangent(6, 5),
-    "a bias for each row": MatrixBias,
+    "a function mode": lambda: UnderAMode(nn.Linear(6, 5)),
+    "forward-mode differentiation": lambda: WithTangent(nn.Linear(6, 5)),
+    "functorch": lambda: PerSample(nn.Linear(6, 5)),
+    "a gradient inside": lambda: Force(nn.Linear(6, 6)),
+    "a hook that differentiates": Equilibrium,
+    "a compiled function": lambda: CompiledInside(nn.Linear(6, 5)),
+    "other weights": lambda: Swapped(nn.Linear(6, 5)),
+    "a bias for each row": lambda: with_bias(4, 4),
     "a copy of a part": Target,
 }
 
@@ -135,6 +195,25 @@ def test_gradients_are_those_of_plain_backward(name: str) -> None:
     module(torch.randn(4, 6).double())  # what a first forward changes is behind
     batches = [torch.randn(4, 6).double() for _ in range(2)]
     check_equal(module, runner_for(module), batches)
+
+
+def test_a_default_device_keeps_nothing_from_being_deferred() -> None:
+    module = OnDevice(nn.Linear(6, 5)).double()
+    batches = [torch.randn(4, 6).double() for _ in range(2)]
+    assert check_equal(module, runner_for(module), batches) == set()
+
+
+def test_the_log_names_what_is_not_split(caplog: pytest.LogCaptureFixture) -> None:
+    layers = [nn.Linear(6, 6), Refilled(), nn.Bilinear(6, 6, 3), nn.LayerNorm(3)]
+    layers[2].forward = lambda x: nn.Bilinear.forward(layers[2], x, x)  # type: ignore[method-assign]
+    x, y = torch.randn(4, 6), torch.randn(4, 3)
+    options: dict[str, Any] = {"micro_batches": 2}
+    with caplog.at_level(logging.INFO):
+        Pipeline(layers, F.mse_loss, schedule="1f1b", **options).step(x, y)
+        assert caplog.messages == []
+        Pipeline(layers, F.mse_loss, schedule="zb-h1", **options).step(x, y)
+    (message,) = caplog.messages
+    assert message.startswith("the backward of 2 (Bilinear) runs whole, with no weight")
 
 
 def test_a_copy_made_in_a_forward_keeps_its_own_weights() -> None:
@@ -161,16 +240,6 @@ def test_a_patched_linear_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 4  # once for each forward, plain and split
 
 
-def test_gradients_that_are_there_keep_the_shape_of_a_row_bias() -> None:
-    module = MatrixBias().double()
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    x = torch.randn(4, 6).double()
-    split(runner_for(module), [x])
-    assert module.bias.grad is not None
-    near(module.bias.grad, cotangent(x), "bias")
-
-
 def test_gradients_that_a_hook_takes_away_are_counted() -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)).double()
     batches = [torch.randn(4, 6).double() for _ in range(3)]
@@ -195,41 +264,9 @@ def test_gradients_that_a_hook_takes_away_are_counted() -> None:
         near(got, value, "taken")
 
 
-def test_a_loss_that_differentiates_the_output_is_refused() -> None:
+def test_a_loss_that_differentiates_the_stage_is_refused() -> None:
     runner = runner_for(nn.Linear(6, 5))
     runner.begin_step()
     value = forward(runner, 0, torch.randn(4, 6))
-    loss = value.square().sum()
-    (gradient,) = torch.autograd.grad(loss, value, retain_graph=True)
-    loss = loss / (gradient.norm() + 1)
-    runner.keep(0, loss)
     with pytest.raises(ConfigError, match="the loss function does"):
-        runner.backward_input(0, [torch.ones_like(loss)])
-
-
-def test_a_hook_that_differentiates_is_refused() -> None:
-    class Equilibrium(nn.Linear):
-        """The usual backward of a fixed point."""
-
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            start = input.detach().requires_grad_()
-            step = torch.tanh(super().forward(start))
-            found = super().forward(input)
-
-            def solve(grad: torch.Tensor) -> torch.Tensor:
-                for _ in range(3):
-                    (pulled,) = torch.autograd.grad(
-                        step, start, grad, retain_graph=True
-                    )
-                    grad = grad + pulled
-                return grad
-
-            found.register_hook(solve)
-            return found
-
-    runner: StageBackward = runner_for(Equilibrium(6, 6))
-    runner.begin_step()
-    value = forward(runner, 0, torch.randn(4, 6))
-    runner.keep(0, value)
-    with pytest.raises(ConfigError, match="differentiates"):
-        runner.backward_input(0, [torch.ones_like(value)])
+        value.square().sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,10 @@ from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.stage import Layer, Stage
 from elche.pipeline.step.executor import Executor
 from elche.pipeline.step.tied import Tie, TiedParameters
+from elche.schedule.actions import Kind
 from elche.schedule.formats import to_text
+
+logger = logging.getLogger(__name__)
 
 EXTRA_STATE = "_extra_state"
 
@@ -187,6 +191,8 @@ def assemble(
     executor = Executor(
         rank, plan.schedule, stages, transport, given.loss_fn, given.device
     )
+    if any(one.kind is Kind.BACKWARD_WEIGHT for one in plan.schedule.actions[rank]):
+        _log_unsplit(stages)
     tied = None if peers is None else _tied(given.ties, plan, stages, peers)
     return Parts(given, plan, stages, executor, tied)
 
@@ -207,6 +213,18 @@ def _runner(stage: Stage, plan: PipelinePlan, config: PipelineConfig) -> StageBa
     learning = {n: p for n, p in stage.named_parameters() if p.requires_grad}
     guard = ContributionGuard(stage.index, learning, plan.schedule.name)
     return StageBackward(stage, guard if config.guard else None, config.split_backward)
+
+
+def _log_unsplit(stages: dict[int, StageBackward]) -> None:
+    names = [name for one in stages.values() for name in one.unsplit()]
+    if names:
+        logger.info(
+            "the backward of %s runs whole, with no weight gradients for the "
+            "schedule's gaps; those of nn.Linear, nn.Embedding, nn.Conv1d to "
+            "nn.ConvTranspose3d, nn.MultiheadAttention and GPT-2's Conv1D are "
+            "deferred, of exactly these types and without hooks on their parameters",
+            ", ".join(names[:5]) + (f" and {len(names) - 5} more" * (len(names) > 5)),
+        )
 
 
 def _tied(

@@ -197,7 +197,7 @@ def _measure(
     least = [max(_LEAST_S, min(column)) for column in columns]
     split_cost = sum(least[:3]) / sum(least[4:7])
     has_own = isinstance(layer.module, OwnBackward)
-    is_put_off = split[0].profile.deferred_flops > 0 and split_cost <= MOST_SPLIT_COST
+    is_put_off = split[0].deferred > 0 and split_cost <= MOST_SPLIT_COST
     if not has_own and not is_put_off:
         forward_s, input_s, weight_s = whole_s, backward_s, 0.0
     message = whole[0].keep(0, as_plain(whole[0].forward(0, given, {}, False)))

@@ -1,16 +1,17 @@
 """Forward, input gradient, weight gradient and full backward of a stage.
 
-The input gradient (I) is an ordinary backward through the stage's graph, in which the
-weight gradients of matrix products are put off
-(`elche.pipeline.split_backward.deferred`); the weight gradient (W) computes those. What
-cannot be put off is done in I, so I and W together do the work of one full backward,
-once.
+The input gradient (I) is an ordinary backward through the stage's graph, in which known
+modules of torch put their weight gradients off
+(`elche.pipeline.split_backward.split_modules`); the weight gradient (W) computes those.
+What cannot be put off is done in I, so I and W together do the work of one full
+backward, once.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -18,16 +19,10 @@ import torch
 from elche.errors import ConfigError, ProtocolError
 from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.split_backward.guard import ContributionGuard
-from elche.pipeline.split_backward.known_modules import KnownModules
-from elche.pipeline.split_backward.weight_gradients import (
-    Site,
-    WeightGradients,
-    differentiates_inside,
-    hooks_made,
-)
-from elche.pipeline.stage import Deferring, Stage, can_split, changes_in_place
+from elche.pipeline.split_backward.split_modules import SplitModules
+from elche.pipeline.split_backward.weight_gradients import WeightGradients
+from elche.pipeline.stage import Stage, changes_in_place
 from elche.pipeline.trees import flatten, unflatten
-from elche.torch_internals.passes import run_backward
 
 
 @dataclass
@@ -37,32 +32,7 @@ class _Flight:
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
     is_split: bool
-    runs_again: bool = False
-    sites: list[Site] = field(default_factory=list)
-    hooks_before: object = None
-    versions: dict[int, Any] = field(default_factory=dict)
     input_is_done: bool = False
-
-
-@final
-@dataclass(frozen=True)
-class SplitProfile:
-    """How much of the weight gradients' work was deferred.
-
-    Attributes:
-        deferred_flops: computed in W, or in the W part of a full backward.
-        immediate_flops: computed with the input gradient. Estimated for parameters
-            that autograd did: two operations per element and row of the stage's input.
-    """
-
-    deferred_flops: int
-    immediate_flops: int
-
-    @property
-    def deferred_share(self) -> float:
-        """Deferred over all; 0.0 where there is nothing."""
-        total = self.deferred_flops + self.immediate_flops
-        return self.deferred_flops / total if total else 0.0
 
 
 @final
@@ -80,19 +50,24 @@ class StageBackward:
     ) -> None:
         self.stage = stage
         self.guard = guard
-        self.immediate_flops = 0
         self._store = WeightGradients()
-        self._deferring = Deferring(stage, self._store)
-        self._known = KnownModules(stage.split_modules)
+        self._modules = SplitModules(stage.split_modules, self._store)
         self._own = stage.own_backward
-        self._splits = splits and self._own is None and can_split(stage)
+        self._splits = splits and self._own is None
         self._copies_input = changes_in_place(stage)
         self._flights: dict[int, _Flight] = {}
 
     @property
-    def profile(self) -> SplitProfile:
-        """Work on weight gradients since the beginning."""
-        return SplitProfile(self._store.deferred_flops, self.immediate_flops)
+    def deferred(self) -> int:
+        """Number of weight gradients that were put off so far."""
+        return self._store.computed
+
+    def unsplit(self) -> list[str]:
+        """Names and types of the modules whose weight gradients are not put off."""
+        if not self._splits:
+            return []
+        self._modules.begin_step()
+        return self._modules.unsplit(self.stage.named_modules())
 
     def begin_step(self) -> None:
         """Forgets what a failed step has left."""
@@ -101,8 +76,7 @@ class StageBackward:
         if self.guard is not None:
             self.guard.begin_step()
         if self._splits:
-            self._deferring.begin_step()
-            self._known.begin_step()
+            self._modules.begin_step()
 
     def end_step(self) -> None:
         """Checks that every microbatch is through.
@@ -152,9 +126,8 @@ class StageBackward:
         if self._own is not None:
             self._own.current_microbatch = microbatch
         try:
-            if not flight.is_split:
+            with self._deferring(flight):
                 return self.stage.run(value, microbatch, keywords)
-            return self._deferring_forward(flight, value, microbatch, keywords)
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
                 raise
@@ -164,20 +137,6 @@ class StageBackward:
                 "with x = x.clone(), give the module an attribute inplace = True, or "
                 "cut the model elsewhere"
             ) from error
-
-    def _deferring_forward(
-        self, flight: _Flight, value: Any, microbatch: int, keywords: dict[str, Any]
-    ) -> Any:
-        store = self._store
-        store.sites, store.runs_again = flight.sites, False
-        flight.hooks_before = hooks_made()
-        with self._deferring.installed(), self._known.installed():
-            value = self.stage.run(value, microbatch, keywords)
-        flight.runs_again = store.runs_again
-        for site in flight.sites:
-            if site.grads:
-                raise differentiates_inside()
-        return value
 
     def keep(self, microbatch: int, value: Any) -> Message:
         """Keeps a forward's outputs for backward; returns the message to pass on.
@@ -218,14 +177,13 @@ class StageBackward:
             )
         flight.input_is_done = True
         if self._own is not None:
+            own = list(self._own.backward_input(microbatch, tuple(gradients)))
             if self.guard is not None:
-                flight.versions = self.guard.versions()
-            return list(self._own.backward_input(microbatch, tuple(gradients)))
+                self.guard.after_own_input(microbatch)
+            return own
         self._autograd(microbatch, flight, gradients)
-        for site in flight.sites:
-            site.node = None  # what waits keeps no graph alive
         found = [one.grad for one in flight.inputs if one.requires_grad]
-        flight.inputs, flight.outputs, flight.sites = [], [], []
+        flight.inputs, flight.outputs = [], []
         return found
 
     def backward_weight(self, microbatch: int) -> None:
@@ -243,14 +201,10 @@ class StageBackward:
         del self._flights[microbatch]
         if self._own is not None:
             self._own.backward_weight(microbatch)
-            if self.guard is not None:
-                self.guard.after_own(microbatch, flight.versions)
-        elif self.guard is None:
-            self._store.compute(microbatch)
         else:
-            with self.guard.watch() as seen:
-                touched = self._store.compute(microbatch)
-            self.guard.after_weight(microbatch, seen, touched)
+            self._store.compute(microbatch)
+        if self.guard is not None:
+            self.guard.after_weight(microbatch)
 
     def full_backward(
         self, microbatch: int, gradients: Sequence[torch.Tensor | None]
@@ -280,66 +234,24 @@ class StageBackward:
             for output, gradient in zip(flight.outputs, gradients, strict=True)
             if gradient is not None
         ]
-        if self.guard is None:
-            self._run_backward(microbatch, flight, pairs)
-            return
-        roots = [output.grad_fn for output, _ in pairs]
-        with self.guard.watch() as seen:
-            self._run_backward(microbatch, flight, pairs)
-        waiting = self._store.waiting_for(microbatch)
-        self._count_immediate(flight, self.guard.elements(seen))
-        self.guard.after_backward(microbatch, seen, roots, flight.sites, waiting)
+        if self.guard is not None:
+            self.guard.begin_backward()
+        if pairs:
+            outputs, given = zip(*pairs, strict=True)
+            if flight.is_split:
+                self._store.open(microbatch)
+            try:
+                with self._deferring(flight):  # checkpointed parts run again
+                    torch.autograd.backward(outputs, given)
+            finally:
+                self._store.close()
+        if self.guard is not None:
+            roots = [output.grad_fn for output, _ in pairs]
+            waiting = self._store.waiting_for(microbatch)
+            self.guard.after_backward(microbatch, roots, waiting)
 
-    def _run_backward(
-        self,
-        microbatch: int,
-        flight: _Flight,
-        pairs: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        if not pairs:
-            return
-        outputs, gradients = zip(*pairs, strict=True)
-        if not flight.is_split:
-            _differentiate(outputs, gradients)
-            return
-        self._store.open(microbatch, flight.sites, flight.hooks_before)
-        try:
-            if flight.runs_again:
-                # Checkpointed parts must see the same weights as in forward.
-                with self._deferring.installed(), self._known.installed():
-                    _differentiate(outputs, gradients)
-            else:
-                _differentiate(outputs, gradients)
-            self._store.keep(flight.sites)
-        finally:
-            self._store.close()
-
-    def _count_immediate(self, flight: _Flight, elements: int) -> None:
-        first = next(iter(flight.inputs), None)
-        if flight.is_split and first is not None and first.dim():
-            width = first.shape[-1] if first.is_floating_point() else 1
-            self.immediate_flops += 2 * (first.numel() // width) * elements
-
-
-def _differentiate(
-    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-) -> None:
-    """``torch.autograd.backward`` with one check of its many in Python.
-
-    Together they take as long as a small product (Megatron-LM goes past them, too).
-    """
-    for output, gradient in zip(outputs, gradients, strict=True):
-        if output.shape != gradient.shape:
-            raise ProtocolError(
-                f"a gradient of shape {list(gradient.shape)} came for an output of "
-                f"shape {list(output.shape)}; expected the same"
-            )
-    run_backward(
-        outputs,
-        gradients,
-        False,
-        False,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    def _deferring(self, flight: _Flight) -> contextlib.AbstractContextManager[None]:
+        """The modules put their weight gradients off, if the microbatch is split."""
+        if flight.is_split:
+            return self._modules.installed()
+        return contextlib.nullcontext()

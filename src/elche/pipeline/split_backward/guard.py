@@ -1,27 +1,23 @@
 """Guard: each parameter gets its gradient once per microbatch, or the step fails.
 
-For every microbatch of every stage it knows which parameters got a contribution: from
-autograd, by a hook on accumulation, and from deferred weight gradients, by their
-account. A parameter that got none is looked for in the graph of that microbatch: if the
-stage's outputs depend on it, its gradient is lost, and that is an error. One that no
-output depends on (an expert without tokens, say), or that autograd came to without a
-gradient (a function's backward returned None), is as it is in one process. The graph is
-walked only where a parameter is missing, so the guard costs a set entry per parameter
-and microbatch.
+For every microbatch of a stage it knows which parameters got a contribution: their
+``grad`` has changed, or waits for W. A parameter that got none is looked for in the
+graph of that microbatch: if the stage's outputs depend on it, its gradient is lost, and
+that is an error. One that no output depends on (an expert without tokens, say), or that
+autograd came to without a gradient (a function's backward returned None), is as it is
+in one process. The graph is walked only where a parameter is missing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import nn
 
 from elche.errors import ContributionError
-from elche.pipeline.split_backward.deferred import Site
 from elche.torch_internals.held import accumulated_hooks, version
 
 
@@ -38,20 +34,18 @@ class ContributionGuard:
     Args:
         stage: index of the stage, for messages.
         parameters: its parameters by name, those that learn.
-        schedule: name of the schedule, for messages; it may be exchanged.
+        schedule: name of the schedule, for messages.
     """
 
     def __init__(
-        self, stage: int, parameters: dict[str, nn.Parameter], schedule: str
+        self, stage: int, parameters: Mapping[str, nn.Parameter], schedule: str
     ) -> None:
-        self._stage = stage
-        self.schedule = schedule
+        self._stage, self._schedule = stage, schedule
         self._names = {id(one): name for name, one in parameters.items()}
         self._parameters = {id(one): one for one in parameters.values()}
         self._came = _Came()
-        self._undefined: set[int] = set()
         self._owed: dict[int, set[int]] = {}
-        self._last: dict[int, Any] = {}
+        self._versions: dict[int, Any] = {}
         self._handles = [
             one.register_post_accumulate_grad_hook(self._came.append)  # runs no Python
             for one in parameters.values()
@@ -65,102 +59,54 @@ class ContributionGuard:
     def begin_step(self) -> None:
         """Begins to count; forgets a step that was given up."""
         self._owed.clear()
+        self._changed()
+
+    def begin_backward(self) -> None:
+        """Forgets what autograd did outside of a stage's backward."""
         self._came.clear()
-        self._last = self.versions()
-
-    @contextmanager
-    def watch(self) -> Iterator[Counter[int]]:
-        """Counts what autograd accumulates meanwhile; filled in at the end.
-
-        A hook also comes where autograd had no gradient to accumulate.
-        """
-        self._undefined.clear()
-        seen: Counter[int] = Counter()
-        came = self._came
-        came.clear()
-        yield seen
-        changed = set()
-        for one in came:
-            key, version = id(one), _version(one)
-            if version != self._last.get(key) or _has_hooks_of_users(one):
-                self._last[key] = version
-                changed.add(key)
-            if key in changed:
-                seen[key] += 1
-            else:
-                self._undefined.add(key)
-        came.clear()
 
     def after_backward(
-        self,
-        microbatch: int,
-        seen: Counter[int],
-        roots: Sequence[Any],
-        sites: Sequence[Site],
-        deferred: Iterable[torch.Tensor] = (),
+        self, microbatch: int, roots: Sequence[Any], deferred: Iterable[torch.Tensor]
     ) -> None:
         """Checks a microbatch whose backward has run, weight gradients perhaps not.
 
         Args:
             microbatch: which one.
-            seen: what autograd accumulated.
             roots: nodes of the outputs in autograd's graph.
-            sites: uses of deferred weights in its forward.
             deferred: weights and biases whose gradient is still to be computed.
 
         Raises:
             ContributionError: a parameter got none though an output depends on it, or
                 more than one.
         """
-        if any(count > 1 for count in seen.values()):
-            twice = [key for key, count in seen.items() if count > 1]
-            if not _runs_backward_inside(roots):
-                self._complain(twice, microbatch, "got more than one contribution")
-        owed = _leaves(deferred)
-        if len(owed.union(seen)) < len(self._parameters) or not owed.issubset(
-            self._parameters
-        ):
-            owed &= self._parameters.keys()
-            missing = self._parameters.keys() - seen.keys() - owed
-            lost = missing and missing & _owing(roots, sites, self._undefined)
-            if lost:
-                self._complain(lost, microbatch, "got no contribution")
-        if owed:
-            self._owed[microbatch] = owed
+        # A hook also comes where autograd had no gradient to accumulate.
+        came = Counter(id(one) for one in self._came)
+        twice = [key for key, count in came.items() if count > 1]
+        if twice and not _runs_backward_inside(roots):
+            self._complain(twice, microbatch, "got more than one contribution")
+        owed = _leaves(deferred) & self._parameters.keys()
+        missing = {
+            key
+            for key in self._parameters.keys() - self._changed() - owed
+            # Whose gradient a user's hook may have taken away.
+            if not (key in came and has_user_hooks(self._parameters[key]))
+        }
+        lost = missing and missing & _owing(roots, came)
+        if lost:
+            self._complain(lost, microbatch, "got no contribution")
+        self._owed[microbatch] = owed
 
-    def after_weight(
-        self, microbatch: int, seen: Counter[int], touched: Iterable[torch.Tensor]
-    ) -> None:
+    def after_own_input(self, microbatch: int) -> None:
+        """Notes what a backward of a user's own still owes after its input gradient."""
+        self._owed[microbatch] = self._parameters.keys() - self._changed()
+
+    def after_weight(self, microbatch: int) -> None:
         """Checks a microbatch whose weight gradients have been computed.
 
         Raises:
             ContributionError: one that was owed has not come.
         """
-        owed = self._owed.pop(microbatch, set())
-        for one in touched:
-            key = id(one)
-            self._last[key] = _version(one)
-            owed.discard(key)
-        lost = owed and owed - seen.keys()
-        if lost:
-            self._complain(lost, microbatch, "got no contribution")
-
-    def elements(self, seen: Iterable[int]) -> int:
-        """Elements of the parameters that autograd accumulated."""
-        return sum(self._parameters[key].numel() for key in seen)
-
-    def versions(self) -> dict[int, Any]:
-        """What tells whether a gradient has changed; for backwards of a user's own."""
-        return {key: _version(one) for key, one in self._parameters.items()}
-
-    def after_own(self, microbatch: int, before: dict[int, Any]) -> None:
-        """Checks a microbatch whose backward is the user's own.
-
-        Raises:
-            ContributionError: the gradient of a parameter has not changed.
-        """
-        now = self.versions()
-        lost = [key for key in now if now[key] == before[key]]
+        lost = self._owed.pop(microbatch) - self._changed()
         if lost:
             self._complain(lost, microbatch, "got no contribution")
 
@@ -171,13 +117,22 @@ class ContributionGuard:
             ContributionError: weight gradients of a microbatch were never computed.
         """
         for microbatch, owed in self._owed.items():
-            self._complain(owed, microbatch, "got no contribution (its W never ran)")
+            if owed:
+                self._complain(
+                    owed, microbatch, "got no contribution (its W never ran)"
+                )
+
+    def _changed(self) -> set[int]:
+        """Ids of the parameters whose gradient has changed since the last call."""
+        before = self._versions
+        self._versions = {key: _version(one) for key, one in self._parameters.items()}
+        return {key for key, now in self._versions.items() if now != before.get(key)}
 
     def _complain(self, keys: Iterable[int], microbatch: int, what: str) -> None:
         names = sorted(self._names[key] for key in keys)
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise ContributionError(
-            f"stage {self._stage}, schedule {self.schedule}, microbatch {microbatch}: "
+            f"stage {self._stage}, schedule {self._schedule}, microbatch {microbatch}: "
             f"parameter {shown} {what}, expected exactly one; the gradients of this "
             "step are wrong and must not be applied. Zero them; if the stage is not "
             "changed by hooks or wrappers (DistributedDataParallel does not work "
@@ -185,13 +140,11 @@ class ContributionGuard:
         )
 
 
-def _has_hooks_of_users(parameter: torch.Tensor) -> bool:
-    """Whether somebody else may have taken the gradient away when it had come."""
-    hooks = accumulated_hooks(parameter) or {}
-    return not all(
-        getattr(getattr(hook, "__self__", None), "only_counts", False)
-        for hook in hooks.values()
-    )
+def has_user_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody else gets a parameter's gradient when it has come."""
+    hooks = (accumulated_hooks(parameter) or {}).values()
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return not all(getattr(owner, "only_counts", False) for owner in owners)
 
 
 def _version(parameter: torch.Tensor) -> Any:
@@ -210,20 +163,16 @@ def _leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
     return found
 
 
-def _owing(
-    roots: Sequence[Any], sites: Sequence[Site], undefined: set[int]
-) -> set[int]:
+def _owing(roots: Sequence[Any], came: Iterable[int]) -> set[int]:
     """Ids of the parameters that the graph must bring a gradient for.
 
-    Not of those that autograd came to without one; where a weight is deferred, it
-    always does, and the gradient of the output tells.
+    Not of those that autograd came to, without one, unless a node says that it has put
+    one off (`elche.pipeline.split_backward.weight_gradients`).
     """
     nodes = _nodes(roots)
-    found = _variables(nodes) - undefined
-    for site in sites:
-        is_undefined = bool(site.grads) and site.grads[0] is None
-        if site.node in nodes and not is_undefined:
-            found |= _leaves(one for one in (site.weight, site.bias) if one is not None)
+    found = _variables(nodes).difference(came)
+    for node in nodes:
+        found |= _leaves(getattr(node, "owed", ()))
     return found
 
 

@@ -1,87 +1,51 @@
 """Deferred weight gradients of a stage.
 
-The idea of such a store is that of zero-bubble pipelines (Qi et al., ICLR 2024); theirs
-knows linear layers of Megatron only. A gradient is added straight to ``weight.grad`` in
-one product, where autograd makes the product first and adds it then.
+:func:`defer` runs an operation as one node of autograd's graph, whose backward computes
+the gradient of the activation and keeps what the gradient of the weight needs. The idea
+is that of zero-bubble pipelines (Qi et al., ICLR 2024). A weight gradient is added
+straight to ``weight.grad`` in one product, where autograd makes the product first and
+adds it then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.autograd import forward_ad
 
 from elche.errors import ConfigError
 from elche.pipeline.split_backward.operations import WeightOperation
 from elche.torch_internals.held import version
-from elche.torch_internals.passes import catch_gradient
+from elche.torch_internals.passes import function_modes, in_functorch, is_in_backward
+
+_Views: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""Views of parameters with their gradients."""
 
 
-@final
-class Site:
-    """Where a weight was used, with all that its gradient needs.
-
-    Made once per operation and microbatch, on the way of a forward: no more than slots.
+class Site(NamedTuple):
+    """One use of a weight, with all that its gradient needs.
 
     Attributes:
-        node: behind the output in autograd's graph; None where autograd runs it.
-        operation: what was computed.
+        operation: the computation.
         weight: the parameter, or a view of it.
         bias: likewise; None where there is none that learns.
-        x: the input; None where autograd keeps it, as under checkpointing.
-        version: of the input's memory when it was used.
-        grads: gradients of the output that have come; one, or none if nothing of the
-            stage's outputs depends on it.
+        x: the input.
+        version: of the input's memory when the gradient of the output came.
+        grad: the gradient of the output.
     """
 
-    __slots__ = ("bias", "grads", "node", "operation", "version", "weight", "x")
+    operation: WeightOperation
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    x: torch.Tensor
+    version: int
+    grad: torch.Tensor
 
-    def __init__(
-        self,
-        operation: WeightOperation,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        x: torch.Tensor | None,
-        version: int,
-    ) -> None:
-        self.operation = operation
-        self.weight = weight
-        self.bias = bias
-        self.x: Any = x
-        self.version = version
-        self.node: Any = None
-        self.grads: list[torch.Tensor] = []
-
-    def catch(self, output: torch.Tensor) -> None:
-        """Has autograd put the gradient of the output into `grads`.
-
-        The hook is a method of C, so that backward runs no Python.
-        """
-        self.node = catch_gradient(output, self.grads.append)
-
-    def catch_last(self) -> None:
-        """Takes the gradient after all hooks that a user has put there since.
-
-        Those of the output itself come before those of its node, and ours is the last.
-        """
-        if self.x is not None:
-            self.node.register_prehook(self._take)
-
-    def _take(self, gradients: tuple[torch.Tensor, ...]) -> None:
-        self.grads[-1:] = gradients[:1]
-
-
-def hooks_made() -> object:
-    """Another value whenever a hook has been put on a tensor or a node since.
-
-    torch numbers the handles of all hooks; where it does not, nobody can be sure.
-    """
-    return getattr(RemovableHandle, "next_id", None) or object()
-
-
-_Derived = dict[int, tuple[torch.Tensor, torch.Tensor]]
+    @property
+    def owed(self) -> list[torch.Tensor]:
+        """The tensors whose gradient is still to be computed."""
+        return [one for one in (self.weight, self.bias) if one is not None]
 
 
 @final
@@ -89,148 +53,191 @@ class WeightGradients:
     """Weight gradients of a stage that wait for their time.
 
     Attributes:
-        deferred_flops: of all that was computed here so far.
-        sites: uses of weights in the forward under way.
-        runs_again: whether the forward under way had parts that run again in backward,
-            as under activation checkpointing.
+        computed: number of deferred weight gradients so far.
     """
 
     def __init__(self) -> None:
-        self.deferred_flops = 0
-        self.sites: list[Site] = []
-        self.runs_again = False
+        self.computed = 0
         self._open: list[Site] | None = None
         self._waiting: dict[int, list[Site]] = {}
 
-    def open(
-        self, microbatch: int, sites: Sequence[Site], hooks_before: object
-    ) -> None:
-        """Begins to keep what backward defers, under a microbatch.
-
-        Args:
-            microbatch: which one.
-            sites: of its forward.
-            hooks_before: what :func:`hooks_made` said before it.
-        """
-        if any(site.grads for site in sites):
-            raise differentiates_inside()  # the loss function, say
-        self.sites = []  # parts that run again add theirs
+    def open(self, microbatch: int) -> None:
+        """Begins to keep what the backward of a microbatch defers."""
         self._open = self._waiting.setdefault(microbatch, [])
-        if hooks_made() != hooks_before:
-            for site in sites:
-                site.catch_last()
-
-    def keep(self, sites: Sequence[Site]) -> None:
-        """Keeps the sites whose gradients have come since `open`."""
-        for site in (*sites, *self.sites):
-            if len(site.grads) > 1:
-                raise differentiates_inside()
-            if site.grads and site.grads[0] is not None:
-                self.add(site)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a backward is under way."""
-        return self._open is not None
 
     def close(self) -> None:
         """Ends what `open` has begun, also after an error."""
-        self._open, self.sites = None, []
+        self._open = None
 
     def add(self, site: Site) -> None:
-        """Keeps one whose gradient has come.
+        """Keeps one whose output has its gradient.
 
         Raises:
-            ConfigError: the stage itself calls autograd in its forward.
+            ConfigError: the stage or the loss function calls autograd itself.
         """
         if self._open is None:
-            raise differentiates_inside()
+            raise _differentiates_inside()
         self._open.append(site)
 
     def waiting_for(self, microbatch: int) -> list[torch.Tensor]:
         """Weights and biases whose gradient a microbatch still owes."""
-        sites = self._waiting.get(microbatch, ())
-        weights = [site.weight for site in sites]
-        return weights + [site.bias for site in sites if site.bias is not None]
+        return [one for site in self._waiting.get(microbatch, ()) for one in site.owed]
 
-    def compute(self, microbatch: int) -> list[torch.Tensor]:
+    def compute(self, microbatch: int) -> None:
         """Computes what waits for a microbatch, into ``grad`` of the parameters.
 
         The first operation of the forward comes first: its gradient was the last to be
-        made and may still be in the cache. Each is let go of as it is done.
-
-        Returns:
-            The parameters that got a contribution here and not through autograd.
+        made and may still be in the cache. Each is dropped as soon as it is done.
         """
-        touched: list[torch.Tensor] = []
-        derived: _Derived = {}
+        views: _Views = []
         waiting = self._waiting.pop(microbatch, [])
-        waiting.reverse()
         with torch.no_grad():
             while waiting:
-                self._settle(waiting.pop(), touched, derived)
-        if derived:
-            tensors, gradients = zip(*derived.values(), strict=True)
+                self._settle(waiting.pop(), views)
+        if views:
+            tensors, gradients = zip(*views, strict=True)
             torch.autograd.backward(tensors, gradients)
-        return touched
 
     def discard(self) -> None:
         """Forgets all that waits."""
         self._waiting.clear()
-        self.sites = []
 
-    def _settle(
-        self, site: Site, touched: list[torch.Tensor], derived: _Derived
-    ) -> None:
-        operation, weight, bias = site.operation, site.weight, site.bias
+    def _settle(self, site: Site, views: _Views) -> None:
+        operation, grad, weight = site.operation, site.grad, site.weight
         if version(site.x) != site.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been "
                 "modified by an inplace operation: the input of a weight of shape "
                 f"{list(weight.shape)} was changed after its use"
             )
-        for made in site.grads:
-            self.deferred_flops += operation.flops(made, weight)
-            grad, x = operation.rows(made, site.x, weight)
-            into = weight.grad if weight.is_leaf else None
-            if into is not None and into.dtype == grad.dtype == x.dtype:
-                operation.add_weight_gradient(grad, x, into)
-                touched.append(weight)
-            else:
-                value = operation.weight_gradient(grad, x, weight.shape)
-                _accumulate(weight, value, touched, derived)
-            if bias is not None:
-                value = operation.bias_gradient(grad)
-                if value.shape != bias.shape:  # one element for all
-                    value = value.sum_to_size(bias.shape)
-                _accumulate(bias, value, touched, derived)
+        self.computed += 1
+        value = operation.weight_gradient(grad, site.x, weight.shape)
+        into = weight.grad if weight.is_leaf else None
+        if isinstance(value, torch.Tensor):
+            _accumulate(weight, value, views)
+        elif into is not None and into.dtype == grad.dtype == site.x.dtype:
+            into.addmm_(*value)  # one product that adds to what is there
+        else:
+            _accumulate(weight, torch.mm(*value), views)
+        if site.bias is not None:
+            _accumulate(site.bias, operation.bias_gradient(grad), views)
 
 
-def differentiates_inside() -> ConfigError:
-    """The error of a stage that calls autograd in its forward."""
+def _accumulate(target: torch.Tensor, value: torch.Tensor, views: _Views) -> None:
+    # A bias may be one element for all.
+    value = value.to(target.dtype).sum_to_size(target.shape)
+    if not target.is_leaf:
+        views.append((target, value))
+    elif target.grad is None:
+        target.grad = value
+    else:
+        target.grad.add_(value)
+
+
+def defer(
+    store: WeightGradients,
+    operation: WeightOperation,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Runs an operation whose weight gradient waits in a store.
+
+    Args:
+        store: of the stage.
+        operation: the computation.
+        x: the activation, or indices.
+        weight: a parameter that learns, or a view of one.
+        bias: of the same type.
+
+    Returns:
+        The output; None where only autograd knows what is right.
+    """
+    if (
+        not (torch.is_grad_enabled() and weight.requires_grad)
+        or torch.compiler.is_compiling()
+        or type(x) is not torch.Tensor
+        or (function_modes() and not _has_device_alone())
+        or in_functorch()
+        or x.layout is not torch.strided
+        or x.is_nested
+        or forward_ad.unpack_dual(x).tangent is not None
+    ):
+        return None
+    used = weight.dtype
+    if x.is_floating_point():
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind) and torch.float64 not in (x.dtype, used):
+            used = torch.get_autocast_dtype(kind)
+            x = x.to(used)
+        elif x.dtype != used:
+            return None  # torch's own complaint is the best
+    is_flat = not operation.takes_rows or x.dim() == 2
+    rows = x if is_flat else x.reshape(-1, x.shape[-1])
+    made: torch.Tensor = _Deferred.apply(  # type: ignore[no-untyped-call, unused-ignore]
+        rows, weight, bias, used, operation, store
+    )
+    # Outside of the function: autograd forbids changes of its views in place.
+    return made if is_flat else made.view(*x.shape[:-1], made.shape[-1])
+
+
+def _has_device_alone() -> bool:
+    """Whether the default device is the only function mode: it changes nothing here."""
+    return function_modes() == 1 and torch.get_default_device().type != "cpu"
+
+
+class _Deferred(torch.autograd.Function):
+    """An operation in autograd's graph; to the weight it brings no gradient.
+
+    The weight is an input all the same: where it alone learns, the output does, too,
+    and the guard finds it in the graph.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        operation: WeightOperation,
+        store: WeightGradients,
+    ) -> torch.Tensor:
+        # Detached: a later ``weight.data = ...`` does not change what is saved.
+        used = weight.detach().to(dtype)
+        ctx.save_for_backward(x, used)
+        ctx.set_materialize_grads(False)
+        ctx.operation, ctx.store = operation, store
+        ctx.weight = weight
+        ctx.bias = bias if bias is not None and bias.requires_grad else None
+        return operation.forward(x, used, None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        nothing = (None,) * 5
+        if grad is None:
+            return None, *nothing
+        if torch.is_grad_enabled():
+            raise _differentiates_inside()
+        x, used = ctx.saved_tensors
+        operation = ctx.operation
+        try:
+            is_wanted = is_in_backward(ctx.next_functions[1][0])
+        except RuntimeError:  # asked for by `torch.autograd.grad`
+            raise _differentiates_inside() from None
+        if is_wanted:
+            kept = x.detach()  # without the graph behind it
+            site = Site(operation, ctx.weight, ctx.bias, kept, version(kept), grad)
+            ctx.owed = site.owed
+            ctx.store.add(site)
+        if not ctx.needs_input_grad[0]:
+            return None, *nothing
+        return operation.input_gradient(grad, x, used), *nothing
+
+
+def _differentiates_inside() -> ConfigError:
     return ConfigError(
         "the stage differentiates in its own forward, or the loss function does, where "
         "the weights' gradients cannot be deferred; take a schedule that does not "
         "split backward (1f1b, gpipe), or PipelineConfig(split_backward=False)"
     )
-
-
-def _accumulate(
-    target: torch.Tensor,
-    value: torch.Tensor,
-    touched: list[torch.Tensor],
-    derived: _Derived,
-) -> None:
-    if value.dtype != target.dtype:
-        value = value.to(target.dtype)
-    if not target.is_leaf:
-        if id(target) in derived:
-            value = derived[id(target)][1] + value
-        derived[id(target)] = (target, value)
-        return
-    into = target.grad
-    if into is None:
-        target.grad = value
-    else:
-        into.add_(value)
-    touched.append(target)

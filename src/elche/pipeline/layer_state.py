@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from elche.comm.transport.messages import Message
 from elche.errors import ConfigError
 from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
 from elche.pipeline.trees import flatten, unflatten

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from elche.errors import CommunicationError, DeadlineError
-from elche.pipeline.peers import peers
+from elche.pipeline.peers import waits
 from elche.pipeline.peers.peers import StagePeers
 from elche.runtime.process.environment import Placement
 
@@ -42,9 +43,9 @@ class EndsAsALookGivesUp:
 
 def made() -> StagePeers:
     channel: Any = Calm()
-    group: Any = None
+    group: Any = SimpleNamespace(point_to_point=None)
     placement = Placement(world_size=2, device=torch.device("cpu"))
-    return StagePeers(placement, channel, group, None, "pipeline/1")
+    return StagePeers(placement, channel, group, "pipeline/1")
 
 
 def test_a_sum_that_comes_as_a_look_gives_up_is_through() -> None:
@@ -56,9 +57,9 @@ def test_a_sum_that_comes_as_a_look_gives_up_is_through() -> None:
 def test_a_failure_that_comes_as_a_look_gives_up_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peers, "REASON_WITHIN_S", 0.0)
+    monkeypatch.setattr(waits, "REASON_WITHIN_S", 0.0)
     work = EndsAsALookGivesUp(2, "Connection closed by peer")
-    with pytest.raises(CommunicationError, match=r"the sum failed: Connection closed"):
+    with pytest.raises(CommunicationError, match="for the sum: Connection closed"):
         made().wait(work, (0, 1), "the sum", 60.0)
 
 
@@ -67,8 +68,8 @@ def test_a_sum_that_does_not_come_names_the_deadline(
 ) -> None:
     told: list[str] = []
     one = made()
-    monkeypatch.setattr(one._waits, "begin_all", lambda ranks, what: told.append(what))
-    monkeypatch.setattr(one._waits, "explain_all", lambda ranks: "rank 1 is late")
-    with pytest.raises(DeadlineError, match=r"waited 0\.0 s for the sum; rank 1 is"):
+    monkeypatch.setattr(one.waits, "_publish", told.append)
+    monkeypatch.setattr(one.waits, "_waits_of", lambda rank: "")
+    with pytest.raises(DeadlineError, match="for rank 1: the sum; rank 1 is late"):
         one.wait(EndsAsALookGivesUp(10**9), (0, 1), "the sum", 0.0)
-    assert told == ["the sum"]
+    assert told == ["1 the sum"]

@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from elche.comm.transport.messages import Message
 from elche.errors import ConfigError, ProtocolError
-from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.split_backward import weight_gradients
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard

@@ -10,7 +10,7 @@ from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.protocol.events import Failed
 from elche.errors import DeadlineError, RemoteRankError
 from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.peers.rendezvous import Rendezvous
+from elche.pipeline.peers.waits import Rendezvous
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.environment import read_placement
 from tests.harness.rank_pool import RankPool

@@ -55,7 +55,7 @@ class PipelineCommunicator:
         if self.peers is None:
             return [value]
         with self.ending_on_failure():
-            return self.peers.exchange(value, self._timeout_s, what, names_late=True)
+            return self.peers.exchange(value, self._timeout_s, what)
 
     def check_open(self) -> None:
         """Raises when nothing can be done together any more.

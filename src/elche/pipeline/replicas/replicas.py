@@ -16,6 +16,7 @@ from typing import final
 import torch
 from torch import nn
 
+from elche.comm.transport.messages import Message
 from elche.errors import MismatchError
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import StagePeers
@@ -302,10 +303,12 @@ def _make_equal(
             continue
         module = parts.built[index].module
         mine = [one.detach() for one in (*module.parameters(), *module.buffers())]
+        what = f"layer {index} of the first replica"
         if peers.rank == source:
             for rank in others:
-                peers.send(rank, mine, timeout_s)
+                peers.send(rank, Message(tuple(mine)), timeout_s, what)
             continue
-        for one, value in zip(mine, peers.receive(source, timeout_s), strict=True):
+        values = peers.receive(source, timeout_s, what).tensors
+        for one, value in zip(mine, values, strict=True):
             if not torch.equal(one.cpu(), value):
                 one.copy_(value)

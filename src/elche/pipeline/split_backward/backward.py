@@ -15,8 +15,8 @@ from typing import Any, final
 
 import torch
 
+from elche.comm.transport.messages import Message
 from elche.errors import ConfigError, ProtocolError
-from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.split_backward.known_modules import KnownModules
 from elche.pipeline.split_backward.weight_gradients import (

@@ -12,7 +12,10 @@ from typing import final
 import torch
 from torch import nn
 
+from elche.comm.transport.messages import Message
 from elche.pipeline.peers.peers import StagePeers
+
+_WHAT = "tied parameters"
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,9 @@ class TiedParameters:
                 continue
             if tie.ranks[0] == self._peers.rank:
                 for rank in tie.ranks[1:]:
-                    self._peers.send(rank, [tie.parameter.detach()], timeout_s)
+                    self._send(rank, [tie.parameter.detach()], timeout_s)
             else:
-                (value,) = self._peers.receive(tie.ranks[0], timeout_s)
+                (value,) = self._receive(tie.ranks[0], timeout_s)
                 with torch.no_grad():
                     tie.parameter.copy_(value)
 
@@ -81,14 +84,20 @@ class TiedParameters:
             if tie.ranks[0] == self._peers.rank:
                 parts = list(mine)
                 for rank in tie.ranks[1:]:
-                    parts += self._peers.receive(rank, timeout_s)
+                    parts += self._receive(rank, timeout_s)
                 total = [_sum(parts, parameter)] if parts else []
                 for rank in tie.ranks[1:]:
-                    self._peers.send(rank, total, timeout_s)
+                    self._send(rank, total, timeout_s)
             else:
-                self._peers.send(tie.ranks[0], mine, timeout_s)
-                total = list(self._peers.receive(tie.ranks[0], timeout_s))
+                self._send(tie.ranks[0], mine, timeout_s)
+                total = list(self._receive(tie.ranks[0], timeout_s))
             _restore(parameter, total, earlier)
+
+    def _send(self, rank: int, tensors: list[torch.Tensor], timeout_s: float) -> None:
+        self._peers.send(rank, Message(tuple(tensors)), timeout_s, _WHAT)
+
+    def _receive(self, rank: int, timeout_s: float) -> tuple[torch.Tensor, ...]:
+        return self._peers.receive(rank, timeout_s, _WHAT).tensors
 
     def take(self) -> list[torch.Tensor | None]:
         """Puts aside the gradients accumulated before a step; they are summed."""

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from elche.comm.control.control_channel import ControlChannel
+from elche.comm.transport.exchange import CHECK_EVERY_S
 from elche.errors import CommunicationError, DeadlineError, ElcheError, RemoteRankError
 
-LOOK_EVERY_S = 0.1
-"""Poll interval (s) of the coordinator's store."""
 TELL_S = 1.0
+"""Most time (s) for another rank's wait to come by the coordinator."""
 NAMED_AFTER_S = 10.0
 """Least wait (s) after which the log names the late rank."""
 NAMED_AFTER_WAITS = 4
@@ -66,22 +66,16 @@ class Rendezvous:
             DeadlineError: the value was not published in time.
         """
         timeout_s = min(timeout_s, self._timeout_s)
-        until_s = time.monotonic() + timeout_s
-        while True:
-            check_for_abort(self._channel)
-            left_s = until_s - time.monotonic()
-            try:
-                return self._channel.store_get(key, min(LOOK_EVERY_S, max(0.0, left_s)))
-            except CommunicationError as error:
-                if not isinstance(error, DeadlineError):
-                    check_for_abort(self._channel)  # it may have the reason
-                    raise
-                if left_s <= 0:
-                    raise DeadlineError(
-                        f"rank {self._rank} waited {timeout_s:g} s for the other ranks "
-                        "to make the same Pipeline; start all of them, and look at "
-                        "their own output"
-                    ) from error
+        try:
+            return self._channel.store_get(key, timeout_s)
+        except CommunicationError as error:
+            check_for_abort(self._channel)  # it may have the reason
+            if not isinstance(error, DeadlineError):
+                raise
+            raise DeadlineError(
+                f"rank {self._rank} waited {timeout_s:g} s for the other ranks to make "
+                "the same Pipeline; start all of them, and look at their own output"
+            ) from error
 
 
 @final
@@ -158,7 +152,7 @@ class Waits:
             until_s = time.monotonic() + REASON_WITHIN_S
             while time.monotonic() < until_s:
                 self.check()
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(CHECK_EVERY_S)
             raise CommunicationError(
                 f"rank {self._rank} lost {_names(ranks)} while waiting for {what}: "
                 f"{error}; it has ended, or closed its pipeline before this rank did: "
@@ -191,19 +185,19 @@ class Waits:
             if rank in seen:
                 continue
             seen.append(rank)
-            try:
-                waits = self._waits_of(rank)
-            except CommunicationError:
-                waits = ""
-            if waits:
+            if waits := self._waits_of(rank):
                 to_ask += map(int, waits.partition(" ")[0].split(","))
             else:
                 late.append(rank)
         return late, seen
 
     def _waits_of(self, rank: int) -> str:
-        store = Rendezvous(self._channel, self._rank, TELL_S)
-        return store.store_get(self._key(rank), TELL_S).decode()
+        """The present wait of a rank; "" if it has published none."""
+        self._channel.store_forget(self._key(rank))
+        try:
+            return self._channel.store_get(self._key(rank), TELL_S).decode()
+        except CommunicationError:
+            return ""
 
     def _publish(self, text: str) -> None:
         with contextlib.suppress(CommunicationError):

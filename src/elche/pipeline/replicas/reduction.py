@@ -33,16 +33,14 @@ class ReplicaReduction:
     Attributes:
         stages: of this rank, whose gradients were summed.
         nbytes: that travelled.
-        begin_s: when this rank had all it gives.
-        end_s: when the sum was there.
-        waited_s: how long the step waited for it, with nothing else to do.
+        begin_s: when this rank had all its gradients.
+        end_s: when the step had the sum.
     """
 
     stages: tuple[int, ...]
     nbytes: int
     begin_s: float
     end_s: float
-    waited_s: float
 
 
 @final
@@ -195,17 +193,11 @@ class GradientReduction:
         ]
         self.last = []
         for begin_s, stages, line, bucket in sorted(under_way, key=lambda one: one[0]):
-            waits_s = time.monotonic()
-            what = f"the sum of the gradients of stage {_text(stages)}"
+            named = " and ".join(map(str, stages))
+            what = f"the sum of the gradients of stage {named}"
             self._peers.wait(bucket.work, line.ranks, what, timeout_s)
-            now_s = time.monotonic()
             bucket.work = None
-            end_s = bucket.ended_s[0] if bucket.ended_s else now_s
-            self.last.append(
-                ReplicaReduction(stages, bucket.nbytes, begin_s, end_s, now_s - waits_s)
-            )
+            now_s = time.monotonic()
+            found = ReplicaReduction(stages, bucket.nbytes, begin_s, now_s)
+            self.last.append(found)
         return [bucket for *_, bucket in under_way]
-
-
-def _text(stages: Sequence[int]) -> str:
-    return " and ".join(str(one) for one in stages)

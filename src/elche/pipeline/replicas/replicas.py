@@ -21,7 +21,7 @@ from elche.errors import MismatchError
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.reduction import GradientReduction, ReplicaReduction
-from elche.pipeline.replicas.replica_buffers import SharedBuffers, average_buffers
+from elche.pipeline.replicas.replica_buffers import SharedBuffers
 from elche.pipeline.replicas.replica_groups import (
     Grouping,
     ReplicaGroups,
@@ -39,7 +39,6 @@ from elche.pipeline.replicas.replica_units import (
     Unit,
     check_equal,
     plan_units,
-    read_layer,
 )
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
@@ -174,7 +173,8 @@ class Replicas:
         """
         if self._buffers and communicator.peers is not None:
             with communicator.ending_on_failure():
-                average_buffers(self._buffers, communicator.peers, timeout_s)
+                for one in self._buffers:
+                    one.average(communicator.peers, timeout_s)
 
     def late_learner(self) -> str:
         """What is wrong with a parameter that began to learn; "" if none did."""
@@ -228,7 +228,7 @@ def _agree_on_layers(
     ]
     said = [parts.plan.schedule.num_microbatches, mine]
     told = communicator.exchange(said, "comparing the replicas")
-    held = [[read_layer(one) for one in layers] for _, layers in told]
+    held = [[HeldLayer.read(one) for one in layers] for _, layers in told]
     try:
         check_equal(held, groups)
     except MismatchError:
@@ -264,24 +264,22 @@ def _describe(
 ) -> HeldLayer:
     plan = parts.plan
     stage = next(s for s in parts.stages if index in plan.layers_of(s))
-    tensors = [
-        _held(
+    module = layer.module
+    roles = [
+        *(
+            (n, p, LEARNS if p.requires_grad else FROZEN)
+            for n, p in module.named_parameters()
+        ),
+        *((n, b, BUFFER) for n, b in module.named_buffers()),
+    ]
+    tensors = tuple(
+        HeldTensor(
             names.get((index, own), layer.prefixed(own)),
-            one,
-            LEARNS if one.requires_grad else FROZEN,
+            *(tuple(one.shape), str(one.dtype), role),
         )
-        for own, one in layer.module.named_parameters()
-    ]
-    tensors += [
-        _held(layer.prefixed(own), one, BUFFER)
-        for own, one in layer.module.named_buffers()
-    ]
-    finished_at = parts.executor.finished_at(stage)
-    return HeldLayer(index, stage, finished_at, tuple(tensors))
-
-
-def _held(name: str, one: torch.Tensor, role: str) -> HeldTensor:
-    return HeldTensor(name, tuple(one.shape), str(one.dtype), role)
+        for own, one, role in roles
+    )
+    return HeldLayer(index, stage, parts.executor.finished_at(stage), tensors)
 
 
 def _make_equal(

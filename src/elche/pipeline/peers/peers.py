@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -22,6 +22,7 @@ from elche.comm.transport.device_messages import (
     TwoWays,
     trial,
 )
+from elche.comm.transport.exchange import SLEEP_S, agree_to_share
 from elche.comm.transport.gloo_lines import end_waits
 from elche.comm.transport.message_memory import open_message_memory
 from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message
@@ -71,7 +72,6 @@ class StagePeers:
         self._closed = False
         self._subgroups: list[Group] = []
         self._devices: DeviceGroup | None = None
-        self._formed = 0
 
     @staticmethod
     def join(placement: Placement, timeout_s: float) -> StagePeers:
@@ -178,12 +178,13 @@ class StagePeers:
         self._channel.store_set(heeds_key(self.rank), b"1" if heeds else b"")
 
     def form_groups(
-        self, wanted: Sequence[tuple[int, ...]], timeout_s: float
+        self, wanted: Sequence[tuple[int, ...]], shares: bool, timeout_s: float
     ) -> dict[tuple[int, ...], Group]:
-        """Forms groups of some ranks each, for collectives; ends those formed before.
+        """Forms groups of some ranks each, for collectives; once.
 
         Args:
             wanted: the ranks of each, ascending; the same on all ranks.
+            shares: whether this rank may share memory with others of its host.
             timeout_s: deadline of forming each.
 
         Returns:
@@ -192,10 +193,6 @@ class StagePeers:
         Raises:
             CommunicationError: the ranks of one did not come together.
         """
-        for old in self._subgroups:
-            old.close()
-        self._subgroups = []
-        self._formed += 1
         groups = {}
         # In one order on all ranks: forming waits for all ranks of a group.
         for ranks in sorted(set(wanted)):
@@ -206,10 +203,12 @@ class StagePeers:
                 Rendezvous(self._channel, self.rank, timeout_s),
                 ranks.index(self.rank),
                 len(ranks),
-                f"{self._name}/{self._formed}/{named}",
+                f"{self._name}/{named}",
                 self._listen,
                 timeout_s + _BEYOND_S,
             )
+            groups[ranks].shares_host = agree_to_share(groups[ranks], shares)
+            groups[ranks].check = self.waits.check
             self._subgroups.append(groups[ranks])
         return groups
 
@@ -251,12 +250,18 @@ class StagePeers:
             self.transport.connect(self.transport.memory, messages)
 
     def wait(
-        self, work: Any, ranks: Sequence[int], what: str, timeout_s: float
+        self,
+        poll: Callable[[], bool],
+        end: Callable[[], object],
+        ranks: Sequence[int],
+        what: str,
+        timeout_s: float,
     ) -> None:
         """Waits for a collective of some ranks.
 
         Args:
-            work: of torch.
+            poll: returns True when it is through.
+            end: called then; raises RuntimeError if it has failed.
             ranks: that take part.
             what: description for errors.
             timeout_s: deadline.
@@ -268,13 +273,15 @@ class StagePeers:
         """
 
         def look() -> bool:
-            was_over = work.is_completed()  # else it may end as the wait gives up
+            until_s = time.monotonic() + LOOK_EVERY_S
+            while not poll():
+                if time.monotonic() > until_s:
+                    return False
+                time.sleep(SLEEP_S)
             try:
-                work.wait(timedelta(seconds=LOOK_EVERY_S))
-            except RuntimeError:
-                if was_over:
-                    raise
-                return False  # the next look returns how it ended
+                end()
+            except CommunicationError as error:  # its reason may be on its way
+                raise RuntimeError(error) from error
             return True
 
         others = [rank for rank in ranks if rank != self.rank]

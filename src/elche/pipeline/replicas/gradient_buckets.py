@@ -1,15 +1,16 @@
-"""Gradients in flat pieces of memory, as they travel between the replicas."""
+"""Gradients in flat pieces of memory, summed over the ranks that hold them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
 
 from elche.comm.tensors.flat import shaped
+from elche.comm.transport.exchange import GlooExchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError
 
@@ -24,29 +25,35 @@ class GradientBucket:
     Args:
         parameters: of this rank, of types that are summed in `dtype`.
         dtype: of the sum.
+        group: of the ranks that hold these parameters; all of them make the bucket.
 
     Attributes:
         nbytes: size of the message.
-        work: the sum under way.
-        begin_s: when it began.
+        exchange: sums it.
+        begin_s: when the sum began.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], dtype: torch.dtype, group: Group
+    ) -> None:
         self._parameters = parameters
-        self._dtype = dtype
+        self._group = group
         self._numel = sum(as_numbers(one.detach()).numel() for one in parameters)
-        self._memory: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.nbytes = (self._numel + len(parameters)) * dtype.itemsize
-        self.work: Any = None
+        count, cpu = self._numel + len(parameters), torch.device("cpu")
+        self.nbytes = count * dtype.itemsize
         self.begin_s = 0.0
+        self.exchange = open_exchange(group, count, dtype, cpu)
+        if isinstance(self.exchange, GlooExchange) and parameters[0].is_cuda:
+            self.exchange.renew(
+                0, lambda: torch.empty(count, dtype=dtype, pin_memory=True, device=cpu)
+            )
 
     @torch.no_grad()
-    def begin(self, group: Group, contributes: bool) -> None:
+    def begin(self, contributes: bool) -> None:
         """Begins to sum.
 
         Args:
-            group: of the ranks that hold these parameters.
-            contributes: whether with this rank's gradients, or with zeros.
+            contributes: whether this rank's gradients, or zeros.
 
         Raises:
             ConfigError: a gradient is sparse; nothing has begun.
@@ -56,64 +63,57 @@ class GradientBucket:
         for one in gradients:
             if one is not None and one.layout is not torch.strided:
                 raise ConfigError(
-                    f"a gradient of shape {list(one.shape)} is sparse, and replicas of "
-                    "a pipeline sum dense ones; build the embedding with sparse=False"
+                    f"a gradient of shape {list(one.shape)} is sparse, and ranks that "
+                    "hold a parameter together sum dense ones; build the embedding "
+                    "with sparse=False"
                 )
-        flat, host = self._buffers()
-        for view, gradient in zip(self._views(flat), gradients, strict=True):
+        self.exchange.reclaim("the end of the last sum")
+        flat = self.exchange.contribution(0)
+        like = [as_numbers(one.detach()) for one in self._parameters]
+        for view, gradient in zip(
+            shaped(flat[: self._numel], like), gradients, strict=True
+        ):
             if gradient is None:
                 view.zero_()
             else:
                 view.copy_(as_numbers(gradient))
-        there = torch.tensor([one is not None for one in gradients], device="cpu")
-        flat[self._numel :].copy_(there)
-        if flat is not host:
-            host.copy_(flat)
+        flat[self._numel :] = torch.tensor([one is not None for one in gradients])
         self.begin_s = time.monotonic()
         try:
-            self.work = group.all_reduce_async(host)
+            self.exchange.begin(0)
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {group.rank} of {group.world_size} that hold a stage cannot "
-                f"reduce its gradients: {error}"
+                f"rank {self._group.rank} of {self._group.world_size} that hold a "
+                f"stage cannot reduce its gradients: {error}"
             ) from error
 
     @torch.no_grad()
     def write(self) -> None:
         """Replaces the gradients by the sums; by None where no rank had one."""
-        flat, host = self._buffers()
-        if flat is not host:
-            flat.copy_(host)
-        present = host[self._numel :].tolist()
-        for one, view, there in zip(
-            self._parameters, self._views(flat), present, strict=True
-        ):
+        at = self._numel
+        present = self._sum(at, at + len(self._parameters)).tolist()
+        at = 0
+        for one, there in zip(self._parameters, present, strict=True):
+            stop = at + as_numbers(one.detach()).numel()
             if not there:
                 one.grad = None
-                continue
-            if one.grad is None:
-                one.grad = torch.empty_like(one)
-            as_numbers(one.grad).copy_(view)
+            else:
+                if one.grad is None:
+                    one.grad = torch.empty_like(one)
+                numbers = as_numbers(one.grad)
+                numbers.copy_(self._sum(at, stop).view(numbers.shape))
+            at = stop
+        self.exchange.release()
 
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        like = [as_numbers(one.detach()) for one in self._parameters]
-        return shaped(flat[: self._numel], like)
-
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory on the parameters' device, and the memory that gloo sums."""
-        if self._memory is None:
-            count = self._numel + len(self._parameters)
-            device = self._parameters[0].device
-            flat = host = torch.empty(count, dtype=self._dtype, device=device)
-            if device.type != "cpu":
-                host = torch.empty(
-                    count, dtype=self._dtype, pin_memory=True, device="cpu"
-                )
-            self._memory = flat, host
-        return self._memory
+    def _sum(self, start: int, stop: int) -> torch.Tensor:
+        found = self.exchange.contribution(0).new_empty(stop - start)
+        self.exchange.sum_into(start, stop, found)
+        return found
 
 
-def make_buckets(parameters: Sequence[nn.Parameter]) -> list[GradientBucket]:
+def make_buckets(
+    parameters: Sequence[nn.Parameter], group: Group
+) -> list[GradientBucket]:
     """By type of the sum, in order; more than a bucket's size only for one alone.
 
     Half precision is summed in float32, complex numbers as two real ones.
@@ -128,12 +128,12 @@ def make_buckets(parameters: Sequence[nn.Parameter]) -> list[GradientBucket]:
                 continue
             nbytes = as_numbers(one.detach()).numel() * dtype.itemsize
             if mine and held_bytes + nbytes > BUCKET_BYTES:
-                made.append(GradientBucket(mine, dtype))
+                made.append(GradientBucket(mine, dtype, group))
                 mine, held_bytes = [], 0
             mine.append(one)
             held_bytes += nbytes
         if mine:
-            made.append(GradientBucket(mine, dtype))
+            made.append(GradientBucket(mine, dtype, group))
     return made
 
 

@@ -74,7 +74,8 @@ class SharedBuffers:
 
     def _sum(self, tensor: torch.Tensor, peers: StagePeers, timeout_s: float) -> None:
         work = self.group.all_reduce_async(tensor)
-        peers.wait(work, self.ranks, "the average of the buffers", timeout_s)
+        what = "the average of the buffers"
+        peers.wait(work.is_completed, work.wait, self.ranks, what, timeout_s)
 
 
 def _share(buffer: torch.Tensor, changed: list[float], me: int) -> torch.Tensor:

@@ -19,7 +19,6 @@ from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.stage import Layer, Stage
 from elche.pipeline.step.executor import Executor
-from elche.pipeline.step.tied import Tie, TiedParameters
 from elche.schedule.formats import to_text
 
 EXTRA_STATE = "_extra_state"
@@ -56,14 +55,12 @@ class Parts:
         plan: schedule and partition.
         stages: this rank's, by index, ascending.
         executor: runs them.
-        tied: parameters that other ranks hold, too; None where there are none.
     """
 
     given: Blueprint
     plan: PipelinePlan
     stages: dict[int, StageBackward]
     executor: Executor
-    tied: TiedParameters | None
 
     @property
     def built(self) -> dict[int, Layer]:
@@ -187,8 +184,7 @@ def assemble(
     executor = Executor(
         rank, plan.schedule, stages, transport, given.loss_fn, given.device
     )
-    tied = None if peers is None else _tied(given.ties, plan, stages, peers)
-    return Parts(given, plan, stages, executor, tied)
+    return Parts(given, plan, stages, executor)
 
 
 def _seed(given: Blueprint, plan: PipelinePlan) -> int | None:
@@ -207,33 +203,6 @@ def _runner(stage: Stage, plan: PipelinePlan, config: PipelineConfig) -> StageBa
     learning = {n: p for n, p in stage.named_parameters() if p.requires_grad}
     guard = ContributionGuard(stage.index, learning, plan.schedule.name)
     return StageBackward(stage, guard if config.guard else None, config.split_backward)
-
-
-def _tied(
-    ties: list[list[tuple[int, str]]],
-    plan: PipelinePlan,
-    stages: dict[int, StageBackward],
-    peers: StagePeers,
-) -> TiedParameters | None:
-    stage_of = {
-        layer: stage
-        for stage in range(plan.schedule.num_stages)
-        for layer in plan.layers_of(stage)
-    }
-    found = []
-    for uses in ties:
-        ranks = sorted({plan.schedule.placement[stage_of[layer]] for layer, _ in uses})
-        if len(ranks) < 2:
-            continue
-        mine = None
-        for layer, name in uses:
-            stage = stage_of[layer]
-            if stage in stages:
-                number = layer - plan.layers_of(stage).start
-                module = stages[stage].stage.modules[number]
-                mine = module.get_parameter(name) if mine is None else mine
-        found.append(Tie(tuple(ranks), mine))
-    return TiedParameters(found, peers) if found else None
 
 
 def _digest(value: Any) -> str:

@@ -95,10 +95,7 @@ class Stepping:
     @property
     def copies(self) -> Set[int]:
         """Ids of this rank's parameters that another rank counts in norms."""
-        tied = self.parts.tied
-        if tied is None or self._groups.are_several:
-            return self.replicas.copies
-        return tied.copies
+        return self.replicas.copies
 
     def step(self, call: Call) -> StepOutput:
         """One step: forward and backward."""
@@ -115,18 +112,12 @@ class Stepping:
             input_gradients=call.input_gradients,
             is_timed=is_timed,
         )
-        # With replicas, shared parameters are summed over all that hold them at once.
-        tied = None if self._groups.are_several else self.parts.tied
-        earlier = [] if tied is None else tied.take()
         started_s = time.monotonic()
         results, told, reports = self._communicator.run(
             self.replicas.training(self.parts.executor.train, shares),
             asked,
             lambda: self._report(is_timed and is_whole),
         )
-        if tied is not None:
-            with self._communicator.ending_on_failure():
-                tied.sum_gradients(earlier, self._config.timeout_s)
         self.steps += 1
         self._take(reports, time.monotonic() - started_s)
         losses = self.replicas.losses(told)

@@ -58,30 +58,6 @@ def local_state(
     }
 
 
-def gather_state(
-    mine: Mapping[str, torch.Tensor],
-    order_of: Callable[[str], Any],
-    communicator: PipelineCommunicator,
-    ranks: Iterable[int],
-    timeout_s: float,
-    of: Callable[[int], bool] = lambda rank: True,
-) -> dict[str, torch.Tensor]:
-    """The whole model's state on the CPU; with all ranks.
-
-    Args:
-        mine: this rank's part.
-        order_of: where a name stands in the model.
-        communicator: all ranks.
-        ranks: those that need it; the others get an empty dict.
-        timeout_s: deadline of each rank's part.
-        of: whether a rank gets this rank's part; others have it from their replica.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for part in gather_trees(dict(mine), communicator, ranks, timeout_s, of):
-        found.update(part)
-    return dict(sorted(found.items(), key=lambda item: order_of(item[0])))
-
-
 def gather_trees(
     mine: dict[str, Any],
     communicator: PipelineCommunicator,

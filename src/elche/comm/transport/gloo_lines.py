@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, final
@@ -159,14 +160,14 @@ class GlooLine:
         parts = packed.frames(tag)
         if packed.on_device:
             assert self.devices is not None
-            dense, computed = [t.contiguous() for t in plain], self.devices.stream
-            transfer = partial(self._send_device, parts, dense, computed.computed())
+            dense = [one.contiguous() for one in plain]
+            computed = self.devices.stream.computed()
+            transfer = partial(self._send_device, parts, dense, computed)
         else:
             parts += [one.to("cpu").contiguous() for one in plain]
-            if self.devices is None:  # gloo begins at once, whatever the thread does
-                transfer = partial(self._wait_all, self._begin(parts))
-            else:  # after those that wait for the device
-                transfer = partial(self._send_parts, parts)
+            # At once, unless older messages wait for the device.
+            works = self._begin(parts) if self.devices is None else None
+            transfer = partial(self._send_host, parts, works)
         with self._mailbox.lock:
             self.pending.append(transfer)
             self._wake.notify()
@@ -229,10 +230,7 @@ class GlooLine:
             head += rest.numpy().tobytes()
         message, on_device = read_head(head)
         if on_device:
-            found = self._receive_device(message.tensors)
-            return tag, Message(
-                found, message.structure, message.needs_grad, message.failure
-            )
+            return tag, replace(message, tensors=self._receive_device(message.tensors))
         for one in message.tensors:
             self._fill(one)
         return tag, message
@@ -260,7 +258,7 @@ class GlooLine:
         """Sends when the device has computed the tensors and the other one receives."""
         assert self.devices is not None
         self._poll(computed)
-        self._send_parts(parts)
+        self._send_host(parts, None)
         ready = torch.empty(1, dtype=torch.uint8, device="cpu")
         self._group.recv([ready], self._rank, _READY_TAG).wait(_FOREVER)
         self._finish(self.devices, self.devices.send(tensors, self._rank))
@@ -281,19 +279,14 @@ class GlooLine:
                     raise CommunicationError("the connections have been closed")
                 self._wake.wait(POLL_S)
 
-    def _begin(self, parts: list[torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
-        """Begins to send; gloo needs the tensors until it is through."""
+    def _begin(self, parts: list[torch.Tensor]) -> list[Any]:
         group, rank = self._group, self._rank
-        return [
-            (group.send([one], rank, _MESSAGE_TAG), one) for one in parts if one.numel()
-        ]
+        return [group.send([one], rank, _MESSAGE_TAG) for one in parts if one.numel()]
 
-    def _wait_all(self, works: list[tuple[Any, torch.Tensor]]) -> None:
-        for work, _ in works:
+    def _send_host(self, parts: list[torch.Tensor], works: list[Any] | None) -> None:
+        """Waits until gloo has sent tensors, which it needs until then."""
+        for work in works or self._begin(parts):
             work.wait(_FOREVER)
-
-    def _send_parts(self, parts: list[torch.Tensor]) -> None:
-        self._wait_all(self._begin(parts))
 
     def _fill(self, tensor: torch.Tensor) -> None:
         if tensor.numel():

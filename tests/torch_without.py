@@ -95,7 +95,7 @@ def expect_equal(found: nn.Module, expected: nn.Module) -> None:
 
 
 def split_backward() -> None:
-    from elche.pipeline.peers.stage_messages import Message
+    from elche.comm.transport.messages import Message
     from elche.pipeline.split_backward.backward import StageBackward
     from elche.pipeline.split_backward.guard import ContributionGuard
     from elche.pipeline.stage import Layer, Stage

@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Kind, StageAction, loop_placement, parse_action
+from elche.schedule.actions import loop_placement, parse_action
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.generators.auto import auto_schedule
-from elche.schedule.generators.schedules import make_schedule
-from elche.schedule.lowering import lower
 from elche.schedule.planning.layer_costs import (
     LayerCosts,
     assumed_costs,
@@ -22,13 +20,11 @@ from elche.schedule.planning.layer_costs import (
     total_of,
 )
 from elche.schedule.step_times import (
-    arrivals,
     drift_between,
     measured_costs,
     times_of,
     usual_times,
 )
-from elche.schedule.timing import simulate
 
 RANKS = 4
 EQUAL = equal_costs(RankTimes(1.0, 1.0, 1.0), loop_placement(RANKS), RANKS)
@@ -90,20 +86,6 @@ def test_only_shares_count() -> None:
     assert drift_between(EQUAL, all_slowed(EQUAL, [7.0] * RANKS)) == pytest.approx(0)
     # Twice as long in one of four: 2 / 5 of the whole instead of 1 / 4.
     assert drift_between(EQUAL, slowed(EQUAL, 2, 2.0)) == pytest.approx(0.6)
-
-
-def test_messages_are_expected_when_they_are_sent() -> None:
-    costs = replace(EQUAL, links=(0.25,) * 3)
-    schedule = lower(make_schedule("1f1b", costs, 4), costs)
-    found, makespan = arrivals(schedule, costs)
-    receives = {one for row in schedule.actions for one in row if "RECV" in str(one)}
-    assert found.keys() == receives
-    assert found[StageAction(1, Kind.RECV_F, 0)] == pytest.approx(1.25)
-    assert found[StageAction(3, Kind.RECV_F, 0)] == pytest.approx(3.75)
-    # The last stage has run F0 and B0, 1 + 2.
-    assert found[StageAction(2, Kind.RECV_B, 0)] == pytest.approx(3.75 + 3 + 0.25)
-    assert makespan == simulate(schedule, costs).makespan
-    assert max(found.values()) < makespan
 
 
 def layers(times: list[list[float]]) -> LayerCosts:

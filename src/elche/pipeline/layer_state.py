@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from elche.comm.transport.messages import Message
 from elche.errors import ConfigError
 from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
 from elche.pipeline.trees import flatten, unflatten
@@ -56,30 +56,6 @@ def local_state(
         if isinstance(value, torch.Tensor)
         for known in names.get(layer.prefixed(name), (layer.prefixed(name),))
     }
-
-
-def gather_state(
-    mine: Mapping[str, torch.Tensor],
-    order_of: Callable[[str], Any],
-    communicator: PipelineCommunicator,
-    ranks: Iterable[int],
-    timeout_s: float,
-    of: Callable[[int], bool] = lambda rank: True,
-) -> dict[str, torch.Tensor]:
-    """The whole model's state on the CPU; with all ranks.
-
-    Args:
-        mine: this rank's part.
-        order_of: where a name stands in the model.
-        communicator: all ranks.
-        ranks: those that need it; the others get an empty dict.
-        timeout_s: deadline of each rank's part.
-        of: whether a rank gets this rank's part; others have it from their replica.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for part in gather_trees(dict(mine), communicator, ranks, timeout_s, of):
-        found.update(part)
-    return dict(sorted(found.items(), key=lambda item: order_of(item[0])))
 
 
 def gather_trees(

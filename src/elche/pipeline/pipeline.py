@@ -405,7 +405,7 @@ class Pipeline:
     @property
     def steps_done(self) -> int:
         """Training steps so far, those before a resume included."""
-        return self._state.steps_done
+        return self._stepping.steps
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of an epoch that are left, on every rank.

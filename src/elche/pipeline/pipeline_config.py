@@ -14,12 +14,17 @@ _NEW_PLAN = (
     "was removed: a pipeline keeps its plan, and the log says when a new one would be "
     "faster; save a checkpoint, and resume it in a new Pipeline with "
 )
+_ONE_DEADLINE = (
+    "was removed: all waits of a pipeline have one deadline; set it by timeout_s="
+)
 REMOVED = {
     "auto_repartition": f'auto_repartition= {_NEW_PLAN}costs="measure" or partition=',
     "replan_every": f'replan_every= {_NEW_PLAN}costs="measure"',
     "drift_threshold": f'drift_threshold= {_NEW_PLAN}costs="measure"',
     "repartition": f'repartition() {_NEW_PLAN}costs="measure" or partition=',
     "profile_layers": f'profile_layers() {_NEW_PLAN}costs="measure"',
+    "patience_factor": f"patience_factor= {_ONE_DEADLINE}",
+    "min_patience_s": f"min_patience_s= {_ONE_DEADLINE}",
 }
 """Settings and methods that pipelines had, and what to write instead."""
 
@@ -63,12 +68,7 @@ class PipelineConfig:
         transport: ``"auto"`` has activations and gradients go from device to device
             through NCCL where all ranks are on one host and have a CUDA device each,
             and through the host's memory elsewhere; ``"gloo"`` is the host always.
-        timeout_s: deadline of waits at the start, in the first steps (which may
-            compile), and between steps.
-        patience_factor: later, a message may come this many times as late in a step as
-            the plan predicts from measured times (and the longest of the last steps
-            where there is no plan yet)...
-        min_patience_s: ...plus this.
+        timeout_s: deadline (s) of each wait for another rank.
     """
 
     loss_reduction: Literal["mean", "sum"] = "mean"
@@ -85,8 +85,6 @@ class PipelineConfig:
     init: Callable[[Any], object] | None = None
     transport: Literal["auto", "gloo"] = "auto"
     timeout_s: float = 300.0
-    patience_factor: float = 4.0
-    min_patience_s: float = 5.0
 
     def __new__(cls, **given: Any) -> PipelineConfig:
         """Refuses settings of earlier versions by name."""
@@ -124,10 +122,8 @@ class PipelineConfig:
             raise ConfigError(
                 f"expected stages_per_rank of at least 1, got {self.stages_per_rank}"
             )
-        for name in ("timeout_s", "patience_factor", "min_patience_s"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value <= 0:
-                raise ConfigError(f"expected a positive {name}, got {value!r}")
+        if not math.isfinite(self.timeout_s) or self.timeout_s <= 0:
+            raise ConfigError(f"expected a positive timeout_s, got {self.timeout_s!r}")
 
     def _check_memory(self, limits: Sequence[float]) -> None:
         if self.costs != "measure":

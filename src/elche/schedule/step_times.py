@@ -12,10 +12,9 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from elche.errors import ConfigError
-from elche.schedule.actions import COMPUTE_KINDS, Kind, Schedule, StageAction
+from elche.schedule.actions import COMPUTE_KINDS, Kind, StageAction
 from elche.schedule.costs import PipelineCosts, StageCost
 from elche.schedule.planning.layer_costs import total_of
-from elche.schedule.timing import Timing, simulate
 
 _KINDS = (Kind.FORWARD, Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
@@ -115,31 +114,6 @@ def drift_between(planned: PipelineCosts, measured: PipelineCosts) -> float:
                 worst, abs(sum(changes)) / whole, *(abs(c) / whole for c in changes)
             )
     return worst
-
-
-def arrivals(
-    schedule: Schedule, costs: PipelineCosts
-) -> tuple[dict[StageAction, float], float]:
-    """When each receive of a lowered schedule has its message, from the step's begin.
-
-    Args:
-        schedule: lowered.
-        costs: of its stages.
-
-    Returns:
-        These times by the receive, and the makespan.
-    """
-    timing: Timing = simulate(schedule, costs)
-    found: dict[StageAction, float] = {}
-    for row, starts in zip(schedule.actions, timing.action_starts, strict=True):
-        for one, start in zip(row, starts, strict=True):
-            if one.kind is Kind.SEND_F:
-                receive = StageAction(one.stage + 1, Kind.RECV_F, one.microbatch)
-                found[receive] = start + costs.link(one.stage)
-            elif one.kind is Kind.SEND_B:
-                receive = StageAction(one.stage - 1, Kind.RECV_B, one.microbatch)
-                found[receive] = start + costs.link(one.stage - 1)
-    return found, timing.makespan
 
 
 def _four(values: Sequence[float]) -> StageTimes:

@@ -39,7 +39,7 @@ from elche.errors import (
     ProtocolError,
     RemoteRankError,
 )
-from elche.pipeline.peers.rendezvous import Rendezvous
+from elche.pipeline.peers.waits import Rendezvous
 from elche.runtime.process import coordinator
 from elche.runtime.process.coordinator import CoordinatorServer, serve_in_thread
 from elche.sim.cluster import Cluster, Device, SimulatedRun

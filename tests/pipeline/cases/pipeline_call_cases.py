@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from elche.pipeline.peers import transport
+from elche.pipeline.peers import waits
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
@@ -254,8 +254,8 @@ def leaves(kind: str) -> str:
                 return
             if this_place().rank == 1:
                 raise KeyboardInterrupt("Ctrl-C")
-            reason_within_s = 0.1 if kind == "closes" else transport.REASON_WITHIN_S
-            with mock.patch.object(transport, "REASON_WITHIN_S", reason_within_s):
+            reason_within_s = 0.1 if kind == "closes" else waits.REASON_WITHIN_S
+            with mock.patch.object(waits, "REASON_WITHIN_S", reason_within_s):
                 pipe.step(x, y)
 
     return told(train)

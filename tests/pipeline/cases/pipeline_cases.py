@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elche.pipeline.peers import patience, waits
+from elche.pipeline.peers import waits
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 
 WIDTH = 6
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pipeline.py"
-CALM: dict[str, Any] = {"timeout_s": 100.0, "min_patience_s": 100.0}
+CALM: dict[str, Any] = {"timeout_s": 100.0}
 """Deadlines for ranks that a busy machine may keep from running for a while."""
 
 
@@ -519,23 +519,18 @@ def hang(pipe: Pipeline | None) -> None:
     assert pipe._communicator.peers is not None
     until_s = time.monotonic() + 150.0
     while time.monotonic() < until_s:
-        pipe._communicator.peers._check()
+        pipe._communicator.peers.waits.check()
         threading.Event().wait(0.05)
 
 
 def lose_patience(pipe: Pipeline, seconds: float) -> None:
     """From here on the waits of steps are short: all have come, one will hang."""
-    held = pipe._stepping._patience
-    held.grace_s = seconds
-    if not held._durations_s:  # the first step, which may take the whole deadline
-        held._timeout_s = seconds
+    stepping = pipe._stepping
+    stepping._config = replace(stepping._config, timeout_s=seconds)
 
 
 class Trouble(nn.Module):
-    """A layer that does something wrong in one microbatch of the first step.
-
-    Or of the fifth: it hangs later.
-    """
+    """A layer that does something wrong in one microbatch of the first step."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -546,9 +541,9 @@ class Trouble(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         self.calls += 1
-        if self.calls != (19 if self.kind == "hangs later" else 3):
+        if self.calls != 3:
             return self.body(x)
-        if self.kind.startswith("hangs"):
+        if self.kind == "hangs":
             hang(self.pipe)
         if self.kind == "dies":
             os._exit(7)
@@ -588,17 +583,14 @@ def troubled(kind: str, schedule: str = "zb-h1") -> list[str]:
         batches[0] = (x, None)
     if kind == "odd target":
         batches[0] = (x, y[:7])
-    if kind == "hangs later":
-        batches = [(x, y)] * 5
     found: list[str] = []
     pipe = None
     try:
         pipe = Pipeline(layers, loss_fn, micro_batches=4, **CALM, **options)
         middle.pipe = pipe
-        hangs_in = {"hangs": 0, "hangs later": 4}.get(kind)
-        for number, (batch, target) in enumerate(batches):
-            if number == hangs_in:
-                lose_patience(pipe, 5.0)
+        if kind == "hangs":
+            lose_patience(pipe, 5.0)
+        for batch, target in batches:
             found.append(_told(pipe, batch, target))
     except Exception as error:
         found.append(f"{type(error).__name__}: {error}")
@@ -668,14 +660,12 @@ def drawn(seed: int | None, replicas: int = 1) -> Drawn:
 def example() -> str:
     """What the example of the documentation prints on this rank."""
     shown, arguments = io.StringIO(), sys.argv
-    warm_steps, patience.WARM_STEPS = patience.WARM_STEPS, 10**6  # its deadline is long
     sys.argv = [str(EXAMPLE)]
     try:
         with redirect_stdout(shown):
             runpy.run_path(str(EXAMPLE), run_name="__main__")
     finally:
         sys.argv = arguments
-        patience.WARM_STEPS = warm_steps
     return shown.getvalue()
 
 
@@ -694,7 +684,7 @@ def stopped(late_rank: int) -> tuple[list[str], float]:
             os.kill(pids[late_rank], signal.SIGCONT)
 
     handler = Wake(logging.WARNING)
-    logger = logging.getLogger("elche.pipeline.peers.transport")
+    logger = logging.getLogger("elche.pipeline.peers.waits")
     logger.addHandler(handler)
     before, work = waits.NAMED_AFTER_S, Work()
     try:

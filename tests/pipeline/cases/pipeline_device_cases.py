@@ -15,9 +15,10 @@ from torch import distributed as dist
 from torch import nn
 
 from elche.comm.transport import device_group
+from elche.comm.transport.device_messages import DeviceWay
 from elche.pipeline.peers import peers
-from elche.pipeline.peers.peers import DeviceWay
 from elche.pipeline.pipeline import Pipeline
+from tests.comm.transport.thread_link import Beside
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import (
     CALM,
@@ -29,7 +30,6 @@ from tests.pipeline.cases.pipeline_cases import (
     loss_of,
     piped,
 )
-from tests.pipeline.step.thread_link import Beside
 
 
 class Pollable:

@@ -7,18 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import (
     CALM,
     MODELS,
-    WIDTH,
     Work,
     data_for,
-    hang,
-    lose_patience,
     loss_of,
 )
 
@@ -85,45 +81,3 @@ def slowed(
     logger.removeHandler(lines)
     logger.setLevel(level)
     return state[0] if rank == 0 else {}, ran, lines.lines
-
-
-class Stalling(nn.Module):
-    """A layer that stops in the third microbatch of one step."""
-
-    def __init__(self, stalls_at: int) -> None:
-        super().__init__()
-        self.body = nn.Linear(WIDTH, WIDTH)
-        self.stalls_at = stalls_at
-        self.calls = 0
-        self.pipe: Pipeline | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 4 * self.stalls_at + 3:
-            hang(self.pipe)
-        return self.body(x)
-
-
-def stalled(rank: int, step: int) -> tuple[int, str]:
-    """A rank stops in a step: how many went well here, and how it ended."""
-    place = this_place()
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(place.world_size)]
-    layers[rank] = middle = Stalling(step if place.rank == rank else 10**6)
-    x, y = torch.randn(8, WIDTH), torch.randint(3, (8,))
-    with Pipeline(
-        layers,
-        loss_of,
-        micro_batches=4,
-        schedule="zb-h1",
-        **{**CALM, "timeout_s": 1000.0},
-    ) as pipe:
-        middle.pipe = pipe
-        for number in range(step + 1):
-            if number == step:
-                lose_patience(pipe, 3.0)
-            try:
-                pipe.step(x, y)
-            except Exception as error:
-                return number, f"{type(error).__name__}: {error}"
-    return step + 1, ""

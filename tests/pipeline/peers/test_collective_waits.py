@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from elche.errors import CommunicationError, DeadlineError
-from elche.pipeline.peers import peers
+from elche.pipeline.peers import waits
 from elche.pipeline.peers.peers import StagePeers
 from elche.runtime.process.environment import Placement
 
@@ -21,45 +21,44 @@ class Calm:
         return None
 
 
-class EndsAsALookGivesUp:
-    """Each of the first looks times out; the work ends just after the last of them."""
+class Ends:
+    """A collective that is through at the last of some polls."""
 
-    def __init__(self, looks: int, failure: str = "") -> None:
-        self.looks, self.failure = looks, failure
-        self.looked = 0
+    def __init__(self, polls: float, failure: str = "") -> None:
+        self.polls, self.failure = polls, failure
 
-    def is_completed(self) -> bool:
-        return self.looked >= self.looks
+    def poll(self) -> bool:
+        self.polls -= 1
+        return self.polls <= 0
 
-    def wait(self, within: timedelta) -> None:
-        was_over = self.is_completed()
-        self.looked += 1
-        if not was_over:
-            raise RuntimeError("Operation timed out!")
+    def end(self) -> None:
+        assert self.polls <= 0, "a wait that might have lasted"
         if self.failure:
             raise RuntimeError(self.failure)
 
 
+def wait(work: Ends, timeout_s: float, peers: StagePeers | None = None) -> None:
+    made_now = peers or made()
+    made_now.wait(work.poll, work.end, (0, 1), "the sum", timeout_s)
+
+
 def made() -> StagePeers:
     channel: Any = Calm()
-    group: Any = None
+    group: Any = SimpleNamespace(point_to_point=None)
     placement = Placement(world_size=2, device=torch.device("cpu"))
-    return StagePeers(placement, channel, group, None, "pipeline/1")
+    return StagePeers(placement, channel, group, "pipeline/1")
 
 
-def test_a_sum_that_comes_as_a_look_gives_up_is_through() -> None:
-    work = EndsAsALookGivesUp(2)
-    made().wait(work, (0, 1), "the sum", 60.0)
-    assert work.looked == 3
+def test_a_sum_is_waited_for_until_it_is_through() -> None:
+    work = Ends(5)
+    wait(work, 60.0)
+    assert work.polls == 0
 
 
-def test_a_failure_that_comes_as_a_look_gives_up_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(peers, "REASON_WITHIN_S", 0.0)
-    work = EndsAsALookGivesUp(2, "Connection closed by peer")
-    with pytest.raises(CommunicationError, match=r"the sum failed: Connection closed"):
-        made().wait(work, (0, 1), "the sum", 60.0)
+def test_a_failed_sum_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "REASON_WITHIN_S", 0.0)
+    with pytest.raises(CommunicationError, match="for the sum: Connection closed"):
+        wait(Ends(2, "Connection closed by peer"), 60.0)
 
 
 def test_a_sum_that_does_not_come_names_the_deadline(
@@ -67,8 +66,8 @@ def test_a_sum_that_does_not_come_names_the_deadline(
 ) -> None:
     told: list[str] = []
     one = made()
-    monkeypatch.setattr(one._waits, "begin_all", lambda ranks, what: told.append(what))
-    monkeypatch.setattr(one._waits, "explain_all", lambda ranks: "rank 1 is late")
-    with pytest.raises(DeadlineError, match=r"waited 0\.0 s for the sum; rank 1 is"):
-        one.wait(EndsAsALookGivesUp(10**9), (0, 1), "the sum", 0.0)
-    assert told == ["the sum"]
+    monkeypatch.setattr(one.waits, "_publish", told.append)
+    monkeypatch.setattr(one.waits, "_waits_of", lambda rank: "")
+    with pytest.raises(DeadlineError, match="for rank 1: the sum; rank 1 is late"):
+        wait(Ends(float("inf")), 0.0, one)
+    assert told == ["1 the sum"]

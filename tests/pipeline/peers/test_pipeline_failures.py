@@ -77,15 +77,6 @@ def test_a_hanging_rank_is_named(ranks4: RankPool) -> None:
     assert found[2][0] != ""
 
 
-@pytest.mark.slow
-def test_later_waits_are_as_long_as_steps_have_been(ranks4: RankPool) -> None:
-    found = ranks4.run(troubled, "hangs later", case_setup=serve_in_thread)
-    for rank in (0, 1, 3):
-        assert found[rank][:4] == [""] * 4
-        told = found[rank][4]
-        assert "rank 2 is late" in told, told
-
-
 @pytest.mark.parametrize("late", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_between_steps_is_named(
     ranks3: RankPool, late: int

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche.pipeline.peers.memory_lines import MemoryLines
+from elche.comm.transport.point_to_point import PointToPoint
 from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.peers.transport import Transport
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.links import links_of, measure_links
 from elche.pipeline.setup.measured_plan import layer_costs_of, plan_measured
@@ -36,25 +35,24 @@ def timed(by_memory: bool) -> list[list[float]]:
     """Links of three ranks, of which the last two are slow between each other."""
     peers = StagePeers.join(read_placement(), TIMEOUT_S)
     if not by_memory:
-        peers.transport.memory.close()
-        peers.transport.memory = MemoryLines({}, {})
-    send = Transport.send
+        peers.transport.connect({})
+    send = PointToPoint.send
 
-    def slow(self: Transport, address: Any, *rest: Any) -> None:
+    def slow(self: PointToPoint, address: Any, *rest: Any) -> None:
         if {address.rank, self.rank} == {1, 2}:
             Clock.now_s += SLOW_S
         send(self, address, *rest)
 
-    Transport.send = slow  # type: ignore[method-assign]
+    PointToPoint.send = slow  # type: ignore[method-assign]
     try:
         with virtual_time():
             found = measure_links(peers.transport, [0, 1, 2], 1 << 18, TIMEOUT_S)
         peers.exchange(None, TIMEOUT_S, "the others")
-        ways = peers.transport.memory.incoming.values()
-        assert all(os.fstat(way._descriptor).st_blocks * 512 <= 1 << 16 for way in ways)
+        ways = [incoming.descriptor for _, incoming in peers.transport.memory.values()]
+        assert all(os.fstat(way).st_blocks * 512 <= 1 << 16 for way in ways)
         return found
     finally:
-        Transport.send = send  # type: ignore[method-assign]
+        PointToPoint.send = send  # type: ignore[method-assign]
         peers.close()
 
 

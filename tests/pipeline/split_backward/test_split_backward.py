@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from elche.comm.transport.messages import Message
 from elche.errors import ConfigError, ProtocolError
-from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.split_backward import split_modules
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard

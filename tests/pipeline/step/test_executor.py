@@ -20,7 +20,7 @@ from elche.pipeline.step.executor import Executor
 from elche.pipeline.step.step_io import PeerFailedError, StepInput, StepResults
 from elche.schedule.actions import Kind
 from tests.comm.thread_group import on_ranks
-from tests.pipeline.step.thread_link import Cable, transports
+from tests.comm.transport.thread_link import Cable, transports
 
 WIDTH = 5
 SIZES = (3, 1, 4, 3, 2, 3)

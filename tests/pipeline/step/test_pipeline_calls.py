@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
@@ -10,7 +11,7 @@ from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.protocol.events import Failed
 from elche.errors import DeadlineError, RemoteRankError
 from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.peers.rendezvous import Rendezvous
+from elche.pipeline.peers.waits import Rendezvous, Waits
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.environment import read_placement
 from tests.harness.rank_pool import RankPool
@@ -172,6 +173,23 @@ def test_a_wait_for_an_address_ends_with_the_run() -> None:
             ends[1].send(Failed(rank=1, error="no data", traceback=""))
             with pytest.raises(RemoteRankError, match="rank 1 failed: no data"):
                 store.store_get("never", 20.0)
+        finally:
+            for end in ends:
+                end.close()
+
+
+def test_the_present_wait_of_a_rank_is_read_and_not_the_last_one() -> None:
+    with serve_in_thread(2) as environments:
+        host, _, port = environments[0]["ELCHE_COORDINATOR"].rpartition(":")
+        key = bytes.fromhex(environments[0]["ELCHE_KEY"])
+        ends = [ControlChannel.connect((host, int(port)), key, r, 20.0) for r in (0, 1)]
+        waits = [Waits(end, rank, "pipeline/1") for rank, end in enumerate(ends)]
+        try:
+            for wait in ("0 the gradient", "", "0 the begin of step"):
+                waits[1]._publish(wait)
+                until_s = time.monotonic() + 20.0
+                while waits[0]._waits_of(1) != wait:
+                    assert time.monotonic() < until_s
         finally:
             for end in ends:
                 end.close()

@@ -236,6 +236,10 @@ class ControlChannel:
         """Asks for a value, which :meth:`stored` has when it has come."""
         self._send({"type": "StoreGet", "key": key})
 
+    def store_forget(self, key: str) -> None:
+        """Drops a value that has come, so that `store_get` returns the present one."""
+        self._stored.pop(key, None)
+
     def stored(self, key: str) -> bytes | None:
         """A value that has come."""
         return self._stored.get(key)

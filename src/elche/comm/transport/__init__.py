@@ -1,1 +1,1 @@
-"""Process groups, shared memory and plain reductions."""
+"""Process groups, shared memory, plain reductions and messages between two ranks."""

@@ -72,7 +72,7 @@ class PipelineContents:
             bound = {n: o.state_dict() for n, o in others.items() if is_bound(o)}
             shared = {
                 "loop": dict(loop),
-                "run": {"steps": pipe.steps_done},
+                "run": {"steps": pipe.stepping.steps},
                 "epochs": {"done": passes.done},
                 "registered": bound,
                 "optimizers": [type(one).__name__ for one in self.optimizers],
@@ -136,7 +136,7 @@ class PipelineContents:
         own = found.of_rank(pipe.rank if was_there else 0, _without_optimizers)
         others = {n: o for n, o in self.registered.items() if not _is_optimizer(o)}
         load_registered(found, others, {**shared["registered"], **own["free"]})
-        pipe.steps_done = shared["run"]["steps"]
+        pipe.stepping.steps = shared["run"]["steps"]
         pipe.passes.resume(shared["epochs"]["done"], own["begun"], own["random"])
         return shared
 

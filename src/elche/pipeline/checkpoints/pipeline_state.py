@@ -9,7 +9,6 @@ from typing import Any, final
 import torch
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.checkpoints.loader_passes import LoaderPasses
 from elche.pipeline.checkpoints.named_states import (
     NamedState,
     join_states,
@@ -17,7 +16,6 @@ from elche.pipeline.checkpoints.named_states import (
     named_state,
 )
 from elche.pipeline.layer_state import (
-    gather_state,
     gather_trees,
     load_state,
     local_state,
@@ -26,7 +24,6 @@ from elche.pipeline.layer_state import (
 from elche.pipeline.optimizers import check_alike, describe, only_optimizer
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
-from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.step.stepping import Stepping
 
 
@@ -41,9 +38,14 @@ class PipelineState:
         timeout_s: deadline of each message.
 
     Attributes:
+        stepping: see there.
         communicator: see there.
-        replica: this rank's.
         timeout_s: see there.
+        rank: this rank.
+        world_size: ranks of the run.
+        replica: this rank's.
+        parts: this rank's.
+        passes: of this rank over the loader.
         optimizers: those that were registered.
         on_close: called with whether the run has failed, when the pipeline closes.
     """
@@ -55,12 +57,14 @@ class PipelineState:
         groups: ReplicaGroups,
         timeout_s: float,
     ) -> None:
-        self.communicator = communicator
-        self.replica = groups.index
+        self.stepping, self.communicator = stepping, communicator
         self.timeout_s = timeout_s
+        self.rank, self.world_size = communicator.rank, sum(map(len, groups.ranks))
+        self.replica = groups.index
+        self.parts, self.passes = stepping.parts, stepping.passes
         self.on_close: Callable[[bool], None] | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        self._stepping, self._groups = stepping, groups
+        self._groups = groups
         _open.append(weakref.ref(self))
 
     @staticmethod
@@ -85,42 +89,13 @@ class PipelineState:
         if end is not None:
             end(has_failed)
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.communicator.rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the run."""
-        return sum(map(len, self._groups.ranks))
-
-    @property
-    def parts(self) -> Parts:
-        """What this rank holds now."""
-        return self._stepping.parts
-
-    @property
-    def passes(self) -> LoaderPasses:
-        """This rank's passes over the loader."""
-        return self._stepping.passes
-
-    @property
-    def steps_done(self) -> int:
-        """Training steps so far, those before a resume included."""
-        return self._stepping.steps
-
-    @steps_done.setter
-    def steps_done(self, steps: int) -> None:
-        self._stepping.steps = steps
-
     def parameter_names(self) -> dict[int, tuple[str, ...]]:
         """All names of each of this rank's parameters in the model, by its id."""
         return parameter_names(self.parts)
 
     def average_buffers(self) -> None:
         """Makes buffers that replicas changed equal; with all ranks."""
-        replicas = self._stepping.replicas
+        replicas = self.stepping.replicas
         replicas.average_buffers(self.communicator, self.timeout_s)
 
     def local_model(self) -> dict[str, torch.Tensor]:
@@ -131,14 +106,11 @@ class PipelineState:
         """Parameters and buffers of the whole model; see `Pipeline.state_dict`."""
         self.communicator.agree_on(rank, "state_dict")
         self.average_buffers()
-        return gather_state(
-            self.local_model(),
-            self.parts.order_of,
-            self.communicator,
-            range(self.world_size) if rank is None else (rank,),
-            self.timeout_s,
-            lambda to: to in self._groups.members,
-        )
+        found: dict[str, torch.Tensor] = {}
+        for part in self._gather(self.local_model(), rank):
+            found.update(part)
+        order_of = self.parts.order_of
+        return dict(sorted(found.items(), key=lambda item: order_of(item[0])))
 
     def load_model(self, state: Mapping[str, torch.Tensor]) -> None:
         """Loads this rank's part; see `Pipeline.load_state_dict`."""
@@ -160,14 +132,18 @@ class PipelineState:
         if any(one[0] != rank for one in told):
             raise MismatchError(f"ranks ask {what} for different ranks: {told}")
         check_alike({r: one[1] for r, one in enumerate(told)})
-        parts = gather_trees(
-            made[0],
+        parts = self._gather(made[0], rank)
+        return join_states(parts) if parts else {}
+
+    def _gather(self, mine: dict[str, Any], rank: int | None) -> list[dict[str, Any]]:
+        """Parts of this rank's replica on one rank, or on all."""
+        return gather_trees(
+            mine,
             self.communicator,
             range(self.world_size) if rank is None else (rank,),
             self.timeout_s,
             lambda to: to in self._groups.members,
         )
-        return join_states(parts) if parts else {}
 
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, state: NamedState

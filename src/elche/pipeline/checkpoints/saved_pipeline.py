@@ -75,7 +75,7 @@ class SavedPipeline:
 
     def described(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the run."""
-        return {"kind": "pipeline", "steps": self._pipe.steps_done}
+        return {"kind": "pipeline", "steps": self._pipe.stepping.steps}
 
     def resume(self, state: Mapping[str, Any], epochs: Mapping[str, Any]) -> None:
         """All has been taken up with the contents."""

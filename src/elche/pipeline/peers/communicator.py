@@ -55,7 +55,7 @@ class PipelineCommunicator:
         if self.peers is None:
             return [value]
         with self.ending_on_failure():
-            return self.peers.exchange(value, self._timeout_s, what, names_late=True)
+            return self.peers.exchange(value, self._timeout_s, what)
 
     def check_open(self) -> None:
         """Raises when nothing can be done together any more.
@@ -112,7 +112,13 @@ class PipelineCommunicator:
             ConfigError: another rank could not; what `make` raises is raised here.
             MismatchError: another rank calls another method.
         """
-        told, raised = self._tell(make, what)
+        made, raised, error = None, None, ""
+        try:
+            made = make()
+        except Exception as problem:
+            raised, error = problem, f"{type(problem).__name__}: {problem}"
+        told = self.exchange([what, error, made], what)
+        _check_same_call(told, what)
         if raised is not None:
             raise raised
         for rank, (_, text, _) in enumerate(told):
@@ -151,15 +157,10 @@ class PipelineCommunicator:
             made.append(build())
             return made[0].describe()
 
+        described = self.gather(describe, "building the stages")
         try:
-            told, raised = self._tell(describe, "building the stages")
-            if raised is not None:
-                raise raised
-            for rank, (_, text, _) in enumerate(told):
-                if text:
-                    raise ConfigError(f"rank {rank} cannot build its stages: {text}")
-            for rank in range(len(told)):
-                _compare([one for _, _, one in told], rank, groups)
+            for rank in range(len(described)):
+                _compare(described, rank, groups)
             self._open_devices(self.peers, made[0])
         except Exception:
             self.close()
@@ -199,19 +200,6 @@ class PipelineCommunicator:
             raise ConfigError(errors[0])
         check_reports(read, groups)
         return read
-
-    def _tell(
-        self, make: Callable[[], Any], what: str
-    ) -> tuple[list[Any], Exception | None]:
-        """What all ranks made or why not, and what this one's `make` raised."""
-        made, raised, error = None, None, ""
-        try:
-            made = make()
-        except Exception as problem:
-            raised, error = problem, f"{type(problem).__name__}: {problem}"
-        told = self.exchange([what, error, made], what)
-        _check_same_call(told, what)
-        return told, raised
 
     def run(
         self,

@@ -1,67 +1,183 @@
-"""Wait reports between ranks, through the coordinator."""
+"""Waits for other ranks: one deadline, one failure, and who waits for whom."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from typing import final
 
 from elche.comm.control.control_channel import ControlChannel
-from elche.errors import CommunicationError
-from elche.pipeline.peers.rendezvous import Rendezvous
+from elche.comm.transport.exchange import CHECK_EVERY_S
+from elche.errors import CommunicationError, DeadlineError, ElcheError, RemoteRankError
 
 TELL_S = 1.0
+"""Most time (s) for another rank's wait to come by the coordinator."""
 NAMED_AFTER_S = 10.0
-"""So long all wait for a rank between steps until the log names it."""
+"""Least wait (s) after which the log names the late rank."""
+NAMED_AFTER_WAITS = 4
+"""Factor of the longest wait so far after which the log names the late rank."""
 REASON_WITHIN_S = 5.0
-"""How long the reason for a lost connection may take to come by the coordinator."""
+"""Most time (s) for the reason of a lost connection to come by the coordinator."""
+
+logger = logging.getLogger(__name__)
+
+
+def check_for_abort(channel: ControlChannel) -> None:
+    """Raises when the run has been ended.
+
+    Raises:
+        RemoteRankError: it has; says why.
+        CommunicationError: the coordinator is gone.
+    """
+    abort = channel.find_abort()
+    if abort is not None:
+        raise RemoteRankError(abort.reason, abort.failed_rank, abort.traceback)
+
+
+@final
+class Rendezvous:
+    """The coordinator's store, in which a process group's ranks find each other.
+
+    A wait in it ends when the run does.
+
+    Args:
+        channel: to the coordinator.
+        rank: this rank.
+        timeout_s: the longest wait.
+    """
+
+    def __init__(self, channel: ControlChannel, rank: int, timeout_s: float) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._timeout_s = timeout_s
+
+    def store_set(self, key: str, value: bytes) -> None:
+        """Publishes a value for other ranks."""
+        self._channel.store_set(key, value)
+
+    def store_get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for a value that a rank publishes.
+
+        Raises:
+            RemoteRankError: another rank has failed meanwhile.
+            CommunicationError: the coordinator is gone.
+            DeadlineError: the value was not published in time.
+        """
+        timeout_s = min(timeout_s, self._timeout_s)
+        try:
+            return self._channel.store_get(key, timeout_s)
+        except CommunicationError as error:
+            check_for_abort(self._channel)  # it may have the reason
+            if not isinstance(error, DeadlineError):
+                raise
+            raise DeadlineError(
+                f"rank {self._rank} waited {timeout_s:g} s for the other ranks to make "
+                "the same Pipeline; start all of them, and look at their own output"
+            ) from error
 
 
 @final
 class Waits:
-    """Who waits for whom, told through the coordinator.
+    """This rank's waits for others. The coordinator holds the long ones of all ranks.
 
-    Every rank publishes its long waits. One that is waited for and publishes nothing
-    is the one that is late.
+    A rank that is waited for and has published no wait is late.
+
+    Args:
+        channel: to the coordinator.
+        rank: this rank.
+        name: of the pipeline in the coordinator's store.
     """
 
     def __init__(self, channel: ControlChannel, rank: int, name: str) -> None:
         self._channel = channel
         self._rank = rank
         self._name = name
+        self._longest_s = 0.0
 
-    def begin(self, rank: int, what: str) -> None:
-        """This rank has waited for half the deadline, for one rank."""
-        self.begin_all([rank], what)
+    def check(self) -> None:
+        """Raises when the run has been ended; see `check_for_abort`."""
+        check_for_abort(self._channel)
 
-    def begin_all(self, ranks: Sequence[int], what: str) -> None:
-        """This rank has waited for half the deadline, for all of these ranks."""
-        self._publish(f"{','.join(map(str, ranks))} {what}")
+    def until(
+        self,
+        look: Callable[[], bool],
+        ranks: Sequence[int],
+        what: str,
+        timeout_s: float,
+    ) -> None:
+        """Waits for other ranks. The log names one that is unusually late.
 
-    def end(self) -> None:
-        """This rank waits no more."""
-        self._publish("")
+        Args:
+            look: sleeps for a moment; returns True when the wait is over.
+            ranks: that are waited for.
+            what: description for errors.
+            timeout_s: deadline.
 
-    def explain(self, rank: int) -> str:
-        """The deadline has passed, waiting for a rank: who is to blame."""
-        return self.explain_all([rank])
+        Raises:
+            DeadlineError: the deadline has passed; names the late ranks.
+            CommunicationError: `look` has raised RuntimeError: a connection is lost.
+            RemoteRankError: the run has been ended.
+        """
+        started_s = time.monotonic()
+        named_after_s = max(NAMED_AFTER_S, NAMED_AFTER_WAITS * self._longest_s)
+        is_published = is_named = False
+        while not self._has_come(look, ranks, what):
+            self.check()
+            waited_s = time.monotonic() - started_s
+            if waited_s > min(timeout_s, named_after_s) / 2 and not is_published:
+                is_published = True
+                self._publish(f"{','.join(map(str, ranks))} {what}")
+            if waited_s > timeout_s:
+                raise DeadlineError(
+                    f"rank {self._rank} waited {timeout_s:.1f} s for {_names(ranks)}: "
+                    f"{what}; {self._explain(ranks)}"
+                )
+            if waited_s > named_after_s and not is_named:
+                is_named = True
+                self._name_late(ranks, what, timeout_s)
+        self._longest_s = max(self._longest_s, time.monotonic() - started_s)
+        if is_published:
+            self._publish("")
 
-    def explain_all(self, ranks: Sequence[int]) -> str:
-        """The deadline has passed, waiting for these ranks: who is to blame."""
+    def _has_come(
+        self, look: Callable[[], bool], ranks: Sequence[int], what: str
+    ) -> bool:
+        try:
+            return look()
+        except ElcheError:
+            raise
+        except RuntimeError as error:
+            until_s = time.monotonic() + REASON_WITHIN_S
+            while time.monotonic() < until_s:
+                self.check()
+                time.sleep(CHECK_EVERY_S)
+            raise CommunicationError(
+                f"rank {self._rank} lost {_names(ranks)} while waiting for {what}: "
+                f"{error}; it has ended, or closed its pipeline before this rank did: "
+                "look at its own output"
+            ) from error
+
+    def _name_late(self, ranks: Sequence[int], what: str, timeout_s: float) -> None:
+        for rank in set(self._follow(ranks)[0]).intersection(ranks):
+            logger.warning(
+                "the pipeline has waited %.0f s for rank %d: %s; it is late, and waits "
+                "for no other rank: look at its own output; it has %g s (timeout_s) in "
+                "all",
+                *(NAMED_AFTER_S, rank, what, timeout_s),
+            )
+
+    def _explain(self, ranks: Sequence[int]) -> str:
+        """The late ranks, or those that wait for each other."""
         late, seen = self._follow(ranks)
-        named = " and ".join(f"rank {one}" for one in late or seen)
         if not late:
-            return f"{named} wait for each other"
-        if len(late) > 1:
-            return f"{named} are late, and wait for no other rank"
-        return f"{named} is late, and waits for nobody"
-
-    def is_late(self, rank: int) -> bool:
-        """Whether a rank that this one waits for waits for nobody itself."""
-        return rank in self._follow([rank])[0]
+            return f"{_names(seen)} wait for each other"
+        verb = "is late, and waits" if len(late) == 1 else "are late, and wait"
+        return f"{_names(late)} {verb} for no other rank"
 
     def _follow(self, ranks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Ranks that are waited for and wait for nobody, and all on the way to them."""
+        """The awaited ranks that wait for none, and all on the way to them."""
         seen, late = [self._rank], []
         to_ask = list(ranks)
         while to_ask:
@@ -69,19 +185,19 @@ class Waits:
             if rank in seen:
                 continue
             seen.append(rank)
-            try:
-                told = self._waits_of(rank)
-            except CommunicationError:
-                told = ""
-            if told:
-                to_ask += map(int, told.partition(" ")[0].split(","))
+            if waits := self._waits_of(rank):
+                to_ask += map(int, waits.partition(" ")[0].split(","))
             else:
                 late.append(rank)
         return late, seen
 
     def _waits_of(self, rank: int) -> str:
-        store = Rendezvous(self._channel, self._rank, TELL_S)
-        return store.store_get(self._key(rank), TELL_S).decode()
+        """The present wait of a rank; "" if it has published none."""
+        self._channel.store_forget(self._key(rank))
+        try:
+            return self._channel.store_get(self._key(rank), TELL_S).decode()
+        except CommunicationError:
+            return ""
 
     def _publish(self, text: str) -> None:
         with contextlib.suppress(CommunicationError):
@@ -89,3 +205,7 @@ class Waits:
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/waits/{rank}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return " and ".join(f"rank {one}" for one in ranks)

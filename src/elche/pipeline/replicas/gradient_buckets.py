@@ -1,160 +1,142 @@
-"""Gradients in flat pieces of memory, as they travel between the replicas."""
+"""Gradients in flat pieces of memory, summed over the ranks that hold them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 import torch
 from torch import nn
 
+from elche.comm.tensors.flat import shaped
+from elche.comm.transport.exchange import GlooExchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError
 
 BUCKET_BYTES = 25 << 20
-"""As in torch's DistributedDataParallel."""
+"""Size of a bucket; as in torch's DistributedDataParallel."""
 
 
 @final
 class GradientBucket:
-    """Gradients in one piece of memory, and for each parameter whether it has one.
+    """Gradients in one piece of memory, and a flag for each parameter that has one.
 
     Args:
         parameters: of this rank, of types that are summed in `dtype`.
         dtype: of the sum.
+        group: of the ranks that hold these parameters; all of them make the bucket.
+
+    Attributes:
+        nbytes: size of the message.
+        exchange: sums it.
+        begin_s: when the sum began.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], dtype: torch.dtype, group: Group
+    ) -> None:
         self._parameters = parameters
-        self._dtype = dtype
-        self._memory: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.work: Any = None
+        self._group = group
+        self._numel = sum(as_numbers(one.detach()).numel() for one in parameters)
+        count, cpu = self._numel + len(parameters), torch.device("cpu")
+        self.nbytes = count * dtype.itemsize
         self.begin_s = 0.0
-        self.ended_s: list[float] = []
+        self.exchange = open_exchange(group, count, dtype, cpu)
+        if isinstance(self.exchange, GlooExchange) and parameters[0].is_cuda:
+            self.exchange.renew(
+                0, lambda: torch.empty(count, dtype=dtype, pin_memory=True, device=cpu)
+            )
 
-    @property
-    def nbytes(self) -> int:
-        """Of the message."""
-        count = sum(_numel(one) for one in self._parameters) + len(self._parameters)
-        return count * self._dtype.itemsize
-
-    def begin(self, group: Group, contributes: bool) -> None:
+    @torch.no_grad()
+    def begin(self, contributes: bool) -> None:
         """Begins to sum.
 
         Args:
-            group: of the ranks that hold these parameters.
-            contributes: whether with this rank's gradients, or with zeros.
+            contributes: whether this rank's gradients, or zeros.
 
         Raises:
             ConfigError: a gradient is sparse; nothing has begun.
             CommunicationError: a connection has failed.
         """
-        host = self._fill(contributes)
-        self.begin_s = time.monotonic()
-        ended_s: list[float] = []
-        self.ended_s = ended_s
-        try:
-            self.work = group.all_reduce_async(host)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {group.rank} of {group.world_size} that hold a stage cannot "
-                f"reduce its gradients: {error}"
-            ) from error
-        done = self.work.get_future()
-        done.add_done_callback(lambda _: ended_s.append(time.monotonic()))
-
-    def write(self) -> None:
-        """Puts the sums where the gradients were; None where nobody had one."""
-        flat, host = self._buffers()
-        if flat is not host:
-            flat.copy_(host)
-        present = host[-len(self._parameters) :].tolist()
-        for one, view, there in zip(
-            self._parameters, self._views(flat), present, strict=True
-        ):
-            if not there:
-                one.grad = None
-                continue
-            if one.grad is None:
-                one.grad = torch.empty_like(one)
-            _numbers(one.grad).copy_(view)
-
-    def _fill(self, contributes: bool) -> torch.Tensor:
         gradients = [one.grad if contributes else None for one in self._parameters]
-        sparse = [one for one in gradients if _is_sparse(one)]
-        if sparse:
-            raise ConfigError(
-                f"a gradient of shape {list(sparse[0].shape)} is sparse, and replicas "  # type: ignore[union-attr]
-                "of a pipeline sum dense ones; build the embedding with sparse=False"
-            )
-        flat, host = self._buffers()
-        for view, gradient in zip(self._views(flat), gradients, strict=True):
+        for one in gradients:
+            if one is not None and one.layout is not torch.strided:
+                raise ConfigError(
+                    f"a gradient of shape {list(one.shape)} is sparse, and ranks that "
+                    "hold a parameter together sum dense ones; build the embedding "
+                    "with sparse=False"
+                )
+        self.exchange.reclaim("the end of the last sum")
+        flat = self.exchange.contribution(0)
+        like = [as_numbers(one.detach()) for one in self._parameters]
+        for view, gradient in zip(
+            shaped(flat[: self._numel], like), gradients, strict=True
+        ):
             if gradient is None:
                 view.zero_()
             else:
-                view.copy_(_numbers(gradient))
-        there = torch.tensor([one is not None for one in gradients], device="cpu")
-        flat[-len(gradients) :].copy_(there)
-        if flat is not host:
-            host.copy_(flat)
-        return host
+                view.copy_(as_numbers(gradient))
+        flat[self._numel :] = torch.tensor([one is not None for one in gradients])
+        self.begin_s = time.monotonic()
+        try:
+            self.exchange.begin(0)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self._group.rank} of {self._group.world_size} that hold a "
+                f"stage cannot reduce its gradients: {error}"
+            ) from error
 
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """On the parameters' device, and what gloo sums."""
-        if self._memory is None:
-            count = self.nbytes // self._dtype.itemsize
-            device = self._parameters[0].device
-            flat = torch.empty(count, dtype=self._dtype, device=device)
-            host = flat
-            if device.type != "cpu":
-                host = torch.empty(
-                    count, dtype=self._dtype, pin_memory=True, device="cpu"
-                )
-            self._memory = flat, host
-        return self._memory
+    @torch.no_grad()
+    def write(self) -> None:
+        """Replaces the gradients by the sums; by None where no rank had one."""
+        at = self._numel
+        present = self._sum(at, at + len(self._parameters)).tolist()
+        at = 0
+        for one, there in zip(self._parameters, present, strict=True):
+            stop = at + as_numbers(one.detach()).numel()
+            if not there:
+                one.grad = None
+            else:
+                if one.grad is None:
+                    one.grad = torch.empty_like(one)
+                numbers = as_numbers(one.grad)
+                numbers.copy_(self._sum(at, stop).view(numbers.shape))
+            at = stop
+        self.exchange.release()
 
-    def _views(self, flat: torch.Tensor) -> Iterable[torch.Tensor]:
-        begin = 0
-        for one in self._parameters:
-            shape = _numbers(one.detach()).shape
-            yield flat[begin : begin + shape.numel()].view(shape)
-            begin += shape.numel()
+    def _sum(self, start: int, stop: int) -> torch.Tensor:
+        found = self.exchange.contribution(0).new_empty(stop - start)
+        self.exchange.sum_into(start, stop, found)
+        return found
 
 
-def make_buckets(parameters: Sequence[nn.Parameter]) -> list[GradientBucket]:
-    """By type of the sum, in order; more than a bucket's size only for one alone."""
+def make_buckets(
+    parameters: Sequence[nn.Parameter], group: Group
+) -> list[GradientBucket]:
+    """By type of the sum, in order; more than a bucket's size only for one alone.
+
+    Half precision is summed in float32, complex numbers as two real ones.
+    """
     made: list[GradientBucket] = []
     for dtype in (torch.float32, torch.float64):
         mine: list[nn.Parameter] = []
         held_bytes = 0
         for one in parameters:
-            if _sum_dtype(one.dtype) is not dtype:
+            is_wide = one.dtype in (torch.float64, torch.complex128)
+            if is_wide != (dtype is torch.float64):
                 continue
-            nbytes = _numel(one) * dtype.itemsize
+            nbytes = as_numbers(one.detach()).numel() * dtype.itemsize
             if mine and held_bytes + nbytes > BUCKET_BYTES:
-                made.append(GradientBucket(mine, dtype))
+                made.append(GradientBucket(mine, dtype, group))
                 mine, held_bytes = [], 0
             mine.append(one)
             held_bytes += nbytes
         if mine:
-            made.append(GradientBucket(mine, dtype))
+            made.append(GradientBucket(mine, dtype, group))
     return made
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precision is summed in float32, complex numbers as two real ones."""
-    wide = dtype in (torch.float64, torch.complex128)
-    return torch.float64 if wide else torch.float32
-
-
-def _numbers(gradient: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def _is_sparse(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is not torch.strided
+def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; complex numbers as pairs of real ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,9 +1,10 @@
-"""Gradient reduction of a pipeline's replicas, overlapped with backward.
+"""Gradient reduction over ranks that hold the same parameters, beside backward.
 
-When the last weight gradient of a stage has run, its gradients go into flat buckets and
-gloo begins to sum them; the step ends when all sums are there. A replica without a
-batch sends zeros. A rank that fails in a step sends zeros for what it has not sent yet,
-so that the others get through, and the next step is a new one.
+These are the replicas of a pipeline, and stages that share a parameter. When the last
+weight gradient of a stage has run, its gradients go into flat buckets, whose sums
+begin; the step ends when all sums are there. A replica without a batch sends zeros. A
+rank that fails in a step sends zeros for all that it has not sent yet, so that the
+others complete their sums, and the next step is a new one.
 
 The buckets are one more copy of this rank's gradients.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 from torch import nn
@@ -33,24 +35,21 @@ class ReplicaReduction:
     Attributes:
         stages: of this rank, whose gradients were summed.
         nbytes: that travelled.
-        begin_s: when this rank had all it gives.
-        end_s: when the sum was there.
-        waited_s: how long the step waited for it, with nothing else to do.
+        begin_s: when this rank had all its gradients.
+        end_s: when the step had the sum.
     """
 
     stages: tuple[int, ...]
     nbytes: int
     begin_s: float
     end_s: float
-    waited_s: float
 
 
 @final
 class _Line:
     """The units that one process group sums, which all its ranks begin in one order."""
 
-    def __init__(self, group: Group, ranks: tuple[int, ...]) -> None:
-        self.group = group
+    def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.units: list[tuple[tuple[int, ...], list[GradientBucket]]] = []
         self.begun = 0
@@ -66,7 +65,7 @@ class _Line:
             done = [bucket for _, bucket in self._under_way]
             for bucket in buckets:
                 if bucket not in done:
-                    bucket.begin(self.group, contributes)
+                    bucket.begin(contributes)
                     self._under_way.append((stages, bucket))
             self.begun += 1
 
@@ -100,15 +99,12 @@ class GradientReduction:
     ) -> None:
         self._peers = peers
         self._parameters = [parameters[name] for unit in units for name in unit.names]
-        self._lines = {
-            ranks: _Line(group, ranks)
-            for ranks, group in groups.items()
-            if peers.rank in ranks
-        }
+        self._lines = {ranks: _Line(ranks) for ranks in groups if peers.rank in ranks}
         for unit in units:
             mine = [parameters[name] for name in unit.names]
             stages = unit.stages_on(peers.rank)
-            self._lines[unit.ranks].units.append((stages, make_buckets(mine)))
+            made = make_buckets(mine, groups[unit.ranks])
+            self._lines[unit.ranks].units.append((stages, made))
         self.copies = frozenset(
             id(parameters[name])
             for unit in units
@@ -170,7 +166,8 @@ class GradientReduction:
             raise
         except Exception:
             self._begin_rest(False)
-            self._wait(given.timeout_s)
+            for bucket in self._wait(given.timeout_s):
+                bucket.exchange.release()
             for one, before in zip(self._parameters, earlier, strict=True):
                 one.grad = before
             raise
@@ -195,17 +192,11 @@ class GradientReduction:
         ]
         self.last = []
         for begin_s, stages, line, bucket in sorted(under_way, key=lambda one: one[0]):
-            waits_s = time.monotonic()
-            what = f"the sum of the gradients of stage {_text(stages)}"
-            self._peers.wait(bucket.work, line.ranks, what, timeout_s)
+            named = " and ".join(map(str, stages))
+            what = f"the sum of the gradients of stage {named}"
+            poll, end = bucket.exchange.poll, partial(bucket.exchange.wait, what)
+            self._peers.wait(poll, end, line.ranks, what, timeout_s)
             now_s = time.monotonic()
-            bucket.work = None
-            end_s = bucket.ended_s[0] if bucket.ended_s else now_s
-            self.last.append(
-                ReplicaReduction(stages, bucket.nbytes, begin_s, end_s, now_s - waits_s)
-            )
+            found = ReplicaReduction(stages, bucket.nbytes, begin_s, now_s)
+            self.last.append(found)
         return [bucket for *_, bucket in under_way]
-
-
-def _text(stages: Sequence[int]) -> str:
-    return " and ".join(str(one) for one in stages)

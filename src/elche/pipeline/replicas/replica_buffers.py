@@ -9,7 +9,6 @@ changed does not travel, and stays as it is bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -18,6 +17,7 @@ from torch import nn
 
 from elche.comm.transport.process_group import Group
 from elche.pipeline.peers.peers import StagePeers
+from elche.pipeline.replicas.gradient_buckets import as_numbers
 
 
 @final
@@ -44,7 +44,12 @@ class SharedBuffers:
         return [module.get_buffer(name).detach() for module, name in self.places]
 
     def average(self, peers: StagePeers, timeout_s: float) -> None:
-        """Makes them equal on all ranks."""
+        """Makes them equal on all ranks, which all call it.
+
+        Raises:
+            DeadlineError: a rank did not come in time.
+            CommunicationError: a connection has failed.
+        """
         me = self.ranks.index(peers.rank)
         buffers = self._now()
         changed = torch.zeros(
@@ -63,46 +68,25 @@ class SharedBuffers:
         self._sum(flat, peers, timeout_s)
         parts = flat.split([share.numel() for share in shares])
         for index, part in zip(moved, parts, strict=True):
-            numbers = _numbers(buffers[index])
+            numbers = as_numbers(buffers[index])
             numbers.copy_(part.view(numbers.shape))
             self._before[index] = buffers[index].clone()
 
     def _sum(self, tensor: torch.Tensor, peers: StagePeers, timeout_s: float) -> None:
         work = self.group.all_reduce_async(tensor)
-        peers.wait(work, self.ranks, "the average of the buffers", timeout_s)
+        what = "the average of the buffers"
+        peers.wait(work.is_completed, work.wait, self.ranks, what, timeout_s)
 
 
 def _share(buffer: torch.Tensor, changed: list[float], me: int) -> torch.Tensor:
     """What this rank gives to the sum that is to be the new value."""
-    numbers = _numbers(buffer)
+    numbers = as_numbers(buffer)
     given = numbers.reshape(-1).to("cpu", torch.float64)
     is_mean = numbers.is_floating_point()
     gives = changed[me] if is_mean else me == changed.index(1.0)
     if not gives:
         return torch.zeros_like(given)
     return given / sum(changed) if is_mean else given
-
-
-def average_buffers(
-    shared: Sequence[SharedBuffers], peers: StagePeers, timeout_s: float
-) -> None:
-    """Averages all; with all ranks.
-
-    Args:
-        shared: this rank's, in the common order of their ranks.
-        peers: all ranks.
-        timeout_s: deadline of each wait.
-
-    Raises:
-        DeadlineError: a rank did not come in time.
-        CommunicationError: a connection has failed.
-    """
-    for one in shared:
-        one.average(peers, timeout_s)
-
-
-def _numbers(buffer: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
 def _same(now: torch.Tensor, before: torch.Tensor) -> bool:

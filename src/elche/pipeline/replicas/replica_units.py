@@ -10,8 +10,8 @@ parameter that several stages share is a unit of its own, with all ranks that ho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from elche.errors import MismatchError
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
@@ -19,8 +19,7 @@ from elche.pipeline.replicas.replica_groups import ReplicaGroups
 LEARNS, FROZEN, BUFFER = "learns", "is frozen", "is a buffer"
 
 
-@dataclass(frozen=True)
-class HeldTensor:
+class HeldTensor(NamedTuple):
     """A parameter or buffer as its rank describes it.
 
     Attributes:
@@ -52,20 +51,16 @@ class HeldLayer:
     finished_at: int
     tensors: tuple[HeldTensor, ...]
 
-    def as_message(self) -> list[Any]:
-        """What msgpack can write."""
-        tensors = [astuple(one) for one in self.tensors]
-        return [self.index, self.stage, self.finished_at, tensors]
+    def as_message(self) -> tuple[Any, ...]:
+        """The fields, in types that msgpack can write."""
+        return self.index, self.stage, self.finished_at, self.tensors
 
-
-def read_layer(told: Sequence[Any]) -> HeldLayer:
-    """What another rank has described."""
-    index, stage, finished_at, tensors = told
-    held = tuple(
-        HeldTensor(name, tuple(shape), dtype, role)
-        for name, shape, dtype, role in tensors
-    )
-    return HeldLayer(index, stage, finished_at, held)
+    @staticmethod
+    def read(received: Sequence[Any]) -> HeldLayer:
+        """The layer that another rank has described."""
+        index, stage, finished_at, tensors = received
+        held = (HeldTensor(n, tuple(shape), t, role) for n, shape, t, role in tensors)
+        return HeldLayer(index, stage, finished_at, tuple(held))
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,19 @@ stay equal bit by bit where their devices are of one kind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
 from torch import nn
 
+from elche.comm.transport.messages import Message
+from elche.comm.transport.shared_memory import may_share_memory
 from elche.errors import MismatchError
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.reduction import GradientReduction, ReplicaReduction
-from elche.pipeline.replicas.replica_buffers import SharedBuffers, average_buffers
+from elche.pipeline.replicas.replica_buffers import SharedBuffers
 from elche.pipeline.replicas.replica_groups import (
     Grouping,
     ReplicaGroups,
@@ -38,7 +40,6 @@ from elche.pipeline.replicas.replica_units import (
     Unit,
     check_equal,
     plan_units,
-    read_layer,
 )
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
@@ -119,22 +120,29 @@ class Replicas:
         """
         count = parts.plan.schedule.num_microbatches
         peers = communicator.peers
-        if peers is None or not groups.are_several:
+        may_share = groups.are_several or parts.given.ties
+        if peers is None or not may_share:
             return Replicas(groups, [count] * len(groups.ranks), None)
         names = _canonical_names(parts)
         held, by_rank = _agree_on_layers(groups, parts, communicator, names)
-        units, kept = plan_units(held), plan_units(held, BUFFER)
-        with communicator.ending_on_failure():
-            _make_equal(held, groups, parts, peers, timeout_s)
-            wanted = [unit.ranks for unit in (*units, *kept)]
-            formed = peers.form_groups(wanted, timeout_s)
+        learning, frozen, kept = (
+            [unit for unit in plan_units(held, role) if len(unit.ranks) > 1]
+            for role in (LEARNS, FROZEN, BUFFER)
+        )
         parameters = {
             names.get((index, own), layer.prefixed(own)): one
             for index, layer in parts.built.items()
             for own, one in layer.module.named_parameters()
         }
-        here = [unit for unit in units if peers.rank in unit.ranks]
-        reduction = GradientReduction(here, parameters, formed, peers)
+        with communicator.ending_on_failure():
+            tensors: dict[str, torch.Tensor] = {**_buffers(parts), **parameters}
+            for unit in (*learning, *frozen, *kept):
+                _make_equal(unit, groups, tensors, peers, timeout_s)
+            wanted = [unit.ranks for unit in (*learning, *kept)]
+            shares = parts.given.device.type == "cpu" and may_share_memory()
+            formed = peers.form_groups(wanted, shares, timeout_s)
+            here = [unit for unit in learning if peers.rank in unit.ranks]
+            reduction = GradientReduction(here, parameters, formed, peers)
         parts.executor.after_stage = reduction.stage_is_through
         counts = [by_rank[members[0]] for members in groups.ranks]
         for runner in parts.stages.values():
@@ -145,14 +153,18 @@ class Replicas:
             for unit in kept
             if peers.rank in unit.ranks
         ]
-        frozen = [one for one in parameters.items() if not one[1].requires_grad]
-        logger.info(
-            "rank %d is in replica %d of %d; each step sums %.1f MB of gradients over "
-            "them, which takes as much memory once more",
-            *(groups.rank, groups.index, len(groups.ranks)),
-            reduction.nbytes / 1e6,
+        fixed = {name for unit in frozen for name in unit.names}
+        if groups.are_several:
+            logger.info(
+                "rank %d is in replica %d of %d; each step sums %.1f MB of gradients "
+                "over them, which takes as much memory once more",
+                *(groups.rank, groups.index, len(groups.ranks)),
+                reduction.nbytes / 1e6,
+            )
+        return Replicas(
+            *(groups, counts, reduction, shared),
+            [one for one in parameters.items() if one[0] in fixed],
         )
-        return Replicas(groups, counts, reduction, shared, frozen)
 
     @property
     def copies(self) -> frozenset[int]:
@@ -173,7 +185,8 @@ class Replicas:
         """
         if self._buffers and communicator.peers is not None:
             with communicator.ending_on_failure():
-                average_buffers(self._buffers, communicator.peers, timeout_s)
+                for one in self._buffers:
+                    one.average(communicator.peers, timeout_s)
 
     def late_learner(self) -> str:
         """What is wrong with a parameter that began to learn; "" if none did."""
@@ -181,8 +194,8 @@ class Replicas:
             if one.requires_grad:
                 return (
                     f"parameter {name} on rank {self.groups.rank} was frozen when the "
-                    "replicas were joined, and learns now; make another Pipeline after "
-                    "unfreezing"
+                    "ranks that hold it were joined, and learns now; make another "
+                    "Pipeline after unfreezing"
                 )
         return ""
 
@@ -227,7 +240,7 @@ def _agree_on_layers(
     ]
     said = [parts.plan.schedule.num_microbatches, mine]
     told = communicator.exchange(said, "comparing the replicas")
-    held = [[read_layer(one) for one in layers] for _, layers in told]
+    held = [[HeldLayer.read(one) for one in layers] for _, layers in told]
     try:
         check_equal(held, groups)
     except MismatchError:
@@ -263,49 +276,50 @@ def _describe(
 ) -> HeldLayer:
     plan = parts.plan
     stage = next(s for s in parts.stages if index in plan.layers_of(s))
-    tensors = [
-        _held(
+    module = layer.module
+    roles = [
+        *(
+            (n, p, LEARNS if p.requires_grad else FROZEN)
+            for n, p in module.named_parameters()
+        ),
+        *((n, b, BUFFER) for n, b in module.named_buffers()),
+    ]
+    tensors = tuple(
+        HeldTensor(
             names.get((index, own), layer.prefixed(own)),
-            one,
-            LEARNS if one.requires_grad else FROZEN,
+            *(tuple(one.shape), str(one.dtype), role),
         )
-        for own, one in layer.module.named_parameters()
-    ]
-    tensors += [
-        _held(layer.prefixed(own), one, BUFFER)
+        for own, one, role in roles
+    )
+    return HeldLayer(index, stage, parts.executor.finished_at(stage), tensors)
+
+
+def _buffers(parts: Parts) -> dict[str, torch.Tensor]:
+    return {
+        layer.prefixed(own): one
+        for layer in parts.built.values()
         for own, one in layer.module.named_buffers()
-    ]
-    finished_at = parts.executor.finished_at(stage)
-    return HeldLayer(index, stage, finished_at, tuple(tensors))
-
-
-def _held(name: str, one: torch.Tensor, role: str) -> HeldTensor:
-    return HeldTensor(name, tuple(one.shape), str(one.dtype), role)
+    }
 
 
 def _make_equal(
-    held: Sequence[Sequence[HeldLayer]],
+    unit: Unit,
     groups: ReplicaGroups,
-    parts: Parts,
+    tensors: Mapping[str, torch.Tensor],
     peers: StagePeers,
     timeout_s: float,
 ) -> None:
-    """Copies parameters and buffers of the first replica to the others."""
-    holders: dict[int, list[int]] = {}
-    for members in groups.ranks:
-        for rank in members:
-            for layer in held[rank]:
-                holders.setdefault(layer.index, []).append(rank)
-    for index in sorted(holders):
-        source, *others = holders[index]
-        if peers.rank not in holders[index]:
-            continue
-        module = parts.built[index].module
-        mine = [one.detach() for one in (*module.parameters(), *module.buffers())]
+    """Copies what the first replica holds of a unit to the other ranks."""
+    if peers.rank not in unit.ranks:
+        return
+    source = next(rank for rank in groups.ranks[0] if rank in unit.ranks)
+    for name in unit.names:
+        one, what = tensors[name].detach(), f"{name} of the first replica"
         if peers.rank == source:
-            for rank in others:
-                peers.send(rank, mine, timeout_s)
+            for rank in unit.ranks:
+                if rank != source:
+                    peers.send(rank, Message((one,)), timeout_s, what)
             continue
-        for one, value in zip(mine, peers.receive(source, timeout_s), strict=True):
-            if not torch.equal(one.cpu(), value):
-                one.copy_(value)
+        (value,) = peers.receive(source, timeout_s, what).tensors
+        if not torch.equal(one.cpu(), value):
+            one.copy_(value)

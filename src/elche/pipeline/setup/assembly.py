@@ -20,7 +20,6 @@ from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.stage import Layer, Stage
 from elche.pipeline.step.executor import Executor
-from elche.pipeline.step.tied import Tie, TiedParameters
 from elche.schedule.actions import Kind
 from elche.schedule.formats import to_text
 
@@ -60,14 +59,12 @@ class Parts:
         plan: schedule and partition.
         stages: this rank's, by index, ascending.
         executor: runs them.
-        tied: parameters that other ranks hold, too; None where there are none.
     """
 
     given: Blueprint
     plan: PipelinePlan
     stages: dict[int, StageBackward]
     executor: Executor
-    tied: TiedParameters | None
 
     @property
     def built(self) -> dict[int, Layer]:
@@ -193,8 +190,7 @@ def assemble(
     )
     if any(one.kind is Kind.BACKWARD_WEIGHT for one in plan.schedule.actions[rank]):
         _log_unsplit(stages)
-    tied = None if peers is None else _tied(given.ties, plan, stages, peers)
-    return Parts(given, plan, stages, executor, tied)
+    return Parts(given, plan, stages, executor)
 
 
 def _seed(given: Blueprint, plan: PipelinePlan) -> int | None:
@@ -225,33 +221,6 @@ def _log_unsplit(stages: dict[int, StageBackward]) -> None:
             "deferred, of exactly these types and without hooks on their parameters",
             ", ".join(names[:5]) + (f" and {len(names) - 5} more" * (len(names) > 5)),
         )
-
-
-def _tied(
-    ties: list[list[tuple[int, str]]],
-    plan: PipelinePlan,
-    stages: dict[int, StageBackward],
-    peers: StagePeers,
-) -> TiedParameters | None:
-    stage_of = {
-        layer: stage
-        for stage in range(plan.schedule.num_stages)
-        for layer in plan.layers_of(stage)
-    }
-    found = []
-    for uses in ties:
-        ranks = sorted({plan.schedule.placement[stage_of[layer]] for layer, _ in uses})
-        if len(ranks) < 2:
-            continue
-        mine = None
-        for layer, name in uses:
-            stage = stage_of[layer]
-            if stage in stages:
-                number = layer - plan.layers_of(stage).start
-                module = stages[stage].stage.modules[number]
-                mine = module.get_parameter(name) if mine is None else mine
-        found.append(Tie(tuple(ranks), mine))
-    return TiedParameters(found, peers) if found else None
 
 
 def _digest(value: Any) -> str:

@@ -141,8 +141,6 @@ class PipelineBuilder:
             parts = self.communicator.build(
                 lambda: self._build(told, links), self.groups
             )
-            if parts.tied is not None:
-                parts.tied.make_equal(self.config.timeout_s)
             return Stepping(
                 self.communicator, self.groups, parts, self._times, self.config
             )

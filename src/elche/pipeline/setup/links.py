@@ -12,9 +12,9 @@ from statistics import median
 
 import torch
 
-from elche.pipeline.peers.memory_lines import SLOTS
-from elche.pipeline.peers.stage_messages import Message
-from elche.pipeline.peers.transport import Address, Transport
+from elche.comm.transport.message_memory import SLOTS
+from elche.comm.transport.messages import Address, Message
+from elche.comm.transport.point_to_point import PointToPoint
 from elche.schedule.planning.profile import LinkProfile
 
 ROUNDS = 5
@@ -23,7 +23,7 @@ _TAG = 0  # no step has begun
 
 
 def measure_links(
-    transport: Transport, members: Sequence[int], size_bytes: int, timeout_s: float
+    transport: PointToPoint, members: Sequence[int], size_bytes: int, timeout_s: float
 ) -> list[list[float]]:
     """Times the messages of this rank's pairs; all members call it together.
 
@@ -56,8 +56,8 @@ def measure_links(
             latency_s = max(0.0, small_s - SMALL_BYTES * per_byte_s)
             found.append([low, high, latency_s, 1 / per_byte_s])
     transport.flush(timeout_s)
-    for line in transport.memory.outgoing.values():
-        line.empty()  # most pairs are no neighbours in the pipeline
+    for outgoing, _ in transport.memory.values():
+        outgoing.empty()  # most pairs are no neighbours in the pipeline
     return found
 
 
@@ -82,7 +82,7 @@ class _Pair:
     """This rank and another one, which does the same the other way round."""
 
     def __init__(
-        self, transport: Transport, other: int, leads: bool, timeout_s: float
+        self, transport: PointToPoint, other: int, leads: bool, timeout_s: float
     ) -> None:
         self._transport, self._leads, self._timeout_s = transport, leads, timeout_s
         self._address = Address(other, _TAG, "a message to measure the link")
@@ -100,8 +100,6 @@ class _Pair:
 
     def _there_and_back(self, size_bytes: int) -> float:
         message = Message((self._sent[:size_bytes],))
-        self._transport.expect([self._address])
-        self._transport.admit(self._address)
         begin_s = time.perf_counter()
         if self._leads:
             self._transport.send(self._address, message, self._timeout_s)

@@ -21,10 +21,10 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from elche.comm.transport.message_memory import IncomingMemory, OutgoingMemory
+from elche.comm.transport.messages import Message, Packed
 from elche.comm.transport.shared_memory import may_share_memory
 from elche.errors import ConfigError
-from elche.pipeline.peers.memory_lines import IncomingMemory, Letter, OutgoingMemory
-from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList, layers_of
 from elche.pipeline.split_backward.backward import StageBackward
@@ -282,9 +282,9 @@ class _Loop:
         if self._outgoing is None or self._incoming is None:
             return 0.0
         begin_s = time.perf_counter()
-        self._outgoing.send(0, Letter(message))
-        self._incoming.poll()
-        self._incoming.take(0)
+        self._outgoing.send(0, Packed(message))
+        for _ in self._incoming.read():
+            pass
         return (time.perf_counter() - begin_s) / 2
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ from typing import Any, final
 
 import torch
 
+from elche.comm.transport.messages import Message
 from elche.errors import ConfigError, ProtocolError
-from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.split_backward.split_modules import SplitModules
 from elche.pipeline.split_backward.weight_gradients import WeightGradients

@@ -1,22 +1,22 @@
 """Executor of one rank's part of a lowered schedule.
 
 It carries the list out as it stands: what to run when is the schedule's decision.
-Receives are announced when the step begins and let in where the list has them; they
-are waited for where a computation needs them.
+Messages are received by the transport; the executor waits for one where a computation
+needs it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any, ClassVar, final
 
 import torch
 
+from elche.comm.transport.messages import Address, Message
+from elche.comm.transport.point_to_point import PointToPoint
 from elche.errors import CommunicationError, ConfigError, RemoteRankError
-from elche.pipeline.peers.stage_messages import Message
-from elche.pipeline.peers.transport import Address, Transport
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.step.step_io import (
     PeerFailedError,
@@ -55,7 +55,7 @@ class Executor:
         rank: int,
         schedule: Schedule,
         stages: Mapping[int, StageBackward],
-        transport: Transport | None,
+        transport: PointToPoint | None,
         loss_fn: Any,
         device: torch.device,
     ) -> None:
@@ -120,12 +120,6 @@ class Executor:
         """
         self.trace, self.waited_s = [], []
         runs = [run.has(one) for one in actions]
-        if self._transport is not None:
-            self._transport.expect(
-                self.address(one)
-                for one in compress(actions, runs)
-                if one.kind in (Kind.RECV_F, Kind.RECV_B)
-            )
         for position, one in enumerate(actions):
             started_s = time.monotonic()
             done = position
@@ -142,27 +136,34 @@ class Executor:
                     for stage in self._through.get(position, ()):
                         self.after_stage(stage)
             except Exception as error:
-                left = list(compress(actions[done:], runs[done:]))
-                self._tell_peers(left, run, error)
+                sends = [
+                    one
+                    for one in compress(actions[done:], runs[done:])
+                    if one.kind in (Kind.SEND_F, Kind.SEND_B)
+                ]
+                self._tell_peers(sends, run.unread(compress(actions, runs)), run, error)
                 raise
         if self._transport is not None:
             self._transport.flush(run.given.timeout_s)
 
     def _tell_peers(
-        self, left: Sequence[StageAction], run: _Run, error: Exception
+        self,
+        sends: Sequence[StageAction],
+        unread: Sequence[StageAction],
+        run: _Run,
+        error: Exception,
     ) -> None:
-        """Sends the failure in the place of all that others still wait for."""
-        if self._transport is None or not run.can_tell(error):
+        """Sends the failure in the place of all messages that others still expect.
+
+        What they send is received, so that the next step does not find it.
+        """
+        if self._transport is None or isinstance(error, _TRANSPORT_ERRORS):
             return
         message = Message(failure=failure_of(self._rank, error))
         timeout_s = run.given.timeout_s
-        for one in left:
-            if one.kind in (Kind.RECV_F, Kind.RECV_B):
-                self._transport.admit(self.address(one))
-        for one in left:
-            if one.kind in (Kind.SEND_F, Kind.SEND_B):
-                self._transport.send(self.address(one), message, timeout_s)
-        for one in run.unread(left):
+        for one in sends:
+            self._transport.send(self.address(one), message, timeout_s)
+        for one in unread:
             self._transport.receive(self.address(one), timeout_s)
         self._transport.flush(timeout_s)
 
@@ -191,7 +192,7 @@ class Executor:
         return (stage, microbatch) in self._splitting
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> PointToPoint:
         """Messages to other ranks."""
         if self._transport is None:
             raise ConfigError(
@@ -267,14 +268,14 @@ class _Run:
         self._owner = owner
         self.is_training = is_training
         self._outgoing: dict[tuple[int, int, int], Message] = {}
-        self._admitted: set[StageAction] = set()
         self._read: set[StageAction] = set()
-        self._began_s = time.monotonic()
         self._waited_s = 0.0
 
     def do(self, one: StageAction) -> None:
         """Carries out one action."""
-        self._DO[one.kind](self, one)
+        act = self._DO.get(one.kind)
+        if act is not None:
+            act(self, one)
 
     def has(self, one: StageAction) -> bool:
         """Whether an action's microbatch has samples."""
@@ -286,15 +287,10 @@ class _Run:
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
-    def can_tell(self, error: Exception) -> bool:
-        """Whether messages still work."""
-        return not isinstance(error, _TRANSPORT_ERRORS)
-
-    def unread(self, left: Sequence[StageAction]) -> list[StageAction]:
-        """Receives that were announced and not taken."""
-        announced = [one for one in left if one.kind in (Kind.RECV_F, Kind.RECV_B)]
-        waiting = [one for one in self._admitted if one not in announced]
-        return [one for one in (*waiting, *announced) if one not in self._read]
+    def unread(self, actions: Iterable[StageAction]) -> list[StageAction]:
+        """The receives of a list whose messages were not taken."""
+        receives = (one for one in actions if one.kind in (Kind.RECV_F, Kind.RECV_B))
+        return [one for one in receives if one not in self._read]
 
     def _forward(self, one: StageAction) -> None:
         stage, microbatch = one.stage, one.microbatch
@@ -356,22 +352,12 @@ class _Run:
         receive = StageAction(one.stage, kind, one.microbatch)
         address = self._owner.address(receive)
         begun_s = time.monotonic()
-        message = self._owner.transport.receive(address, self._left_s(receive))
+        message = self._owner.transport.receive(address, self.given.timeout_s)
         self._waited_s += time.monotonic() - begun_s
         self._read.add(receive)
         if message.failure is not None:
             raise PeerFailedError(message.failure)
         return self._owner.to_device(message)
-
-    def _left_s(self, receive: StageAction) -> float:
-        """Seconds that a wait for a message may last from now."""
-        given = self.given
-        arrival_s = given.arrivals_s.get(receive)
-        if arrival_s is None:
-            return given.timeout_s
-        due_s = min(given.timeout_s, given.stretch * arrival_s)
-        left_s = self._began_s + due_s - time.monotonic()
-        return max(0.0, left_s) + given.grace_s
 
     def _hand_on(self, one: StageAction, way: int, message: Message) -> None:
         self._outgoing[one.stage, way, one.microbatch] = message
@@ -381,10 +367,6 @@ class _Run:
         message = self._outgoing.pop((one.stage, way, one.microbatch))
         address = self._owner.address(one)
         self._owner.transport.send(address, message, self.given.timeout_s)
-
-    def _admit(self, one: StageAction) -> None:
-        self._admitted.add(one)
-        self._owner.transport.admit(self._owner.address(one))
 
     def _gradients(self, one: StageAction) -> list[torch.Tensor | None]:
         if one.stage < self._owner.last_stage:
@@ -423,6 +405,4 @@ class _Run:
         Kind.FULL_BACKWARD: _full_backward,
         Kind.SEND_F: _send,
         Kind.SEND_B: _send,
-        Kind.RECV_F: _admit,
-        Kind.RECV_B: _admit,
     }

@@ -77,7 +77,6 @@ class InputReport:
         error: what is wrong, "" if nothing is.
         samples: of the batch, on the rank that reads it.
         targets: of the target, on the rank that reads it; -1 if they cannot be counted.
-        form: shapes of the batch, on the rank that reads it.
         loss_scale: of the call.
         keywords: names of those given, and whether a layer of the rank may take them.
         outputs: which ranks want the outputs.
@@ -87,7 +86,6 @@ class InputReport:
     error: str = ""
     samples: int | None = None
     targets: int | None = None
-    form: str = ""
     loss_scale: float = 1.0
     keywords: Mapping[str, bool] = field(default_factory=dict)
     outputs: int | str = "last"
@@ -157,8 +155,6 @@ def _read(call: Call, seat: Seat) -> LocalInput:
         raise ConfigError(
             f"step needs a target on rank {rank}, which has the last stage"
         )
-    shapes: list[str] = [what]
-    map_tensors(batch, lambda tensor: shapes.append(str(list(tensor.shape))))
 
     def here(value: Any) -> Any:
         return map_tensors(value, lambda tensor: tensor.to(seat.device))
@@ -168,10 +164,7 @@ def _read(call: Call, seat: Seat) -> LocalInput:
         for name, one in call.keywords.items()
     }
     takes = {name: any(one.takes(name) for one in seat.stages) for name in keywords}
-    form = " ".join(shapes) if seat.is_first else ""
-    report = InputReport(
-        what, "", samples, targets, form, loss_scale, takes, call.outputs
-    )
+    report = InputReport(what, "", samples, targets, loss_scale, takes, call.outputs)
     return LocalInput(report, here(batch), here(target), keywords)
 
 

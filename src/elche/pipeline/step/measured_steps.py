@@ -1,4 +1,4 @@
-"""Measured times of a pipeline's steps: when messages are due, and what they advise.
+"""Measured times of a pipeline's steps, and the faster plan that they advise.
 
 Every rank keeps the same account of all ranks' times. The plan stays as it was made;
 one rank logs where another plan would be faster. Ranks are seats here: places in the
@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any, final
 
 from elche.errors import ConfigError
-from elche.pipeline.peers.patience import Forecast
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.planning import PipelinePlan, known_costs, plan_placed
 from elche.schedule.actions import Schedule, StageAction
@@ -29,7 +28,6 @@ from elche.schedule.planning.layer_costs import (
 )
 from elche.schedule.step_times import (
     StageTimes,
-    arrivals,
     drift_between,
     measured_costs,
     times_of,
@@ -40,7 +38,7 @@ from elche.schedule.timing import simulate
 FIRST_STEPS = 2
 """Steps at the start that are not timed: they may compile."""
 TIMED_STEPS = 3
-"""Steps that are timed in a row then; a forecast is made of the last so many."""
+"""Steps that are timed in a row then; predictions are made from the last of them."""
 LOOK_EVERY = 20
 """Steps from one timed step to the next, later."""
 DRIFT = 0.25
@@ -63,7 +61,7 @@ class MeasuredSteps:
         says: whether this rank writes the log.
 
     Attributes:
-        forecast: of later steps; None until one was timed.
+        step_s: predicted time of a step; None until one was timed.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class MeasuredSteps:
         if costs is None or costs.placement != plan.schedule.placement:
             costs = _unit_costs(plan)
         self._planned = self._measured = self._advised = costs
-        self.forecast: Forecast | None = None
+        self.step_s: float | None = None
         self._timed: deque[dict[int, StageTimes]] = deque(maxlen=TIMED_STEPS)
         self._ends_s: deque[float] = deque(maxlen=TIMED_STEPS)
         self._steps = 0
@@ -118,10 +116,10 @@ class MeasuredSteps:
         self._timed.append(times)
         self._ends_s.append(max(0.0, ends_s))
         self._measured = measured_costs(self._planned, usual_times(self._timed))
-        arrivals_s, makespan_s = arrivals(self._plan.schedule, self._measured)
-        self.forecast = Forecast(arrivals_s, makespan_s + median(self._ends_s))
+        makespan_s = simulate(self._plan.schedule, self._measured).makespan
+        self.step_s = makespan_s + median(self._ends_s)
         if self._says and self._name and len(self._timed) == TIMED_STEPS:
-            self._advise(self._name, self.forecast.makespan_s)
+            self._advise(self._name, self.step_s)
 
     def layer_costs(self) -> LayerCosts:
         """Cost of each layer on each rank, by the times of steps."""

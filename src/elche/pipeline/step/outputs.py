@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from elche.comm.transport.messages import Message
 from elche.errors import ConfigError
 from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.step.step_io import StepResults
 from elche.pipeline.trees import flatten, unflatten
 
@@ -97,12 +97,12 @@ def hand_out(
         message = Message(tuple(tensors), structure)
         for rank in to:
             if rank != last:
-                peers.send_values(rank, message, timeout_s, _WHAT)
+                peers.send(rank, message, timeout_s, _WHAT)
         peers.transport.flush(timeout_s)
         return outputs if last in to else None
     if peers.rank not in to:
         return None
-    message = peers.receive_values(last, timeout_s, _WHAT)
+    message = peers.receive(last, timeout_s, _WHAT)
     return unflatten(message.structure, message.tensors)
 
 

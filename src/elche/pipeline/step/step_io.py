@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
+from elche.comm.transport.messages import Failure
 from elche.errors import ElcheError
-from elche.pipeline.peers.stage_messages import Failure
 from elche.pipeline.stage import LayerCaches
-from elche.schedule.actions import StageAction
 
 
 class PeerFailedError(ElcheError):
@@ -35,11 +34,7 @@ class StepInput:
             included.
         input_gradients: whether the gradients of the inputs are wanted.
         microbatches: that have samples in this step; None for all of the schedule's.
-        timeout_s: deadline of each wait...
-        arrivals_s: ...but one for these messages, by the receive, may last until
-            `stretch` times so many seconds after the step's begin...
-        stretch: see there.
-        grace_s: ...and so long beyond that, or beyond the wait's own begin.
+        timeout_s: deadline of each wait.
         is_timed: whether what the actions take matters: waits for the device after
             each.
         caches: of this rank's layers, in generation; None runs them without.
@@ -52,9 +47,6 @@ class StepInput:
     input_gradients: bool = False
     microbatches: int | None = None
     timeout_s: float = 300.0
-    arrivals_s: Mapping[StageAction, float] = field(default_factory=dict)
-    stretch: float = 1.0
-    grace_s: float = 0.0
     is_timed: bool = False
     caches: LayerCaches | None = None
 

@@ -10,7 +10,6 @@ import torch
 
 from elche.pipeline.checkpoints.loader_passes import LoaderPasses
 from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.peers.patience import Patience
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.replicas.replica_groups import ReplicaGroups, ReplicaShares
 from elche.pipeline.replicas.replicas import Replicas
@@ -71,9 +70,6 @@ class Stepping:
         self._communicator, self._groups, self._times = communicator, groups, times
         self._config = config
         self.steps = 0
-        self._patience = Patience(
-            config.timeout_s, config.patience_factor, config.min_patience_s
-        )
         self._compared: set[str] = set()
         self.replicas = Replicas.join(groups, parts, communicator, config.timeout_s)
 
@@ -99,10 +95,7 @@ class Stepping:
     @property
     def copies(self) -> Set[int]:
         """Ids of this rank's parameters that another rank counts in norms."""
-        tied = self.parts.tied
-        if tied is None or self._groups.are_several:
-            return self.replicas.copies
-        return tied.copies
+        return self.replicas.copies
 
     def step(self, call: Call) -> StepOutput:
         """One step: forward and backward."""
@@ -117,26 +110,16 @@ class Stepping:
             shares,
             weights=shares.weights(shares.index, given.report.loss_scale),
             input_gradients=call.input_gradients,
-            arrivals_s=self._patience.arrivals_s,
-            stretch=self._patience.stretch,
             is_timed=is_timed,
         )
-        # With replicas, shared parameters are summed over all that hold them at once.
-        tied = None if self._groups.are_several else self.parts.tied
-        earlier = [] if tied is None else tied.take()
         started_s = time.monotonic()
         results, told, reports = self._communicator.run(
             self.replicas.training(self.parts.executor.train, shares),
             asked,
             lambda: self._report(is_timed and is_whole),
         )
-        if tied is not None:
-            with self._communicator.ending_on_failure():
-                tied.sum_gradients(earlier, self._config.timeout_s)
-        duration_s = time.monotonic() - started_s
-        self._patience.ended(duration_s)
         self.steps += 1
-        self._take(reports, duration_s)
+        self._take(reports, time.monotonic() - started_s)
         losses = self.replicas.losses(told)
         loss = shares.loss(losses)
         assert loss is not None, "there is a target"
@@ -166,8 +149,6 @@ class Stepping:
             return
         ends_s = duration_s - max(one[2] for one in mine)
         self._times.take([one[0] for one in mine], ends_s)
-        if self._times.forecast is not None:
-            self._patience.foresee(self._times.forecast)
 
     def evaluate(
         self,
@@ -192,7 +173,6 @@ class Stepping:
             top for one in self.parts.stages.values() for top in one.stage.modules
         ]
         modes = [(one, one.training) for top in layers for one in top.modules()]
-        started_s = time.monotonic()
         try:
             for top in layers:
                 top.train(False)
@@ -202,7 +182,6 @@ class Stepping:
         finally:
             for module, mode in modes:
                 module.training = mode
-        self._patience.ended(time.monotonic() - started_s)
         return EvaluationOutput(
             loss=shares.loss(self.replicas.losses(told)),
             outputs=self._outputs(results, shares, call.outputs),
@@ -229,7 +208,6 @@ class Stepping:
         given = read_call(call, seat)
         reports = self._communicator.begin(given, self._groups)
         self._compare_keywords(reports, seat)
-        self._patience.begin(" ".join(one.form for one in reports if one.form))
         for runner in self.parts.stages.values():
             runner.stage.step = self.steps
         said = [(one.samples, one.targets) for one in reports]
@@ -262,8 +240,7 @@ class Stepping:
             targets=split_batch(given.target, sizes) if has_target else (),
             keywords=(split_batch(given.keywords, sizes) if given.keywords else ()),
             microbatches=len(sizes),
-            timeout_s=self._patience.deadline_s,
-            grace_s=self._patience.grace_s,
+            timeout_s=self._config.timeout_s,
             **more,
         )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from elche.pipeline.peers.memory_lines import Letter, MemoryLines, OutgoingMemory
+from elche.comm.transport.message_memory import OutgoingMemory
+from elche.comm.transport.messages import Packed
+from elche.comm.transport.point_to_point import PointToPoint
 from tests.pipeline.cases.pipeline_cases import Trained, Work, piped
 
 
@@ -12,19 +16,18 @@ def piped_by(work: Work) -> tuple[Trained, int, bool]:
     """As `piped`; to how many ranks this one has such a way, and whether it sent."""
     ways: list[int] = []
     sent: list[int] = []
-    really_open, really_send = MemoryLines.open, OutgoingMemory.send
+    really_connect, really_send = PointToPoint.connect, OutgoingMemory.send
 
-    def open_lines(*given: object) -> MemoryLines:
-        opened = really_open(*given)  # type: ignore[arg-type]
-        ways.append(len(opened.outgoing))
-        return opened
+    def connect(self: PointToPoint, memory: Any, *rest: Any) -> None:
+        ways.append(len(memory))
+        really_connect(self, memory, *rest)
 
-    def send(line: OutgoingMemory, tag: int, letter: Letter) -> None:
+    def send(line: OutgoingMemory, tag: int, packed: Packed) -> bool:
         sent.append(tag)
-        really_send(line, tag, letter)
+        return really_send(line, tag, packed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemoryLines, "open", staticmethod(open_lines))
+        patch.setattr(PointToPoint, "connect", connect)
         patch.setattr(OutgoingMemory, "send", send)
         trained = piped(work)
     return trained, ways[0], bool(sent)

@@ -1,40 +1,47 @@
-"""Messages of a step from CUDA device to CUDA device, through NCCL.
+"""Tensors of a step from CUDA device to CUDA device, through NCCL.
 
-The head of a message goes through gloo as ever, and says that its tensors come this
-way. A transfer begins when the tensors are computed and the receiver has asked for
-them, and no stream waits for one: the host looks whether it is through. So no kernel of
-NCCL waits for what another rank computes, a device may be synchronised at any time, and
-the deadlines are those of the host's waits.
+gloo carries the head of a message, which says that its tensors come this way. A
+transfer begins when the tensors are computed and the receiver has asked for them, and
+no stream waits for one: the host polls it. So no kernel of NCCL waits for another
+rank's computation, a device may be synchronised at any time, and the deadlines are
+those of the host's waits.
 
-Never run on hardware: what is tested is the way of a message, with another backend in
-NCCL's place and the CPU in the devices'.
+Never run on hardware: tests carry the messages with another backend in NCCL's place
+and the CPU in the devices'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, final
 
 import torch
 from torch import distributed as dist
 
-from elche.comm.transport.device_group import TRIED_ELEMENTS, Former, end_at_once
+from elche.comm.transport.device_group import (
+    TRIED_ELEMENTS,
+    Former,
+    device_name,
+    end_at_once,
+    nccl_group,
+)
 from elche.comm.transport.process_group import Group
 
 
 class SideStream(Protocol):
-    """Where a device does something beside what it computes."""
+    """Work of a device beside its computation."""
 
     def computed(self) -> Callable[[], bool]:
-        """Tells later whether the device is through with what it has been given."""
+        """Returns a poll for the end of all that the device has been given."""
 
     def beside(self) -> AbstractContextManager[Any]:
-        """What begins and is allocated in this context is beside the computation."""
+        """Context whose work and allocations are beside the computation."""
 
     def hand_over(self, tensor: torch.Tensor) -> None:
-        """The computation uses a tensor that was allocated beside it."""
+        """Marks a tensor allocated in `beside` as used by the computation."""
 
 
 @final
@@ -46,18 +53,33 @@ class CudaSideStream:
         self._stream = torch.cuda.Stream(device)
 
     def computed(self) -> Callable[[], bool]:
-        """Tells later whether the device is through with what it has been given."""
+        """Returns a poll for the end of all that the device has been given."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event.query
 
     def beside(self) -> AbstractContextManager[Any]:
-        """What begins and is allocated in this context is beside the computation."""
+        """Context whose work and allocations are beside the computation."""
         return torch.cuda.stream(self._stream)
 
     def hand_over(self, tensor: torch.Tensor) -> None:
-        """The computation uses a tensor that was allocated beside it."""
+        """Marks a tensor allocated in `beside` as used by the computation."""
         tensor.record_stream(torch.cuda.current_stream(self._device))
+
+
+@dataclass(frozen=True)
+class DeviceWay:
+    """Backend of messages between devices.
+
+    Attributes:
+        form: makes torch's group for one direction.
+        name: names a device; "" for one that is not supported.
+        stream: makes the stream beside a device's computation.
+    """
+
+    form: Former = nccl_group
+    name: Callable[[torch.device], str] = device_name
+    stream: Callable[[torch.device], SideStream] = CudaSideStream
 
 
 @final
@@ -65,7 +87,8 @@ class TwoWays:
     """Torch's groups for messages to higher ranks, and to lower ones.
 
     NCCL carries out the transfers of a group between two ranks one after the other:
-    in one group for both ways, two ranks that send at once would wait for each other.
+    in one group for both directions, two ranks that send at once would wait for each
+    other.
     """
 
     def __init__(self, up: Any, down: Any) -> None:
@@ -94,7 +117,7 @@ class TwoWays:
 
 
 def trial(partners: Iterable[int]) -> Callable[[TwoWays, Group, torch.device], str]:
-    """What tries both ways with each partner; it returns what went wrong.
+    """A test of both directions with each partner; it returns an error, "" if none.
 
     NCCL connects two ranks in their first transfer, and waits there without a deadline.
     """
@@ -120,10 +143,11 @@ def trial(partners: Iterable[int]) -> Callable[[TwoWays, Group, torch.device], s
 
 
 @final
+@dataclass(frozen=True)
 class DeviceMessages:
     """Transfers between this rank's device and those of its partners.
 
-    Args:
+    Attributes:
         ways: formed and tried.
         rank: this rank.
         partners: ranks with which they were tried.
@@ -131,33 +155,20 @@ class DeviceMessages:
         stream: beside its computation.
     """
 
-    def __init__(
-        self,
-        ways: TwoWays,
-        rank: int,
-        partners: frozenset[int],
-        device: torch.device,
-        stream: SideStream,
-    ) -> None:
-        self._ways = ways
-        self._rank = rank
-        self._partners = partners
-        self._device = device
-        self.stream = stream
+    ways: TwoWays
+    rank: int
+    partners: frozenset[int]
+    device: torch.device
+    stream: SideStream
 
     def serves(self, rank: int, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a message to that rank may go this way."""
-        kind = self._device.type
-        here = all(one.device.type == kind for one in tensors)
-        return bool(tensors) and here and self.reaches(rank)
-
-    def reaches(self, rank: int) -> bool:
-        """Whether messages of steps to that rank are announced by gloo."""
-        return rank in self._partners
+        """Whether these tensors may be sent to that rank from device to device."""
+        here = all(one.device.type == self.device.type for one in tensors)
+        return bool(tensors) and here and rank in self.partners
 
     def send(self, tensors: Sequence[torch.Tensor], rank: int) -> list[Any]:
-        """Begins to send what is computed to a rank that receives it already."""
-        way = self._ways.way(self._rank, rank)
+        """Begins to send computed tensors to a rank that receives already."""
+        way = self.ways.way(self.rank, rank)
         with self.stream.beside():
             return [way.send([each], rank, 0) for each in _as_bytes(tensors)]
 
@@ -165,20 +176,20 @@ class DeviceMessages:
         self, like: Sequence[torch.Tensor], rank: int
     ) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
         """Begins to receive; tensors of these shapes on the device, and the works."""
-        way = self._ways.way(rank, self._rank)
+        way = self.ways.way(rank, self.rank)
         with self.stream.beside():
-            found = tuple(torch.empty_like(one, device=self._device) for one in like)
+            found = tuple(torch.empty_like(one, device=self.device) for one in like)
             return found, [way.recv([one], rank, 0) for one in _as_bytes(found)]
 
     def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The computation uses what was received; may be given the host's tensors."""
+        """Marks received tensors as used by the computation; skips the host's."""
         for one in tensors:
-            if one.device.type == self._device.type:
+            if one.device.type == self.device.type:
                 self.stream.hand_over(one)
 
     def finish(self, works: Sequence[Any]) -> None:
-        """Raises what went wrong in transfers that are completed."""
-        with self.stream.beside():  # NCCL lets this stream wait, for nothing
+        """Raises the errors of completed transfers."""
+        with self.stream.beside():  # the side stream waits for NCCL's, for nothing
             for work in works:
                 work.wait()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,12 +16,10 @@ import pytest
 import torch
 
 from elche.comm.transport.device_group import TRIED_ELEMENTS
+from elche.comm.transport.device_messages import TwoWays, trial
+from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message
 from elche.errors import CommunicationError, DeadlineError
-from elche.pipeline.peers import lines, transport
-from elche.pipeline.peers.device_messages import TwoWays, trial
-from elche.pipeline.peers.stage_messages import NO_STEP_TAGS, Message
-from elche.pipeline.peers.transport import Address
-from tests.pipeline.step.thread_link import Beside, Cable, transports
+from tests.comm.transport.thread_link import Cable, transports
 
 DEADLINE_S = 30.0
 NEVER = 10**9
@@ -35,19 +34,17 @@ def two(cables: list[Cable]) -> Iterator[tuple[Any, Any]]:
     try:
         yield first, second
     finally:
+        threads = [*first._lines[1]._threads, *second._lines[0]._threads]
         first.close()
         second.close()
         assert time.monotonic() - began_s < DEADLINE_S
-        lines = first._outgoing.values()
-        assert lines
-        assert not any(line._thread.is_alive() for line in lines)
+        assert len(threads) == 4
+        assert not any(each.is_alive() for each in threads)
 
 
 def passed(
     first: Any, second: Any, message: Message, tag: int = 1, timeout_s: float = 20.0
 ) -> Message:
-    second.expect([Address(0, tag, WHAT)])
-    second.admit(Address(0, tag, WHAT))
     first.send(Address(1, tag, WHAT), message, timeout_s)
     found: Message = second.receive(Address(0, tag, WHAT), timeout_s)
     first.flush(timeout_s)
@@ -68,7 +65,7 @@ TENSORS = (
 @pytest.mark.parametrize("by", ["host", "devices"])
 def test_every_kind_of_tensor_comes_whole(by: str) -> None:
     cables = [Cable(), Cable()]
-    tag = 1 if by == "devices" else NO_STEP_TAGS
+    tag = 1 if by == "devices" else BETWEEN_STEPS
     with two(cables) as (first, second):
         found = passed(first, second, Message(TENSORS, ["t"]), tag)
         expected = len(TENSORS) if by == "devices" else 0
@@ -90,22 +87,20 @@ def test_tensors_elsewhere_and_ranks_that_were_not_tried_take_the_host() -> None
         assert not devices.serves(1, [here, elsewhere])
         assert not devices.serves(2, [here])
         assert not devices.serves(1, [])
-        devices._partners = frozenset()
+        for one in (first, second):
+            one.connect({}, replace(one.devices, partners=frozenset()))
         assert passed(first, second, Message((here,))).tensors[0].tolist() == [1.0]
     assert cables[0].carried == []
 
 
-def test_what_is_not_computed_is_not_begun_and_has_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(lines, "JOIN_S", 0.1)  # one thread waits on
+def test_what_is_not_computed_is_not_begun_and_has_the_deadline() -> None:
     cables = [Cable(), Cable()]
     with two(cables) as (first, second):
-        first.devices.stream = Beside(looks=NEVER)
-        with pytest.raises(DeadlineError, match=r"waited 1\.0 s for rank 0: the act"):
+        first.devices.stream.looks = NEVER
+        with pytest.raises(DeadlineError, match=r"waited 1\.0 s for \[0\]: the act"):
             passed(first, second, Message((torch.ones(1),)), timeout_s=1.0)
         assert second.devices.stream.handed_over == 0
-        with pytest.raises(DeadlineError, match=r"for rank 1: its receiving what was"):
+        with pytest.raises(DeadlineError, match=r"for \[1\]: its receiving what was"):
             first.flush(0.1)
     assert not cables[0].waiting, "a device received what was not there"
 
@@ -113,24 +108,17 @@ def test_what_is_not_computed_is_not_begun_and_has_the_deadline(
 def test_a_transfer_that_does_not_end_has_the_deadline() -> None:
     cables = [Cable(looks=NEVER), Cable()]
     with two(cables) as (first, second):
-        with pytest.raises(DeadlineError, match=r"waited 1\.0 s for rank 0: the act"):
+        with pytest.raises(DeadlineError, match=r"waited 1\.0 s for \[0\]: the act"):
             passed(first, second, Message((torch.ones(1),)), timeout_s=1.0)
         assert cables[0].carried == [(0, 1)]
-        line = second._incoming[0]
-    assert not line._thread.is_alive()
 
 
-def test_what_the_receiver_has_not_agreed_to_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(transport, "REASON_WITHIN_S", 0.0)
-    first, second = transports(2, [Cable(), Cable()])
-    second.devices = None
-    words = "rank 0 sends from device to device, but rank 1 has not agreed to that"
-    with pytest.raises(CommunicationError, match=words):
-        passed(first, second, Message((torch.ones(1),)))
-    for one in (first, second):  # gloo's waits end with its group, these do not
-        one.end()
+def test_what_the_receiver_has_not_agreed_to_is_named() -> None:
+    with two([Cable(), Cable()]) as (first, second):
+        second.connect({})
+        words = "rank 0 sends from device to device, but this rank has not agreed"
+        with pytest.raises(CommunicationError, match=words):
+            passed(first, second, Message((torch.ones(1),)))
 
 
 class Wire:

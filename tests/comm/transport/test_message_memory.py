@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.comm.transport.shared_memory import may_share_memory
-from elche.errors import CommunicationError, DeadlineError
-from elche.pipeline.peers import transport
-from elche.pipeline.peers.memory_lines import (
+from elche.comm.transport.message_memory import (
     SLOTS,
     IncomingMemory,
-    Letter,
-    MemoryLines,
     OutgoingMemory,
+    open_message_memory,
 )
-from elche.pipeline.peers.stage_messages import NO_STEP_TAGS, Message
-from elche.pipeline.peers.transport import Address, Transport
+from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message, Packed
+from elche.comm.transport.point_to_point import PointToPoint
+from elche.comm.transport.shared_memory import may_share_memory
+from elche.errors import CommunicationError, DeadlineError
 from elche.runtime.process.coordinator import serve_in_thread
+from tests.comm.transport.thread_link import transports
 from tests.harness.rank_pool import RankPool
-from tests.pipeline.cases.memory_line_cases import piped_by
+from tests.pipeline.cases.message_memory_cases import piped_by
 from tests.pipeline.cases.pipeline_cases import Work, furthest, plain
-from tests.pipeline.step.thread_link import transports
 
 pytestmark = pytest.mark.skipif(
     not may_share_memory(), reason="no memory without a name on this machine"
@@ -63,9 +59,10 @@ def way() -> Iterator[tuple[OutgoingMemory, IncomingMemory]]:
 
 def test_every_kind_of_tensor_comes_whole() -> None:
     with way() as (sender, receiver):
-        sender.send(5, Letter(Message(TENSORS, ["t"], (False,) * len(TENSORS))))
-        receiver.poll()
-        found = receiver.take(5)
+        sent = Message(TENSORS, ["t"], (False,) * len(TENSORS))
+        assert sender.send(5, Packed(sent))
+        ((tag, found),) = receiver.read()
+    assert tag == 5
     assert found.structure == ["t"]
     for one, other in zip(found.tensors, TENSORS, strict=True):
         assert torch.equal(one, other.resolve_conj().resolve_neg())
@@ -80,13 +77,13 @@ def test_a_whole_state_does_not_stay_in_memory_and_messages_of_steps_find_theirs
     with way() as (sender, receiver):
 
         def send(tag: int, tensor: torch.Tensor) -> int:
-            sender.send(tag, Letter(Message((tensor,))))
-            receiver.poll()
-            assert torch.equal(receiver.take(tag).tensors[0], tensor)
+            assert sender.send(tag, Packed(Message((tensor,))))
+            ((_, found),) = receiver.read()
+            assert torch.equal(found.tensors[0], tensor)
             return os.fstat(sender.offer[2]).st_blocks * 512
 
         for _ in range(2 * SLOTS):
-            assert send(NO_STEP_TAGS, state) < state.nbytes / 8
+            assert send(BETWEEN_STEPS, state) < state.nbytes / 8
             assert send(5, state[: 1 << 10]) < state.nbytes / 8
         assert send(5, state) >= state.nbytes  # as the next one is of that size
 
@@ -101,7 +98,7 @@ def test_a_whole_state_does_not_stay_in_memory_and_messages_of_steps_find_theirs
                 # Beyond a slot's first size, too.
                 st.sampled_from([0, 1, 100, 30_000, 100_000]),
             ),
-            st.tuples(st.sampled_from(["poll", "take"]), st.integers(0, 3), st.just(0)),
+            st.tuples(st.just("read"), st.just(0), st.just(0)),
         ),
         max_size=60,
     )
@@ -109,28 +106,27 @@ def test_a_whole_state_does_not_stay_in_memory_and_messages_of_steps_find_theirs
 def test_messages_come_in_order_and_no_slot_is_written_twice(
     moves: list[tuple[str, int, int]],
 ) -> None:
-    sent: dict[int, deque[torch.Tensor]] = defaultdict(deque)
-    pending = 0
+    sent: list[tuple[int, torch.Tensor]] = []
     with way() as (sender, receiver):
+
+        def read() -> None:
+            found = list(receiver.read())
+            assert [tag for tag, _ in found] == [tag for tag, _ in sent]
+            for (_, message), (_, expected) in zip(found, sent, strict=True):
+                assert torch.equal(message.tensors[0], expected)
+            sent.clear()
+
         for number, (move, tag, numel) in enumerate(moves):
-            if move == "send":
-                letter = Letter(Message((torch.full((numel,), float(number)),)))
-                if sender.has_room(letter):
-                    sender.send(tag, letter)
-                    sent[tag].append(letter.tensors[0])
-                    pending += 1
-                else:
-                    assert pending == SLOTS or (pending and numel > 10_000)
+            if move == "read":
+                read()
             else:
-                receiver.poll()
-                pending = 0
-            if move == "take" and sent[tag]:
-                assert receiver.has(tag)
-                expected = sent[tag].popleft()
-                assert torch.equal(receiver.take(tag).tensors[0], expected)
-            assert sender.pending == pending
-        receiver.poll()
-        assert receiver.untaken == sum(map(len, sent.values()))
+                tensor = torch.full((numel,), float(number))
+                if sender.send(tag, Packed(Message((tensor,)))):
+                    sent.append((tag, tensor))
+                else:
+                    assert len(sent) == SLOTS or (sent and numel > 10_000)
+            assert sender.pending == len(sent)
+        read()
 
 
 def test_memory_of_another_host_or_process_is_not_opened(
@@ -146,19 +142,19 @@ def test_memory_of_another_host_or_process_is_not_opened(
 
 
 @contextmanager
-def two() -> Iterator[list[Transport]]:
-    """Two ranks in one process, connected by memory."""
-    made: list[Any] = transports(2)
-    meeting, told = threading.Barrier(2), [[], []]
+def two(by_memory: bool = True) -> Iterator[list[PointToPoint]]:
+    """Two ranks in one process, connected by memory or in gloo's way."""
+    made: list[PointToPoint] = transports(2, is_connected=False)
+    meeting, told = threading.Barrier(2), ["", ""]
 
     def open_one(rank: int) -> None:
-        def exchange(value: Any) -> list[Any]:
+        def exchange(text: str) -> list[str]:
             meeting.wait(60)
-            told[rank] = value
+            told[rank] = text
             meeting.wait(60)
             return list(told)
 
-        made[rank].memory = MemoryLines.open(rank, 2, exchange)
+        made[rank].connect(open_message_memory(rank, 2, exchange) if by_memory else {})
 
     threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(2)]
     for each in threads:
@@ -172,9 +168,10 @@ def two() -> Iterator[list[Transport]]:
             each.close()
 
 
-def test_ranks_that_fill_each_others_slots_both_go_on() -> None:
+@pytest.mark.parametrize("by_memory", [True, False])
+def test_ranks_that_fill_each_others_slots_both_go_on(by_memory: bool) -> None:
     count, before = 3 * SLOTS, set(threading.enumerate())
-    with two() as made:
+    with two(by_memory) as made:
         found: list[list[float]] = [[], []]
 
         def talk(rank: int) -> None:
@@ -193,8 +190,24 @@ def test_ranks_that_fill_each_others_slots_both_go_on() -> None:
         for each in threads:
             each.join(60)
         assert found == [[float(n) for n in reversed(range(count))]] * 2
-        assert set(threading.enumerate()) <= before, "nothing carries them"
+        if by_memory:
+            assert set(threading.enumerate()) <= before, "no thread carries them"
         assert [one.untaken for one in made] == [0, 0]
+
+
+@pytest.mark.parametrize("by_memory", [True, False])
+def test_a_rank_that_does_not_wait_holds_few_messages(by_memory: bool) -> None:
+    """As many as there are slots; its sender may have as many under way."""
+    with two(by_memory) as (first, second):
+        sent = SLOTS if by_memory else 2 * SLOTS
+        message = Message((torch.ones(1),))
+        for number in range(sent):
+            first.send(Address(1, number, "the next"), message, 60.0)
+        with pytest.raises(DeadlineError, match=r"for \[1\]: room to send another"):
+            first.send(Address(1, sent, "another"), message, 0.3)
+        for number in reversed(range(sent)):
+            second.receive(Address(0, number, "the next"), 60.0)
+        first.flush(60.0)
 
 
 def test_closed_ends_hold_no_memory_and_no_descriptor() -> None:
@@ -214,16 +227,19 @@ def _is_link(path: str) -> bool:
     return Path(path).is_symlink()  # not that of the listing itself, which is closed
 
 
+@pytest.mark.parametrize(
+    ("by_memory", "reason"),
+    [(True, "it has closed its end"), (False, "Connection closed by peer")],
+)
 def test_what_does_not_come_has_a_deadline_and_a_closed_end_is_told(
-    monkeypatch: pytest.MonkeyPatch,
+    by_memory: bool, reason: str
 ) -> None:
-    monkeypatch.setattr(transport, "REASON_WITHIN_S", 0.0)  # there is none
-    with two() as (first, second):
+    with two(by_memory) as (first, second):
         address = Address(1, 3, "the gradient")
-        with pytest.raises(DeadlineError, match="for rank 1: the gradient; nobody"):
+        with pytest.raises(DeadlineError, match=r"for \[1\]: the gradient"):
             first.receive(address, 0.2)
         second.close()
-        with pytest.raises(CommunicationError, match="it has closed its end"):
+        with pytest.raises(CommunicationError, match=reason):
             first.receive(address, 60.0)
 
 

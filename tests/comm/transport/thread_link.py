@@ -1,7 +1,8 @@
-"""Messages between ranks that are threads of the test, for elche's own transport.
+"""Messages between ranks that are threads of the test, in gloo's place.
 
 As with gloo a send ends when its receiver has asked for it, and what has been received
-is there when the receive has been waited for. Each wait has a deadline.
+is there when the receive has been waited for. A wait that times out closes all
+connections of its rank.
 
 Devices' transfers are as NCCL's: in order without tags, and seen to be through by
 looking. Here they take some looks, and fail unless the receiver has come first.
@@ -10,16 +11,19 @@ looking. Here they take some looks, and fail unless the receiver has come first.
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from elche.pipeline.peers.device_messages import DeviceMessages, TwoWays
-from elche.pipeline.peers.transport import Transport
+from elche.comm.transport.device_messages import DeviceMessages, TwoWays
+from elche.comm.transport.point_to_point import PointToPoint
+from elche.errors import CommunicationError, DeadlineError, ElcheError
 
 DEADLINE_S = 60.0
 
@@ -29,13 +33,24 @@ class Work:
     """One end of a transfer."""
 
     memory: torch.Tensor
-    changed: threading.Condition
+    link: Link
+    rank: int
+    other: int
     is_done: bool = False
 
-    def wait(self) -> None:
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.is_done, DEADLINE_S):
-                raise RuntimeError("the other end has not come")
+    def wait(self, timeout: timedelta) -> None:
+        link = self.link
+
+        def is_over() -> bool:
+            return self.is_done or not link.closed.isdisjoint((self.rank, self.other))
+
+        seconds = min(DEADLINE_S, timeout.total_seconds())
+        with link.changed:
+            if not link.changed.wait_for(is_over, seconds):
+                link.closed.add(self.rank)
+                link.changed.notify_all()
+            if not self.is_done:
+                raise RuntimeError("Connection closed by peer")
 
 
 def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,13 +64,14 @@ class Link:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
+        self.closed: set[int] = set()
         self._waiting: dict[tuple[int, int, int], tuple[deque[Work], deque[Work]]] = (
             defaultdict(lambda: (deque(), deque()))
         )
 
     def put(self, way: tuple[int, int, int], memory: torch.Tensor, end: int) -> Work:
         """Begins one end (0: sends, 1: receives) of the next message on a way."""
-        work = Work(memory, self.changed)
+        work = Work(memory, self, way[end], way[1 - end])
         with self.changed:
             ends = self._waiting[way]
             ends[end].append(work)
@@ -68,7 +84,7 @@ class Link:
 
 
 class Port:
-    """One rank's end, as `PointToPoint` describes it."""
+    """One rank's end, as `TransferGroup` describes it."""
 
     def __init__(self, link: Link, rank: int) -> None:
         self._link = link
@@ -81,39 +97,46 @@ class Port:
         return self._link.put((rank, self._rank, tag), tensors[0], 1)
 
 
-class NoWatch:
-    """Nobody is told of long waits."""
+def wait(
+    look: Callable[[], bool], ranks: Sequence[int], what: str, timeout_s: float
+) -> None:
+    """Waits as `Waits.until`, without a coordinator."""
+    until_s = time.monotonic() + timeout_s
+    try:
+        while not look():
+            if time.monotonic() > until_s:
+                raise DeadlineError(f"waited {timeout_s:.1f} s for {[*ranks]}: {what}")
+    except ElcheError:
+        raise
+    except RuntimeError as error:
+        raise CommunicationError(f"lost {[*ranks]}: {what}: {error}") from error
 
-    def begin(self, rank: int, what: str) -> None:
-        """It waits."""
 
-    def end(self) -> None:
-        """It waits no more."""
-
-    def explain(self, rank: int) -> str:
-        return "nobody knows why"
-
-
-def transports(world_size: int, cables: list[Cable] | None = None) -> list[Any]:
+def transports(
+    world_size: int, cables: list[Cable] | None = None, *, is_connected: bool = True
+) -> list[Any]:
     """A transport for each rank; to be closed.
 
     Args:
         world_size: ranks.
         cables: one for messages to higher ranks and one to lower ones, which then go
             from device to device.
+        is_connected: else the test connects them.
     """
     link = Link()
     made = [
-        Transport(Port(link, rank), rank, lambda: None, NoWatch())
+        PointToPoint(Port(link, rank), rank, world_size, wait)
         for rank in range(world_size)
     ]
-    if cables is not None:
-        everyone = frozenset(range(world_size))
-        for rank, one in enumerate(made):
+    everyone = frozenset(range(world_size))
+    for rank, one in enumerate(made):
+        devices = None
+        if cables is not None:
             ways = TwoWays(*(Plug(cable, rank) for cable in cables))
-            one.devices = DeviceMessages(
-                *(ways, rank, everyone, torch.device("cpu"), Beside())
-            )
+            cpu = torch.device("cpu")
+            devices = DeviceMessages(ways, rank, everyone, cpu, Beside())
+        if is_connected:
+            one.connect({}, devices)
     return made
 
 

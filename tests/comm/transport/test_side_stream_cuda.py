@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from elche.pipeline.peers.device_messages import CudaSideStream
+from elche.comm.transport.device_messages import CudaSideStream
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none"

@@ -1,0 +1,294 @@
+"""Messages between this rank and another one through gloo, carried by two threads.
+
+gloo's transfers between two ranks can be neither polled nor broken off. So one thread
+receives the other rank's messages in the order of their sending, and one waits until
+those sent are taken. They sleep inside gloo, without Python's lock. Deadlines are those
+of the rank's own waits; closing the connections ends the threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol, final
+
+import torch
+
+from elche.comm.transport.device_messages import DeviceMessages
+from elche.comm.transport.message_memory import SLOTS
+from elche.comm.transport.messages import (
+    FRAME_BYTES,
+    Message,
+    Packed,
+    read_frame,
+    read_head,
+)
+from elche.errors import CommunicationError, ElcheError, ProtocolError
+
+JOIN_S = 5.0
+POLL_S = 0.0002
+"""Poll interval (s) of a transfer between devices."""
+_FOREVER = timedelta(days=365)
+_MESSAGE_TAG, _READY_TAG, _END_TAG = range(3)
+
+
+class TransferGroup(Protocol):
+    """Transfers between two ranks of a torch process group."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        """Begins a send."""
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        """Begins a receive."""
+
+
+def end_waits(group: TransferGroup, rank: int, world_size: int) -> None:
+    """Ends all waits in a group of gloo: one that times out closes all connections."""
+    if world_size == 1:
+        return
+    with contextlib.suppress(RuntimeError):
+        nothing = torch.zeros(1, device="cpu")
+        work = group.recv([nothing], (rank + 1) % world_size, _END_TAG)
+        work.wait(timedelta(milliseconds=1))
+
+
+@final
+class Inbox:
+    """Messages of one rank that have come and were not taken, by tag.
+
+    Attributes:
+        count: of all.
+    """
+
+    def __init__(self) -> None:
+        self._by_tag: dict[int, deque[Message]] = {}
+        self.count = 0
+
+    def put(self, tag: int, message: Message) -> None:
+        """Adds a message."""
+        self._by_tag.setdefault(tag, deque()).append(message)
+        self.count += 1
+
+    def has(self, tag: int) -> bool:
+        """Whether a message with this tag has come."""
+        return tag in self._by_tag
+
+    def take(self, tag: int) -> Message:
+        """Removes the oldest message with this tag."""
+        waiting = self._by_tag[tag]
+        message = waiting.popleft()
+        if not waiting:
+            del self._by_tag[tag]
+        self.count -= 1
+        return message
+
+
+@final
+class Mailbox:
+    """Messages and failures of all ranks, shared with the threads under one lock.
+
+    Attributes:
+        lock: of everything here.
+        changed: notified when a message has come or was taken, or a line is broken.
+        room: notified when threads that hold many untaken messages may receive more.
+        inboxes: by rank.
+        broken: reason why the connection to a rank has failed.
+        is_waiting: whether this rank waits, and so takes any number of messages.
+        is_closed: whether the threads are to end; failures after it are ignored.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.room = threading.Condition(self.lock)
+        self.inboxes = [Inbox() for _ in range(world_size)]
+        self.broken: dict[int, Exception] = {}
+        self.is_waiting = False
+        self.is_closed = False
+
+    def fail(self, rank: int, error: Exception) -> None:
+        """Records that the connection to a rank has failed."""
+        with self.lock:
+            if not self.is_closed:
+                self.broken.setdefault(rank, error)
+            self.changed.notify_all()
+
+
+@final
+class GlooLine:
+    """Both directions between this rank and another one.
+
+    Args:
+        mailbox: of this rank.
+        group: of gloo.
+        rank: the other rank.
+
+    Attributes:
+        pending: transfers of messages that were not taken, oldest first.
+        devices: carries tensors of steps from device to device, if not None.
+    """
+
+    def __init__(self, mailbox: Mailbox, group: TransferGroup, rank: int) -> None:
+        self._mailbox = mailbox
+        self._group = group
+        self._rank = rank
+        self.pending: deque[Callable[[], None]] = deque()
+        self.devices: DeviceMessages | None = None
+        self._wake = threading.Condition(mailbox.lock)
+        self._threads = [
+            threading.Thread(target=run, name=f"elche-{what}-{rank}", daemon=True)
+            for what, run in (("receive", self._receive_all), ("send", self._send_all))
+        ]
+        for each in self._threads:
+            each.start()
+
+    def send(self, tag: int, packed: Packed) -> bool:
+        """Begins to send a message; False if too many are under way.
+
+        Raises:
+            RuntimeError: the connection is broken.
+        """
+        if len(self.pending) >= SLOTS:
+            return False
+        # Neither way carries the marks of a lazy conjugate or negative.
+        plain = [one.resolve_conj().resolve_neg() for one in packed.tensors]
+        parts = packed.frames(tag)
+        if packed.on_device:
+            assert self.devices is not None
+            dense = [one.contiguous() for one in plain]
+            computed = self.devices.stream.computed()
+            transfer = partial(self._send_device, parts, dense, computed)
+        else:
+            parts += [one.to("cpu").contiguous() for one in plain]
+            # At once, unless older messages wait for the device.
+            works = self._begin(parts) if self.devices is None else None
+            transfer = partial(self._send_host, parts, works)
+        with self._mailbox.lock:
+            self.pending.append(transfer)
+            self._wake.notify()
+        return True
+
+    def close(self) -> None:
+        """Waits for the threads' end; the mailbox and the connections are closed."""
+        with self._mailbox.lock:
+            self.pending.clear()
+            self._wake.notify()
+            self._mailbox.room.notify_all()
+        for each in self._threads:
+            each.join(JOIN_S)
+
+    def _send_all(self) -> None:
+        mailbox = self._mailbox
+        while True:
+            with mailbox.lock:
+                while not mailbox.is_closed and not self.pending:
+                    self._wake.wait()
+                if mailbox.is_closed:
+                    return
+                transfer = self.pending[0]
+            try:
+                transfer()
+            except (RuntimeError, ElcheError) as error:
+                mailbox.fail(self._rank, error)
+                return
+            with mailbox.lock:
+                if self.pending:
+                    self.pending.popleft()
+                mailbox.changed.notify_all()
+
+    def _receive_all(self) -> None:
+        mailbox, inbox = self._mailbox, self._mailbox.inboxes[self._rank]
+        while True:
+            with mailbox.lock:
+                while not (
+                    mailbox.is_closed or mailbox.is_waiting or inbox.count < SLOTS
+                ):
+                    mailbox.room.wait()
+                if mailbox.is_closed:
+                    return
+            try:
+                tag, message = self._receive()
+            except (RuntimeError, ElcheError) as error:
+                mailbox.fail(self._rank, error)
+                return
+            with mailbox.lock:
+                inbox.put(tag, message)
+                mailbox.changed.notify_all()
+
+    def _receive(self) -> tuple[int, Message]:
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device="cpu")
+        self._fill(frame)
+        tag, head, missing = read_frame(frame)
+        if missing:
+            rest = torch.empty(missing, dtype=torch.uint8, device="cpu")
+            self._fill(rest)
+            head += rest.numpy().tobytes()
+        message, on_device = read_head(head)
+        if on_device:
+            return tag, replace(message, tensors=self._receive_device(message.tensors))
+        for one in message.tensors:
+            self._fill(one)
+        return tag, message
+
+    def _receive_device(
+        self, like: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        if self.devices is None:
+            raise ProtocolError(
+                f"rank {self._rank} sends from device to device, but this rank has "
+                "not agreed to that"
+            )
+        tensors, works = self.devices.receive(like, self._rank)
+        ready = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self._group.send([ready], self._rank, _READY_TAG).wait(_FOREVER)
+        self._finish(self.devices, works)
+        return tensors
+
+    def _send_device(
+        self,
+        parts: list[torch.Tensor],
+        tensors: list[torch.Tensor],
+        computed: Callable[[], bool],
+    ) -> None:
+        """Sends when the device has computed the tensors and the other one receives."""
+        assert self.devices is not None
+        self._poll(computed)
+        self._send_host(parts, None)
+        ready = torch.empty(1, dtype=torch.uint8, device="cpu")
+        self._group.recv([ready], self._rank, _READY_TAG).wait(_FOREVER)
+        self._finish(self.devices, self.devices.send(tensors, self._rank))
+
+    def _finish(self, devices: DeviceMessages, works: list[Any]) -> None:
+        self._poll(lambda: all(work.is_completed() for work in works))
+        devices.finish(works)
+
+    def _poll(self, ready: Callable[[], bool]) -> None:
+        """Polls a device, which notifies no thread.
+
+        Raises:
+            CommunicationError: the connections have been closed.
+        """
+        while not ready():
+            with self._mailbox.lock:
+                if self._mailbox.is_closed:
+                    raise CommunicationError("the connections have been closed")
+                self._wake.wait(POLL_S)
+
+    def _begin(self, parts: list[torch.Tensor]) -> list[Any]:
+        group, rank = self._group, self._rank
+        return [group.send([one], rank, _MESSAGE_TAG) for one in parts if one.numel()]
+
+    def _send_host(self, parts: list[torch.Tensor], works: list[Any] | None) -> None:
+        """Waits until gloo has sent tensors, which it needs until then."""
+        for work in works or self._begin(parts):
+            work.wait(_FOREVER)
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            work = self._group.recv([tensor], self._rank, _MESSAGE_TAG)
+            work.wait(_FOREVER)

@@ -285,7 +285,7 @@ class WindowEpoch:
         self._loop.trained(cost.busy_s if is_timed else None)
         if self._reports.batch_done(batch, cost) or self._loop.is_throttled:
             self._report()
-        self._worker.timeline.batch("batch", batch, times_s, samples)
+        self._worker.timeline.record(("batch", batch, *times_s, samples, 0.0))
 
     def _report(self) -> None:
         """Tells the coordinator what is done of a lease."""

@@ -22,11 +22,12 @@ from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import CommunicationError, ElcheError, NonFiniteError
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
+from elche.runtime.epochs.epoch_hooks import EpochHooks
 from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.epochs.model_sums import ModelSums, kind_of
 from elche.runtime.epochs.step import open_steps
 from elche.runtime.epochs.sync_epoch import TOO_EARLY, SyncEpoch
-from elche.runtime.epochs.window_epoch import EpochHooks, WindowEpoch
+from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.shutdown import exit_watch
 from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import min_share_samples

@@ -14,8 +14,8 @@ from elche.coordination.protocol.instructions import GrantSteps
 from elche.coordination.sync.lost_ranks import LostRanks
 from elche.coordination.sync.step_reports import EARLY, StepReports
 from elche.runtime.data.positions import EpochPositions
+from elche.runtime.epochs.epoch_hooks import EpochHooks
 from elche.runtime.epochs.step import Step
-from elche.runtime.epochs.window_epoch import EpochHooks
 from elche.runtime.process.worker import Worker
 from elche.runtime.watch.live_graph import LiveGraph
 from elche.runtime.watch.nonfinite_watch import NonFiniteWatch
@@ -112,7 +112,7 @@ class StepAccount:
 
     def _done(self, number: int, cost: BatchCost, passes: tuple[int, int]) -> bool:
         """A step is done; what is to be said of its grant waits for the next one."""
-        has_sent = self.is_due and self.report()  # there was no backward pass
+        has_sent = self._reports.is_due and self.report()  # there was no backward pass
         if self._dead.last is not None or not self._reports.step_done(number, cost):
             return has_sent
         hooks, is_live = self._hooks, bool(self._hooks.graphs.open_batches)

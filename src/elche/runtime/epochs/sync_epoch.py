@@ -34,10 +34,10 @@ from elche.errors import (
 from elche.runtime.data.epoch_course import FAR_AHEAD, ranges_of
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
+from elche.runtime.epochs.epoch_hooks import EpochHooks
 from elche.runtime.epochs.left_ranks import LeftRanks
 from elche.runtime.epochs.step import Step, open_steps
 from elche.runtime.epochs.step_account import StepAccount
-from elche.runtime.epochs.window_epoch import EpochHooks
 from elche.runtime.process.worker import Worker
 
 LEFT_OUT_S = 1.0
@@ -252,8 +252,11 @@ class SyncEpoch:
         self._worker.pace_device()
         self._account.step_ran(step, self._reducer)
         self.samples_done += sum(step.shares)
-        waiting = [s.step for s in self._open_steps if s.span == self._span]
-        if self._account.settle(min(waiting, default=step.step + 1)):
+        first = step.step + 1
+        if waiting := self._open_steps:
+            own = [each.step for each in waiting if each.span == self._span]
+            first = min(own, default=first)
+        if self._account.settle(first):
             self._report_later()
 
     def _next(self, number: int) -> tuple[Step, Any] | None:

@@ -108,7 +108,9 @@ class LoopObserver:
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that step the model, the given ones first, in order of first steps."""
-        others = [ref() for ref in self._others] if self._others else ()
+        if not self._others:
+            return [*self._given]
+        others = (ref() for ref in self._others)
         return [*self._given, *(each for each in others if each is not None)]
 
     def before_step(
@@ -143,7 +145,8 @@ class LoopObserver:
         if reducer is not None and reducer.backward_passes:
             self._is_uneven |= not self._all_have_stepped
             self._in_batch.clear()
-        self.count_unstepped()
+        if self._policy != "sync":
+            self.count_unstepped()
         self.steps.taken += 1
         self._hints.begin(batch, samples)
 

@@ -39,7 +39,6 @@ ELSEWHERE = {
     "launching/function_rank.py": {"_clear", "_run_exitfuncs"},  # of atexit
     "runtime/epochs/model_sums.py": {"_replace"},  # of NamedTuple
     "runtime/own_iteration.py": {"_get_iterator", "_iterator"},  # users override it
-    "runtime/process/heartbeat.py": {"_current_frames"},  # of sys
     "runtime/coordinator_process/serving.py": {"_exit"},  # of os
     "runtime/process/launcher_watch.py": {"_exit"},  # of os
 }

@@ -18,7 +18,6 @@ from elche.coordination.protocol.events import Event, Failed, Left
 from elche.coordination.protocol.instructions import EndEpoch, Welcome
 from elche.errors import ConfigError
 from elche.runtime.epochs.run_epochs import RunEpochs
-from elche.runtime.epochs.sync_epoch import SyncEpoch
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.process.connect import connect
@@ -34,6 +33,7 @@ from elche.runtime.rank_settings import (
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.run_summary import RunFacts, headline
 from elche.runtime.report.trace_parts import write_part
+from elche.runtime.sync.sync_epoch import SyncEpoch
 from elche.runtime.training import RunParts, Training
 from elche.runtime.user_collectives import UserCollectives
 from elche.runtime.watch.followed_schedulers import mean_of

@@ -12,9 +12,9 @@ from elche.coordination.accounts.step_count import StepCount
 from elche.runtime.report.scalars import ScalarLog
 from elche.runtime.watch.carried_state import CarriedState
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
+from elche.runtime.watch.model_copies import ModelCopies
 from elche.runtime.watch.rate_watch import follows_progress
 from elche.runtime.watch.scaler_watch import ScalerWatch
-from elche.runtime.windows.model_copies import ModelCopies
 
 
 @pytest.fixture(autouse=True)

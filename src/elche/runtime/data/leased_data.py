@@ -19,10 +19,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from elche.runtime.data.own_iteration import OwnIteration, own_loader
 from elche.runtime.data.sample_seeds import seed_generators, untraced_generators
 from elche.runtime.data.stream_data import StreamView, loading_options
 from elche.runtime.data.stream_reader import Stamped
-from elche.runtime.own_iteration import OwnIteration, own_loader
 
 Tag = TypeVar("Tag")
 

@@ -22,21 +22,21 @@ from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import CommunicationError, ElcheError, NonFiniteError
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.epochs.epoch_hooks import EpochHooks
 from elche.runtime.epochs.epoch_opening import EpochOpening
-from elche.runtime.epochs.model_sums import ModelSums, kind_of
-from elche.runtime.epochs.step import open_steps
-from elche.runtime.epochs.sync_epoch import TOO_EARLY, SyncEpoch
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.shutdown import exit_watch
 from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import min_share_samples
 from elche.runtime.report.notifications import with_samples
-from elche.runtime.resume_sync import broadcast_from
+from elche.runtime.sync.epoch_hooks import EpochHooks
+from elche.runtime.sync.resume_sync import broadcast_from
+from elche.runtime.sync.step import open_steps
+from elche.runtime.sync.step_members import StepMembers
+from elche.runtime.sync.sync_epoch import TOO_EARLY, SyncEpoch
 from elche.runtime.training import Training
+from elche.runtime.watch.model_sums import ModelSums, kind_of
 from elche.runtime.watch.observer import LoopObserver
 from elche.runtime.watch.statistics_pass import batches_tracked, refuse_statistics
-from elche.runtime.windows.step_members import StepMembers
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.passes import is_compiled
 

@@ -22,14 +22,14 @@ from elche.runtime.data.epoch_course import EpochCourse
 from elche.runtime.data.seeding import rank_seed, seed_rank, separate_rank
 from elche.runtime.epochs.epoch_execution import EpochExecution, EpochPart
 from elche.runtime.epochs.epoch_opening import EpochOpening
-from elche.runtime.epochs.sync_epoch import SyncEpoch
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import RunNotifications
-from elche.runtime.resume_sync import rates
+from elche.runtime.sync.resume_sync import rates
+from elche.runtime.sync.step_members import StepMembers
+from elche.runtime.sync.sync_epoch import SyncEpoch
 from elche.runtime.training import RunParts, Training, generators_of
 from elche.runtime.watch.observer import LoopObserver
-from elche.runtime.windows.step_members import StepMembers
 from elche.runtime.windows.synchroniser import Synchroniser
 
 

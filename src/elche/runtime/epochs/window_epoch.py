@@ -34,9 +34,9 @@ from elche.errors import ElcheError, ProtocolError, RankLostError
 from elche.monitor.trace import SYNC
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.epochs.epoch_hooks import EpochHooks
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import warn_discarded
+from elche.runtime.sync.epoch_hooks import EpochHooks
 from elche.runtime.watch.live_graph import fetched_too_early
 from elche.runtime.windows.regrouping import OpenReduction
 from elche.runtime.windows.window_sync import WindowSync

@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
-from elche.runtime.resume_sync import plain_schedule
+from elche.runtime.sync.resume_sync import plain_schedule
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
+from elche.runtime.watch.model_copies import ModelCopies
 from elche.runtime.watch.rate_watch import RateWatch, is_scheduled
 from elche.runtime.watch.scaler_watch import ScalerWatch
-from elche.runtime.windows.model_copies import ModelCopies
 
 UNCOUNTED = "the loop may count steps (say epochs=, or use loader.steps(n))"
 

@@ -27,9 +27,9 @@ from elche.runtime.watch.carried_state import CarriedState
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
 from elche.runtime.watch.live_graph import LiveGraph
 from elche.runtime.watch.loss_reduction import MeanHints, SumLossWatch
+from elche.runtime.watch.model_copies import ModelCopies
 from elche.runtime.watch.scaler_watch import ScalerWatch
 from elche.runtime.watch.step_guard import StepGuard
-from elche.runtime.windows.model_copies import ModelCopies
 from elche.runtime.windows.synchroniser import Synchroniser
 
 

@@ -20,7 +20,7 @@ from elche.comm.transport.exchange import succeeded
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import CommunicationError, ConfigError, RankLostError
-from elche.runtime.resume_sync import take_step
+from elche.runtime.sync.resume_sync import take_step
 from elche.runtime.windows.window_sync import WindowSync
 from elche.torch_internals.held import foreach_mul_
 from elche.torch_internals.passes import graph_task_id

@@ -34,11 +34,11 @@ from elche.errors import (
 from elche.runtime.data.epoch_course import FAR_AHEAD, ranges_of
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.epochs.epoch_hooks import EpochHooks
-from elche.runtime.epochs.left_ranks import LeftRanks
-from elche.runtime.epochs.step import Step, open_steps
-from elche.runtime.epochs.step_account import StepAccount
 from elche.runtime.process.worker import Worker
+from elche.runtime.sync.epoch_hooks import EpochHooks
+from elche.runtime.sync.left_ranks import LeftRanks
+from elche.runtime.sync.step import Step, open_steps
+from elche.runtime.sync.step_account import StepAccount
 
 LEFT_OUT_S = 1.0
 """A rank that is left out looks so often whether its run goes on."""

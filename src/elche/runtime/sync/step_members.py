@@ -17,7 +17,7 @@ from elche.coordination.protocol.instructions import LeaveOut
 from elche.errors import ConfigError
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import RunNotifications
-from elche.runtime.resume_sync import (
+from elche.runtime.sync.resume_sync import (
     broadcast_from,
     take_gradients,
     take_schedules,

@@ -11,12 +11,12 @@ from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.protocol.messages import CheckRows, Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.errors import ElcheError
-from elche.runtime.epochs.model_sums import ModelSums
+from elche.runtime.sync.step_regrouping import StepRegrouping
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
 from elche.runtime.watch.live_graph import LiveGraph
-from elche.runtime.windows.model_copies import ModelCopies
+from elche.runtime.watch.model_copies import ModelCopies
+from elche.runtime.watch.model_sums import ModelSums
 from elche.runtime.windows.regrouping import Regrouping
-from elche.runtime.windows.step_regrouping import StepRegrouping
 
 
 @dataclass(frozen=True, slots=True)

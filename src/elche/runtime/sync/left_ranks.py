@@ -7,8 +7,8 @@ from typing import final
 from elche.comm.gradients.part_weights import Lost
 from elche.coordination.protocol.events import PassBegun
 from elche.coordination.protocol.instructions import RankLeft
-from elche.runtime.epochs.step import Step
 from elche.runtime.process.worker import Worker
+from elche.runtime.sync.step import Step
 
 
 @final

@@ -14,9 +14,9 @@ from elche.coordination.protocol.instructions import GrantSteps
 from elche.coordination.sync.lost_ranks import LostRanks
 from elche.coordination.sync.step_reports import EARLY, StepReports
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.epochs.epoch_hooks import EpochHooks
-from elche.runtime.epochs.step import Step
 from elche.runtime.process.worker import Worker
+from elche.runtime.sync.epoch_hooks import EpochHooks
+from elche.runtime.sync.step import Step
 from elche.runtime.watch.live_graph import LiveGraph
 from elche.runtime.watch.nonfinite_watch import NonFiniteWatch
 

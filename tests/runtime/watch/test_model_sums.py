@@ -13,7 +13,7 @@ from elche.coordination.accounts.model_checks import (
     EVERY_STEPS,
     ModelCheck,
 )
-from elche.runtime.epochs.model_sums import ModelSums
+from elche.runtime.watch.model_sums import ModelSums
 
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int8)
 

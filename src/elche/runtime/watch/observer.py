@@ -13,10 +13,11 @@ next batch      the epoch                            all but the guard
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elche.coordination.accounts.step_count import StepCount
@@ -34,6 +35,43 @@ from elche.runtime.windows.synchroniser import Synchroniser
 
 
 @final
+class SteppedOptimizers:
+    """Optimizers that step a model.
+
+    Args:
+        model: what is trained.
+        given: those that were handed over.
+
+    Attributes:
+        known: every one that has stepped, those of other models as well.
+        in_batch: ids of those that have stepped in this batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, given: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._model = model
+        self._given = list(given)
+        self._others: list[weakref.ref[torch.optim.Optimizer]] = []
+        self.known = weakref.WeakSet(self._given)
+        self.in_batch: set[int] = set()
+
+    def learn(self, optimizer: torch.optim.Optimizer) -> None:
+        """One steps for the first time."""
+        self.known.add(optimizer)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not held.isdisjoint(map(id, self._model.parameters())):
+            self._others.append(weakref.ref(optimizer))
+
+    def all(self) -> list[torch.optim.Optimizer]:
+        """The given ones, and those that are still there, in order of first steps."""
+        if not self._others:
+            return [*self._given]
+        others = (ref() for ref in self._others)
+        return [*self._given, *(each for each in others if each is not None)]
+
+
+@final
 class LoopObserver:
     """Observer of how one process trains, attached and detached once per run.
 
@@ -43,6 +81,7 @@ class LoopObserver:
         mean: of a number over all ranks, with all of them.
 
     Attributes:
+        optimizers: returns those that step the model, the given ones first.
         steps: count of the run's steps.
         scaler: steps that a GradScaler skips.
         copies: averages of the model that the loop keeps.
@@ -66,14 +105,12 @@ class LoopObserver:
         is_mean = training.weights is None and self._refuses_sums
         self._hints = MeanHints(lambda line: notifications.emit(line), is_on=is_mean)
         self._scalars = scalars = notifications.scalars
-        self._given = list(training.optimizers)
-        self._others: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._known = weakref.WeakSet(self._given)  # those of other models, too
-        self._in_batch: set[int] = set()  # optimizers that have stepped
+        self._stepped = SteppedOptimizers(self._model, training.optimizers)
         self._handle: Any = None
         self._steps_seen = self.unstepped = 0
         self._passed: Any = None
         self._is_guarded = self._is_uneven = False
+        self.optimizers = self._stepped.all
         self.steps = StepCount()
         self.scaler = ScalerWatch(training.optimizer, scalars)
         self.copies = ModelCopies(self._model, training.copies)
@@ -106,13 +143,6 @@ class LoopObserver:
 
         self._handle = self._handle or register_optimizer_step_pre_hook(hook)
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that step the model, the given ones first, in order of first steps."""
-        if not self._others:
-            return [*self._given]
-        others = (ref() for ref in self._others)
-        return [*self._given, *(each for each in others if each is not None)]
-
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> Any:
@@ -121,12 +151,9 @@ class LoopObserver:
         Raises:
             ConfigError: the step would not be that of the other ranks.
         """
-        self._in_batch.add(id(optimizer))
-        if optimizer not in self._known:
-            self._known.add(optimizer)
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if not held.isdisjoint(map(id, self._model.parameters())):
-                self._others.append(weakref.ref(optimizer))
+        self._stepped.in_batch.add(id(optimizer))
+        if optimizer not in self._stepped.known:
+            self._stepped.learn(optimizer)
         if not self._is_guarded:
             return None
         return self.guard.check(optimizer, args, kwargs)
@@ -144,7 +171,7 @@ class LoopObserver:
         reducer = self.guard.synchroniser.reducer
         if reducer is not None and reducer.backward_passes:
             self._is_uneven |= not self._all_have_stepped
-            self._in_batch.clear()
+            self._stepped.in_batch.clear()
         if self._policy != "sync":
             self.count_unstepped()
         self.steps.taken += 1
@@ -168,7 +195,7 @@ class LoopObserver:
 
     @property
     def _all_have_stepped(self) -> bool:
-        return self._in_batch.issuperset(map(id, self.optimizers()))
+        return self._stepped.in_batch.issuperset(map(id, self.optimizers()))
 
     def barred(self) -> str:
         """Reason why a rank that joins would take other steps; "" if there is none.

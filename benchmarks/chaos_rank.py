@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche import session
-from elche.runtime.epochs.model_sums import checksum
+from elche.runtime.watch.model_sums import checksum
 
 SAMPLES = 4_000
 FEATURES = 32

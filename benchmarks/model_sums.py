@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 from elche.coordination.accounts.model_checks import EVERY_STEPS
 from elche.runtime.epochs.epoch_execution import EpochExecution
-from elche.runtime.epochs.model_sums import ModelSums
+from elche.runtime.watch.model_sums import ModelSums
 
 BATCH, STEPS, WIDTH = 64, 40, 512
 

@@ -45,8 +45,8 @@ from benchmarks.recovery_rank import (
 )
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.worker import Worker
+from elche.runtime.sync.step_regrouping import StepRegrouping
 from elche.runtime.windows.regrouping import Regrouping
-from elche.runtime.windows.step_regrouping import StepRegrouping
 from tests.harness.rank_pool import RankPool
 
 ON_S = 1.0

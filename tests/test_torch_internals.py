@@ -35,9 +35,11 @@ ELSEWHERE = {
     },
     "integrations/transformers_arguments.py": {"_reset_state"},  # of accelerate
     "launching/function_rank.py": {"_clear", "_run_exitfuncs"},  # of atexit
-    "runtime/epochs/model_sums.py": {"_replace"},  # of NamedTuple
-    "runtime/own_iteration.py": {"_get_iterator", "_iterator"},  # users override it
-    "runtime/process/heartbeat.py": {"_current_frames"},  # of sys
+    "runtime/watch/model_sums.py": {"_replace"},  # of NamedTuple
+    "runtime/data/own_iteration.py": {
+        "_get_iterator",
+        "_iterator",
+    },  # users override it
     "runtime/coordinator_process/serving.py": {"_exit"},  # of os
     "runtime/process/launcher_watch.py": {"_exit"},  # of os
 }

@@ -330,7 +330,7 @@ def losses() -> None:
 
 
 def batches() -> None:
-    from elche.runtime.data.batch_parts import cut_batch
+    from elche.trainer.batch_parts import cut_batch
 
     x = torch.arange(8.0).view(4, 2)
     found = cut_batch({"x": x, "y": [x, ("a", 1)], "names": list("abcd")}, 1, 3, 4)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from elche.by_hand.manual_run import current_manual_run, end_manual_run
 from elche.comm.tensors.kept_memory import keep_freed_memory
 from elche.config import DELAYED_SYNC, RunConfig
 from elche.errors import ConfigError, ElcheError
@@ -26,7 +27,6 @@ from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.stream_data import StreamView, by_position
 from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.loader import RunLoader, check_unstarted
-from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.memory_limits import memory_hint
 from elche.runtime.process.environment import Placement, read_placement
 from elche.runtime.process.launcher_watch import watch_launcher
@@ -47,7 +47,7 @@ from elche.runtime.report.run_summary import RunFacts
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 from elche.runtime.training import SetupConfig, Training
-from elche.runtime.windows.model_copies import check_copies
+from elche.runtime.watch.model_copies import check_copies
 from elche.session_config import names_no_policy, run_config
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from elche.by_hand.manual_run import current_manual_run
 from elche.errors import ConfigError
 from elche.process import process
-from elche.runtime.manual_run import current_manual_run
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
 

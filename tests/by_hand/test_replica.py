@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from elche.by_hand.manual_run import (
+    current_manual_run,
+    end_manual_run,
+)
 from elche.by_hand.replica import Replica, init_group
 from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
 from elche.comm.transport.process_group import gather_texts
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.errors import CommunicationError, ConfigError, MismatchError
-from elche.runtime.manual_run import (
-    current_manual_run,
-    end_manual_run,
-)
 
 
 @pytest.fixture(autouse=True)

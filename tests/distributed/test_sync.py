@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
-from elche.runtime.watch.scaler_skips import NAME
+from elche.runtime.watch.scaler_watch import NAME
 from tests.distributed.cases.tasks import (
     Task,
     Trace,

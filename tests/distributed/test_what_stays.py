@@ -14,9 +14,9 @@ import elche
 from elche import session
 from elche.errors import CommunicationError, ConfigError, ElcheError
 from elche.runtime.epochs import epoch_execution
-from elche.runtime.epochs.sync_epoch import SyncEpoch
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.sync.sync_epoch import SyncEpoch
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from elche.comm.gradients.buckets import bucket_pass
-from elche.runtime.epochs import step_account, sync_epoch, window_epoch
+from elche.runtime.epochs import window_epoch
 from elche.runtime.process.worker import Worker
+from elche.runtime.sync import step_account, sync_epoch
 
 
 class VirtualClock:

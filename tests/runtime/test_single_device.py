@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import elche
 from elche.config import RunConfig
 from elche.errors import ConfigError
-from elche.runtime.epochs.model_sums import ModelSums
 from elche.runtime.rank_settings import check_shared, describe
 from elche.runtime.training import Training
+from elche.runtime.watch.model_sums import ModelSums
 
 SYNC = RunConfig(policy="sync")
 SGD = torch.optim.SGD([nn.Parameter(torch.zeros(1))])

@@ -28,6 +28,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from elche.by_hand.manual_run import begin_manual_run
 from elche.by_hand.replica_calls import (
     Announcement,
     Structure,
@@ -42,8 +43,7 @@ from elche.comm.transport.process_group import Group, gather_texts
 from elche.config import RunConfig
 from elche.config_parts import TransportConfig
 from elche.errors import ConfigError, MismatchError
-from elche.runtime.epochs.model_sums import ModelSums
-from elche.runtime.manual_run import begin_manual_run
+from elche.runtime.watch.model_sums import ModelSums
 from elche.session import current_run
 
 BUFFER_RULES = ("mean", "first")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,7 +18,6 @@ from elche.coordination.protocol.events import Event, Failed, Left
 from elche.coordination.protocol.instructions import EndEpoch, Welcome
 from elche.errors import ConfigError
 from elche.runtime.epochs.run_epochs import RunEpochs
-from elche.runtime.epochs.sync_epoch import SyncEpoch
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.process.connect import connect
@@ -33,9 +33,11 @@ from elche.runtime.rank_settings import (
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.run_summary import RunFacts, headline
 from elche.runtime.report.trace_parts import write_part
+from elche.runtime.sync.sync_epoch import SyncEpoch
 from elche.runtime.training import RunParts, Training
 from elche.runtime.user_collectives import UserCollectives
-from elche.runtime.watch.rank_watch import RankWatch
+from elche.runtime.watch.followed_schedulers import mean_of
+from elche.runtime.watch.observer import LoopObserver
 from elche.runtime.windows.local_steps import LocalSteps
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.runtime.windows.window_sync import refuse_state
@@ -79,14 +81,16 @@ class Run:
         self._devices = welcome.devices
         self._memory_bytes = welcome.memory_bytes
         self._training = training
-        self._watch = watch = RankWatch(worker, training, self.notifications)
+        self._observer = observer = LoopObserver(
+            training, self.notifications, partial(mean_of, worker)
+        )
         self._synchroniser = Synchroniser(
             training.config,
             training.model,
             training.optimizer,
             worker.group,
             worker.groups.side,
-            steps=LocalSteps(training.model, watch.optimizers),
+            steps=LocalSteps(training.model, observer.optimizers),
             is_weighed=training.weights is not None,
             delayed=training.delayed,
             keeps_sums=welcome.outlived,
@@ -96,7 +100,7 @@ class Run:
             training,
             self._synchroniser,
             self.notifications,
-            watch,
+            observer,
         )
         self.collectives = UserCollectives(worker, training.config, self._epochs)
         self.iterates_loader = False
@@ -154,7 +158,7 @@ class Run:
     @property
     def progress_samples(self) -> float:
         """Samples of the run so far, the same function on every rank."""
-        self._watch.schedulers.rates.has_read_progress = True
+        self._observer.schedulers.rates.has_read_progress = True
         return self.samples_done
 
     @property
@@ -165,12 +169,12 @@ class Run:
     @property
     def progress_steps(self) -> float:
         """Steps of the run so far, the same function on every rank."""
-        self._watch.schedulers.rates.has_read_progress = True
+        self._observer.schedulers.rates.has_read_progress = True
         return self._epochs.progress_steps
 
     def steps_left(self, steps: int) -> int:
         """How many of so many steps of the whole run are still to be taken."""
-        return self._watch.steps.left(steps)
+        return self._observer.steps.left(steps)
 
     @property
     def was_left_early(self) -> bool:
@@ -186,7 +190,7 @@ class Run:
         held = self._synchroniser.windows or self._synchroniser.reducer
         return {
             "samples": self._samples_resumed + self._epochs.samples_kept,
-            "steps": self._watch.steps.before,
+            "steps": self._observer.steps.before,
             "averaging": None if held is None else held.state_dict(),
         }
 
@@ -218,7 +222,7 @@ class Run:
 
     def _note_progress(self, state: dict[str, Any]) -> None:
         self._samples_resumed = state["samples"] - self._epochs.samples_before
-        self._watch.steps.before = state["steps"]
+        self._observer.steps.before = state["steps"]
 
     @property
     def rank(self) -> int:
@@ -374,7 +378,7 @@ class Run:
 
     def steps_at(self, samples: float) -> float:
         """Steps of the run when so many samples of the epoch are trained here."""
-        return self._watch.steps.at(samples + self._epochs.resumed_samples)
+        return self._observer.steps.at(samples + self._epochs.resumed_samples)
 
     def check(self) -> None:
         """Raises what went wrong where nothing could be raised."""
@@ -394,7 +398,7 @@ class Run:
         Raises:
             ConfigError: inside the loop.
         """
-        self._watch.schedulers.add(scheduler)
+        self._observer.schedulers.add(scheduler)
 
     def epoch(self, steps: int = -1) -> Iterator[Any]:
         """Opens the next epoch on all ranks and hands out this rank's part.
@@ -426,8 +430,8 @@ class Run:
                 if isinstance(self._epochs.under_way, WindowEpoch):
                     self.notifications.emit(HELD.format(self.policy))
                 self._epochs.end_iteration()
-                self._watch.batch_done()
-                if (count := self._watch.unstepped) and self.policy != "sync":
+                self._observer.count_unstepped()
+                if (count := self._observer.unstepped) and self.policy != "sync":
                     logger.warning(UNSTEPPED, self.worker.rank, count, self.policy)
                 last_event = self._epochs.left_how(last_event)
         finally:

@@ -27,9 +27,7 @@ from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.timeline import Timeline
 from elche.runtime.report.trace_parts import write_part
 from elche.runtime.training import RunParts, Training, generators_of
-from elche.runtime.watch.live_graph import LiveGraph
-from elche.runtime.watch.optimizers_seen import OptimizersSeen
-from elche.runtime.watch.scaler_skips import ScalerSkips
+from elche.runtime.watch.observer import LoopObserver
 
 WINDOW_S = 1.0
 
@@ -77,25 +75,22 @@ class SingleRun:
         self._times = DeliveredTimes()
         self.notifications = RunNotifications(0)
         self.timeline = Timeline(0)
-        self._skips = ScalerSkips(training.optimizer, self.notifications.scalars)
-        self._optimizers = OptimizersSeen(training.model, training.optimizers)
-        self._graphs = LiveGraph(training.model)
+        self._observer = LoopObserver(training, self.notifications)
+        self._graphs = self._observer.graphs
         self.progress_samples = 0
         self.progress_steps = 0.0
         self.is_in_epoch = self.was_left_early = self._has_left = False
 
     def attach(self) -> None:
         """Watches for steps that a GradScaler skips; seeds this process if asked."""
-        self._skips.attach()
+        self._observer.scaler.attach()
         if self._training.config.seed is not None:
             seed_rank(self._training.config.seed, 0)
         self._generator.manual_seed(rank_seed(torch.initial_seed(), 0))
 
     def leave(self) -> None:
         """Leaves the optimizer as it was. May be called twice."""
-        self._skips.detach()
-        self._graphs.forget()
-        self._optimizers.detach()
+        self._observer.detach()
         if not self._has_left:
             write_part(self.timeline)
         self._has_left = True
@@ -165,7 +160,7 @@ class SingleRun:
         others = course is not None
         return RunParts(
             model=training.model,
-            optimizers=self._optimizers.all(),
+            optimizers=self._observer.optimizers(),
             copies=training.copies,
             generators={"feed": self._generator, **generators_of(training.loader)},
             is_common=True,
@@ -309,8 +304,7 @@ class SingleRun:
             course = EpochCourse(self._epoch, keys, sizes, whole, before, most)
         self._course = course
         if self._training.pauses.is_active:
-            self._optimizers.detach()
-            self._optimizers.attach()
+            self._observer.attach()
             self._graphs.begin_epoch(None)
         pauses, is_end = self._training.pauses, False
         while not (course.is_over or is_end):
@@ -384,7 +378,7 @@ class SingleRun:
         else:
             self.progress_steps += 1.0
         self._batch += 1
-        self._skips.settle()
+        self._observer.scaler.settle()
         times_s = began_s, loaded_s + moved_s, now_s
         self._times.add(BatchCost.measured(samples, times_s, moved_s))
         self.timeline.record(("batch", self._batch - 1, *times_s, samples, 0.0))
@@ -392,7 +386,7 @@ class SingleRun:
             self._end_window(now_s, self._drain())
 
     def _drain(self, *, final: bool = False) -> Scalars:
-        self._skips.settle()
+        self._observer.scaler.settle()
         return self.notifications.scalars.drain(final=final)
 
     def _end_window(

@@ -16,8 +16,8 @@ from elche.config import DELAYED_SYNC, RunConfig
 from elche.errors import ConfigError, ProtocolError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.process.stop_signals import StopRequest
+from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.watch.followed_schedulers import check_scheduler
-from elche.runtime.windows.delayed_steps import DelayedSteps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

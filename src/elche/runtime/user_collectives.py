@@ -18,9 +18,9 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.errors import ConfigError, RankLostError
 from elche.runtime.epochs.run_epochs import RunEpochs
-from elche.runtime.epochs.sync_epoch import SyncEpoch
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.worker import Worker
+from elche.runtime.sync.sync_epoch import SyncEpoch
 
 
 @final

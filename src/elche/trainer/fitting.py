@@ -21,15 +21,15 @@ from elche.learning_rate import ProgressLR
 from elche.process import process
 from elche.runtime.process.stop_signals import REASONS, StopRequest
 from elche.runtime.rank_settings import min_share_samples
+from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.training import SetupConfig
-from elche.runtime.windows.delayed_steps import DelayedSteps
-from elche.runtime.windows.micro_batches import (
+from elche.session_gather import gather_rows
+from elche.trainer.evaluation import evaluate_by
+from elche.trainer.micro_batches import (
     MicroBatches,
     PartsConfig,
     meets_in_batches,
 )
-from elche.session_gather import gather_rows
-from elche.trainer.evaluation import evaluate_by
 from elche.trainer.recipe import Recipe
 from elche.trainer.trained_epochs import TrainedEpochs
 from elche.trainer.trainer_result import EpochRecord, RunReport, TrainResult

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from elche.by_hand.manual_run import current_manual_run, end_manual_run
 from elche.by_hand.replica import Replica, init_group
-from elche.runtime.manual_run import current_manual_run, end_manual_run
 
 State = dict[str, torch.Tensor]
 

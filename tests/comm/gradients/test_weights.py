@@ -20,7 +20,7 @@ from tests.comm.gradients.cases.weight_cases import (
 from tests.distributed.cases.tasks import difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
-from tests.runtime.test_resume_sync_ranks import Scripted
+from tests.runtime.sync.test_resume_sync_ranks import Scripted
 
 pytestmark = pytest.mark.distributed
 NEW_RANKS = True

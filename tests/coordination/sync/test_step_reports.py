@@ -17,9 +17,9 @@ from elche.coordination.protocol.instructions import EndEpoch, GrantSteps, Instr
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepReports
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.epochs.sync_epoch import SyncEpoch
-from elche.runtime.epochs.window_epoch import EpochHooks
 from elche.runtime.report.timeline import Timeline
+from elche.runtime.sync.epoch_hooks import EpochHooks
+from elche.runtime.sync.sync_epoch import SyncEpoch
 from elche.runtime.watch.live_graph import LiveGraph
 from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Simulation, Watch

@@ -24,8 +24,9 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.epochs.window_epoch import EpochHooks, WindowEpoch
+from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.report.timeline import Timeline
+from elche.runtime.sync.epoch_hooks import EpochHooks
 from elche.runtime.watch.live_graph import LiveGraph
 
 

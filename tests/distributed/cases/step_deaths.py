@@ -34,12 +34,12 @@ from elche.coordination.protocol.instructions import (
     Regroup,
 )
 from elche.runtime.data.sample_order import SampleOrder
-from elche.runtime.epochs.model_sums import checksum
 from elche.runtime.epochs.run_epochs import RunEpochs
 from elche.runtime.process.worker import Worker
+from elche.runtime.sync.step_members import StepMembers
+from elche.runtime.sync.step_regrouping import StepRegrouping
+from elche.runtime.watch.model_sums import checksum
 from elche.runtime.windows.regrouping import Regrouping
-from elche.runtime.windows.step_members import StepMembers
-from elche.runtime.windows.step_regrouping import StepRegrouping
 from tests.distributed.cases.survive_cases import Death, after, before, die
 
 BATCH = 12

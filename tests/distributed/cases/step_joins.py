@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import elche
 from elche import session
 from elche.checkpoint.keeper import CheckpointKeeper
-from elche.runtime.windows.step_members import StepMembers
+from elche.runtime.sync.step_members import StepMembers
 from tests.distributed.cases.joining_cases import (
     ENOUGH_BATCHES,
     MOST_EPOCHS,

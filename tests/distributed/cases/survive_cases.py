@@ -42,7 +42,8 @@ from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.process import heartbeat
 from elche.runtime.process.worker import Worker
 from elche.runtime.user_collectives import UserCollectives
-from elche.runtime.windows import gradient_sync, model_copies
+from elche.runtime.watch import model_copies
+from elche.runtime.windows import gradient_sync
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.regrouping import Regrouping
 from tests.distributed.cases.late_sums import LateSum, await_sums, mark_third_sum

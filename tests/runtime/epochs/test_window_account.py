@@ -15,7 +15,8 @@ from elche.coordination.protocol.instructions import CloseWindow, EndEpoch, Redu
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs import window_epoch
-from elche.runtime.epochs.window_epoch import EpochHooks, WindowEpoch
+from elche.runtime.epochs.window_epoch import WindowEpoch
+from elche.runtime.sync.epoch_hooks import EpochHooks
 from elche.runtime.watch.live_graph import LiveGraph
 from tests.coordination.windows.test_worker_waits import (
     ScriptedFeed,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elche
-from elche.runtime.data.prefetch import DevicePrefetcher
+from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.virtual_clock import VirtualClock, virtual_clock
 from tests.harness.rank_pool import RankPool
@@ -58,18 +58,18 @@ class Spent:
 def _epoch(policy: str) -> Spent:
     """An epoch on a device to which moving a batch takes long."""
     moved_s = computed_s = 0.0
-    take = DevicePrefetcher.take
+    take = LeasedBatches.take
 
-    def slow_take(prefetcher: DevicePrefetcher[Any]) -> Any:
+    def slow_take(batches: LeasedBatches) -> Any:
         nonlocal moved_s
-        got = take(prefetcher)
+        got = take(batches)
         if got is not None:
             clock.advance(MOVE_S)
-            prefetcher.transfer_s = MOVE_S
+            batches._prefetcher.transfer_s = MOVE_S
             moved_s += MOVE_S
         return got
 
-    with virtual_clock() as clock, patch.object(DevicePrefetcher, "take", slow_take):
+    with virtual_clock() as clock, patch.object(LeasedBatches, "take", slow_take):
         torch.manual_seed(3)
         model = nn.Linear(2, 1)
         data = Slow(clock)

@@ -21,7 +21,7 @@ from elche.runtime.report.trace_parts import TRACE, join_parts, write_part
 def timeline(rank: int, batches: int = 3) -> Timeline:
     own = Timeline(rank)
     for number in range(batches):
-        own.batch("step", number, (number, number + 0.25, number + 1.0), 8, 0.125)
+        own.record(("step", number, number, number + 0.25, number + 1.0, 8, 0.125))
     own.add("sync 0", SYNC, batches, batches + 0.5)
     return own
 

@@ -47,10 +47,9 @@ class LeasedBatches:
         self.weight: float | None = None
         self.marks_dynamic = False
         self._feed: BatchFeed[Any] = BatchFeed(loader, generator, refill)
-        self._prefetcher: DevicePrefetcher[Any] = DevicePrefetcher.on(
-            self._feed.next if weights is None else self._weighed,
-            device,
-        )
+        draw = self._feed.next if weights is None else self._weighed
+        self._prefetcher: DevicePrefetcher[Any] = DevicePrefetcher.on(draw, device)
+        self._take = draw if device.type == "cpu" else self._prefetcher.take
 
     @property
     def has_work(self) -> bool:
@@ -92,7 +91,7 @@ class LeasedBatches:
         Raises:
             ConfigError: it weighs what no batch can.
         """
-        got = self._prefetcher.take()
+        got = self._take()
         if got is not None and self.marks_dynamic:
             for tensor in tensors_in(got[1]) or ():
                 mark_dynamic(tensor)

@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import getitem
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from elche.runtime.data.own_iteration import OwnIteration, own_loader
 from elche.runtime.data.sample_seeds import seed_generators, untraced_generators
 from elche.runtime.data.stream_data import StreamView, loading_options
 from elche.runtime.data.stream_reader import Stamped
-from elche.runtime.own_iteration import OwnIteration, own_loader
 
 Tag = TypeVar("Tag")
 
@@ -60,7 +62,7 @@ class LeasedDataset(Dataset[Any]):
         many = getattr(dataset, "__getitems__", None)
         if many:
             return many(list(batch.keys))
-        return [dataset[key] for key in batch.keys]
+        return list(map(getitem, repeat(dataset), batch.keys))
 
     def __len__(self) -> int:
         return len(self._elche_dataset)
@@ -95,12 +97,10 @@ class LeasedCollate:
         """Collates what the dataset gave."""
         if data is NO_BATCH:
             return NO_BATCH
-        if isinstance(data, Stamped):
-            return Stamped(self._collated(data.data), data.stamp)
-        return self._collated(data)
-
-    def _collated(self, items: Any) -> Any:
-        return self.collate(items[0] if self.single else items)
+        is_stamped = isinstance(data, Stamped)
+        items = data.data if is_stamped else data
+        collated = self.collate(items[0] if self.single else items)
+        return Stamped(collated, data.stamp) if is_stamped else collated
 
 
 class _LeaseSampler(Generic[Tag]):

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
+from elche.runtime.data.own_iteration import USER_LOADER
 from elche.runtime.data.stream_reader import Stamp, Stamped, StreamReader
-from elche.runtime.own_iteration import USER_LOADER
 
 SEED_BITS = 62
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -23,19 +23,20 @@ from elche.errors import CommunicationError, ElcheError, NonFiniteError
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.epoch_opening import EpochOpening
-from elche.runtime.epochs.model_sums import ModelSums, kind_of
-from elche.runtime.epochs.step import open_steps
-from elche.runtime.epochs.sync_epoch import TOO_EARLY, SyncEpoch
-from elche.runtime.epochs.window_epoch import EpochHooks, WindowEpoch
+from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.shutdown import exit_watch
 from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import min_share_samples
 from elche.runtime.report.notifications import with_samples
-from elche.runtime.resume_sync import broadcast_from
+from elche.runtime.sync.epoch_hooks import EpochHooks
+from elche.runtime.sync.resume_sync import broadcast_from
+from elche.runtime.sync.step import open_steps
+from elche.runtime.sync.step_members import StepMembers
+from elche.runtime.sync.sync_epoch import TOO_EARLY, SyncEpoch
 from elche.runtime.training import Training
-from elche.runtime.watch.rank_watch import RankWatch
+from elche.runtime.watch.model_sums import ModelSums, kind_of
+from elche.runtime.watch.observer import LoopObserver
 from elche.runtime.watch.statistics_pass import batches_tracked, refuse_statistics
-from elche.runtime.windows.step_members import StepMembers
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.passes import is_compiled
 
@@ -67,7 +68,7 @@ class EpochExecution:
         worker: this rank's shell, its group formed.
         training: what is trained.
         synchroniser: brings it together with the other ranks.
-        watch: what is seen of this rank's loop.
+        observer: what is seen of this rank's loop.
         opening: builds what a policy needs, with all ranks.
         members: who takes part in steps.
 
@@ -82,14 +83,14 @@ class EpochExecution:
         worker: Worker,
         training: Training,
         synchroniser: Synchroniser,
-        watch: RankWatch,
+        observer: LoopObserver,
         opening: EpochOpening,
         members: StepMembers,
     ) -> None:
         self._worker = worker
         self._training = training
         self._synchroniser = synchroniser
-        self._watch = watch
+        self._observer = observer
         self._opening = opening
         self._members = members
         self._batches: LeasedBatches | None = None
@@ -143,7 +144,7 @@ class EpochExecution:
         self._opening.regroup()
         reducer = self._synchroniser.reducer
         has_lost = reducer is not None and self._opening.steps.has_lost
-        if reducer and has_lost and open_steps(reducer, self._watch.graphs):
+        if reducer and has_lost and open_steps(reducer, self._observer.graphs):
             raise CommunicationError(TOO_EARLY)
 
     def prepare(self, begin: BeginEpoch, *, is_changed: bool, wants_keys: bool) -> None:
@@ -163,7 +164,7 @@ class EpochExecution:
                 self._members.reset()
             return
         if is_other:
-            self._watch.graphs.moved(begin.policy)
+            self._observer.graphs.moved(begin.policy)
         build = partial(self._build, begin, is_changed=is_changed)
         self._opening.build(begin.policy, build, wants_keys=wants_keys)
         self._members.reset()
@@ -189,7 +190,7 @@ class EpochExecution:
                 "its optimizer's state: start the run anew from its last checkpoint"
             )
         place = list(group.ranks).index(source)
-        broadcast_from(group, model, self._watch.optimizers.all(), place)
+        broadcast_from(group, model, self._observer.optimizers(), place)
 
     def begin(self, part: EpochPart) -> None:
         """Begins a part, on all ranks together."""
@@ -200,19 +201,37 @@ class EpochExecution:
         self._batches.start(part.positions)
         self._worker.name_samples = partial(with_samples, positions=part.positions)
         self.under_way = self._made(part)
-        self._watch.begin_part()
+        self._observer.begin_part()
 
     def run(self) -> Generator[Any, None, None]:
         """Hands out this rank's batches of the part; a break ends the epoch."""
-        run = self.under_way
+        run, observer = self.under_way, self._observer
         assert run is not None
         try:
-            yield from self._batches_of(run)
-            if isinstance(run, SyncEpoch) and run.switch is not None:
+            while True:
+                if isinstance(run, WindowEpoch):
+                    self._synchroniser.refuse_nan(self._opening.epoch)
+                tracked = None if torch.is_grad_enabled() else batches_tracked()
+                with contextlib.closing(run.batches()) as batches:
+                    for batch in batches:
+                        exit_watch.code = None  # a loop that goes on was not left
+                        observer.graphs.thread = threading.get_ident()
+                        observer.begin_batch(batch, run.samples_in_hand)
+                        try:
+                            yield batch
+                        except GeneratorExit:
+                            self._end_by_exit()
+                            raise
+                        if tracked is not None and not observer.graphs.has_graph:
+                            refuse_statistics(tracked)
+                        tracked = None
+                        observer.batch_done()
+                        self._ask_for_cut()
+                if isinstance(run, WindowEpoch) or run.switch is None:
+                    return
                 run = self.under_way = self._switched(run)
-                yield from self._batches_of(run)
         except GeneratorExit:
-            self._watch.steps.has_left = True
+            self._observer.steps.has_left = True
             if isinstance(run, SyncEpoch) and run.switch is not None and not run.end:
                 run = self.under_way = self._switched(run)
                 run.leave(is_known=True)
@@ -241,37 +260,17 @@ class EpochExecution:
         is_cut = run.end is None or bool(run.end.left) or run.end.is_early
         self._batches.finish(is_over=not is_cut)
         self.under_way = None
-        self._watch.copies.is_in_steps = False
+        self._observer.copies.is_in_steps = False
         self.last_samples = run.samples_in_hand
-        self._watch.guard.is_inside = False
+        self._observer.guard.is_inside = False
         return run
-
-    def _batches_of(self, run: SyncEpoch | WindowEpoch) -> Iterator[Any]:
-        if isinstance(run, WindowEpoch):
-            self._synchroniser.refuse_nan(self._opening.epoch)
-        tracked = None if torch.is_grad_enabled() else batches_tracked()
-        with contextlib.closing(run.batches()) as batches:
-            for batch in batches:
-                exit_watch.forget()
-                self._watch.graphs.thread = threading.get_ident()
-                self._watch.begin_batch(batch, run.samples_in_hand)
-                try:
-                    yield batch
-                except GeneratorExit:
-                    self._end_by_exit()
-                    raise
-                if tracked is not None and not self._watch.graphs.has_graph:
-                    refuse_statistics(tracked)
-                tracked = None
-                self._watch.schedulers.batch_done()
-                self._watch.skips.settle()
-                self._ask_for_cut()
 
     def _ask_for_cut(self) -> None:
         """The first rank has it cut where a checkpoint is wanted, any at an end."""
         worker, pauses = self._worker, self._training.pauses
+        is_first = worker.groups.members[0] == worker.rank
         if self._is_asked or not (
-            pauses.wants_end() if worker.place else pauses.wants_cut()
+            pauses.wants_cut() if is_first else pauses.wants_end()
         ):
             return
         self._is_asked = True
@@ -293,10 +292,10 @@ class EpochExecution:
         self._batches.marks_dynamic = reducer is not None and self._varies
         is_counted = training.epochs is not None or part.is_by_steps
         is_counted &= training.config.leave_out
-        self._watch.batch_state.begin_epoch(is_counted=is_counted)
+        self._observer.carried.begin_epoch(is_counted=is_counted)
         if reducer is None:
             return self._windows(part.positions, part.window)
-        self._watch.copies.is_in_steps = True
+        self._observer.copies.is_in_steps = True
         return SyncEpoch(
             self._worker,
             self._batches,
@@ -321,24 +320,28 @@ class EpochExecution:
         whole, sizes, policy = part.positions.sizes, part.sizes, switch.policy
         positions = part.positions.cut_by(BatchCut(*switch.cut))
         self._worker.name_samples = partial(with_samples, positions=positions)
-        self._watch.graphs.moved(policy)
+        self._observer.graphs.moved(policy)
         self._opening.build(policy, partial(self._synchroniser.build, policy))
         epoch = self._windows(positions, switch.window)
         left = whole.samples_in(switch.step, whole.num_batches)  # a tail is a step, too
         done = sizes.batches_in(sizes.num_samples - left)  # in earlier parts as well
-        self._watch.copies.begin_epoch(round(self._watch.steps.of_epoch - done), left)
+        self._observer.copies.begin_epoch(
+            round(self._observer.steps.of_epoch - done), left
+        )
         for instruction in before.later:
             epoch.handle(instruction)
         return epoch
 
     def _windows(self, positions: EpochPositions, window: int) -> WindowEpoch:
-        sync, watch = self._synchroniser.windows, self._watch
+        sync, observer = self._synchroniser.windows, self._observer
         assert sync is not None
         assert self._batches is not None
         assert self._part is not None
         sync.rebase()
-        watch.schedulers.begin_windows()
-        watch.copies.begin_epoch(watch.steps.of_epoch, self._part.sizes.num_samples)
+        observer.schedulers.begin_windows()
+        observer.copies.begin_epoch(
+            observer.steps.of_epoch, self._part.sizes.num_samples
+        )
         loop = WindowLoop(
             self._batch_cost, overlapped=sync.is_overlapped, reduced=window - 1
         )
@@ -346,35 +349,38 @@ class EpochExecution:
         return WindowEpoch(self._worker, self._batches, positions, sync, loop, hooks)
 
     def _hooks(self, positions: EpochPositions) -> EpochHooks:
-        watch, members, delayed = self._watch, self._members, self._training.delayed
+        observer, members = self._observer, self._members
+        delayed = self._training.delayed
         return EpochHooks(
             on_error=self._keep_error,
-            check=self._check_training,
-            scalars=watch.drain_scalars,
+            check=self._check,
+            scalars=observer.drain_scalars,
             parameter_norm=self._synchroniser.parameter_norm,
-            graphs=watch.graphs,
+            graphs=observer.graphs,
             numbers=self._numbers,
             adopt=partial(members.adopt, epoch=positions.epoch),
-            schedulers=watch.schedulers,
-            copies=watch.copies,
+            schedulers=observer.schedulers,
+            copies=observer.copies,
             leave_out=members.leave_out,
             unknown=members.unknown,
-            left_with=lambda: (self.sums.whole(), watch.guard.stepped),
+            left_with=lambda: (self.sums.whole(), observer.guard.stepped),
             sums=self.sums,
             drain=(lambda: None) if delayed is None else delayed.drain,
             regrouping=self._opening.regrouping,
             steps=self._opening.steps,
         )
 
-    def _check_training(self) -> None:
-        """Refuses what elche cannot see, or cannot follow, inside an epoch."""
+    @property
+    def _check(self) -> Callable[[], None]:
+        """Refusal of what elche cannot see, or cannot follow, inside an epoch."""
+        is_sync = self._training.config.policy == "sync"
+        return self._synchroniser.check if is_sync else self._check_rates
+
+    def _check_rates(self) -> None:
         self._synchroniser.check()
-        reducer = self._synchroniser.reducer
-        self._watch.schedulers.check(self._watch.optimizers.all())
-        if reducer is None:
+        self._observer.schedulers.check(self._observer.optimizers())
+        if self._synchroniser.reducer is None:
             self._ask_for_cut()  # also of a rank that is given no batches
-        elif reducer.backward_passes:
-            self._watch.batch_state.batch_done()
 
     def _keep_error(self, error: ElcheError) -> None:
         if isinstance(error, NonFiniteError):

@@ -17,10 +17,10 @@ from elche.coordination.sync.lost_ranks import StepPlace
 from elche.errors import MismatchError, RankLostError
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process.worker import Worker
+from elche.runtime.sync.step_members import StepMembers
+from elche.runtime.sync.step_regrouping import StepRegrouping
 from elche.runtime.training import Training, generators_of
 from elche.runtime.windows.regrouping import Regrouping
-from elche.runtime.windows.step_members import StepMembers
-from elche.runtime.windows.step_regrouping import StepRegrouping
 from elche.runtime.windows.synchroniser import Synchroniser
 
 BUILT: Final = "building what a policy needs"

@@ -22,14 +22,14 @@ from elche.runtime.data.epoch_course import EpochCourse
 from elche.runtime.data.seeding import rank_seed, seed_rank, separate_rank
 from elche.runtime.epochs.epoch_execution import EpochExecution, EpochPart
 from elche.runtime.epochs.epoch_opening import EpochOpening
-from elche.runtime.epochs.sync_epoch import SyncEpoch
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import RunNotifications
-from elche.runtime.resume_sync import rates
+from elche.runtime.sync.resume_sync import rates
+from elche.runtime.sync.step_members import StepMembers
+from elche.runtime.sync.sync_epoch import SyncEpoch
 from elche.runtime.training import RunParts, Training, generators_of
-from elche.runtime.watch.rank_watch import RankWatch
-from elche.runtime.windows.step_members import StepMembers
+from elche.runtime.watch.observer import LoopObserver
 from elche.runtime.windows.synchroniser import Synchroniser
 
 
@@ -41,7 +41,7 @@ class RunEpochs:
         training: what is trained.
         synchroniser: brings it together with the other ranks.
         notifications: receives the metrics of epochs.
-        watch: what is seen of this rank's loop.
+        observer: what is seen of this rank's loop.
 
     Attributes:
         members: who takes part in steps.
@@ -57,19 +57,21 @@ class RunEpochs:
         training: Training,
         synchroniser: Synchroniser,
         notifications: RunNotifications,
-        watch: RankWatch,
+        observer: LoopObserver,
     ) -> None:
         self._worker = worker
         self._training = training
         self._synchroniser = synchroniser
         self._notifications = notifications
-        self._watch = watch
+        self._observer = observer
         self._course: EpochCourse | None = None
         self._resumed: EpochCourse | None = None
         self._is_new = self._is_cut = self._is_resumed = self._is_closed = False
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self._iterations = 0
-        self.members = StepMembers(worker, training, synchroniser, watch, notifications)
+        self.members = StepMembers(
+            worker, training, synchroniser, observer, notifications
+        )
         self._opening = EpochOpening(
             worker,
             training,
@@ -78,7 +80,7 @@ class RunEpochs:
             lambda line: notifications.emit(line),
         )
         self.execution = EpochExecution(
-            worker, training, synchroniser, watch, self._opening, self.members
+            worker, training, synchroniser, observer, self._opening, self.members
         )
         if not training.config.mortal_by:
             worker.on_regroup = self.execution.regroup
@@ -100,7 +102,7 @@ class RunEpochs:
     @property
     def has_open_batches(self) -> bool:
         """True while batches of the loader wait for their backward pass."""
-        return bool(self._watch.graphs.open_batches)
+        return bool(self._observer.graphs.open_batches)
 
     @property
     def progress_samples(self) -> float:
@@ -115,7 +117,7 @@ class RunEpochs:
         """Likewise, steps of the run."""
         course = self._course
         before = self.samples_before if course is None else course.samples_before
-        return self._watch.steps.at(self.progress_samples - before)
+        return self._observer.steps.at(self.progress_samples - before)
 
     @property
     def samples_kept(self) -> int:
@@ -129,8 +131,8 @@ class RunEpochs:
         return {
             "next": self._epoch + (course is None),
             "course": None if course is None else course.state_dict(samples),
-            "schedules": self._watch.schedulers.state_dict(),
-            "copies": self._watch.copies.state_dict(),
+            "schedules": self._observer.schedulers.state_dict(),
+            "copies": self._observer.copies.state_dict(),
         }
 
     def parts(self, state: dict[str, Any]) -> RunParts:
@@ -138,7 +140,7 @@ class RunEpochs:
         windows = self._synchroniser.windows
         return RunParts(
             model=self._training.model,
-            optimizers=self._watch.optimizers.all(),
+            optimizers=self._observer.optimizers(),
             copies=self._training.copies,
             generators={
                 "feed": self.execution.generator,
@@ -171,8 +173,8 @@ class RunEpochs:
             self._resumed.rebase(counted)
         self._opening.go_to(state["next"] - 1)
         self._is_resumed = True
-        self._watch.schedulers.load_state_dict(state["schedules"])
-        self._watch.copies.load_state_dict(state["copies"])
+        self._observer.schedulers.load_state_dict(state["schedules"])
+        self._observer.copies.load_state_dict(state["copies"])
 
     def share_generators(self) -> None:
         """Tells all ranks where the first one's generators stand."""
@@ -191,7 +193,7 @@ class RunEpochs:
         policy = self._training.config.policy
         if policy in ("sync", "auto"):  # in whose steps ranks may meet
             is_late = self.has_open_batches  # their next pass is of a step before
-            why = EARLY if is_late else self._watch.batch_state.barred()
+            why = EARLY if is_late else self._observer.barred()
             if why:
                 raise ConfigError(f"none can join steps under policy {policy!r}: {why}")
         return {
@@ -217,9 +219,8 @@ class RunEpochs:
     def attach(self) -> None:
         """Builds what the run needs, and gives this rank its own randomness."""
         seed, rank = self._training.config.seed, self._worker.rank
-        self._watch.skips.attach()
         self._synchroniser.build()
-        self._watch.attach(self._synchroniser)
+        self._observer.attach(self._synchroniser)
         self._opening.probe()
         if seed is None:
             separate_rank(rank)
@@ -269,7 +270,7 @@ class RunEpochs:
 
     def left_how(self, last_event: Event) -> Event:
         """The same; where ranks trained windows, with what was done of the run."""
-        steps = self._watch.steps
+        steps = self._observer.steps
         if not steps.has_left or self._synchroniser.windows is None:
             return last_event
         return Left(
@@ -282,7 +283,7 @@ class RunEpochs:
     def close(self) -> None:
         """No other epoch follows, and one under way is left as it is."""
         self._is_closed = True
-        self._watch.detach()
+        self._observer.detach()
         self.execution.close()
 
     def end_iteration(self) -> None:
@@ -299,7 +300,12 @@ class RunEpochs:
         self._is_new = True
         try:
             while self._is_new or self._is_cut:
-                yield from self._run_part(steps)
+                self.execution.begin(self._open_part(steps))
+                try:
+                    yield from self.execution.run()
+                finally:
+                    if not self._is_closed:
+                        self._end_part()
                 self._compare()
                 if self._is_cut and self._pause():
                     return
@@ -345,14 +351,6 @@ class RunEpochs:
         self.execution.leave()
         self._end_part()
 
-    def _run_part(self, steps: int) -> Generator[Any, None, None]:
-        self.execution.begin(self._open_part(steps))
-        try:
-            yield from self.execution.run()
-        finally:
-            if not self._is_closed:
-                self._end_part()
-
     def _end_part(self) -> None:
         """The epoch has ended, or was cut, or broken off."""
         course, run = self._course, self.execution.end()
@@ -369,13 +367,13 @@ class RunEpochs:
         course = self._course
         if end is not None and course is not None:
             samples = self.samples_before - course.samples_before
-            self._watch.steps.end_epoch(samples, is_early=end.is_early)
+            self._observer.steps.end_epoch(samples, is_early=end.is_early)
             self.reports.append(whole_end(course.ends))
-        self._watch.schedulers.end_epoch(has_ended=end is not None)
+        self._observer.schedulers.end_epoch(has_ended=end is not None)
 
     def _open_part(self, steps: int) -> EpochPart:
         """Agrees on the epoch, or on what is left of it."""
-        self._watch.skips.settle()
+        self._observer.scaler.settle()
         self._worker.regroup_if_told()
         course, is_new, opening = self._course, self._is_new, self._opening
         most = steps if steps >= 0 else None
@@ -423,25 +421,25 @@ class RunEpochs:
 
     def _opened(self, steps: int, *, is_changed: bool) -> EpochOpened:
         """What this rank says of the epoch that it opens."""
-        watch, rank = self._watch, self._worker.rank
-        followed = watch.schedulers.optimizers
+        observer, rank = self._observer, self._worker.rank
+        followed = observer.schedulers.optimizers
         return EpochOpened(
             rank=rank,
             epoch=self._epoch,
             layout=self._synchroniser.layout(),
             checks=() if is_changed else self.execution.sums.whole(),
-            rates=rates(watch.optimizers.all(), rank, followed),
+            rates=rates(observer.optimizers(), rank, followed),
             steps=steps,
             continues=self._course is not None or self._is_resumed,
         )
 
     def _begin_count(self, course: EpochCourse, *, is_new: bool) -> None:
         """Steps are counted from here on, and schedulers follow them."""
-        watch = self._watch
+        observer = self._observer
         if not is_new:
-            watch.schedulers.begin_part()
+            observer.schedulers.begin_part()
             return
-        watch.steps.begin_epoch(course.sizes)
+        observer.steps.begin_epoch(course.sizes)
         before = course.samples_before
         done = self.resumed_samples = self.samples_before - before
-        watch.schedulers.begin_epoch(before, watch.optimizers.all(), done)
+        observer.schedulers.begin_epoch(before, observer.optimizers(), done)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
 from functools import partial
 from typing import Any
 
 from elche.comm.averaging.consensus_distance import SyncResult
-from elche.comm.gradients.reducer import GradientReducer
 from elche.coordination.accounts.batch_ranges import Range, append_range
 from elche.coordination.accounts.delivered_times import BatchCost
-from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.protocol.events import (
     EpochLeft,
     Event,
@@ -28,73 +25,23 @@ from elche.coordination.protocol.instructions import (
     EndEpoch,
     GrantBatches,
     Instruction,
-    LeaveOut,
     Reduce,
     Regroup,
 )
-from elche.coordination.protocol.messages import CheckRows, Scalars
-from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError, RankLostError
 from elche.monitor.trace import SYNC
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.epochs.model_sums import ModelSums
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import warn_discarded
-from elche.runtime.watch.followed_schedulers import FollowedSchedulers
-from elche.runtime.watch.live_graph import LiveGraph, fetched_too_early
-from elche.runtime.windows.model_copies import ModelCopies
-from elche.runtime.windows.regrouping import OpenReduction, Regrouping
-from elche.runtime.windows.step_regrouping import StepRegrouping
+from elche.runtime.sync.epoch_hooks import EpochHooks
+from elche.runtime.watch.live_graph import fetched_too_early
+from elche.runtime.windows.regrouping import OpenReduction
 from elche.runtime.windows.window_sync import WindowSync
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EpochHooks:
-    """What an epoch asks of its run.
-
-    Attributes:
-        on_error: told about an error that a `break` cannot raise.
-        check: called at the end of every window; raises if the run cannot go on.
-        scalars: what the user logged since it was last asked; True waits for all.
-        parameter_norm: the L2 norm of what is trained; waits for the device.
-        graphs: whose backward pass has not come.
-        numbers: whether this rank's own gradients were numbers, in this epoch and
-            before.
-        adopt: takes model and optimizers of one rank, with all ranks.
-        schedulers: those that were handed over.
-        copies: of the model, that the loop keeps.
-        leave_out: shares steps among others from now on; returns what reduces them.
-        unknown: names state of this rank that cannot be carried to another, or "".
-        left_with: checks of the whole model, and steps of the optimizers so far.
-        sums: of what is compared between ranks.
-        drain: takes the step that is still under way, with all ranks.
-        regrouping: forms the next group where ranks have died.
-        steps: the same under ``sync``.
-    """
-
-    on_error: Callable[[ElcheError], None]
-    check: Callable[[], None]
-    scalars: Callable[[bool], Scalars]
-    parameter_norm: Callable[[], float]
-    graphs: LiveGraph
-    numbers: NonFiniteRecord = field(default_factory=NonFiniteRecord)
-    adopt: Callable[[int], None] | None = None
-    schedulers: FollowedSchedulers = field(
-        default_factory=lambda: FollowedSchedulers("sync", float, StepCount())
-    )
-    copies: ModelCopies | None = None
-    leave_out: Callable[[LeaveOut], GradientReducer] | None = None
-    unknown: Callable[[], str] = str
-    left_with: Callable[[], tuple[CheckRows, int]] = lambda: ((), 0)
-    sums: ModelSums = field(default_factory=lambda: ModelSums(()))
-    drain: Callable[[], None] = lambda: None
-    regrouping: Regrouping | None = None
-    steps: StepRegrouping | None = None
 
 
 class WindowEpoch:
@@ -285,7 +232,7 @@ class WindowEpoch:
         self._loop.trained(cost.busy_s if is_timed else None)
         if self._reports.batch_done(batch, cost) or self._loop.is_throttled:
             self._report()
-        self._worker.timeline.batch("batch", batch, times_s, samples)
+        self._worker.timeline.record(("batch", batch, *times_s, samples, 0.0))
 
     def _report(self) -> None:
         """Tells the coordinator what is done of a lease."""

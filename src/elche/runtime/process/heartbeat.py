@@ -6,12 +6,14 @@ A thread sends both. A small process beats as well: a C call may hold the GIL fo
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-import traceback
 from typing import final
 
 from elche.comm.control import beat_process
@@ -20,6 +22,7 @@ from elche.coordination.liveness import BEAT_S, QUIET_S
 from elche.errors import CommunicationError, ElcheError
 
 SHOWN_FRAMES = 4
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 @final
@@ -106,10 +109,17 @@ class Heartbeat:
             self._channel.beat("", waits=False)
 
     def _stack(self) -> str:
-        frame = sys._current_frames().get(self._trainer)
-        if frame is None:
+        """Innermost frames of the training thread.
+
+        `faulthandler` does not let that thread run meanwhile. To walk ``f_back`` of a
+        running thread's frames ends CPython 3.11 by a segmentation fault.
+        """
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            dumped = file.read().decode(errors="replace")
+        header = rf"^(?:Current t|T)hread 0x0*{self._trainer:x}\b.*\n((?:  .*\n)*)"
+        if (found := re.search(header, dumped, re.MULTILINE)) is None:
             return "its end"
-        frames = traceback.extract_stack(frame)[-SHOWN_FRAMES:]
-        return " in ".join(
-            f"{each.name} ({each.filename}:{each.lineno})" for each in reversed(frames)
-        )
+        frames = FRAME.findall(found[1])[:SHOWN_FRAMES]
+        return " in ".join(f"{name} ({file}:{line})" for file, line, name in frames)

@@ -70,7 +70,8 @@ class ExitWatch:
     by an exception on its way out.
 
     Attributes:
-        code: of the last call since :meth:`forget`, None if there was none.
+        code: of the last call, None if there was none; the loop sets it back to None,
+            for one that goes on has caught the exception.
     """
 
     def __init__(self) -> None:
@@ -89,10 +90,6 @@ class ExitWatch:
             leave(status)
 
         sys.exit = note_and_exit
-
-    def forget(self) -> None:
-        """The loop goes on: who has called it has caught the exception."""
-        self.code = None
 
 
 exit_watch = ExitWatch()

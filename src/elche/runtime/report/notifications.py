@@ -19,7 +19,7 @@ from elche.coordination.protocol.instructions import MetricsReported, PolicyChos
 from elche.errors import NonFiniteError
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.report.scalars import ScalarLog
-from elche.runtime.watch.scaler_skips import NAME as SCALER_SKIPS
+from elche.runtime.watch.scaler_watch import NAME as SCALER_SKIPS
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,10 @@ class Timeline:
         rank: whose.
 
     Attributes:
-        record: takes a record as it is kept, in one call.
+        record: takes a batch as it is kept, in one call: what it is called (``step`` or
+            ``batch``), its number in the epoch, when the loop asked for it, when it was
+            there and when it was done, samples of this rank, and seconds that were
+            spent on other ranks.
     """
 
     def __init__(self, rank: int) -> None:
@@ -61,25 +64,6 @@ class Timeline:
     def add(self, name: str, category: str, start_s: float, end_s: float) -> None:
         """Something other than a batch."""
         self._records.append(self._span(name, category, start_s, end_s))
-
-    def batch(
-        self,
-        word: str,
-        number: int,
-        times_s: tuple[float, float, float],
-        samples: int,
-        wait_s: float = 0.0,
-    ) -> None:
-        """A batch is done.
-
-        Args:
-            word: what it is called: ``step`` or ``batch``.
-            number: of the batch in its epoch.
-            times_s: when the loop asked for it, when it was there, when it was done.
-            samples: of this rank.
-            wait_s: of its time, what was spent on other ranks.
-        """
-        self._records.append((word, number, *times_s, samples, wait_s))
 
     def _span(
         self,

@@ -6,10 +6,11 @@ not what a weak reference to a storage names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elche.comm.tensors.nested import outputs_in
@@ -72,14 +73,21 @@ class BatchTensors:
 
     def newest(self, values: Any) -> BatchForwards | None:
         """The batch fetched last of those whose tensors are among these."""
-        held = [self._of.get(storage.cdata) for storage in _storages_in(values)]
-        batches = [each[1] for each in held if each is not None and each[1]]
-        return max(batches, key=lambda each: each.number, default=None)
+        newest = None
+        for storage in _storages_in(values):
+            _, batch = self._of.get(storage.cdata, (None, None))
+            if batch is not None and (newest is None or batch.number > newest.number):
+                newest = batch
+        return newest
 
 
-def _storages_in(values: Any) -> Iterable[StorageWeakRef]:
-    for tensor in outputs_in(values):
-        try:
-            yield StorageWeakRef(tensor.untyped_storage())
-        except (NotImplementedError, RuntimeError):  # sparse, or inside of functorch
-            continue
+def _storages_in(values: Any) -> list[StorageWeakRef]:
+    """Storages of tensors, each part of a list or tuple looked into."""
+    storages = []
+    for part in values if isinstance(values, list | tuple) else (values,):
+        for tensor in (part,) if isinstance(part, torch.Tensor) else outputs_in(part):
+            try:
+                storages.append(StorageWeakRef(tensor.untyped_storage()))
+            except (NotImplementedError, RuntimeError):
+                continue  # sparse, or inside of functorch
+    return storages

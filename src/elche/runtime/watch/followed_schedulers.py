@@ -51,6 +51,7 @@ class FollowedSchedulers:
 
     Attributes:
         schedulers: those that were handed over, in that order.
+        steps: of each inside an epoch; [] between epochs.
         rates: sees those that were not.
     """
 
@@ -63,7 +64,7 @@ class FollowedSchedulers:
         self._before = count.before
         self._place = LoopPlace.OUTSIDE
         self._samples_before = 0
-        self._steps: list[ScheduleSteps] = []
+        self.steps: list[ScheduleSteps] = []
         self._ahead: list[int] = []
         self._resumed: list[dict[str, Any]] = []
         self._kinds: list[type[LRScheduler]] = []
@@ -136,11 +137,11 @@ class FollowedSchedulers:
         self._samples_before, self._before = samples_before, self._count.before
         of_epoch = self._count.of_epoch
         ahead = chain(self._ahead, repeat(0))
-        self._steps = [
+        self.steps = [
             ScheduleSteps(of_epoch, _steps_left(scheduler), before)
             for scheduler, before in zip(self.schedulers, ahead)  # noqa: B905 - endless
         ]
-        for at, steps in enumerate(self._steps):
+        for at, steps in enumerate(self.steps):
             state = self._resumed[at] if at < len(self._resumed) else None
             if state is not None and state["calls"]:
                 steps.load_state_dict(state)
@@ -157,7 +158,7 @@ class FollowedSchedulers:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What is counted in an epoch that is cut; [] between epochs."""
-        return [steps.state_dict() for steps in self._steps]
+        return [steps.state_dict() for steps in self.steps]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         """Goes on from :meth:`state_dict` in the epoch that begins next."""
@@ -175,11 +176,11 @@ class FollowedSchedulers:
             is_agreed: only those that every rank takes here, for a step in common.
         """
         batches = self._count.at(samples - self._samples_before) - self._before
-        self._take([each.due(batches, is_agreed=is_agreed) for each in self._steps])
+        self._take([each.due(batches, is_agreed=is_agreed) for each in self.steps])
 
     def batch_done(self) -> None:
         """The loop has run a batch."""
-        for steps in self._steps:
+        for steps in self.steps:
             steps.batch_done()
 
     def check(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -193,11 +194,11 @@ class FollowedSchedulers:
 
     def periods(self) -> Runs:
         """What this rank's loop has shown of each schedule, for a window's end."""
-        return tuple(steps.report for steps in self._steps)
+        return tuple(steps.report for steps in self.steps)
 
     def agree(self, periods: tuple[int, ...]) -> None:
         """Takes what all ranks' loops have shown."""
-        for steps, period in zip(self._steps, periods, strict=True):
+        for steps, period in zip(self.steps, periods, strict=True):
             steps.agree(period)
 
     def end_epoch(self, *, has_ended: bool) -> None:
@@ -205,24 +206,24 @@ class FollowedSchedulers:
         self._ahead = []
         if self._place is LoopPlace.WINDOWS and has_ended:
             batches = self._count.before - self._before
-            self._take([steps.due_at_end(batches) for steps in self._steps])
-            self._ahead = [steps.ahead(batches) for steps in self._steps]
+            self._take([steps.due_at_end(batches) for steps in self.steps])
+            self._ahead = [steps.ahead(batches) for steps in self.steps]
         self._place = LoopPlace.OUTSIDE
-        self._steps = []
+        self.steps = []
 
     def _take(self, due: list[int]) -> None:
         for at, count in enumerate(due):
             for _ in range(count):
-                with _without_order(self._steps[at]):
+                with _without_order(self.steps[at]):
                     self._step(at)
 
     def _step(self, at: int, *args: Any, **named: Any) -> None:
         """The scheduler's own step."""
         scheduler = self.schedulers[at]
         optimizer = scheduler.optimizer
-        if self._steps:
+        if self.steps:
             self.rates.check([optimizer])
-            self._steps[at].taken += 1
+            self.steps[at].taken += 1
         self._kinds[at].step(scheduler, *args, **named)
         self.rates.expect(optimizer)
 
@@ -241,12 +242,12 @@ class FollowedSchedulers:
                 "not the run; call step() without one (ReduceLROnPlateau: between "
                 "epochs), or choose policy 'sync'"
             )
-        if not self._steps[at].called():
+        if not self.steps[at].called():
             raise ConfigError(
                 f"{name}.step() twice in one batch, under policy {self._policy!r}: "
                 "expected once in as many batches each time; choose policy 'sync'"
             )
-        if self._place is LoopPlace.STEPS and self._steps[at].is_called_for:
+        if self._place is LoopPlace.STEPS and self.steps[at].is_called_for:
             self._step(at)
 
     def _with_mean(

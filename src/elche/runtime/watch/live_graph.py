@@ -83,14 +83,18 @@ class LiveGraph:
     @property
     def last_passed(self) -> Any:
         """The batch of the last forward pass, once its backward pass has come."""
-        return None if self._last is None or self.is_live else self._last
+        last = self._last
+        return last if last is not None and last.had_backward else None
 
     @property
     def open_batches(self) -> list[Any]:
         """Batches whose backward pass is to come, as far as is known, oldest first."""
         last, may_wait = self._last, self._is_ahead is not False
-        waiting = [each for each in self._waiting if not each.had_backward]
-        return [b.batch for b in waiting if b is last or (may_wait and b.is_held)]
+        return [
+            each.batch
+            for each in self._waiting
+            if not each.had_backward and (each is last or (may_wait and each.is_held))
+        ]
 
     @property
     def has_passed(self) -> bool:

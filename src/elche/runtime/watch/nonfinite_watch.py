@@ -11,7 +11,7 @@ due, so that nothing waits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -55,8 +55,8 @@ class NonFiniteWatch:
         self._read_back = read_back or begin_readback
         self._defers_cpu = read_back is not None
         self._parameters = list(parameters)
-        sizes = [parameter.numel() for parameter in parameters]
-        self._is_small = [0 < size <= SMALL_ELEMENTS for size in sizes]
+        sizes = enumerate(parameter.numel() for parameter in parameters)
+        self._small = {index for index, size in sizes if 0 < size <= SMALL_ELEMENTS}
         self._looked_at: dict[int, None] = {}
         self._part: OwnPart = ()
         self._passes = 0
@@ -83,18 +83,14 @@ class NonFiniteWatch:
         if self._is_told:
             self._looked_at.clear()
             self._is_told = False
-        for index in {self._first_small(came), self._first_small(reversed(came))}:
+        order, is_small = list(came), self._small.__contains__
+        first = next(filter(is_small, order), order[-1])
+        last = next(filter(is_small, reversed(order)), order[0])
+        for index in {first, last}:
             gradient = self._parameters[index].grad
             if gradient is not None:
                 self._looked_at[index] = None
                 self._tell(self._sum(gradient), (part, index))
-
-    def _first_small(self, order: Iterable[int]) -> int:
-        """The first that is quickly read, or the last of all if none is."""
-        for index in order:
-            if self._is_small[index]:
-                break
-        return index
 
     def report(self, *, final: bool) -> None:
         """Looks at the parameters, and takes in what has come from the device.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
-from typing import Any, final
+from typing import final
 
 from torch import nn
 
@@ -41,7 +40,7 @@ class ParameterWatch:
         self._empty = [held for held in holders if not held]
         self._filled = [held for held in holders if held]
         self._counts = list(map(len, self._filled))
-        self._held = list(self._all_held())
+        self._held = list(chain.from_iterable(map(_VALUES, self._filled)))
 
     @property
     def is_same(self) -> bool:
@@ -50,8 +49,7 @@ class ParameterWatch:
             list(map(_IS_TRAINED, self.parameters)) == self._were_trained
             and not any(self._empty)
             and list(map(len, self._filled)) == self._counts
-            and all(map(is_, self._all_held(), self._held))
+            and all(
+                map(is_, chain.from_iterable(map(_VALUES, self._filled)), self._held)
+            )
         )
-
-    def _all_held(self) -> Iterator[Any]:
-        return chain.from_iterable(map(_VALUES, self._filled))

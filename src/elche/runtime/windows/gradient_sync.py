@@ -20,8 +20,7 @@ from elche.comm.transport.exchange import succeeded
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import CommunicationError, ConfigError, RankLostError
-from elche.runtime.resume_sync import take_step
-from elche.runtime.watch.loop_guard import LoopGuard
+from elche.runtime.sync.resume_sync import take_step
 from elche.runtime.windows.window_sync import WindowSync
 from elche.torch_internals.held import foreach_mul_
 from elche.torch_internals.passes import graph_task_id
@@ -88,17 +87,14 @@ class GradientSync(WindowSync):
         self._holds = True  # until a batch begins: what comes is the script's own
         self._has_ended = False
         self._hooks = GradientHooks(self._parameters)
-        self._guard = LoopGuard(optimizer, parameters)
 
     def attach(self) -> None:
         """Watches for gradients."""
         self._hooks.attach(self._on_gradient)
-        self._guard.attach()
 
     @override
     def detach(self) -> None:
         self._hooks.detach()
-        self._guard.detach()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._holds:
@@ -116,7 +112,8 @@ class GradientSync(WindowSync):
 
     @override
     def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._guard.refuse_other(optimizer)
+        if optimizer is not self._optimizer:
+            _refuse_second(optimizer, self._optimizer, self._parameters)
 
     @override
     def hold(self, holds: bool) -> None:
@@ -276,3 +273,27 @@ class GradientSync(WindowSync):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+
+def _refuse_second(
+    optimizer: torch.optim.Optimizer,
+    common: torch.optim.Optimizer,
+    parameters: Sequence[torch.Tensor],
+) -> None:
+    """Refuses an optimizer that finds no gradients between two common steps.
+
+    Raises:
+        ConfigError: it holds trained parameters that the common step does not move.
+    """
+    held, moved = (
+        {id(p) for group in each.param_groups for p in group["params"]}
+        for each in (optimizer, common)
+    )
+    alone = [p for p in parameters if id(p) in held - moved]
+    if alone:
+        raise ConfigError(
+            f"a second optimizer ({type(optimizer).__name__}) steps {len(alone)} of "
+            "the model's parameters, and a window's common step is that of the "
+            "optimizer given to elche.setup alone; leave update='gradients' out, or "
+            "choose policy 'sync'"
+        )

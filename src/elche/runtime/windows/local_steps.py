@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import torch
 from torch import nn
 
 from elche.comm.averaging.optimizer_state import forget_state
-from elche.runtime.watch.optimizers_seen import OptimizersSeen
 
 
 @final
@@ -17,20 +17,20 @@ class LocalSteps:
 
     Args:
         model: what is trained.
-        optimizers: those that step it.
+        optimizers: returns those that step it, the one given to `elche.setup` first.
     """
 
-    def __init__(self, model: nn.Module, optimizers: OptimizersSeen) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Callable[[], list[torch.optim.Optimizer]],
+    ) -> None:
         self._model = model
-        self._optimizers = optimizers
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that step the model, the one given to `elche.setup` first."""
-        return self._optimizers.all()
+        self.optimizers = optimizers
 
     def forget_states(self) -> None:
         """Takes optimizers back to where they had taken no step."""
-        for optimizer in self._optimizers.all():
+        for optimizer in self.optimizers():
             forget_state(optimizer)
 
     def drop_gradients(self) -> None:

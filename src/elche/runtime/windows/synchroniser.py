@@ -27,8 +27,8 @@ from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.errors import ConfigError, NonFiniteError
 from elche.runtime.rank_settings import refuse_sync_norms
+from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.watch.parameter_watch import ParameterWatch
-from elche.runtime.windows.delayed_steps import DelayedSteps
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.local_steps import LocalSteps
 from elche.runtime.windows.parameter_sync import OverlappedSync, ParameterSync

@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import elche
+from elche.by_hand.manual_run import end_manual_run
 from elche.by_hand.replica import Replica, init_group
 from elche.comm.norm.sync_batch_norm import (
     convert_sync_batchnorm,
     sync_batchnorm_layers,
 )
 from elche.comm.transport.exchange import GlooExchange, SharedExchange
-from elche.runtime.manual_run import end_manual_run
 from elche.runtime.process import worker
 from tests.distributed.cases.tasks import Task
 from tests.distributed.cases.tasks import build as build_task

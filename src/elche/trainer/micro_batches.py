@@ -31,9 +31,9 @@ from elche.cadence.split import passes_of
 from elche.comm.model_buffers.known_buffers import norm_buffers
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.errors import ConfigError
-from elche.runtime.data.batch_parts import cut_batch
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.data.transfer import batch_length
+from elche.trainer.batch_parts import cut_batch
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from elche.coordination.accounts.model_checks import (
     EVERY_STEPS,
     ModelCheck,
 )
-from elche.runtime.epochs.model_sums import ModelSums
+from elche.runtime.watch.model_sums import ModelSums
 
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int8)
 
@@ -51,7 +51,8 @@ def test_a_changed_bit_is_found_within_one_rotation(index: int, at: int) -> None
     name, tensor = theirs[index]
     changed(tensor, at % (tensor.numel() * (1 + tensor.is_complex())))
     found = []
-    for step in range(1, EVERY_STEPS * (len(sums.whole()) + 1)):
+    for turn in range(len(sums.whole())):
+        step = EVERY_STEPS * (turn + 1)
         sums.step_ran(step)
         others.step_ran(step)
         for one, other in zip(sums.take(step), others.take(step), strict=True):

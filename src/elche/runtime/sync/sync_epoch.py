@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from elche.comm.gradients.part_weights import StepPart
@@ -34,11 +34,11 @@ from elche.errors import (
 from elche.runtime.data.epoch_course import FAR_AHEAD, ranges_of
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.epochs.left_ranks import LeftRanks
-from elche.runtime.epochs.step import Step, open_steps
-from elche.runtime.epochs.step_account import StepAccount
-from elche.runtime.epochs.window_epoch import EpochHooks
 from elche.runtime.process.worker import Worker
+from elche.runtime.sync.epoch_hooks import EpochHooks
+from elche.runtime.sync.left_ranks import LeftRanks
+from elche.runtime.sync.step import Step, open_steps
+from elche.runtime.sync.step_account import StepAccount
 
 LEFT_OUT_S = 1.0
 """A rank that is left out looks so often whether its run goes on."""
@@ -126,9 +126,20 @@ class SyncEpoch:
             self._weigh_late, self._weigh_forward, continues=self._positions.is_part
         )
         try:
-            for in_hand, data in self._steps():
-                self._turn_to(in_hand, self._leased.weight)
+            self._account.begin()
+            for number in range(self._positions.num_batches):
+                got = self._next(number)
+                if got is None:
+                    self._hooks.drain()
+                    break
+                in_hand, data = got
+                self._begin_step(in_hand, data)
                 yield data
+                self._end_step(in_hand)
+            else:
+                self._hooks.drain()
+                self._report_all()
+                self._await_end()
         except GeneratorExit:
             try:
                 self._leave(in_hand)
@@ -219,28 +230,20 @@ class SyncEpoch:
     def _announce(self) -> None:
         self._gone.announce(self._step, self._reducer.backward_passes)
 
-    def _steps(self) -> Iterator[tuple[Step, Any]]:
-        self._account.begin()
-        for number in range(self._positions.num_batches):
-            got = self._next(number)
-            if got is None:
-                self._hooks.drain()
-                return
-            step, data = got
-            self._account.ready(self._leased.transfer_s)
-            self._hooks.check()
-            self._step, self._is_inside = number, True
-            self._granted.pop(number - 1, None)
-            if self._gone:
-                self._reducer.run_beneath(self._report_beneath)
-            part = self._part_of(step)
-            self._reducer.begin_step(part)
-            self._hooks.graphs.begin(part, data)
-            yield step, data
-            self._end_step(step)
-        self._hooks.drain()
-        self._report_all()
-        self._await_end()
+    def _begin_step(self, step: Step, data: Any) -> None:
+        """The loop gets the batch of a step."""
+        self._account.ready(self._leased.transfer_s)
+        self._hooks.check()
+        self._step, self._is_inside = step.step, True
+        self._granted.pop(step.step - 1, None)
+        if self._gone.passes:
+            self._reducer.run_beneath(self._report_beneath)
+        part = step.weighed(self._leased.weight)
+        if self._dead.last is not None:
+            part = self._alive(part)
+        self._reducer.begin_step(part)
+        self._hooks.graphs.begin(part, data)
+        self._turn_to(step, part.weight)
 
     def _end_step(self, step: Step) -> None:
         """The loop comes back from a step."""
@@ -248,8 +251,13 @@ class SyncEpoch:
         self._reducer.end_step()
         self._worker.pace_device()
         self._account.step_ran(step, self._reducer)
-        self.samples_done += self._positions.samples_of(step.step)
-        self._settle(self._place.first)
+        self.samples_done += sum(step.shares)
+        first = step.step + 1
+        if waiting := self._open_steps:
+            own = [each.step for each in waiting if each.span == self._span]
+            first = min(own, default=first)
+        if self._account.settle(first):
+            self._report_later()
 
     def _next(self, number: int) -> tuple[Step, Any] | None:
         """The next batch; waits only if its grant has not come.
@@ -289,7 +297,8 @@ class SyncEpoch:
     def _is_over(self, number: int) -> bool:
         """Whether this rank runs no step of this number, and none after it."""
         is_switched = self.switch is not None and number >= self.switch.step
-        return self.end is not None or is_switched or self._dead.is_over(number)
+        is_lost = self._dead.last is not None and number > self._dead.last
+        return self.end is not None or is_switched or is_lost
 
     def _await_end(self) -> None:
         """All steps are run; where ranks have died, says so."""
@@ -409,11 +418,6 @@ class SyncEpoch:
             passed=passed.step if passed and passed.span == self._span else -1,
         )
 
-    def _part_of(self, step: Step) -> StepPart:
-        """A step without ranks that have died before it."""
-        part = step.weighed(self._leased.weight)
-        return self._alive(part) if self._dead.is_settled else part
-
     def _alive(self, part: StepPart) -> StepPart:
         """A part of a step, without ranks that have died since."""
         step: Step = part.label
@@ -443,11 +447,14 @@ class SyncEpoch:
             "batch's loss, and the gradients add up until zero_grad()"
         )
 
-    def _settle(self, first: int | None = None) -> None:
-        """Steps are done: what is to be said waits for the next backward pass."""
-        if self._account.settle(first):
-            is_due = self._account.is_due
-            self._reducer.run_beneath(self._report_beneath if is_due else None)
+    def _settle(self) -> None:
+        """All steps are done: what is to be said waits for the next backward pass."""
+        if self._account.settle():
+            self._report_later()
+
+    def _report_later(self) -> None:
+        is_due = self._account.is_due
+        self._reducer.run_beneath(self._report_beneath if is_due else None)
 
     def _report(self) -> None:
         """Sends what is still to be said."""
@@ -465,5 +472,5 @@ class SyncEpoch:
         self.refill()
         if self._worker.is_due:
             self.regroup()
-        if self._gone:
+        if self._gone.passes:
             self._announce()

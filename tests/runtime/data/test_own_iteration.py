@@ -16,7 +16,7 @@ from elche.runtime.data.positions import enumerate_batches
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import difference, identical
 from tests.harness.rank_pool import RankPool
-from tests.runtime.cases.own_loaders import (
+from tests.runtime.data.cases.own_loaders import (
     SAMPLES,
     alone,
     made,

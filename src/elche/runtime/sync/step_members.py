@@ -17,13 +17,13 @@ from elche.coordination.protocol.instructions import LeaveOut
 from elche.errors import ConfigError
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import RunNotifications
-from elche.runtime.resume_sync import (
+from elche.runtime.sync.resume_sync import (
     broadcast_from,
     take_gradients,
     take_schedules,
 )
 from elche.runtime.training import Training
-from elche.runtime.watch.rank_watch import RankWatch
+from elche.runtime.watch.observer import LoopObserver
 from elche.runtime.windows.synchroniser import Synchroniser
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class StepMembers:
         worker: this rank's shell.
         training: what is trained.
         synchroniser: reduces its gradients.
-        watch: what is seen of this rank's loop.
+        observer: what is seen of this rank's loop.
         notifications: emits lines for the user.
 
     Attributes:
@@ -48,13 +48,13 @@ class StepMembers:
         worker: Worker,
         training: Training,
         synchroniser: Synchroniser,
-        watch: RankWatch,
+        observer: LoopObserver,
         notifications: RunNotifications,
     ) -> None:
         self._worker = worker
         self._training = training
         self._synchroniser = synchroniser
-        self._watch = watch
+        self._observer = observer
         self._notifications = notifications
         self._left_out: tuple[int, ...] = ()
         self._changes = 0
@@ -93,7 +93,7 @@ class StepMembers:
         Raises:
             ConfigError: some ranks are left out, and do not.
         """
-        self._watch.batch_state.meets(call)
+        self._observer.carried.meets(call)
         if self._apart:
             raise ConfigError(
                 f"{call} inside the loop waits for every rank, and ranks "
@@ -108,13 +108,13 @@ class StepMembers:
             ConfigError: a GradScaler has come where ranks are left out, whose loss it
                 would scale otherwise.
         """
-        if self._apart and self._watch.batch_state.has_scaler:
+        if self._apart and self._observer.scaler.has_scaler:
             raise ConfigError(
                 f"a GradScaler has begun to step while ranks {self._apart} are "
                 "left out, whose own is behind; use it from the first step on, or keep "
                 "all ranks with leave_out=False"
             )
-        return self._watch.batch_state.unknown()
+        return self._observer.carried.unknown()
 
     def adopt(self, source: int, epoch: int) -> None:
         """Takes over what one rank trains, with all ranks.
@@ -122,7 +122,7 @@ class StepMembers:
         Raises:
             ConfigError: optimizers have stepped on some ranks only.
         """
-        optimizers, worker = self._watch.optimizers.all(), self._worker
+        optimizers, worker = self._observer.optimizers(), self._worker
         place = list(worker.group.ranks).index(source)
         counts = gather_texts(worker.group, str(len(optimizers)), "counting optimizers")
         if len(set(counts)) > 1:
@@ -131,7 +131,7 @@ class StepMembers:
                 "optimizers had stepped; leave it when all of them have, or keep all "
                 "ranks in every step with leave_out=False"
             )
-        schedulers = self._watch.batch_state.carried_schedulers
+        schedulers = self._observer.carried.carried_schedulers
         followed = {id(scheduler.optimizer) for scheduler in schedulers}
         others = [each for each in optimizers if id(each) not in followed]
         before = _rates(others)

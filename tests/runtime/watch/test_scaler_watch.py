@@ -1,4 +1,4 @@
-"""Steps that a GradScaler skips are told, and nothing else is."""
+"""Steps that a GradScaler skips, and scalers that have no gradients to work on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from elche.errors import ConfigError
 from elche.runtime.report.scalars import ScalarLog
-from elche.runtime.watch.scaler_skips import NAME, ScalerSkips
+from elche.runtime.watch.scaler_watch import NAME, ScalerWatch
 from elche.torch_internals.groups import SCALER_FLAG
 
 BAD = (False, True, False, False, True, True)
@@ -19,7 +20,7 @@ BAD = (False, True, False, False, True, True)
 def train(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
-    skips: ScalerSkips | None,
+    watch: ScalerWatch | None,
     scaler: torch.amp.GradScaler | None = None,
     loop: str = "zeroes last",
 ) -> list[torch.Tensor]:
@@ -39,8 +40,8 @@ def train(
         if loop != "zeroes first":
             optimizer.zero_grad(set_to_none=loop != "keeps zeros")
         weights.append(next(model.parameters()).detach().clone())
-        if skips is not None:
-            skips.settle()
+        if watch is not None:
+            watch.settle()
     return weights
 
 
@@ -57,13 +58,13 @@ def made(*, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_skipped_steps_are_counted(fused: bool, loop: str) -> None:
     model, optimizer = made(fused=fused)
     before, log = vars(optimizer).get(SCALER_FLAG), ScalarLog()
-    skips = ScalerSkips(optimizer, log)
-    skips.attach()
-    skips.attach()
-    weights = train(optimizer, model, skips, loop=loop)
+    watch = ScalerWatch(optimizer, log)
+    watch.attach()
+    watch.attach()
+    weights = train(optimizer, model, watch, loop=loop)
     assert log.drain(final=True) == ((NAME, 3.0, 6.0),)
-    skips.detach()
-    skips.detach()
+    watch.detach()
+    watch.detach()
     assert vars(optimizer).get(SCALER_FLAG) is before
     other, alone = made(fused=fused)
     expected = train(alone, other, None, loop=loop)
@@ -88,9 +89,9 @@ class OwnScaler(torch.amp.GradScaler):
 def test_a_scaler_of_another_module_is_counted_too() -> None:
     model, optimizer = made(fused=False)
     log = ScalarLog()
-    skips = ScalerSkips(optimizer, log)
-    skips.attach()
-    train(optimizer, model, skips, OwnScaler("cpu", init_scale=4.0))
+    watch = ScalerWatch(optimizer, log)
+    watch.attach()
+    train(optimizer, model, watch, OwnScaler("cpu", init_scale=4.0))
     assert log.drain(final=True) == ((NAME, 3.0, 6.0),)
 
 
@@ -100,38 +101,38 @@ def test_finite_gradients_that_wait_are_no_skipped_step(is_sparse: bool) -> None
     model = nn.EmbeddingBag(3, 2, sparse=is_sparse)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     log = ScalarLog()
-    skips = ScalerSkips(optimizer, log)
-    skips.attach()
+    watch = ScalerWatch(optimizer, log)
+    watch.attach()
     for factor in (1.0, 1.0, float("nan")):
         (model(torch.tensor([[0, 1]])).sum() * factor).backward()
         assert not getattr(optimizer, SCALER_FLAG)
-        skips.settle()
+        watch.settle()
     assert log.drain(final=True) == ((NAME, 1.0, 1.0),)
 
 
 def test_without_a_scaler_nothing_is_logged() -> None:
     model, optimizer = made(fused=True)
     log = ScalarLog()
-    skips = ScalerSkips(optimizer, log)
-    skips.attach()
+    watch = ScalerWatch(optimizer, log)
+    watch.attach()
     model(torch.ones(1, 2)).sum().backward()
     assert bool(getattr(optimizer, SCALER_FLAG))  # as frameworks ask, without a step
     optimizer.step()
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
-    skips.settle()
+    watch.settle()
     assert log.drain(final=True) == ()
 
 
 def test_an_optimizer_can_be_copied_while_it_is_watched() -> None:
     _, optimizer = made(fused=True)
     log = ScalarLog()
-    skips = ScalerSkips(optimizer, log)
-    skips.attach()
+    watch = ScalerWatch(optimizer, log)
+    watch.attach()
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         model = nn.Linear(2, 2)
         copied.param_groups[0]["params"] = list(model.parameters())
         train(copied, model, None)
-    skips.settle()
+    watch.settle()
     assert log.drain(final=True) == ()
 
 
@@ -143,8 +144,25 @@ def test_an_optimizer_that_computes_the_flag_is_left_alone() -> None:
 
     model = nn.Linear(2, 2)
     log = ScalarLog()
-    skips = ScalerSkips(Own(model.parameters(), lr=0.1), log)
-    skips.attach()
-    skips.settle()
-    skips.detach()
+    watch = ScalerWatch(Own(model.parameters(), lr=0.1), log)
+    watch.attach()
+    watch.settle()
+    watch.detach()
     assert log.drain(final=True) == ()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_is_refused_where_gradients_are_summed(fused: bool) -> None:
+    model, optimizer = made(fused=fused)
+    is_refused = [True]
+    watch = ScalerWatch(optimizer, ScalarLog())
+    watch.refuse_where(is_refused.pop)
+    watch.attach()
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(ConfigError, match="a GradScaler cannot step where gradients"):
+        scaler.step(optimizer)
+    is_refused += [False] * 3
+    scaler.step(optimizer)
+    assert watch.has_scaler

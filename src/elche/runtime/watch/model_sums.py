@@ -58,10 +58,8 @@ class ModelSums:
                 self._slices.append((check, tensors))
 
     def step_ran(self, steps: int) -> None:
-        """Sums a slice where so many steps of an epoch's part call for one."""
-        turn, rest = divmod(steps, EVERY_STEPS)
-        if turn and not rest:
-            self.begin(steps, turn - 1)
+        """Sums a slice after so many steps of an epoch's part, a multiple of some."""
+        self.begin(steps, steps // EVERY_STEPS - 1)
 
     @torch.no_grad()
     def begin(

@@ -20,12 +20,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from elche.comm.averaging.optimizer_state import forget_state
 from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.comm.transport.process_group import Group, gather_texts
-from elche.runtime.rank_settings import plain_settings, state_layout, state_tensors
+from elche.runtime.rank_settings import plain_settings, state_tensors
 from elche.runtime.watch.rate_watch import is_scheduled
 
 logger = logging.getLogger(__name__)
 
 WHAT = "taking over from the rank that trained alone"
+_NUMBER = int, float
 
 
 def rates(
@@ -158,130 +159,90 @@ def plain_schedule(scheduler: LRScheduler) -> dict[str, Any] | None:
 
 
 def _take_state(group: Group, optimizer: torch.optim.Optimizer, source: int) -> None:
-    described = _descriptions(group, optimizer)
-    if any(each["kinds"] != described[source]["kinds"] for each in described):
-        if group.rank != source:
-            _make_missing(optimizer, described[source]["states"])
-        described = _descriptions(group, optimizer)
-    if any(each["kinds"] != described[0]["kinds"] for each in described):
+    held = [p for each in optimizer.param_groups for p in each["params"]]
+    own = {
+        "settings": [_settings(each) for each in optimizer.param_groups],
+        "states": [_described(optimizer.state.get(each, {})) for each in held],
+    }
+    told = [json.loads(text) for text in gather_texts(group, json.dumps(own), WHAT)]
+    states = told[source]["states"]
+    if all(all(map(_fits, each["states"], states)) for each in told):
+        for parameter, state in zip(held, states, strict=True):
+            if state:
+                _fill(optimizer.state[parameter], state, parameter.device)
+    else:
         logger.warning(
             "the optimizer's state differs in kind between ranks after rank %d trained "
             "without others; it is forgotten on all of them",
             source,
         )
         forget_state(optimizer)
-    else:
-        counted = iter(described[source]["counted"])
-        for state, name in _counted(optimizer):
-            state[name] = next(counted)
     for tensor in state_tensors(optimizer):
         _take(group, tensor.detach(), source, tensor.dtype)
-    for own, settings in zip(
-        optimizer.param_groups, described[source]["settings"], strict=True
+    for mine, settings in zip(
+        optimizer.param_groups, told[source]["settings"], strict=True
     ):
         for name, value in settings.items():
-            if isinstance(own[name], torch.Tensor):
-                own[name].fill_(value)
+            if isinstance(mine[name], torch.Tensor):
+                mine[name].fill_(value)
             else:
-                own[name] = tuple(value) if isinstance(value, list) else value
+                mine[name] = tuple(value) if isinstance(value, list) else value
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Its numbers: the rate, and what else a scheduler may have moved."""
+    """Numbers of a group: the rate, and what else a scheduler may have moved."""
     plain: dict[str, Any] = {}
     for name, value in group.items():
         if isinstance(value, torch.Tensor):
             plain[name] = value.item()
-        elif _is_number(value):
+        elif isinstance(value, _NUMBER):
             plain[name] = value
-        elif isinstance(value, tuple) and all(map(_is_number, value)):
+        elif isinstance(value, tuple) and all(isinstance(v, _NUMBER) for v in value):
             plain[name] = list(value)
     return plain
 
 
-def _descriptions(
-    group: Group, optimizer: torch.optim.Optimizer
-) -> list[dict[str, Any]]:
-    """Every rank's optimizer, in the order of ranks."""
-    texts = gather_texts(group, json.dumps(_description(optimizer)), WHAT)
-    return [json.loads(text) for text in texts]
+def _described(state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state as JSON has it, without the values of tensors."""
+    return {name: _word_for(value) for name, value in state.items()}
 
 
-def _make_missing(
-    optimizer: torch.optim.Optimizer, states: Sequence[dict[str, Any]]
-) -> None:
-    """Makes the state of parameters that have none here, and have on the source.
-
-    They were not trained while this rank took part: unfrozen, or added, since.
-    """
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter, state in zip(held, states, strict=False):
-        if state and not optimizer.state.get(parameter):
-            optimizer.state[parameter] = {
-                name: _made(value, parameter.device) for name, value in state.items()
-            }
+def _word_for(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return {
+            "shape": list(value.shape),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "is_count": not value.shape and value.device.type == "cpu",
+        }
+    is_plain = value is None or isinstance(value, (*_NUMBER, str))
+    return value if is_plain else {"object": repr(value)}
 
 
-def _made(value: Any, device: torch.device) -> Any:
-    """A tensor as `_plain_state` describes it, or what is described as it is."""
-    if not isinstance(value, dict):
-        return value
-    where = torch.device("cpu") if value["is_count"] else device
-    return torch.zeros(
-        value["shape"], dtype=getattr(torch, value["dtype"]), device=where
-    )
+def _fits(own: dict[str, Any], state: dict[str, Any]) -> bool:
+    """Returns True if a state can be filled with another one, or made of it."""
+    if not own:  # not trained while this rank took part: unfrozen, or added, since
+        return not any(_kind_of(word)[0] == "object" for word in state.values())
+    kinds = ({n: _kind_of(word) for n, word in each.items()} for each in (own, state))
+    return next(kinds) == next(kinds)
 
 
-def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state without the values of tensors; {} if it holds others."""
-    plain: dict[str, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            is_count = not value.shape and value.device.type == "cpu"
-            dtype = str(value.dtype).removeprefix("torch.")
-            shape = list(value.shape)
-            plain[name] = {"dtype": dtype, "shape": shape, "is_count": is_count}
-        elif value is None or isinstance(value, int | float | str):
-            plain[name] = value
-        else:
-            return {}
-    return plain
+def _kind_of(word: Any) -> tuple[str, Any]:
+    if isinstance(word, dict):
+        kind = "object" if "object" in word else "shape"
+        return kind, word[kind]
+    return ("number", type(word).__name__) if isinstance(word, _NUMBER) else ("", word)
 
 
-def _description(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Settings, numbers in the state, and of what kind all of it is."""
-    others = [
-        [name, type(value).__name__ if _is_number(value) else repr(value)]
-        for state in _states(optimizer)
-        for name, value in sorted(state.items())
-        if not isinstance(value, torch.Tensor)
-    ]
-    return {
-        "settings": [_settings(group) for group in optimizer.param_groups],
-        "kinds": [state_layout(optimizer), others],
-        "states": [_plain_state(state) for state in _states(optimizer)],
-        "counted": [state[name] for state, name in _counted(optimizer)],
-    }
-
-
-def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The state of every parameter, in their order."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    return [optimizer.state.get(parameter, {}) for parameter in held]
-
-
-def _counted(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], str]]:
-    """Where the state holds plain numbers, such as a count of steps."""
-    return [
-        (state, name)
-        for state in _states(optimizer)
-        for name in sorted(state)
-        if _is_number(state[name])
-    ]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+def _fill(own: dict[str, Any], state: dict[str, Any], device: torch.device) -> None:
+    """Takes numbers, and makes tensors that are missing, without their values."""
+    is_new = not own
+    for name, word in state.items():
+        if not isinstance(word, dict):
+            own[name] = word
+        elif is_new:
+            where = torch.device("cpu") if word["is_count"] else device
+            kind = getattr(torch, word["dtype"])
+            own[name] = torch.zeros(word["shape"], dtype=kind, device=where)
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ from typing import final
 from elche.comm.gradients.part_weights import Lost
 from elche.coordination.protocol.events import PassBegun
 from elche.coordination.protocol.instructions import RankLeft
-from elche.runtime.epochs.step import Step
 from elche.runtime.process.worker import Worker
+from elche.runtime.sync.step import Step
 
 
 @final
@@ -18,21 +18,20 @@ class LeftRanks:
     Args:
         worker: this rank's shell.
         epoch: the epoch.
+
+    Attributes:
+        passes: that each has come to; {} while none has left.
     """
 
     def __init__(self, worker: Worker, epoch: int) -> None:
         self._worker = worker
         self._epoch = epoch
-        self._passes: dict[int, int] = {}  # that each has come to
+        self.passes: dict[int, int] = {}
         self._announced: PassBegun | None = None
-
-    def __bool__(self) -> bool:
-        """Whether any has left."""
-        return bool(self._passes)
 
     def add(self, gone: RankLeft) -> None:
         """One has left; may be called again and again."""
-        self._passes[gone.gone] = gone.passes
+        self.passes[gone.gone] = gone.passes
 
     def announce(self, step: int, passes: int) -> None:
         """Says how far this rank is, for those that have left to join it.
@@ -46,7 +45,7 @@ class LeftRanks:
             epoch=self._epoch,
             step=step + 1,
             passes=passes,
-            gone=len(self._passes),
+            gone=len(self.passes),
         )
         if begun != self._announced:
             self._announced = begun
@@ -54,7 +53,7 @@ class LeftRanks:
 
     def lost(self, step: Step, number: int) -> Lost:
         """What they do not bring to a pass of a step."""
-        shares, left = step.shares, self._passes.items()
+        shares, left = step.shares, self.passes.items()
         lost = [shares[rank] for rank, passes in left if passes < number]
         ranks = sum(share > 0 for share in lost)
         active = sum(share > 0 for share in shares)

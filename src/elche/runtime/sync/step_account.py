@@ -9,13 +9,14 @@ from typing import final
 
 from elche.comm.gradients.reducer import GradientReducer
 from elche.coordination.accounts.delivered_times import BatchCost
+from elche.coordination.accounts.model_checks import EVERY_STEPS
 from elche.coordination.protocol.instructions import GrantSteps
 from elche.coordination.sync.lost_ranks import LostRanks
 from elche.coordination.sync.step_reports import EARLY, StepReports
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.epochs.step import Step
-from elche.runtime.epochs.window_epoch import EpochHooks
 from elche.runtime.process.worker import Worker
+from elche.runtime.sync.epoch_hooks import EpochHooks
+from elche.runtime.sync.step import Step
 from elche.runtime.watch.live_graph import LiveGraph
 from elche.runtime.watch.nonfinite_watch import NonFiniteWatch
 
@@ -75,7 +76,8 @@ class StepAccount:
         """What the step took until now; the next one begins."""
         times_s = self._began_s, self._ready_s, time.monotonic()
         self._began_s = times_s[-1]
-        self._worker.timeline.batch("step", step.step, times_s, step.samples, wait_s)
+        batch = "step", step.step, *times_s, step.samples, wait_s
+        self._worker.timeline.record(batch)
         is_warm, self._worker.is_cold = not self._worker.is_cold, False
         return BatchCost.measured(
             step.samples,
@@ -93,7 +95,8 @@ class StepAccount:
             reducer: its wait for other ranks, and its backward passes so far.
         """
         passes = reducer.backward_passes, reducer.pass_steps
-        self._hooks.sums.step_ran(step.step + 1)
+        if not (step.step + 1) % EVERY_STEPS:
+            self._hooks.sums.step_ran(step.step + 1)
         self._ran.append((step.step, self._cost(step, reducer.wait_s), passes))
 
     def settle(self, first: int | None = None) -> bool:
@@ -109,8 +112,8 @@ class StepAccount:
 
     def _done(self, number: int, cost: BatchCost, passes: tuple[int, int]) -> bool:
         """A step is done; what is to be said of its grant waits for the next one."""
-        has_sent = self.report()  # there was no backward pass
-        if self._dead.is_settled or not self._reports.step_done(number, cost):
+        has_sent = self._reports.is_due and self.report()  # there was no backward pass
+        if self._dead.last is not None or not self._reports.step_done(number, cost):
             return has_sent
         hooks, is_live = self._hooks, bool(self._hooks.graphs.open_batches)
         is_last = number + 1 == self._positions.num_batches

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from elche.coordination.protocol.instructions import RankLeft
-from elche.runtime.epochs.left_ranks import LeftRanks
-from elche.runtime.epochs.step import Step
+from elche.runtime.sync.left_ranks import LeftRanks
+from elche.runtime.sync.step import Step
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.events import Regrouped
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.runtime.process.worker import Worker
+from elche.runtime.sync.step_members import StepMembers
 from elche.runtime.windows.regrouping import WHAT, Regrouping
-from elche.runtime.windows.step_members import StepMembers
 from elche.runtime.windows.synchroniser import Synchroniser
 
 APART = StepPlace(-1, 0, -1)

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 from elche.config import RunConfig
 from elche.errors import ConfigError
-from elche.runtime.data.batch_parts import cut_batch
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.emulation import EmulationConfig, emulate
 from elche.runtime.memory_limits import check_caps, memory_hint
 from elche.runtime.training import Training
-from elche.runtime.windows.micro_batches import (
+from elche.trainer.batch_parts import cut_batch
+from elche.trainer.micro_batches import (
     MicroBatches,
     PartsConfig,
     meets_in_batches,

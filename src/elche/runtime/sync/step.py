@@ -32,7 +32,7 @@ class Step(NamedTuple):
             weight: what the user says; None: its samples.
         """
         scale = self.samples / max(1, sum(self.shares))
-        active = sum(share > 0 for share in self.shares)
+        active = len(self.shares) - self.shares.count(0)
         return StepPart(scale, active, weight, label=self)
 
     def among(self, ranks: Sequence[int]) -> Step:
@@ -48,6 +48,8 @@ class Step(NamedTuple):
 def open_steps(reducer: GradientReducer, graphs: LiveGraph) -> list[Step]:
     """Steps whose backward pass is under way, or to come, oldest first."""
     parts = [reducer.part_under_way, *graphs.open_batches]
+    if parts == [None]:
+        return []
     steps = {part.label for part in parts if isinstance(part, StepPart)}
     found = [step for step in steps if not step.is_same(reducer.passed)]
     return sorted(found, key=lambda step: (step.span, step.step))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elche
-from elche.runtime.windows import model_copies
+from elche.runtime.watch import model_copies
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.settings import nested
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -12,12 +10,11 @@ from torch.optim.swa_utils import AveragedModel
 import elche
 from elche.coordination.accounts.step_count import StepCount
 from elche.runtime.report.scalars import ScalarLog
-from elche.runtime.watch.batch_state import BatchStateWatch
+from elche.runtime.watch.carried_state import CarriedState
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
-from elche.runtime.watch.optimizers_seen import OptimizersSeen
+from elche.runtime.watch.model_copies import ModelCopies
 from elche.runtime.watch.rate_watch import follows_progress
-from elche.runtime.watch.scaler_skips import ScalerSkips
-from elche.runtime.windows.model_copies import ModelCopies
+from elche.runtime.watch.scaler_watch import ScalerWatch
 
 
 @pytest.fixture(autouse=True)
@@ -28,72 +25,46 @@ def _unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Loop:
-    """What a rank trains with, and the watch over it."""
+    """What a rank trains with, and the state that is looked for."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model = nn.Linear(2, 2) if model is None else model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.skips = ScalerSkips(self.optimizer, ScalarLog())
-        self.seen = seen = OptimizersSeen(self.model, [self.optimizer])
+        self.scaler = ScalerWatch(self.optimizer, ScalarLog())
         self.known = AveragedModel(self.model)
         self.copies = ModelCopies(self.model, [self.known])
         self.schedulers = FollowedSchedulers("sync", float, StepCount())
-        self.watch = BatchStateWatch(
-            self.model, seen, self.skips, self.copies, self.schedulers
+        self.state = CarriedState(
+            self.model,
+            lambda: [self.optimizer],
+            self.scaler,
+            self.copies,
+            self.schedulers,
         )
-        self.watch.begin_epoch(is_counted=True)
+        self.state.begin_epoch(is_counted=True)
 
     def move_rate(self) -> None:
         self.optimizer.param_groups[0]["lr"] = 0.05
 
 
-@pytest.fixture
-def seen_loop() -> Iterator[Loop]:
-    """One whose steps are seen."""
-    loop = Loop()
-    loop.seen.attach()
-    yield loop
-    loop.seen.detach()
-
-
 def test_a_plain_loop_has_none() -> None:
     loop = Loop(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     loop.optimizer.step()
-    assert loop.watch.unknown() == ""
-
-
-def test_nobody_joins_steps_that_do_not_come_after_every_batch(seen_loop: Loop) -> None:
-    loop = seen_loop
-    loop.optimizer.step()
-    assert loop.watch.barred() == ""
-    loop.watch.batch_done()
-    assert "step of every optimizer" in loop.watch.barred()
-    loop.optimizer.step()
-    assert loop.watch.barred() == ""
-    loop.watch.batch_done()
-    loop.watch.batch_done()
-    loop.optimizer.step()
-    assert "step of every optimizer" in loop.watch.barred(), "for good"
-
-
-def test_nobody_joins_steps_whose_losses_are_scaled(seen_loop: Loop) -> None:
-    seen_loop.optimizer.step()
-    seen_loop.skips.asked()
-    assert "GradScaler" in seen_loop.watch.barred()
+    assert loop.state.unknown() == ""
 
 
 def test_a_loop_that_may_count_steps_is_named_until_it_does_not() -> None:
     loop = Loop()
-    loop.watch.begin_epoch(is_counted=False)
-    assert "may count steps" in loop.watch.unknown()
-    loop.watch.begin_epoch(is_counted=True)
-    assert loop.watch.unknown() == ""
+    loop.state.begin_epoch(is_counted=False)
+    assert "may count steps" in loop.state.unknown()
+    loop.state.begin_epoch(is_counted=True)
+    assert loop.state.unknown() == ""
 
 
 def test_a_scheduler_of_torch_is_named() -> None:
     loop = Loop()
     torch.optim.lr_scheduler.StepLR(loop.optimizer, 10)
-    assert "scheduler" in loop.watch.unknown()
+    assert "scheduler" in loop.state.unknown()
 
 
 def test_a_scheduler_that_was_handed_over_is_not() -> None:
@@ -102,8 +73,8 @@ def test_a_scheduler_that_was_handed_over_is_not() -> None:
     loop.schedulers.add(scheduler)
     loop.optimizer.step()
     scheduler.step()
-    assert loop.watch.unknown() == ""
-    assert loop.watch.carried_schedulers == [scheduler]
+    assert loop.state.unknown() == ""
+    assert loop.state.carried_schedulers == [scheduler]
 
 
 def test_a_scheduler_whose_state_cannot_be_carried_is() -> None:
@@ -111,52 +82,52 @@ def test_a_scheduler_whose_state_cannot_be_carried_is() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 10)
     scheduler.of_its_own = {1: 2}  # type: ignore[attr-defined]
     loop.schedulers.add(scheduler)
-    assert "scheduler" in loop.watch.unknown()
+    assert "scheduler" in loop.state.unknown()
 
 
 def test_a_rate_that_moves_inside_an_epoch_is_named_for_good() -> None:
     loop = Loop()
     loop.move_rate()
-    assert "moves inside an epoch" in loop.watch.unknown()
-    loop.watch.begin_epoch(is_counted=True)
-    assert "moves inside an epoch" in loop.watch.unknown()
+    assert "moves inside an epoch" in loop.state.unknown()
+    loop.state.begin_epoch(is_counted=True)
+    assert "moves inside an epoch" in loop.state.unknown()
 
 
 def test_a_rate_may_move_between_epochs_and_with_the_runs_progress() -> None:
     loop = Loop()
     loop.move_rate()
-    loop.watch.begin_epoch(is_counted=True)
-    assert loop.watch.unknown() == ""
+    loop.state.begin_epoch(is_counted=True)
+    assert loop.state.unknown() == ""
     follows_progress(loop.optimizer)
     loop.optimizer.param_groups[0]["lr"] = 0.01
-    assert loop.watch.unknown() == ""
+    assert loop.state.unknown() == ""
 
 
 def test_a_grad_scaler_is_named() -> None:
     loop = Loop()
-    loop.skips.attach()
+    loop.scaler.attach()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)  # type: ignore[attr-defined]
     scaler.scale(loop.model(torch.ones(1, 2)).sum()).backward()
     scaler.step(loop.optimizer)
-    loop.skips.detach()
-    assert "GradScaler" in loop.watch.unknown()
+    loop.scaler.detach()
+    assert "GradScaler" in loop.state.unknown()
 
 
 def test_sync_batchnorm_is_named() -> None:
     norms = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     loop = Loop(elche.convert_sync_batchnorm(norms))
-    assert "SyncBatchNorm" in loop.watch.unknown()
+    assert "SyncBatchNorm" in loop.state.unknown()
 
 
 def test_a_process_group_of_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert "process group" in Loop().watch.unknown()
+    assert "process group" in Loop().state.unknown()
 
 
 def test_a_call_that_every_rank_must_come_to_is_named() -> None:
     loop = Loop()
-    loop.watch.meets("elche.barrier()")
-    assert "elche.barrier()" in loop.watch.unknown()
+    loop.state.meets("elche.barrier()")
+    assert "elche.barrier()" in loop.state.unknown()
 
 
 def test_an_average_of_weights_inside_an_epoch_is_named_if_not_handed_over() -> None:
@@ -165,7 +136,7 @@ def test_an_average_of_weights_inside_an_epoch_is_named_if_not_handed_over() -> 
     other.update_parameters(loop.model)  # between epochs all ranks do it alike
     loop.copies.is_in_steps = True
     loop.known.update_parameters(loop.model)
-    assert loop.watch.unknown() == ""
+    assert loop.state.unknown() == ""
     other.update_parameters(loop.model)
-    assert "AveragedModel" in loop.watch.unknown()
+    assert "AveragedModel" in loop.state.unknown()
     assert int(other.n_averaged) == 2

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import elche
-from elche.runtime.resume_sync import broadcast_from, rates
+from elche.runtime.sync.resume_sync import broadcast_from, rates
 from tests.comm.thread_group import on_ranks
 
 
@@ -129,7 +129,7 @@ def _kinds_taken_over(group: Any, amsgrad: bool) -> int:
 def test_state_of_another_kind_is_forgotten_by_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.WARNING, "elche.runtime.resume_sync"):
+    with caplog.at_level(logging.WARNING, "elche.runtime.sync.resume_sync"):
         found = on_ranks(2, _kinds_taken_over, [True, False])
     assert found == [0, 0]
     assert "differs in kind between ranks after rank 1" in caplog.text

@@ -1,0 +1,1 @@
+"""Steps of ``sync`` on one rank."""

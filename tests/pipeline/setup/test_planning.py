@@ -36,10 +36,17 @@ def test_layers_are_divided_evenly_or_as_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["auto_repartition", "replan_every", "drift_threshold"]
+    ("name", "remedy"),
+    [
+        *((f, 'costs="measure"') for f in ("auto_repartition", "drift_threshold")),
+        *((f, "timeout_s=") for f in ("patience_factor", "min_patience_s")),
+        ("replan_every", 'costs="measure"'),
+    ],
 )
-def test_settings_that_were_removed_are_answered_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf'{name}= was removed: .* costs="measure"'):
+def test_settings_that_were_removed_are_answered_by_name(
+    name: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}= was removed: .* {remedy}"):
         pipeline([nn.Linear(6, 3)], **{name: 1})
 
 

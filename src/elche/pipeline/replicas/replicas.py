@@ -4,7 +4,8 @@ Each replica is a pipeline on ranks of its own, with batches of its own. Replica
 differ in the number of ranks, partition, schedule and microbatches; the model is the
 same. They start equal, every step sums their gradients
 (`elche.pipeline.replicas.reduction`), and they take the same optimizer steps, so they
-stay equal bit by bit where their devices are of one kind.
+stay equal bit by bit where their devices are of one kind. Stages of one pipeline that
+share a parameter, such as a language model's embedding, do the same with it.
 """
 
 from __future__ import annotations
@@ -104,9 +105,9 @@ class Replicas:
         communicator: PipelineCommunicator,
         timeout_s: float,
     ) -> Replicas:
-        """Compares the replicas, makes them equal to the first, connects them.
+        """Makes parameters that several ranks hold equal, and connects these ranks.
 
-        With all ranks; again when a replica has another plan.
+        With all ranks. The first replica's values are copied.
 
         Args:
             groups: the replicas' ranks.

@@ -254,7 +254,7 @@ def test_what_is_no_event_is_remembered_too() -> None:
         assert isinstance(told, Abort)
         assert told.rank == rank
         assert "rank 1 failed: an error" in told.reason
-    assert "torch.distributed's own process group" in record.core._why_mortal(0)
+    assert "torch.distributed's own process group" in record.core._fatal_loss(0)
 
 
 @given(

@@ -10,9 +10,9 @@ import pytest
 from elche.coordination.accounts.metrics import EpochMetrics
 from elche.coordination.protocol.events import (
     BatchesDone,
-    Disconnected,
     Event,
     Join,
+    RankLost,
     Regrouped,
 )
 from elche.coordination.protocol.instructions import (
@@ -235,7 +235,7 @@ def test_word_of_an_older_group_is_passed_over() -> None:
     core, now_s = sim.core, sim.engine.now_s
     late = Regrouped(rank=1, generation=0, epoch=0, reduced=0)
     assert core.handle(late, now_s) == []
-    assert core.handle(Disconnected(rank=0), now_s) == []
+    assert core.handle(RankLost(rank=0), now_s) == []
     assert core.aborted is None
 
 

@@ -38,7 +38,8 @@ class Settings:
         is_default: the policy was not named by the user, and windows could take its
             place.
         is_delayed: steps are taken one step late.
-        mortal_by: what beside the configuration ends the run when a rank dies, or "".
+        is_stream: the data set is a stream.
+        syncs_batchnorm: the model has SyncBatchNorm layers.
         software: versions that must be equal, by name.
         own_sampler: class of a sampler that only the rank that draws from it has as it
             is by now: no other could go on with it; "" for torch's own.
@@ -52,7 +53,8 @@ class Settings:
     micro_batches: bool = False
     is_default: bool = False
     is_delayed: bool = False
-    mortal_by: str = ""
+    is_stream: bool = False
+    syncs_batchnorm: bool = False
     software: Mapping[str, str] = field(default_factory=dict)
     own_sampler: str = ""
 
@@ -80,7 +82,8 @@ class Settings:
             "micro_batches",
             "is_default",
             "is_delayed",
-            "mortal_by",
+            "is_stream",
+            "syncs_batchnorm",
             "own_sampler",
         ):
             flat[name] = getattr(self, name)
@@ -111,7 +114,8 @@ def settings_of(join: Join) -> Settings:
         micro_batches=bool(flat.get("micro_batches", False)),
         is_default=bool(flat.get("is_default", False)),
         is_delayed=bool(flat.get("is_delayed", False)),
-        mortal_by=str(flat.get("mortal_by", "")),
+        is_stream=bool(flat.get("is_stream", False)),
+        syncs_batchnorm=bool(flat.get("syncs_batchnorm", False)),
         software=part("software"),
         own_sampler=str(flat.get("own_sampler", "")),
     )
@@ -151,16 +155,6 @@ def what_differs(joins: Sequence[Join]) -> str:
                 "the same tensors in another order"
             )
     return ""
-
-
-def over_nccl(joins: Sequence[Join]) -> str:
-    """The policy and transport in words, where steps are reduced by NCCL; else ""."""
-    config = settings_of(joins[0]).config
-    on_cpu = any(join.device.startswith("CPU") for join in joins)
-    has_steps = config.policy in ("sync", "auto")
-    if not has_steps or config.transport.kind != "auto" or on_cpu:
-        return ""
-    return f"policy={config.policy!r} over NCCL"
 
 
 def disagreement(joins: Sequence[Join]) -> str:

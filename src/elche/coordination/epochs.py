@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import opened_differently
+from elche.coordination.fatal_losses import LossLimits
 from elche.coordination.gathering import EpochEnding
 from elche.coordination.membership import Membership, as_members
 from elche.coordination.policy import EpochTotals, Outcome, Policy, Steps
@@ -64,13 +65,9 @@ class Epochs:
         return self._ending.withholds
 
     @property
-    def may_lose(self) -> bool:
-        """Whether the policy goes on without a rank."""
-        return self._policy.may_lose
-
-    def mortal_by(self, rank: int) -> str:
-        """Why the policy would not go on without this rank now; "" if it does."""
-        return self._policy.mortal_by(rank)
+    def loss_limits(self) -> LossLimits:
+        """Losses of ranks that the policy does not survive now."""
+        return self._policy.loss_limits
 
     @property
     def is_paused(self) -> bool:

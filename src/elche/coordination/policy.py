@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchSizes
 from elche.coordination.accounts.metrics import MetricsBook, RankReport
+from elche.coordination.fatal_losses import LossLimits
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import (
     EndEpoch,
@@ -175,11 +176,6 @@ class Policy(ABC):
     cut = WHOLE_BATCHES
     """How it cuts the epoch's batches."""
 
-    @property
-    def may_lose(self) -> bool:
-        """Whether it goes on without a rank that dies now."""
-        return True
-
     def make_room(self, wanted: bool) -> list[Instruction]:
         """Ranks wait to be taken in, or no more: what is begun, or not, for that."""
         return []
@@ -212,9 +208,10 @@ class Policy(ABC):
     def positions_left(self) -> Runs:
         """Positions of an epoch that was cut, or left, that nobody has trained on."""
 
-    def mortal_by(self, rank: int) -> str:
-        """Why this rank's death would end the run now; "" if it would not."""
-        return ""
+    @property
+    def loss_limits(self) -> LossLimits:
+        """Losses of ranks that end the run now."""
+        return LossLimits()
 
     @property
     def is_cut(self) -> bool:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
-from elche.coordination.protocol.events import Disconnected, Event, Failed, Tick
+from elche.coordination.protocol.events import Event, Failed, RankLost, Tick
 from elche.coordination.protocol.instructions import (
     BeginEpoch,
     EndEpoch,
@@ -253,7 +253,7 @@ class Simulation(World):
         """A process has ended by itself."""
         self.history.ranks[rank].ended_s = self.engine.now_s
         if by_abort:
-            self.engine.travel("up", rank, self.hear, Disconnected(rank=rank))
+            self.engine.travel("up", rank, self.hear, RankLost(rank=rank))
         else:
             self.history.finished.add(rank)
 
@@ -310,4 +310,4 @@ class Simulation(World):
         sums = self.history.ranks[rank]
         sums.ended_s, sums.has_died = self.engine.now_s, True
         self.history.changed(rank, self.engine.now_s, self.alive)
-        self.engine.travel("up", rank, self.hear, Disconnected(rank=rank))
+        self.engine.travel("up", rank, self.hear, RankLost(rank=rank))

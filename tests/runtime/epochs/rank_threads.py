@@ -18,8 +18,8 @@ from torch import distributed as dist
 
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.events import (
-    Disconnected,
     Event,
+    RankLost,
     WindowClosed,
     WindowReduced,
 )
@@ -116,7 +116,7 @@ class Hub:
     def kill(self, rank: int) -> NoReturn:
         """This rank's process dies."""
         self.dead.add(rank)
-        self.take(Disconnected(rank=rank))
+        self.take(RankLost(rank=rank))
         raise Killed
 
     def begins_collective(self, rank: int) -> None:

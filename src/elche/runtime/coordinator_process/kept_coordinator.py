@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 from elche.comm.control.addresses import listen
-from elche.coordination.protocol.events import Disconnected, Event, Failed
+from elche.coordination.protocol.events import Event, Failed, RankLost
 from elche.coordination.protocol.inputs import Input, RankAdded
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.outbox import Outbox
@@ -167,7 +167,7 @@ class KeptCoordinator:
             error = f"its process ended with code {code}"
             self.take(Failed(rank=rank, error=error, traceback=""))
         else:
-            self.take(Disconnected(rank=rank))
+            self.take(RankLost(rank=rank))
         number, has_begun = self._given, self._journal or self._copy
         if has_begun and not self._gave_up and self._taken < number:
             taken = asyncio.get_running_loop().create_future()

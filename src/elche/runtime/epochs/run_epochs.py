@@ -80,7 +80,7 @@ class RunEpochs:
         self.execution = EpochExecution(
             worker, training, synchroniser, watch, self._opening, self.members
         )
-        if not training.config.mortal_by:
+        if worker.survives:
             worker.on_regroup = self.execution.regroup
         self.reports: list[EndEpoch] = []
         self.samples_before = self.resumed_samples = 0

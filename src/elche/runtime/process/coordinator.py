@@ -36,10 +36,9 @@ from elche.coordination.journal import Entry, RankStream, RunRecord
 from elche.coordination.liveness import SILENT_S, Liveness
 from elche.coordination.protocol.events import (
     BatchesDone,
-    Disconnected,
     Event,
     Failed,
-    Silent,
+    RankLost,
     StepsDone,
     Tick,
 )
@@ -361,12 +360,12 @@ class CoordinatorServer:
             del self._connections[rank]
             self._liveness.forget(rank)
             self.on_change()
-            if self.sees_ends and self.core.outlives(rank):
+            if self.sees_ends and self.core.survives(rank):
                 # Killed, which is a death, or ended by itself: its exit code tells.
                 loop = asyncio.get_running_loop()
-                loop.call_later(GONE_S, self.take, Disconnected(rank=rank))
+                loop.call_later(GONE_S, self.take, RankLost(rank=rank))
             else:
-                self.take(Disconnected(rank=rank))
+                self.take(RankLost(rank=rank))
 
     def store_get(self, key: str, connection: RankConnection) -> None:
         """Answers with a value now or as soon as it is published."""
@@ -399,13 +398,13 @@ class CoordinatorServer:
                     stranger.drop("no Hello came")
             silent = self._liveness.tick()
             self._say_silent(silent)
-            self.take(Tick(), *(Silent(rank=r, silent_s=SILENT_S) for r in silent))
+            self.take(Tick(), *(RankLost(rank=r, silent_s=SILENT_S) for r in silent))
             self._say_stalled(now_s + self._clock_s)
 
     def _say_silent(self, ranks: Sequence[int]) -> None:
         """Where the run does not go on without them, it waits for them."""
         for rank in ranks if self.core.aborted is None else ():
-            is_ended = self.core.outlives(rank)
+            is_ended = self.core.survives(rank)
             comes = "elche has ended it" if is_ended else "training waits"
             logger.warning(
                 "rank %d has been silent for %g s, and %s: it is stopped, or the "

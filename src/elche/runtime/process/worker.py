@@ -70,6 +70,7 @@ class Worker:
             that have left the epoch.
         meets_in_forward: ranks meet in forward passes, so none can leave alone.
         name_samples: adds to an error what its batches are, in the epoch under way.
+        survives: the run continues without ranks that are lost.
         on_regroup: called between epochs, where ranks have died, or are to join.
         is_new: this rank is to join a run under way, and holds nothing of it yet.
         timeline: what this rank did.
@@ -90,6 +91,7 @@ class Worker:
         self.on_notification: Callable[[MetricsReported | PolicyChosen], None] = _ignore
         self.on_wait: Callable[[Iterable[RankLeft]], None] | None = None
         self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
+        self.survives = False
         self.on_regroup: Callable[[], None] | None = None
         self.timeline = Timeline(self.rank)
         self.dead: set[int] = set()

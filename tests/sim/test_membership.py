@@ -170,7 +170,7 @@ def test_what_a_death_leaves_of_an_epoch_is_shared_out_anew() -> None:
     assert {one.rank for one in grants} == {0, 2}
     ends = [one for one in told if isinstance(one, EndEpoch) and one.rank == 0]
     assert [bool(end.left) for end in ends] == [True, False]
-    assert sum(sum(end.samples) for end in ends) == 8000
+    assert sum(end.samples for end in ends) == 8000
     assert sim.history.finished == {0, 2}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchSizes
@@ -105,43 +105,30 @@ class EpochTotals:
     ) -> Iterator[Instruction]:
         """Metrics and end of the epoch, to every rank.
 
-        The same to all, but in a run of more than `TABLE_RANKS` ranks what each of them
-        did is sent to the first one only, and the totals to the others.
+        In a run of more than `TABLE_RANKS` ranks only the first one receives the
+        metrics of each rank, the others the totals.
         """
-        first, whole = min(ranks), self._book.end_epoch(now_s)
-        is_large = len(whole.rank_samples) > TABLE_RANKS
-        small = whole.totals() if is_large else whole
-        metrics = whole
+        samples, metrics = self._book.samples, self._book.end_epoch(now_s)
         if self._before is not None:
             self._book.follow(self._before._book)
             metrics = self._book.end_epoch(now_s)
-        whole_json = metrics.to_json()
-        small_json = metrics.totals().to_json() if is_large else whole_json
+        is_large = len(metrics.rank_samples) > TABLE_RANKS
+        whole = metrics.to_json()
+        small = metrics.totals().to_json() if is_large else whole
         for rank in ranks:
-            values = whole_json if rank == first else small_json
+            values = whole if rank == min(ranks) else small
             yield MetricsReported(
                 rank=rank, epoch=self._epoch, window=-1, values=values
             )
-        common = EndEpoch(
-            rank=first,
-            epoch=self._epoch,
-            samples=whole.rank_samples,
-            busy_s=whole.busy_s,
-            data_wait_s=whole.data_wait_s,
-            sync_s=self.sync_s,
-            windows=self.windows,
-            anchor=anchor,
-            shares=whole.shares,
-        )
-        others = replace(
-            common,
-            samples=small.rank_samples,
-            busy_s=small.busy_s,
-            data_wait_s=small.data_wait_s,
-            shares=small.shares,
-        )
         for rank in ranks:
-            yield common if rank == first else replace(others, rank=rank)
+            yield EndEpoch(
+                rank=rank,
+                epoch=self._epoch,
+                samples=samples,
+                sync_s=self.sync_s,
+                windows=self.windows,
+                anchor=anchor,
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Final, final
 
-from elche.comm.control.addresses import format_address, outlive_cuts
+from elche.comm.control.addresses import format_address, keep_alive
 from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
 from elche.errors import CommunicationError, ProtocolError
 
@@ -52,7 +52,7 @@ def reach(
     connection: socket.socket | None = None
     try:
         connection = socket.create_connection(address, timeout=timeout_s)
-        outlive_cuts(connection)
+        keep_alive(connection)
         greeting = b""
         while len(greeting) < GREETING_BYTES:
             part = connection.recv(GREETING_BYTES - len(greeting))

@@ -249,13 +249,10 @@ class EndEpoch:
 
     rank: int
     epoch: int
-    samples: tuple[int, ...]
-    busy_s: tuple[float, ...]
-    data_wait_s: tuple[float, ...]
+    samples: int
     sync_s: float
     windows: int
     anchor: int
-    shares: tuple[float, ...]
     is_early: bool = False
     left: Runs = ()
     steps: int = 0

@@ -65,7 +65,7 @@ def lease(
     state: WindowState, ranks: Sequence[int], now_s: float
 ) -> Iterator[Instruction]:
     """Tops up these ranks; sends CloseWindow to those that get nothing more."""
-    if state.life.is_draining or state.plans.is_followed:
+    if state.life.is_draining or state.plans is not None:
         if not state.life.is_draining:
             yield from grant_planned(state)
         yield from close_idle(state, ranks)
@@ -96,7 +96,7 @@ def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
 def grant_planned(state: WindowState) -> list[Instruction]:
     """Leases what a plan says, two windows ahead and past every loader's horizon."""
     granted: list[Instruction] = []
-    if not state.plans.is_followed:
+    if state.plans is None:
         return granted
     ranks = sorted(state.members)
     horizon = max(member.horizon_batches for member in state.members.values())
@@ -108,8 +108,8 @@ def grant_planned(state: WindowState) -> list[Instruction]:
         plan = state.plans.lease_next()
         if plan is None:
             break
-        for rank, parts in zip(ranks, plan.parts, strict=True):
-            for start, stop in parts:
+        for rank, (start, stop) in zip(ranks, plan.parts, strict=True):
+            if start < stop:
                 state.ledger.lease_range(rank, start, stop)
                 granted.append(
                     GrantBatches(rank=rank, epoch=state.epoch, start=start, stop=stop)
@@ -209,11 +209,11 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
             wall_s=None,
             max_batches=plan.batches(at),
             hold_after=None,
-            adopt_at=plan.adopt_at[at],
+            adopt_at=min(1, plan.batches(at)),
             patience_s=None,
             committed_samples=plan.committed_samples,
             planned_samples=plan.planned_samples,
-            planned_batches=plan.planned_batches[at],
+            planned_batches=plan.batches(at),
         )
     state.book.part(rank).open(
         opened, is_diverged=is_diverged, is_drained=state.life.is_draining

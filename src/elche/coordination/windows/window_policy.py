@@ -128,7 +128,7 @@ class WindowPolicy(Policy):
     def _begin(self, ranks: Sequence[int], now_s: float) -> Steps:
         state = self._state
         yield from open_windows(state, ranks)
-        if not state.plans.is_followed:
+        if state.plans is None:
             yield from state.leasing.first(ranks, now_s)
         yield from close_idle(state, ranks)
 
@@ -310,7 +310,7 @@ class WindowPolicy(Policy):
         touched = any(part.batches for part in state.book.parts.values())
         is_last = not state.has_work and state.book.is_untouched
         # A planned window is left when its result is adopted, in the next one.
-        follows = state.is_overlapped and state.plans.is_followed and touched
+        follows = state.is_overlapped and state.plans is not None and touched
         if is_last and not follows:
             state.life.end()
         if not touched and (state.life.is_final or not state.is_overlapped):
@@ -319,7 +319,7 @@ class WindowPolicy(Policy):
                 return self._outcome(told, self._end_epoch(now_s), epoch_over=True)
             return self._outcome(told, next_window(state, now_s))
         is_tail = state.life.is_final or state.ledger.pooled == 0
-        if not state.plans.is_followed:  # a plan does not depend on measurements
+        if state.plans is None:  # a plan does not depend on measurements
             state.note(
                 state.pacing.measure(
                     state.book.parts,
@@ -393,7 +393,7 @@ class WindowPolicy(Policy):
         told: list[Instruction] = []
         parts, unpaced = state.reductions.parts.items(), state.idle | done.diverged
         active = [p.batches for r, p in parts if p.batches and r not in unpaced]
-        if not state.plans.is_followed:
+        if state.plans is None:
             state.note(state.pacing.watch(done, min(active, default=0)))
         if state.life.is_final:
             return self._outcome(told, self._end_epoch(now_s), epoch_over=True)

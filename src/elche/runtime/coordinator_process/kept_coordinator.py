@@ -26,9 +26,7 @@ from elche.runtime.coordinator_process.link import (
     Begin,
     Command,
     Copy,
-    Ended,
     Fenced,
-    FirstBatch,
     Journal,
     Logged,
     Lost,
@@ -270,13 +268,10 @@ class KeptCoordinator:
             self._copy, self._barren = message.record, 0
             self._journal.clear()  # it stands for all pieces so far
         elif isinstance(message, Status):
-            self.status = message
-            self.told_to_end |= message.told_to_end
+            self._take_status(message)
         elif isinstance(message, Lost):
             self.on_lost(message.rank)
             writer.write(pack(Fenced(message.rank)))
-        elif isinstance(message, Ended):
-            self.on_end(message.kind)
         elif isinstance(message, Seen):
             if self.on_message is not None:
                 self.on_message(message.message)
@@ -284,7 +279,13 @@ class KeptCoordinator:
             logging.getLogger(message.name).log(message.level, message.text)
         elif isinstance(message, Stopped):
             self._story = message.story
-        elif isinstance(message, FirstBatch) and self.on_first_batch is not None:
+
+    def _take_status(self, status: Status) -> None:
+        before, self.status = self.status, status
+        self.told_to_end |= status.told_to_end
+        if status.end_kind != before.end_kind:
+            self.on_end(status.end_kind)
+        if status.has_trained and self.on_first_batch is not None:
             self.on_first_batch()
             self.on_first_batch = None
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
-from elche.comm.control.addresses import outlive_cuts
+from elche.comm.control.addresses import keep_alive
 from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import HELLO_BYTES, accept
 from elche.coordination.protocol.events import Join, Left
@@ -101,7 +101,7 @@ class RankConnection(asyncio.Protocol):
         """Says by its nonce that this is a coordinator."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        outlive_cuts(transport.get_extra_info("socket"))
+        keep_alive(transport.get_extra_info("socket"))
         self._server.meet(self)
         transport.write(self._greeting)
 

@@ -358,7 +358,7 @@ class RunEpochs:
         course, run = self._course, self.execution.end()
         assert course is not None
         if run.end is not None:
-            self.samples_before += sum(run.end.samples)
+            self.samples_before += run.end.samples
             course.ended(run.end, run.open_batch if isinstance(run, SyncEpoch) else ())
             self._is_cut, self._ended = not course.is_over, run.end
         if not self._is_cut:

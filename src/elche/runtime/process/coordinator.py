@@ -35,11 +35,9 @@ from elche.comm.control.key_file import KEY_BYTES
 from elche.coordination.journal import Entry, RankStream, RunRecord
 from elche.coordination.liveness import SILENT_S, Liveness
 from elche.coordination.protocol.events import (
-    BatchesDone,
     Event,
     Failed,
     RankLost,
-    StepsDone,
     Tick,
 )
 from elche.coordination.protocol.inputs import (
@@ -67,6 +65,7 @@ STORY = "ELCHE_STORY"
 """Beside rank 0: the file to which the story of the run is written at its end."""
 
 
+_NO_EVENT = RankAdded, StoreSet, StreamBegun
 _Taken: TypeAlias = "tuple[int | None, RankConnection | None, Input | None]"
 
 
@@ -87,8 +86,6 @@ class CoordinatorServer:
         sees_ends: :meth:`rank_ended` is called for each process.
         on_lost: called with a rank without which the run goes on, before anybody is
             told: it must not run any more.
-        on_end: called once with the kind of `Abort` that ends the run.
-        on_first_batch: called once, when a rank first reports batches as done.
         on_message: called with each event and instruction, in their order.
     """
 
@@ -117,9 +114,6 @@ class CoordinatorServer:
         self._waiting: dict[str, set[RankConnection]] = defaultdict(set)
         self._server: asyncio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._has_ended = self.record.end is not None
-        self.on_end: Callable[[str], None] = lambda kind: None
-        self.on_first_batch: Callable[[], None] | None = None
         self.on_message: Callable[[Event | Instruction], None] | None = None
         self.drops = DropLog()
         self.has_admitted = False
@@ -196,7 +190,8 @@ class CoordinatorServer:
             taken.append(one)
             if what is not None:
                 entries.append(entry := Entry(source, what, now_s))
-                self._note(what)
+                if self.on_message and not isinstance(what, _NO_EVENT):
+                    self.on_message(what)
                 self._sort(self.record.apply(entry), told)
                 self._say_refused(what)
         if entries:
@@ -205,16 +200,6 @@ class CoordinatorServer:
         self._send(sent, taken, self._acks_due(taken))
         if core.has_more:
             loop.call_soon(self._go_on)
-
-    def _note(self, what: Input) -> None:
-        """Shows an event to who looks on."""
-        if self.on_first_batch and isinstance(what, StepsDone | BatchesDone):
-            self.on_first_batch()
-            self.on_first_batch = None
-        if self.on_message is None:
-            return
-        if not isinstance(what, StoreSet | StreamBegun | RankAdded):
-            self.on_message(what)
 
     def _say_refused(self, what: Input) -> None:
         if isinstance(what, Failed) and self.is_outlived(what.rank):
@@ -285,14 +270,10 @@ class CoordinatorServer:
     def _sort(
         self, answers: Sequence[Instruction], told: dict[int, list[Instruction]]
     ) -> None:
-        """Sorts instructions by rank; notes one that ends the run."""
+        """Sorts instructions by rank."""
         for instruction in answers:
             if self.on_message is not None:
                 self.on_message(instruction)
-            if isinstance(instruction, Abort) and self.core.aborted is not None:
-                if not self._has_ended:
-                    self.on_end(instruction.kind)
-                self._has_ended = True
             told[instruction.rank].append(instruction)
 
     def meet(self, connection: RankConnection) -> None:

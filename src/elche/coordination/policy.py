@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -19,9 +19,9 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.protocol.messages import Runs
 from elche.errors import TransitionError
 
-Steps: TypeAlias = Iterator[Instruction | None]
-"""Instructions, each decided on when it is asked for; None where a slice may end. To be
-run to the end before anything else is decided.
+Steps: TypeAlias = Iterator[Instruction]
+"""Instructions, each decided on when it is asked for: to be run to the end before
+anything else is decided.
 """
 
 TABLE_RANKS = 64
@@ -142,17 +142,11 @@ class Member:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a policy answers: instructions, whether the epoch is over, and why.
-
-    Instructions of `later` come after the others, and then those of what ``then``
-    answers.
-    """
+    """What a policy answers: instructions, whether the epoch is over, and why."""
 
     instructions: list[Instruction] = field(default_factory=list)
     epoch_over: bool = False
     notes: list[str] = field(default_factory=list)
-    later: Steps = field(default_factory=lambda: iter(()))
-    then: Callable[[], Outcome] | None = None
 
 
 class Policy(ABC):

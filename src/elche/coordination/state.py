@@ -7,10 +7,6 @@ never reads a clock and never does I/O: the shell
 (`elche.runtime.process.coordinator`) feeds it and carries out what it answers. Each
 decision leaves a line in the story, which every error prints.
 
-What is decided for each of many ranks because of one event is decided in slices, so
-that the shell is not held up: ``handle`` answers with the first slice, ``go_on`` with
-the others. No event is handled before.
-
 A rank goes by one path (`Coordinator._gone`), whatever the cause: `fatal_loss` decides
 whether the run survives the loss, and `departures.TABLE` what follows from it. Nothing
 follows where the state stays. A connection that ends when others have left and all is
@@ -19,7 +15,7 @@ committed counts as left; what ranks send that are lost counts as nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -53,15 +49,11 @@ from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.run_end import Deadline, RunEnd
 from elche.coordination.story import Story
-from elche.errors import ProtocolError, TransitionError
-
-SLICE_INSTRUCTIONS = 512
-"""Some 10 ms of work."""
+from elche.errors import ProtocolError
 
 RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
 
-_Told: TypeAlias = Iterable[Instruction | None]
-_Work: TypeAlias = tuple[Event, Steps] | None
+_Told: TypeAlias = Iterable[Instruction]
 
 
 class Coordinator:
@@ -76,8 +68,6 @@ class Coordinator:
     Attributes:
         lost: ranks that are gone, and the run went on.
         silent: those of them that were silent, and had to be killed.
-        slice_instructions: most instructions of a slice; runs of as many ranks or fewer
-            have no slices.
     """
 
     def __init__(
@@ -86,9 +76,7 @@ class Coordinator:
         timeout_s: float = 300.0,
         *,
         survives: bool = False,
-        slice_instructions: int = SLICE_INSTRUCTIONS,
     ) -> None:
-        self._slice_instructions = slice_instructions
         self.lost: set[int] = set()
         self.silent: set[int] = set()
         self._membership = Membership(world_size, grows=survives)
@@ -98,7 +86,6 @@ class Coordinator:
         self._deadline = Deadline(self._membership, self._barriers, timeout_s)
         self._end = RunEnd(self._membership)
         self._story = Story()
-        self._work: _Work = None
         self._handlers: dict[type[Event], Callable[..., _Told]] = {
             Join: self._join,
             JoinReady: self._be_ready,
@@ -117,6 +104,11 @@ class Coordinator:
     def is_finished(self) -> bool:
         """True when every rank has left."""
         return self._membership.is_finished
+
+    @property
+    def members(self) -> Set[int]:
+        """Ranks that are in the run, or have left it in order."""
+        return self._membership.ranks
 
     @property
     def devices(self) -> dict[int, str]:
@@ -146,62 +138,28 @@ class Coordinator:
         setting = self._fatal_setting
         return f"none can join {setting}" if setting else ""
 
-    @property
-    def has_more(self) -> bool:
-        """Whether the last event's instructions are not complete."""
-        return self._work is not None
-
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
-        """Takes one event and answers what is to be done, or the first slice of it.
+        """Takes one event and answers what is to be done.
 
         Errors of a worker's making (a claim of work that it was not given, a message
         out of turn) end the run with an :class:`Abort` to every rank, as does a
         decision that cannot be made; nothing is raised at the shell.
-
-        Raises:
-            TransitionError: the last event's instructions are not complete.
         """
-        if self._work is not None:
-            raise TransitionError("an event comes before the last one's go_on", [])
         self._story.heard(event, now_s)
         if not self._membership.hears(event):
             self._story.decided("no such rank in this run", now_s, event.rank)
             return []
         if self.aborted is not None:
             return self._end.answer(event)
-        self._work = event, self._answer(event, now_s)
-        return self.go_on(now_s)
-
-    def go_on(self, now_s: float) -> list[Instruction]:
-        """The next slice of the last event's instructions.
-
-        Args:
-            now_s: the same as to ``handle``, or later.
-        """
-        if self._work is None:
-            return []
-        event, steps = self._work
         try:
-            instructions, self._work = self._slice(event, steps)
+            instructions = [*self._answer(event, now_s)]
         except Exception as error:
-            self._work = None
             instructions = self._end.refuse(error, self.story(event.rank)[-12:])
         if not isinstance(event, Tick):
             self._deadline.heard(now_s)
         for instruction in instructions:
             self._story.told(instruction, now_s)
         return instructions
-
-    def _slice(self, event: Event, steps: Steps) -> tuple[list[Instruction], _Work]:
-        """The next instructions, and the event with the rest; None if there is none."""
-        most, done = self._slice_instructions, list[Instruction]()
-        is_large = len(self._membership.ranks) > most
-        for step in steps:
-            if step is not None:
-                done.append(step)
-            if is_large and (step is None or len(done) == most):
-                return done, (event, steps)
-        return done, None
 
     def _answer(self, event: Event, now_s: float) -> Steps:
         handler = self._handlers.get(type(event), self._in_epoch)
@@ -257,7 +215,6 @@ class Coordinator:
         if difference:
             yield from self._end.abort(difference, kind="mismatch")
             return
-        yield None
         settings = settings_of(joins[0])
         self._deadline.allow(settings.config.timeout_s)
         devices = tuple(join.device for join in joins)
@@ -272,7 +229,6 @@ class Coordinator:
             return
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
-        yield None
         yield from self._membership.begin(survives=not self._fatal_setting)
 
     def _go_on_after_end(self, now_s: float) -> list[Instruction]:
@@ -286,7 +242,7 @@ class Coordinator:
                 )
             self._epochs = None
             for join in self._membership.begin_again():
-                told += (one for one in self._join(join, now_s) if one is not None)
+                told += self._join(join, now_s)
         return told
 
     def _open_epoch(self, event: EpochOpened, now_s: float) -> _Told:
@@ -364,10 +320,6 @@ class Coordinator:
         self._barriers.remove(rank)
         told = self._running().lose(rank)
         return [*told, *self._membership.lose(rank)]
-
-    def has_member(self, rank: int) -> bool:
-        """Whether a rank is in the run, or has left it in order."""
-        return rank in self._membership.ranks
 
     def survives(self, rank: int) -> bool:
         """Returns True if the run would continue without a rank that is lost now."""

@@ -104,8 +104,6 @@ class Hub:
             self.entries[event.rank].append((kind, event.window, ()))
         now_s = max(self.turns.clocks)
         told = self.core.handle(event, now_s)
-        while self.core.has_more:
-            told += self.core.go_on(now_s)
         self.core.check()
         for each in told:
             self.inboxes[each.rank].append(each)

@@ -15,6 +15,7 @@ one to see that nothing has come, one more to read what has, one to send.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import select
 import socket
@@ -70,7 +71,7 @@ class ControlChannel:
         reconnect: Reconnect | None = None,
     ) -> None:
         self._rank = rank
-        self._reconnect = self.beside = reconnect
+        self._reconnect = reconnect
         self._stream = "" if reconnect is None else secrets.token_hex(8)
         self._outbox: Outbox[dict[str, Any]] = Outbox()
         self._received = 0
@@ -112,15 +113,15 @@ class ControlChannel:
         Raises:
             CommunicationError: no coordinator answers there, or something else does.
         """
-        again = Reconnect(address, key, rank, timeout_s)
+        again = Reconnect(address, key, rank, timeout_s) if resumes else None
         connection, codec = reach(address, key, rank, timeout_s)
-        channel = ControlChannel(connection, codec, rank, again if resumes else None)
-        channel.beside = again
+        channel = ControlChannel(connection, codec, rank, again)
         channel._send(channel._hello())
         return channel
 
     def _hello(self) -> dict[str, Any]:
-        hello: dict[str, Any] = {"type": "Hello", "rank": self._rank}
+        pid = os.getpid()
+        hello: dict[str, Any] = {"type": "Hello", "rank": self._rank, "pid": pid}
         if self._reconnect is not None:
             hello |= {"stream": self._stream, "received": self._received}
         return hello
@@ -220,6 +221,7 @@ class ControlChannel:
         """
         if key not in self._stored:
             self.store_ask(key)
+            self._read(0.0)
         self._await(lambda: key in self._stored or bool(self.waiting(Abort)), timeout_s)
         if key in self._stored:
             return self._stored[key]

@@ -34,12 +34,6 @@ class Reconnect:
         """Connects; see `reach`."""
         return reach(self._address, self._key, self._rank, self._try_s)
 
-    def connect_beats(self, most_s: float) -> tuple[socket.socket, bytes]:
-        """A connection for `beat_process`, and the line that this reads."""
-        connection, codec = reach(self._address, self._key, self._rank, most_s)
-        connection.setblocking(False)
-        return connection, codec.repeats({"type": "Alive", "rank": self._rank})
-
 
 def reach(
     address: tuple[str, int], key: bytes, rank: int, timeout_s: float

@@ -12,7 +12,6 @@ from elche.coordination.protocol.instructions import (
     OpenWindow,
     Permit,
 )
-from elche.coordination.windows.leasing import SLICE_RANKS
 from elche.coordination.windows.window_book import PartPhase
 from elche.coordination.windows.window_state import WindowState
 
@@ -33,14 +32,9 @@ def open_windows(state: WindowState, ranks: Sequence[int]) -> Iterator[Instructi
 def next_window(state: WindowState, now_s: float) -> Steps:
     """Opens the window for all who have none, with leases for who waits for some."""
     state.leasing.set_costs(state.pacing.batch_s())
-    yield None
     yield from open_windows(state, state.book.unopened())
     yield from permits(state)
-    hungry = sorted(state.leasing.hungry)
-    for at in range(0, max(1, len(hungry)), SLICE_RANKS):
-        yield None
-        yield from lease(state, hungry[at : at + SLICE_RANKS], now_s)
-    yield None
+    yield from lease(state, sorted(state.leasing.hungry), now_s)
     yield from close_idle(state, state.members)
 
 
@@ -168,7 +162,6 @@ def calibrate(state: WindowState, rank: int) -> Steps:
     if not state.calibrated(rank):
         return
     state.note(state.pacing.measure(state.book.parts, None, is_tail=True))
-    yield None
     state.leasing.set_costs(state.pacing.batch_s())
     for other in state.members:
         if state.book.part(other).phase is PartPhase.OPEN:

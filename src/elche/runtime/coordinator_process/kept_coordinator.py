@@ -18,7 +18,7 @@ from typing import Any, Final, final
 
 from elche.comm.control.addresses import listen
 from elche.coordination.protocol.events import Event, Failed, RankLost
-from elche.coordination.protocol.inputs import Input, RankAdded
+from elche.coordination.protocol.inputs import Input
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.outbox import Outbox
 from elche.runtime.coordinator_process.link import (
@@ -60,7 +60,6 @@ class KeptCoordinator:
         address: of that.
         status: of the run, as was last heard.
         told_to_end: ranks that were told to end, because of another or of none.
-        num_ranks: ranks that may come.
         on_lost: called with a rank without which the run goes on, before anybody is
             told: it must not run any more.
         on_end: called with the kind of `Abort` that ends the run.
@@ -85,7 +84,6 @@ class KeptCoordinator:
         self.address: tuple[str, int] = (str(host), int(port))
         self.status = Status(members=frozenset(range(world_size)))
         self.told_to_end: set[int] = set()
-        self.num_ranks = world_size
         self.on_lost: Callable[[int], None] = lambda rank: None
         self.on_end: Callable[[str], None] = lambda kind: None
         self.on_first_batch: Callable[[], None] | None = None
@@ -171,12 +169,6 @@ class KeptCoordinator:
             taken = asyncio.get_running_loop().create_future()
             self._waiting.append((number, taken))
             await asyncio.wait([taken], timeout=ANSWER_S)
-
-    def add_rank(self) -> int:
-        """The number of another rank, which may join the run."""
-        self.take(RankAdded())
-        self.num_ranks += 1
-        return self.num_ranks - 1
 
     def is_connected(self, rank: int) -> bool:
         """Whether instructions reach a rank."""

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, final
 
-from elche.comm.control.beat_process import ignore_signals
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -39,7 +38,7 @@ from elche.runtime.coordinator_process.link import (
     Stopped,
 )
 from elche.runtime.process.coordinator import CoordinatorServer
-from elche.runtime.process.launcher_watch import wake_with_parent
+from elche.runtime.process.launcher_watch import ignore_signals, wake_with_parent
 
 COPY_ENTRIES: Final = 1024
 """After so many entries a copy of the record takes their place in the launcher."""
@@ -140,21 +139,20 @@ class CoordinatorChild:
 
     def _copy_now_and_then(self) -> None:
         record = self._server.record
-        if self._entries >= COPY_ENTRIES and not record.core.has_more:
+        if self._entries >= COPY_ENTRIES:
             self._entries = 0
             data = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
             self._link.send(Copy(data))
 
     def _say_status(self) -> None:
         server, record = self._server, self._server.record
-        core, ranks = record.core, range(server.num_ranks)
-        connected = frozenset(filter(server.is_connected, ranks))
+        core, connected = record.core, server.connected
         status = Status(
             connected=connected,
             heeding=frozenset(filter(server.heeds_signals, connected)),
             told_to_end=frozenset(server.told_to_end),
             silent=frozenset(core.silent),
-            members=frozenset(r for r in ranks if not server.is_outlived(r)),
+            members=frozenset(core.members),
             devices=tuple(sorted(core.devices.items())),
             aborted=core.aborted,
             end_kind="" if record.end is None else record.end.kind,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from elche.cadence.convergence import optimizer_kind
@@ -73,21 +73,14 @@ class Settings:
     def as_pairs(self) -> tuple[tuple[str, str], ...]:
         """(name, JSON value) pairs, as a :class:`Join` carries them."""
         flat = dict(_flat("config", self.config.as_dict()))
-        flat |= {f"loader.{k}": v for k, v in self.loader.items()}
-        flat |= {f"optimizer.{k}": v for k, v in self.optimizer.items()}
-        flat |= {f"software.{k}": v for k, v in self.software.items()}
-        for name in (
-            "min_share_samples",
-            "epochs",
-            "micro_batches",
-            "is_default",
-            "is_delayed",
-            "is_stream",
-            "syncs_batchnorm",
-            "own_sampler",
-        ):
-            flat[name] = getattr(self, name)
+        for group in _GROUPS:
+            flat |= {f"{group}.{k}": v for k, v in getattr(self, group).items()}
+        flat |= {name: getattr(self, name) for name in _PLAIN}
         return tuple((name, json.dumps(flat[name])) for name in sorted(flat))
+
+
+_GROUPS = "loader", "optimizer", "software"
+_PLAIN = [each.name for each in fields(Settings) if each.name not in _GROUPS][1:]
 
 
 def settings_of(join: Join) -> Settings:
@@ -105,20 +98,9 @@ def settings_of(join: Join) -> Settings:
         for each in groups:
             group = group.setdefault(each, {})
         group[setting] = value
-    return Settings(
-        config=RunConfig.from_options(config),
-        loader=part("loader"),
-        optimizer=part("optimizer"),
-        min_share_samples=int(flat.get("min_share_samples", 1)),
-        epochs=flat.get("epochs"),
-        micro_batches=bool(flat.get("micro_batches", False)),
-        is_default=bool(flat.get("is_default", False)),
-        is_delayed=bool(flat.get("is_delayed", False)),
-        is_stream=bool(flat.get("is_stream", False)),
-        syncs_batchnorm=bool(flat.get("syncs_batchnorm", False)),
-        software=part("software"),
-        own_sampler=str(flat.get("own_sampler", "")),
-    )
+    values: dict[str, Any] = {group: part(group) for group in _GROUPS}
+    values |= {name: flat[name] for name in _PLAIN if name in flat}
+    return Settings(config=RunConfig.from_options(config), **values)
 
 
 def what_differs(joins: Sequence[Join]) -> str:

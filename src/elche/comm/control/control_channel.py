@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from elche.comm.control.frames import FrameCodec
@@ -113,9 +114,9 @@ class ControlChannel:
         Raises:
             CommunicationError: no coordinator answers there, or something else does.
         """
-        again = Reconnect(address, key, rank, timeout_s) if resumes else None
         connection, codec = reach(address, key, rank, timeout_s)
-        channel = ControlChannel(connection, codec, rank, again)
+        again = partial(reach, address, key, rank, min(timeout_s, RESUME_S))
+        channel = ControlChannel(connection, codec, rank, again if resumes else None)
         channel._send(channel._hello())
         return channel
 

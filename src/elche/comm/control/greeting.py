@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from typing import Final, final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 from elche.comm.control.addresses import format_address, keep_alive
 from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
@@ -13,26 +14,8 @@ RESUME_S: Final = 20.0
 """Within which a coordinator that has died is there again."""
 
 
-@final
-class Reconnect:
-    """The way to a coordinator that is started anew.
-
-    Args:
-        address: of the coordinator.
-        key: the run's secret.
-        rank: this rank.
-        timeout_s: deadline of an attempt, at most `RESUME_S`.
-    """
-
-    def __init__(
-        self, address: tuple[str, int], key: bytes, rank: int, timeout_s: float
-    ) -> None:
-        self._address, self._key, self._rank = address, key, rank
-        self._try_s = min(timeout_s, RESUME_S)
-
-    def __call__(self) -> tuple[socket.socket, FrameCodec]:
-        """Connects; see `reach`."""
-        return reach(self._address, self._key, self._rank, self._try_s)
+Reconnect: TypeAlias = Callable[[], tuple[socket.socket, FrameCodec]]
+"""Connects to a coordinator that is started anew; see `reach`."""
 
 
 def reach(

@@ -60,8 +60,6 @@ GONE_S = 1.0
 """Within which the launcher sees how a process has ended, once its connection has."""
 STORY = "ELCHE_STORY"
 """Beside rank 0: the file to which the story of the run is written at its end."""
-
-
 _NO_EVENT = StoreSet, StreamBegun
 
 
@@ -102,7 +100,6 @@ class CoordinatorServer:
         self._fenced: set[int] = set()
         self._patience_s = STALLED_S
         self.on_lost: Callable[[int], None] = lambda rank: None
-        self._world_size = world_size
         self._strangers: dict[RankConnection, float] = {}
         self._key = key
         self._connections: dict[int, RankConnection] = {}

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -369,17 +369,20 @@ def _ignore(notification: MetricsReported | PolicyChosen) -> None:
     """Notifications before the run has set its handler."""
 
 
+_ERRORS: Final[dict[str, Callable[[str], ElcheError]]] = {
+    "config": ConfigError,
+    "mismatch": MismatchError,
+    "protocol": ProtocolError,
+    "deadline": DeadlineError,
+}
+"""Errors by the kind of an `Abort`."""
+
+
 def _error_of(abort: Abort) -> ElcheError:
-    if abort.kind == "config":
-        return ConfigError(abort.reason)
-    if abort.kind == "mismatch":
-        return MismatchError(abort.reason)
     if abort.kind == "non_finite":
         return NonFiniteError(
             abort.reason, abort.failed_rank, abort.batches, abort.part
         )
-    if abort.kind == "protocol":
-        return ProtocolError(abort.reason)
-    if abort.kind == "deadline":
-        return DeadlineError(abort.reason)
+    if abort.kind in _ERRORS:
+        return _ERRORS[abort.kind](abort.reason)
     return RemoteRankError(abort.reason, abort.failed_rank, abort.traceback)

@@ -147,13 +147,14 @@ class BenchContender(Contender):
 
     def _details(self, run: Run | None) -> dict[str, Any]:
         reports = [] if run is None else run.reports
+        epochs = [] if run is None else [*run.notifications.epoch_metrics]
         return {
             "sent_bytes": self._counted_bytes() - self._sent_bytes,
             "sync_s": sum(report.sync_s for report in reports),
             "busy_s": [
-                sum(times) for times in zip(*(r.busy_s for r in reports), strict=True)
+                sum(times) for times in zip(*(e.busy_s for e in epochs), strict=True)
             ],
-            "shares": list(reports[-1].shares) if reports else [],
+            "shares": list(epochs[-1].shares) if epochs else [],
             "anchor": reports[-1].anchor if reports else None,
             **_windows_in_the_end(run),
         }

@@ -103,8 +103,8 @@ class RunConfig:
             ``loader.steps(n)``), since a loop that counts steps itself would count too
             few on such a rank.
         survive: the death of a rank ends nothing: the others train what it had not
-            committed. Needs ``elche run`` or `elche.launch`; False, or what
-            `RunConfig.mortal_by` names, ends the run.
+            committed. Needs ``elche run`` or `elche.launch`; False, or a setting under
+            which no run survives (docs/protocol.md), ends the run.
         min_ranks: while fewer ranks live the run pauses until others have joined it
             (``elche run --rejoin``), for ``timeout_s`` at most, and then ends.
         guard: watch how far replicas drift apart, and shorten windows; False does not.
@@ -228,19 +228,6 @@ class RunConfig:
     def sums_gradients(self) -> bool:
         """Whether a window reduces gradients."""
         return self.policy == "cadence" and self.windows.update == "gradients"
-
-    @property
-    def mortal_by(self) -> str:
-        """What of the settings ends the run when a rank dies; "" if none does."""
-        if self.policy == DELAYED_SYNC:
-            return f"policy={DELAYED_SYNC!r}"
-        if self.codec != "fp32" and self.policy == "sync":
-            return f"codec={self.codec!r} under policy 'sync'"
-        if self.transport.kind == "nccl":
-            return "transport.kind='nccl'"
-        if self.debug != DebugConfig():
-            return "a deterministic run"
-        return "" if self.survive else "survive=False"
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, groups as dictionaries."""

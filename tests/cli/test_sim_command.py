@@ -125,7 +125,7 @@ def test_stories_are_printed_after_the_report(tmp_path: Path) -> None:
     told = dict(zip(stories[::2], stories[1::2], strict=True))
     assert tuple(told) == asked
     assert "<- Join(rank=1" in told["rank:1"]
-    assert "!! gone; the others go on" in told["rank:1"]
+    assert "!! lost (disconnected); the others continue" in told["rank:1"]
     assert "rank=0" not in told["rank:1"]
     assert "-> GrantBatches(rank=" in told["lease:12"]
     assert told["lease:12"] == told["lease:0/12"]

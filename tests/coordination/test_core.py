@@ -20,12 +20,12 @@ from elche.coordination.protocol.events import (
     Join,
     Left,
     PassBegun,
+    RankLost,
     StepsDone,
     Tick,
     WindowClosed,
     WindowReduced,
 )
-from elche.coordination.protocol.inputs import RankAdded
 from elche.coordination.protocol.instructions import (
     Abort,
     Adopt,
@@ -423,7 +423,7 @@ def test_a_barrier_is_passed_by_all_or_ends_with_the_missing_named() -> None:
 def test_a_pause_of_the_coordinator_is_in_durations_and_in_no_deadline() -> None:
     record = RunRecord(2, survives=True)
     assert record.clock_s(1000.0, 7.0) + 7.0 == 1000.0  # the run begins
-    record.apply(Entry(LAUNCHER, RankAdded(), 1200.0))
+    record.apply(Entry(LAUNCHER, RankLost(rank=9), 1200.0))
     assert record.clock_s(1290.0, 2.0) + 2.0 == 1290.0  # the next one, 90 s later
     assert record.clock_s(1190.0, 2.0) + 2.0 == 1200.0  # where clocks differ
     core = joined(plan_of("sync", 2))

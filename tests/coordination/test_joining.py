@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import (
     BatchesDone,
-    Disconnected,
     EpochOpened,
     Event,
     Failed,
     JoinReady,
     Left,
+    RankLost,
     Regrouped,
     Tick,
     WindowClosed,
@@ -76,7 +76,7 @@ class Member:
         rank = self.rank
         if isinstance(told, Abort):
             self.refused = told.reason
-            return [Disconnected(rank=rank)]
+            return [RankLost(rank=rank)]
         if isinstance(told, Welcome) and not self.joins:
             return self.open(0, continues=False, sizes=((8, BATCHES),))
         if isinstance(told, Regroup):
@@ -205,7 +205,7 @@ class Meeting:
         """A rank dies."""
         member = self.members.pop(rank, None)
         if member is not None and not member.is_over:
-            self.say(Disconnected(rank=rank))
+            self.say(RankLost(rank=rank))
 
     def finish(self) -> None:
         """All train until the epoch is over."""
@@ -354,7 +354,7 @@ def test_it_comes_and_goes_at_any_moment(
             elif step == "fail" and joiner is not None and not joiner.starts:
                 del meeting.members[2]
                 meeting.say(Failed(rank=2, error="a fault", traceback=""))
-                meeting.say(Disconnected(rank=2))
+                meeting.say(RankLost(rank=2))
             elif step == "die" and 1 in meeting.members:
                 meeting.lose(1)
 
@@ -381,6 +381,6 @@ def test_a_death_ends_steps_that_are_summed_by_nccl(kind: str, says: str) -> Non
     for rank in range(FOUNDERS):
         join = join_of(plan, rank, plan.devices[0])
         core.handle(replace(join, device="NVIDIA A100"), 0.0)
-    core.handle(Disconnected(rank=1), 1.0)
+    core.handle(RankLost(rank=1), 1.0)
     assert core.aborted is not None
     assert says in core.aborted

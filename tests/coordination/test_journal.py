@@ -20,7 +20,6 @@ from elche.coordination.protocol.events import (
     JoinReady,
 )
 from elche.coordination.protocol.inputs import (
-    RankAdded,
     StoreSet,
     StreamBegun,
 )
@@ -75,9 +74,6 @@ class DyingCore:
             self._apply(Entry(None, StreamBegun(rank, "first"), now_s))
         return self._apply(Entry(rank if rank >= 0 else None, event, now_s))
 
-    def go_on(self, now_s: float) -> list[Instruction]:
-        return self._told_by(self._record.go_on(now_s))
-
     def _apply(self, entry: Entry) -> list[Instruction]:
         self._journal.append(entry)
         return self._told_by(self._record.apply(entry))
@@ -88,13 +84,12 @@ class DyingCore:
             stream = self._record.streams.get(one.rank)
             if stream is not None and count % self._acks_every == 0:
                 stream.told.acknowledge(count)
-        if not self._record.core.has_more:
-            if len(self._journal) >= self._copy_every:
-                self._copy = pickle.dumps(self._record)
-                self._journal.clear()
-            if self._events in self._deaths:
-                self._deaths.discard(self._events)
-                self._die()
+        if len(self._journal) >= self._copy_every:
+            self._copy = pickle.dumps(self._record)
+            self._journal.clear()
+        if self._events in self._deaths:
+            self._deaths.discard(self._events)
+            self._die()
         return told
 
     def _die(self) -> None:
@@ -238,7 +233,6 @@ def test_what_is_no_event_is_remembered_too() -> None:
         Entry(None, StreamBegun(0, "a"), 0.0),
         Entry(0, StoreSet("key", b"value"), 0.0),
         Entry(0, DefaultGroupFormed(rank=0), 0.0),
-        Entry(LAUNCHER, RankAdded(), 0.0),
         Entry(None, Failed(rank=2, error="does not fit", traceback=""), 0.0),
         Entry(LAUNCHER, Failed(rank=2, error="code 1", traceback=""), 0.0),
         Entry(LAUNCHER, Failed(rank=1, error="an error", traceback=""), 0.0),
@@ -246,15 +240,16 @@ def test_what_is_no_event_is_remembered_too() -> None:
     ]
     record.replay(entries)
     assert record.store == {"key": b"value"}
-    assert record.num_ranks == 3
-    assert record.commands == 3
+    assert record.expects(2)
+    assert not record.expects(-1)
+    assert record.commands == 2
     assert record.streams[0].taken == 2
     for rank in (0, 1):
         (told,) = record.streams[rank].told.rest()
         assert isinstance(told, Abort)
         assert told.rank == rank
         assert "rank 1 failed: an error" in told.reason
-    assert "torch.distributed's own process group" in record.core._why_mortal(0)
+    assert "torch.distributed's own process group" in record.core._fatal_loss(0)
 
 
 @given(

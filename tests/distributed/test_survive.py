@@ -335,7 +335,6 @@ def test_a_stopped_rank_is_dead_for_good(policy: str, way: str, tmp_path: Path) 
 def test_a_stopped_rank_is_killed_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # The process that beats beside it sees that it is stopped.
     monkeypatch.setattr(liveness, "SILENT_S", 2.0)
     deaths = (Death(1, "stopped", 0.4),)
     outlive(tmp_path, deaths, "cadence", ranks=2, samples=2400, beat_s=0.2)

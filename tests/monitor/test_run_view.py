@@ -51,13 +51,10 @@ def end() -> EndEpoch:
     return EndEpoch(
         rank=0,
         epoch=0,
-        samples=(),
-        busy_s=(),
-        data_wait_s=(),
+        samples=0,
         sync_s=0.0,
         windows=1,
         anchor=1,
-        shares=(),
     )
 
 

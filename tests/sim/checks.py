@@ -16,14 +16,12 @@ from tests.sim.watched import Death, WatchedSimulation
 
 MOST_HAPPENINGS = 400_000
 EARLY = "no rank may die before the first epoch has begun"
-MORTAL_UNDER = {
+FATAL_UNDER = {
     ("sync", "auto"): (
-        "are about to be left out of steps",
-        "were left out, and take part again",
-        "are left out of steps, and lack the model",
+        "are being excluded from steps, or come back",
+        "trains alone, and no other has its optimizer's state",
         CANNOT_GO_ON,
     ),
-    ("auto",): ("trains alone, and no other has its optimizer's state",),
 }
 """Deaths that end a run: see docs/protocol.md."""
 
@@ -78,7 +76,7 @@ def is_ended_by_a_death(sim: Simulation) -> bool:
     """Whether the run was: by one that no real run outlives, and by its name."""
     history, policy = sim.history, sim.cluster.run.policy
     names = [] if history.phases else [EARLY]  # no epoch had begun
-    for policies, more in MORTAL_UNDER.items():
+    for policies, more in FATAL_UNDER.items():
         names += more if policy in policies else ()
     reasons = {
         abort.reason

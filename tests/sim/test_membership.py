@@ -10,9 +10,9 @@ import pytest
 from elche.coordination.accounts.metrics import EpochMetrics
 from elche.coordination.protocol.events import (
     BatchesDone,
-    Disconnected,
     Event,
     Join,
+    RankLost,
     Regrouped,
 )
 from elche.coordination.protocol.instructions import (
@@ -170,7 +170,7 @@ def test_what_a_death_leaves_of_an_epoch_is_shared_out_anew() -> None:
     assert {one.rank for one in grants} == {0, 2}
     ends = [one for one in told if isinstance(one, EndEpoch) and one.rank == 0]
     assert [bool(end.left) for end in ends] == [True, False]
-    assert sum(sum(end.samples) for end in ends) == 8000
+    assert sum(end.samples for end in ends) == 8000
     assert sim.history.finished == {0, 2}
 
 
@@ -235,7 +235,7 @@ def test_word_of_an_older_group_is_passed_over() -> None:
     core, now_s = sim.core, sim.engine.now_s
     late = Regrouped(rank=1, generation=0, epoch=0, reduced=0)
     assert core.handle(late, now_s) == []
-    assert core.handle(Disconnected(rank=0), now_s) == []
+    assert core.handle(RankLost(rank=0), now_s) == []
     assert core.aborted is None
 
 

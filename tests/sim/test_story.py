@@ -48,7 +48,7 @@ def test_the_story_of_a_rank_is_its_own_and_says_why() -> None:
     sim = run_of(Fault(at_s=0.2, kill_rank=1))
     story = sim.core.story(1)
     assert "Join(rank=1" in story[0]
-    assert story[-1].endswith("!! gone; the others go on")
+    assert story[-1].endswith("!! lost (disconnected); the others continue")
     assert not any("rank=0" in line for line in story)
     assert any("Regroup(rank=0, generation=1, left=(1,)" in x for x in sim.core.story())
 

@@ -194,8 +194,7 @@ def summary(report: Report, took_s: float) -> str:
     lines.append(
         f"  coordinator       {report.messages_per_s:.0f} messages per s, "
         f"{report.coordinator_us_per_event or 0:.1f} µs per event (longest "
-        f"{report.coordinator_most_us or 0:.0f} µs, without a pause "
-        f"{report.coordinator_slice_us or 0:.0f} µs), at most "
+        f"{report.coordinator_most_us or 0:.0f} µs), at most "
         f"{report.most_instructions} instructions to an event"
     )
     for one in report.ranks[:SHOWN_RANKS]:

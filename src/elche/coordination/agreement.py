@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from elche.cadence.convergence import optimizer_kind
@@ -38,7 +38,8 @@ class Settings:
         is_default: the policy was not named by the user, and windows could take its
             place.
         is_delayed: steps are taken one step late.
-        mortal_by: what beside the configuration ends the run when a rank dies, or "".
+        is_stream: the data set is a stream.
+        syncs_batchnorm: the model has SyncBatchNorm layers.
         software: versions that must be equal, by name.
         own_sampler: class of a sampler that only the rank that draws from it has as it
             is by now: no other could go on with it; "" for torch's own.
@@ -52,7 +53,8 @@ class Settings:
     micro_batches: bool = False
     is_default: bool = False
     is_delayed: bool = False
-    mortal_by: str = ""
+    is_stream: bool = False
+    syncs_batchnorm: bool = False
     software: Mapping[str, str] = field(default_factory=dict)
     own_sampler: str = ""
 
@@ -71,20 +73,14 @@ class Settings:
     def as_pairs(self) -> tuple[tuple[str, str], ...]:
         """(name, JSON value) pairs, as a :class:`Join` carries them."""
         flat = dict(_flat("config", self.config.as_dict()))
-        flat |= {f"loader.{k}": v for k, v in self.loader.items()}
-        flat |= {f"optimizer.{k}": v for k, v in self.optimizer.items()}
-        flat |= {f"software.{k}": v for k, v in self.software.items()}
-        for name in (
-            "min_share_samples",
-            "epochs",
-            "micro_batches",
-            "is_default",
-            "is_delayed",
-            "mortal_by",
-            "own_sampler",
-        ):
-            flat[name] = getattr(self, name)
+        for group in _GROUPS:
+            flat |= {f"{group}.{k}": v for k, v in getattr(self, group).items()}
+        flat |= {name: getattr(self, name) for name in _PLAIN}
         return tuple((name, json.dumps(flat[name])) for name in sorted(flat))
+
+
+_GROUPS = "loader", "optimizer", "software"
+_PLAIN = [each.name for each in fields(Settings) if each.name not in _GROUPS][1:]
 
 
 def settings_of(join: Join) -> Settings:
@@ -102,19 +98,9 @@ def settings_of(join: Join) -> Settings:
         for each in groups:
             group = group.setdefault(each, {})
         group[setting] = value
-    return Settings(
-        config=RunConfig.from_options(config),
-        loader=part("loader"),
-        optimizer=part("optimizer"),
-        min_share_samples=int(flat.get("min_share_samples", 1)),
-        epochs=flat.get("epochs"),
-        micro_batches=bool(flat.get("micro_batches", False)),
-        is_default=bool(flat.get("is_default", False)),
-        is_delayed=bool(flat.get("is_delayed", False)),
-        mortal_by=str(flat.get("mortal_by", "")),
-        software=part("software"),
-        own_sampler=str(flat.get("own_sampler", "")),
-    )
+    values: dict[str, Any] = {group: part(group) for group in _GROUPS}
+    values |= {name: flat[name] for name in _PLAIN if name in flat}
+    return Settings(config=RunConfig.from_options(config), **values)
 
 
 def what_differs(joins: Sequence[Join]) -> str:
@@ -151,16 +137,6 @@ def what_differs(joins: Sequence[Join]) -> str:
                 "the same tensors in another order"
             )
     return ""
-
-
-def over_nccl(joins: Sequence[Join]) -> str:
-    """The policy and transport in words, where steps are reduced by NCCL; else ""."""
-    config = settings_of(joins[0]).config
-    on_cpu = any(join.device.startswith("CPU") for join in joins)
-    has_steps = config.policy in ("sync", "auto")
-    if not has_steps or config.transport.kind != "auto" or on_cpu:
-        return ""
-    return f"policy={config.policy!r} over NCCL"
 
 
 def disagreement(joins: Sequence[Join]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import opened_differently
+from elche.coordination.fatal_losses import LossLimits
 from elche.coordination.gathering import EpochEnding
 from elche.coordination.membership import Membership, as_members
 from elche.coordination.policy import EpochTotals, Outcome, Policy, Steps
@@ -64,13 +65,9 @@ class Epochs:
         return self._ending.withholds
 
     @property
-    def may_lose(self) -> bool:
-        """Whether the policy goes on without a rank."""
-        return self._policy.may_lose
-
-    def mortal_by(self, rank: int) -> str:
-        """Why the policy would not go on without this rank now; "" if it does."""
-        return self._policy.mortal_by(rank)
+    def loss_limits(self) -> LossLimits:
+        """Losses of ranks that the policy does not survive now."""
+        return self._policy.loss_limits
 
     @property
     def is_paused(self) -> bool:
@@ -137,7 +134,6 @@ class Epochs:
         self.number = speaker.epoch
         self.is_under_way, self._is_cut, self._is_end = True, False, False
         sizes = BatchSizes(speaker.sizes)
-        yield None
         begun = BeginEpoch(
             rank=0,
             epoch=self.number,
@@ -153,7 +149,6 @@ class Epochs:
         if self._before is not None and speaker.continues:
             self._policy.totals.follow(self._before)
         self._before = None
-        yield None
         yield from self._settle(outcome, now_s)
 
     def handle(self, event: Event, now_s: float) -> Steps:
@@ -199,18 +194,14 @@ class Epochs:
                     replace(one, is_early=is_end, left=rest, steps=steps)
                     if isinstance(one, EndEpoch)
                     else one
-                    for one in (*outcome.instructions, *outcome.later)
-                    if one is not None
-                    and not (
+                    for one in outcome.instructions
+                    if not (
                         goes_on and isinstance(one, MetricsReported) and one.window < 0
                     )
                 ]
                 yield from self._ending.end(told, left, ranks, now_s)
                 return
         yield from outcome.instructions
-        yield from outcome.later
-        if outcome.then is not None:
-            yield from self._settle(outcome.then(), now_s)
 
     def heard(self, event: Event) -> list[Instruction]:
         """What was held back until a rank's next message."""

@@ -16,12 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
-from elche.coordination.protocol.inputs import (
-    Input,
-    RankAdded,
-    StoreSet,
-    StreamBegun,
-)
+from elche.coordination.protocol.inputs import Input, StoreSet, StreamBegun
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import Outbox
 from elche.coordination.state import Coordinator
@@ -75,7 +70,6 @@ class RunRecord:
         core: the decisions.
         streams: of ranks that can come again, if they have come.
         store: rendezvous values.
-        num_ranks: ranks that may come.
         commands: inputs of the launcher that were taken.
         end: what ended the run early, if anything has.
         now_s: when the last entry was taken.
@@ -85,13 +79,13 @@ class RunRecord:
         self.core = Coordinator(world_size, survives=survives)
         self.streams: dict[int, RankStream] = {}
         self.store: dict[str, bytes] = {}
-        self.num_ranks = world_size
+        self._world_size, self._grows = world_size, survives
         self.commands = 0
         self.end: Abort | None = None
         self.now_s = 0.0
 
     def apply(self, entry: Entry) -> list[Instruction]:
-        """Takes an entry; returns what is to be told, or the first slice of it."""
+        """Takes an entry; returns what is to be told."""
         what, source, self.now_s = entry.what, entry.source, entry.now_s
         if source == LAUNCHER:
             self.commands += 1
@@ -102,8 +96,6 @@ class RunRecord:
             return self._kept([replace(self.end, rank=what.rank)] if self.end else [])
         if isinstance(what, StoreSet):
             self.store[what.key] = what.value
-        elif isinstance(what, RankAdded):
-            self.num_ranks += 1
         else:
             return self._kept(self.core.handle(what, entry.now_s))
         return []
@@ -112,20 +104,14 @@ class RunRecord:
         """The run's clock less a host's: a pause between coordinators is part of it."""
         return max(self.now_s, wall_s) - host_s
 
-    def is_outlived(self, rank: int) -> bool:
-        """Whether the run has gone on without a rank: it died, or never joined."""
-        return rank in self.core.lost or not self.core.has_member(rank)
-
-    def go_on(self, now_s: float) -> list[Instruction]:
-        """The next slice of what the last entry led to."""
-        return self._kept(self.core.go_on(now_s))
+    def expects(self, rank: int) -> bool:
+        """Returns True if a rank of this number may come, or join a run that grows."""
+        return rank >= 0 and (rank < self._world_size or self._grows)
 
     def replay(self, entries: Sequence[Entry]) -> None:
         """Takes what another record was handed."""
         for entry in entries:
             self.apply(entry)
-            while self.core.has_more:
-                self.go_on(entry.now_s)
 
     def _kept(self, told: list[Instruction]) -> list[Instruction]:
         for one in told:

@@ -26,7 +26,6 @@ class Liveness:
     def __init__(self, tick_s: float) -> None:
         self._tick_s = tick_s
         self._ticks: dict[int, int] = {}
-        self._alone: dict[int, int] = {}  # beats without the rank's thread
         self._stacks: dict[int, str] = {}
         self._waits: dict[int, bool] = {}
 
@@ -39,7 +38,7 @@ class Liveness:
                 elche; else "".
             waits: it has long been waiting for other ranks.
         """
-        self._ticks[rank] = self._alone[rank] = 0
+        self._ticks[rank] = 0
         self._stacks[rank], self._waits[rank] = stack, waits
 
     def late(self) -> str:
@@ -49,17 +48,14 @@ class Liveness:
         stacks = sorted(self._stacks.items())
         return "; ".join(f"rank {rank} is at {at}" for rank, at in stacks if at)
 
-    def heard(self, rank: int) -> None:
-        """The process of a rank that beats is not stopped, but its threads may be."""
-        if rank in self._ticks:
-            self._ticks[rank] = 0
-            self._alone[rank] += 1
-            if self._alone[rank] >= QUIET_S / BEAT_S:
-                self._stacks[rank] = "a call into C code that holds the GIL"
+    def runs(self, rank: int) -> None:
+        """The process of a silent rank is not stopped: none of its threads can beat."""
+        self._ticks[rank] = 0
+        self._stacks[rank] = "a call into C code that holds the GIL"
 
     def forget(self, rank: int) -> None:
         """A rank is gone, or has left."""
-        for each in (self._ticks, self._alone, self._stacks, self._waits):
+        for each in (self._ticks, self._stacks, self._waits):
             each.pop(rank, None)
 
     def tick(self) -> list[int]:

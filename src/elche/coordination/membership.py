@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elche.coordination.agreement import what_differs
+from elche.coordination.departures import RankState
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import (
-    Disconnected,
     Event,
     Failed,
     Interrupted,
     Join,
     JoinReady,
     Left,
+    RankLost,
     Tick,
 )
 from elche.coordination.protocol.instructions import Instruction, Welcome
@@ -47,7 +48,7 @@ class Membership:
         self.min_ranks = 1
         self.roster = Roster()
         self._first_generation = 0
-        self._outlives = False
+        self._survives = False
         self._joins: dict[int, Join] = {}
         self._early: list[Join] = []
 
@@ -82,15 +83,20 @@ class Membership:
         return sorted(self.ranks - set(self._joins))
 
     def hears(self, event: Event) -> bool:
-        """Whether what this rank says counts; one that waited to join may go."""
+        """Whether events of this rank count; one that waits to join may go."""
         if isinstance(event, _OF_NO_RANK) or event.rank in self.ranks:
             return True
-        if isinstance(event, (Disconnected, Failed, Left)):
-            was_waiting = self.roster.withdraw(event.rank)
-            return was_waiting and isinstance(event, Disconnected)
-        if isinstance(event, JoinReady):
-            return any(join.rank == event.rank for join in self.roster.newcomers)
+        if isinstance(event, (Failed, JoinReady, Left, RankLost)):
+            return self.roster.awaits(event.rank)
         return isinstance(event, Join) and self._grows and event.rank >= 0
+
+    def state_of(self, rank: int) -> RankState:
+        """State of a rank whose events count."""
+        if rank in self.left:
+            return RankState.LEFT
+        if rank in self.roster.fresh:
+            return RankState.NEW
+        return RankState.MEMBER if rank in self.ranks else RankState.WAITING
 
     def comes_early(self, join: Join) -> bool:
         """Whether a rank joins too early for the next run, and waits."""
@@ -124,13 +130,13 @@ class Membership:
         """What the ranks that the run begins with said of themselves, in order."""
         return [self._joins[rank] for rank in range(self._world_size)]
 
-    def begin(self, *, outlives: bool) -> list[Welcome]:
+    def begin(self, *, survives: bool) -> list[Welcome]:
         """All are there and agree: the first generation begins.
 
         Args:
-            outlives: the run goes on without ranks that die.
+            survives: the run continues without ranks that are lost.
         """
-        self._outlives = outlives
+        self._survives = survives
         self.roster.generation += 1
         self._first_generation = self.roster.generation
         common = self._common(self.joined())
@@ -214,7 +220,7 @@ class Membership:
             generation=self.roster.generation,
             devices=tuple(join.device for join in joins),
             memory_bytes=tuple(join.memory_bytes for join in joins),
-            outlived=self._outlives,
+            survives=self._survives,
         )
 
 

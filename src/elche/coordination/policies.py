@@ -27,4 +27,4 @@ def build_policy(members: Sequence[Member], settings: Settings) -> Policy:
     if config.policy == "auto":
         return AutoPolicy(members, settings)
     epochs, cut_for = settings.epochs, settings.cut_for
-    return WindowPolicy(config, members, epochs, cut_for=cut_for, may_defer=True)
+    return WindowPolicy(config, members, epochs, cut_for=cut_for)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchSizes
 from elche.coordination.accounts.metrics import MetricsBook, RankReport
+from elche.coordination.fatal_losses import LossLimits
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import (
     EndEpoch,
@@ -18,9 +19,9 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.protocol.messages import Runs
 from elche.errors import TransitionError
 
-Steps: TypeAlias = Iterator[Instruction | None]
-"""Instructions, each decided on when it is asked for; None where a slice may end. To be
-run to the end before anything else is decided.
+Steps: TypeAlias = Iterator[Instruction]
+"""Instructions, each decided on when it is asked for: to be run to the end before
+anything else is decided.
 """
 
 TABLE_RANKS = 64
@@ -104,43 +105,30 @@ class EpochTotals:
     ) -> Iterator[Instruction]:
         """Metrics and end of the epoch, to every rank.
 
-        The same to all, but in a run of more than `TABLE_RANKS` ranks what each of them
-        did is sent to the first one only, and the totals to the others.
+        In a run of more than `TABLE_RANKS` ranks only the first one receives the
+        metrics of each rank, the others the totals.
         """
-        first, whole = min(ranks), self._book.end_epoch(now_s)
-        is_large = len(whole.rank_samples) > TABLE_RANKS
-        small = whole.totals() if is_large else whole
-        metrics = whole
+        samples, metrics = self._book.samples, self._book.end_epoch(now_s)
         if self._before is not None:
             self._book.follow(self._before._book)
             metrics = self._book.end_epoch(now_s)
-        whole_json = metrics.to_json()
-        small_json = metrics.totals().to_json() if is_large else whole_json
+        is_large = len(metrics.rank_samples) > TABLE_RANKS
+        whole = metrics.to_json()
+        small = metrics.totals().to_json() if is_large else whole
         for rank in ranks:
-            values = whole_json if rank == first else small_json
+            values = whole if rank == min(ranks) else small
             yield MetricsReported(
                 rank=rank, epoch=self._epoch, window=-1, values=values
             )
-        common = EndEpoch(
-            rank=first,
-            epoch=self._epoch,
-            samples=whole.rank_samples,
-            busy_s=whole.busy_s,
-            data_wait_s=whole.data_wait_s,
-            sync_s=self.sync_s,
-            windows=self.windows,
-            anchor=anchor,
-            shares=whole.shares,
-        )
-        others = replace(
-            common,
-            samples=small.rank_samples,
-            busy_s=small.busy_s,
-            data_wait_s=small.data_wait_s,
-            shares=small.shares,
-        )
         for rank in ranks:
-            yield common if rank == first else replace(others, rank=rank)
+            yield EndEpoch(
+                rank=rank,
+                epoch=self._epoch,
+                samples=samples,
+                sync_s=self.sync_s,
+                windows=self.windows,
+                anchor=anchor,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +142,11 @@ class Member:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a policy answers: instructions, whether the epoch is over, and why.
-
-    Instructions of `later` come after the others, and then those of what ``then``
-    answers.
-    """
+    """What a policy answers: instructions, whether the epoch is over, and why."""
 
     instructions: list[Instruction] = field(default_factory=list)
     epoch_over: bool = False
     notes: list[str] = field(default_factory=list)
-    later: Steps = field(default_factory=lambda: iter(()))
-    then: Callable[[], Outcome] | None = None
 
 
 class Policy(ABC):
@@ -174,11 +156,6 @@ class Policy(ABC):
     """What it runs now."""
     cut = WHOLE_BATCHES
     """How it cuts the epoch's batches."""
-
-    @property
-    def may_lose(self) -> bool:
-        """Whether it goes on without a rank that dies now."""
-        return True
 
     def make_room(self, wanted: bool) -> list[Instruction]:
         """Ranks wait to be taken in, or no more: what is begun, or not, for that."""
@@ -212,9 +189,10 @@ class Policy(ABC):
     def positions_left(self) -> Runs:
         """Positions of an epoch that was cut, or left, that nobody has trained on."""
 
-    def mortal_by(self, rank: int) -> str:
-        """Why this rank's death would end the run now; "" if it would not."""
-        return ""
+    @property
+    def loss_limits(self) -> LossLimits:
+        """Losses of ranks that end the run now."""
+        return LossLimits()
 
     @property
     def is_cut(self) -> bool:

@@ -65,12 +65,14 @@ class Roster:
             for join in self.take_newcomers()
         ]
 
-    def withdraw(self, rank: int) -> bool:
-        """A rank is gone; True if it waited to be taken in, and does no more."""
-        before = len(self.newcomers)
+    def awaits(self, rank: int) -> bool:
+        """Returns True if a rank waits to be taken in."""
+        return any(join.rank == rank for join in self.newcomers)
+
+    def withdraw(self, rank: int) -> None:
+        """A rank that waited to be taken in is gone."""
         self.newcomers = [join for join in self.newcomers if join.rank != rank]
         self.ready.discard(rank)
-        return len(self.newcomers) < before
 
     def take_newcomers(self) -> list[Join]:
         """Ranks that wait to be taken in; they wait no more."""

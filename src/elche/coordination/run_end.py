@@ -1,22 +1,21 @@
-"""Ends of a run: deaths that it does not outlive, its deadline, its abort. Pure."""
+"""Ends of a run: its deadline, its abort. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final, final
+from typing import final
 
-from elche.coordination.agreement import Settings
 from elche.coordination.epochs import Epochs
 from elche.coordination.gathering import Barriers
 from elche.coordination.membership import Membership
 from elche.coordination.protocol.events import (
     BarrierReached,
-    Disconnected,
     EpochOpened,
     Event,
     Failed,
     Join,
     Left,
+    RankLost,
 )
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.errors import (
@@ -29,74 +28,6 @@ from elche.errors import (
 
 PAUSED_S = 5.0
 """Longest time between ticks; over it the coordinator was stopped, and no rank late."""
-DEFAULT_GROUP: Final = (
-    "a script that meets in torch.distributed's own process group, whose others would "
-    "wait for it"
-)
-
-
-@final
-class Mortality:
-    """Why a run does not go on without a rank, if it does not.
-
-    Args:
-        membership: who takes part.
-        by: what the death of any rank ends, whatever the settings are; "".
-    """
-
-    def __init__(self, membership: Membership, by: str) -> None:
-        self._membership = membership
-        self._by = by
-        self._set_by = self._own_sampler = ""
-
-    def begin_run(self, settings: Settings, nccl: str) -> None:
-        """Takes the settings of the run that begins.
-
-        Args:
-            settings: what the ranks agreed on.
-            nccl: policy and transport in words, where steps are reduced by it; "".
-        """
-        self._set_by = settings.config.mortal_by or settings.mortal_by or nccl
-        self._own_sampler = settings.own_sampler
-
-    def end_with_any_rank(self, event: Event, now_s: float) -> list[Instruction]:
-        """A death ends every run of these processes: a default group was formed."""
-        self._by = self._by or DEFAULT_GROUP
-        return []
-
-    @property
-    def by(self) -> str:
-        """What the death of any rank ends, in words; "" if it ends nothing."""
-        return self._by or self._set_by
-
-    @property
-    def may_outlive(self) -> bool:
-        """Whether the run goes on without ranks at all."""
-        return not self.by
-
-    def why(self, rank: int, epochs: Epochs | None) -> str:
-        """Why the run does not go on without a rank; "" if it does."""
-        membership = self._membership
-        if not self.may_outlive:
-            return f"the death of a rank ends {self.by}"
-        why = "" if epochs is None else epochs.mortal_by(rank)
-        if why:
-            return why
-        if self._own_sampler and rank == min(membership.ranks, default=rank):
-            return (
-                f"rank {rank} drew the samples' order from the script's own "
-                f"{self._own_sampler}, which no other rank can go on with"
-            )
-        if epochs is None or epochs.number < 0:
-            return "no rank may die before the first epoch has begun"
-        if not epochs.may_lose or len(membership.ranks) < 2 or membership.left:
-            return "ranks have left, and no new group can form"
-        return ""
-
-    def is_over(self, epochs: Epochs | None) -> bool:
-        """Whether ranks have left in order, and all that was trained is committed."""
-        is_between = epochs is None or not epochs.is_under_way
-        return self.may_outlive and bool(self._membership.left) and is_between
 
 
 @final
@@ -236,7 +167,7 @@ class RunEnd:
 
     def answer(self, event: Event) -> list[Instruction]:
         """What an event leads to after the end."""
-        if isinstance(event, (Left, Disconnected)):
+        if isinstance(event, (Left, RankLost)):
             self._membership.left[event.rank] = Left(rank=event.rank)
         elif isinstance(event, (Join, EpochOpened, BarrierReached)):
             assert self._sent is not None

@@ -7,23 +7,26 @@ never reads a clock and never does I/O: the shell
 (`elche.runtime.process.coordinator`) feeds it and carries out what it answers. Each
 decision leaves a line in the story, which every error prints.
 
-What is decided for each of many ranks because of one event is decided in slices, so
-that the shell is not held up: ``handle`` answers with the first slice, ``go_on`` with
-the others. No event is handled before.
+A rank goes by one path (`Coordinator._gone`), whatever the cause: `fatal_loss` decides
+whether the run survives the loss, and `departures.TABLE` what follows from it. Nothing
+follows where the state stays. A connection that ends when others have left and all is
+committed counts as left; what ranks send that are lost counts as nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
 from typing import TypeAlias
 
 from elche.coordination.agreement import (
     disagreement,
     left_before,
-    over_nccl,
     settings_of,
 )
+from elche.coordination.departures import RankState, cause_of, next_state
 from elche.coordination.epochs import Epochs
+from elche.coordination.fatal_losses import RunFacts, fatal_loss, fatal_setting
 from elche.coordination.gathering import Barriers
 from elche.coordination.membership import Membership, as_members
 from elche.coordination.policies import build_policy
@@ -31,7 +34,6 @@ from elche.coordination.policy import Steps
 from elche.coordination.protocol.events import (
     BarrierReached,
     DefaultGroupFormed,
-    Disconnected,
     EpochOpened,
     Event,
     Failed,
@@ -39,23 +41,19 @@ from elche.coordination.protocol.events import (
     Join,
     JoinReady,
     Left,
+    RankLost,
     Regrouped,
-    Silent,
     Tick,
 )
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
-from elche.coordination.run_end import Deadline, Mortality, RunEnd
+from elche.coordination.run_end import Deadline, RunEnd
 from elche.coordination.story import Story
-from elche.errors import ProtocolError, TransitionError
-
-SLICE_INSTRUCTIONS = 512
-"""Some 10 ms of work."""
+from elche.errors import ProtocolError
 
 RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
 
-_Told: TypeAlias = Iterable[Instruction | None]
-_Work: TypeAlias = tuple[Event, Steps] | None
+_Told: TypeAlias = Iterable[Instruction]
 
 
 class Coordinator:
@@ -70,8 +68,6 @@ class Coordinator:
     Attributes:
         lost: ranks that are gone, and the run went on.
         silent: those of them that were silent, and had to be killed.
-        slice_instructions: most instructions of a slice; runs of as many ranks or fewer
-            have no slices.
     """
 
     def __init__(
@@ -80,30 +76,25 @@ class Coordinator:
         timeout_s: float = 300.0,
         *,
         survives: bool = False,
-        slice_instructions: int = SLICE_INSTRUCTIONS,
     ) -> None:
-        self._slice_instructions = slice_instructions
         self.lost: set[int] = set()
         self.silent: set[int] = set()
         self._membership = Membership(world_size, grows=survives)
         self._epochs: Epochs | None = None
         self._barriers = Barriers()
-        by = "" if survives else "a run without a launcher of elche's"
-        self._mortality = Mortality(self._membership, by)
+        self._run = RunFacts(has_launcher=survives)
         self._deadline = Deadline(self._membership, self._barriers, timeout_s)
         self._end = RunEnd(self._membership)
         self._story = Story()
-        self._work: _Work = None
         self._handlers: dict[type[Event], Callable[..., _Told]] = {
             Join: self._join,
             JoinReady: self._be_ready,
             EpochOpened: self._open_epoch,
             BarrierReached: self._barrier,
-            DefaultGroupFormed: self._mortality.end_with_any_rank,
-            Failed: self._failed,
-            Left: self._leave,
-            Disconnected: self._disconnected,
-            Silent: self._silent,
+            DefaultGroupFormed: self._note_default_group,
+            Failed: self._gone,
+            Left: self._gone,
+            RankLost: self._gone,
             Tick: self._tick,
             Interrupted: self._interrupted,
             Regrouped: self._regrouped,
@@ -113,6 +104,11 @@ class Coordinator:
     def is_finished(self) -> bool:
         """True when every rank has left."""
         return self._membership.is_finished
+
+    @property
+    def members(self) -> Set[int]:
+        """Ranks that are in the run, or have left it in order."""
+        return self._membership.ranks
 
     @property
     def devices(self) -> dict[int, str]:
@@ -139,65 +135,31 @@ class Coordinator:
         """Why no rank can join the run now, in words; "" if one can."""
         if self._epochs is None or self._membership.left or self.aborted is not None:
             return "that has not begun, or is at its end"
-        by = self._mortality.by
-        return f"none can join {by}" if by else ""
-
-    @property
-    def has_more(self) -> bool:
-        """Whether the last event's instructions are not complete."""
-        return self._work is not None
+        setting = self._fatal_setting
+        return f"none can join {setting}" if setting else ""
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
-        """Takes one event and answers what is to be done, or the first slice of it.
+        """Takes one event and answers what is to be done.
 
         Errors of a worker's making (a claim of work that it was not given, a message
         out of turn) end the run with an :class:`Abort` to every rank, as does a
         decision that cannot be made; nothing is raised at the shell.
-
-        Raises:
-            TransitionError: the last event's instructions are not complete.
         """
-        if self._work is not None:
-            raise TransitionError("an event comes before the last one's go_on", [])
         self._story.heard(event, now_s)
         if not self._membership.hears(event):
             self._story.decided("no such rank in this run", now_s, event.rank)
             return []
         if self.aborted is not None:
             return self._end.answer(event)
-        self._work = event, self._answer(event, now_s)
-        return self.go_on(now_s)
-
-    def go_on(self, now_s: float) -> list[Instruction]:
-        """The next slice of the last event's instructions.
-
-        Args:
-            now_s: the same as to ``handle``, or later.
-        """
-        if self._work is None:
-            return []
-        event, steps = self._work
         try:
-            instructions, self._work = self._slice(event, steps)
+            instructions = [*self._answer(event, now_s)]
         except Exception as error:
-            self._work = None
             instructions = self._end.refuse(error, self.story(event.rank)[-12:])
         if not isinstance(event, Tick):
             self._deadline.heard(now_s)
         for instruction in instructions:
             self._story.told(instruction, now_s)
         return instructions
-
-    def _slice(self, event: Event, steps: Steps) -> tuple[list[Instruction], _Work]:
-        """The next instructions, and the event with the rest; None if there is none."""
-        most, done = self._slice_instructions, list[Instruction]()
-        is_large = len(self._membership.ranks) > most
-        for step in steps:
-            if step is not None:
-                done.append(step)
-            if is_large and (step is None or len(done) == most):
-                return done, (event, steps)
-        return done, None
 
     def _answer(self, event: Event, now_s: float) -> Steps:
         handler = self._handlers.get(type(event), self._in_epoch)
@@ -253,10 +215,10 @@ class Coordinator:
         if difference:
             yield from self._end.abort(difference, kind="mismatch")
             return
-        yield None
         settings = settings_of(joins[0])
         self._deadline.allow(settings.config.timeout_s)
-        self._mortality.begin_run(settings, over_nccl(joins))
+        devices = tuple(join.device for join in joins)
+        self._run = replace(self._run, settings=settings, devices=devices)
         self._membership.min_ranks = settings.config.min_ranks
         if self._membership.is_short:
             yield from self._end.abort(
@@ -267,8 +229,7 @@ class Coordinator:
             return
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
-        yield None
-        yield from self._membership.begin(outlives=self._mortality.may_outlive)
+        yield from self._membership.begin(survives=not self._fatal_setting)
 
     def _go_on_after_end(self, now_s: float) -> list[Instruction]:
         """Every rank has left: the same processes may begin another run."""
@@ -281,7 +242,7 @@ class Coordinator:
                 )
             self._epochs = None
             for join in self._membership.begin_again():
-                told += (one for one in self._join(join, now_s) if one is not None)
+                told += self._join(join, now_s)
         return told
 
     def _open_epoch(self, event: EpochOpened, now_s: float) -> _Told:
@@ -293,6 +254,10 @@ class Coordinator:
     def _in_epoch(self, event: Event, now_s: float) -> Steps:
         return self._running().handle(event, now_s)
 
+    def _note_default_group(self, event: Event, now_s: float) -> list[Instruction]:
+        self._run = replace(self._run, has_default_group=True)
+        return []
+
     def _barrier(self, event: BarrierReached, now_s: float) -> list[Instruction]:
         if self._membership.left:
             return self._end.abort(
@@ -302,17 +267,37 @@ class Coordinator:
         self._barriers.reach(event)
         return self._barriers.passed(self._membership.ranks)
 
-    def _failed(self, event: Failed, now_s: float) -> list[Instruction]:
-        is_new = event.rank in self._membership.roster.fresh
-        if is_new and self.outlives(event.rank):
-            self._story.decided(f"failed: {event.error}", now_s, event.rank)
-            return self._lose(event.rank, now_s)
-        return self._end.fail(event)
-
     def _interrupted(self, event: Interrupted, now_s: float) -> list[Instruction]:
         return self._end.abort(f"interrupted: the launcher was sent {event.by}")
 
+    def _gone(self, event: Left | Failed | RankLost, now_s: float) -> list[Instruction]:
+        """A rank goes, whatever the cause; see the table of this module."""
+        rank, cause, membership = event.rank, cause_of(event), self._membership
+        before, fatal = membership.state_of(rank), self._fatal_loss(rank)
+        after = next_state(before, cause, survives=not fatal)
+        if after is before:
+            return []
+        if before is RankState.WAITING:
+            membership.roster.withdraw(rank)
+            return []
+        if after is RankState.LOST:
+            if isinstance(event, Failed):
+                self._story.decided(f"failed: {event.error}", now_s, rank)
+            return self._lose(rank, cause, now_s)
+        if isinstance(event, Failed):
+            return self._end.fail(event)
+        if isinstance(event, Left):
+            return self._leave(event, now_s)
+        if self._is_over:
+            return self._leave(Left(rank=rank), now_s)
+        return self._end.abort(
+            f"rank {rank} is gone: its connection ended while the run was "
+            f"{self.doing}; look at that rank's own output ({fatal}; {RESTART})",
+            rank,
+        )
+
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
+        """A rank has nothing more to do: an error if others wait for it."""
         told = self._membership.leave(event)
         if self.is_finished:
             return self._go_on_after_end(now_s)
@@ -326,49 +311,43 @@ class Coordinator:
             )
         return told
 
-    def _disconnected(self, event: Disconnected, now_s: float) -> list[Instruction]:
-        membership = self._membership
-        was_member = event.rank in membership.ranks  # or it waited to be taken in
-        if not was_member or event.rank in membership.left or self.is_finished:
-            return []
-        why = self._why_mortal(event.rank)
-        if not why:
-            return self._lose(event.rank, now_s)
-        if self._mortality.is_over(self._epochs):
-            return self._leave(Left(rank=event.rank), now_s)  # all is committed
-        return self._end.abort(
-            f"rank {event.rank} is gone: its connection ended while the run was "
-            f"{self.doing}; look at that rank's own output ({why}; {RESTART})",
-            event.rank,
-        )
-
-    def _silent(self, event: Silent, now_s: float) -> list[Instruction]:
-        """A rank is stopped: dead, where the run goes on; else it has `timeout_s`."""
-        if self._why_mortal(event.rank):
-            return []
-        self.silent.add(event.rank)
-        self._story.decided(f"silent for {event.silent_s:g} s", now_s, event.rank)
-        return self._lose(event.rank, now_s)
-
-    def has_member(self, rank: int) -> bool:
-        """Whether a rank is in the run, or has left it in order."""
-        return rank in self._membership.ranks
-
-    def outlives(self, rank: int) -> bool:
-        """Returns True if the run would continue without a rank that dies now."""
-        return bool(self._membership.ranks - {rank}) and not self._why_mortal(rank)
-
-    def _why_mortal(self, rank: int) -> str:
-        """Why the run does not go on without a rank; "" if it does."""
-        return self._mortality.why(rank, self._epochs)
-
-    def _lose(self, rank: int, now_s: float) -> list[Instruction]:
-        """A rank is dead: the others form a new group without it."""
+    def _lose(self, rank: int, cause: str, now_s: float) -> list[Instruction]:
+        """A rank is lost: the others form a new group without it."""
         self.lost.add(rank)
-        self._story.decided("gone; the others go on", now_s, rank)
+        if cause == "silent":
+            self.silent.add(rank)
+        self._story.decided(f"lost ({cause}); the others continue", now_s, rank)
         self._barriers.remove(rank)
         told = self._running().lose(rank)
         return [*told, *self._membership.lose(rank)]
+
+    def survives(self, rank: int) -> bool:
+        """Returns True if the run would continue without a rank that is lost now."""
+        return not self._fatal_loss(rank)
+
+    def _fatal_loss(self, rank: int) -> str:
+        """The reason for which the loss of a rank ends the run; "" if it does not."""
+        return fatal_loss(rank, self._facts)
+
+    @property
+    def _facts(self) -> RunFacts:
+        membership, epochs = self._membership, self._epochs
+        facts = replace(
+            self._run, ranks=membership.ranks, has_left=bool(membership.left)
+        )
+        if epochs is None:
+            return facts
+        return replace(facts, epoch=epochs.number, limits=epochs.loss_limits)
+
+    @property
+    def _is_over(self) -> bool:
+        """Ranks have left in order, and all that was trained is committed."""
+        is_between = self._epochs is None or not self._epochs.is_under_way
+        return not self._fatal_setting and bool(self._membership.left) and is_between
+
+    @property
+    def _fatal_setting(self) -> str:
+        return fatal_setting(self._run)
 
     def _regrouped(self, event: Regrouped, now_s: float) -> Steps:
         epochs, roster = self._running(), self._membership.roster

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from elche.comm.norm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
 from elche.comm.tensors.unshareable import unshareable_module, why_unshareable
-from elche.config import DELAYED_SYNC, RunConfig
+from elche.config import RunConfig
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import Join
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
@@ -37,6 +37,7 @@ FUSED_PARAMETERS = 1_000_000
 def describe(training: Training, epochs: int | None) -> Settings:
     """Everything but tensors that must agree between ranks."""
     loader = training.loader
+    synced_layers = sync_batchnorm_layers(training.model)
     return Settings(
         config=training.config,
         loader={
@@ -54,25 +55,13 @@ def describe(training: Training, epochs: int | None) -> Settings:
         min_share_samples=min_share_samples(training.model),
         epochs=epochs,
         micro_batches=training.micro_batches,
-        is_default=training.is_default and not sync_batchnorm_layers(training.model),
+        is_default=training.is_default and not synced_layers,
         is_delayed=training.delayed is not None,
         software=installed_versions(),
-        mortal_by=_mortal_by(training),
+        is_stream=isinstance(loader.dataset, StreamView),
+        syncs_batchnorm=bool(synced_layers),
         own_sampler=sampler_with_state(loader),
     )
-
-
-def _mortal_by(training: Training) -> str:
-    """What beside the settings ends the run when a rank dies; "" if nothing does."""
-    if isinstance(training.loader.dataset, StreamView):
-        return "a stream"
-    if training.delayed is not None:
-        return f"policy={DELAYED_SYNC!r}"
-    policy = training.config.policy
-    if policy not in ("sync", "auto"):
-        return ""
-    layers = sync_batchnorm_layers(training.model)
-    return f"SyncBatchNorm under policy={policy!r}" if layers else ""
 
 
 def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class Run:
         welcome: Welcome,
     ) -> None:
         self.worker = worker
+        worker.survives = welcome.survives
         self.config = training.config
         self.notifications = RunNotifications(worker.rank)
         worker.on_notification = self.notifications.handle
@@ -93,7 +94,7 @@ class Run:
             steps=LocalSteps(training.model, observer.optimizers),
             is_weighed=training.weights is not None,
             delayed=training.delayed,
-            keeps_sums=welcome.outlived,
+            keeps_sums=welcome.survives,
         )
         self._epochs = RunEpochs(
             worker,

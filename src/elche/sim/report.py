@@ -76,8 +76,6 @@ class Report:
         messages_per_s: events and instructions at the coordinator.
         coordinator_us_per_event: mean of measured time in its core, and ...
         coordinator_most_us: ... the longest; None where it was not measured.
-        coordinator_slice_us: the longest without a pause: of an event, or of a slice of
-            its instructions.
         events: that the coordinator handled.
         instructions: that it gave.
         most_instructions: as answer to one event.
@@ -104,7 +102,6 @@ class Report:
     messages_per_s: float
     coordinator_us_per_event: float | None
     coordinator_most_us: float | None
-    coordinator_slice_us: float | None
     events: int
     instructions: int
     most_instructions: int
@@ -159,7 +156,6 @@ def report_of(sim: Simulation) -> Report:
             load.busy_s / load.events * US_PER_S if timed else None
         ),
         coordinator_most_us=load.longest_s * US_PER_S if timed else None,
-        coordinator_slice_us=load.longest_slice_s * US_PER_S if timed else None,
         events=load.events,
         instructions=load.instructions,
         most_instructions=load.most_instructions,

@@ -6,11 +6,10 @@ import math
 import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
-from elche.coordination.protocol.events import Disconnected, Event, Failed, Tick
+from elche.coordination.protocol.events import Event, Failed, RankLost, Tick
 from elche.coordination.protocol.instructions import (
     BeginEpoch,
     EndEpoch,
@@ -67,7 +66,6 @@ class CoordinatorLoad:
         most_instructions: as answer to one event.
         busy_s: measured time in the core, 0.0 without a timer.
         longest_s: of one event.
-        longest_slice_s: of one slice of an event's instructions, or of an event.
         by_kind: events, and seconds, of each kind.
     """
 
@@ -76,19 +74,15 @@ class CoordinatorLoad:
     most_instructions: int = 0
     busy_s: float = 0.0
     longest_s: float = 0.0
-    longest_slice_s: float = 0.0
     by_kind: dict[str, list[float]] = field(default_factory=dict)
 
-    def count(self, kind: str, times_s: list[float], instructions: int) -> None:
-        """One event more, with the times at which its slices began and ended."""
+    def count(self, kind: str, spent_s: float, instructions: int) -> None:
+        """One event more."""
         self.events += 1
         self.instructions += instructions
         self.most_instructions = max(self.most_instructions, instructions)
-        spent_s = times_s[-1] - times_s[0]
         self.busy_s += spent_s
         self.longest_s = max(self.longest_s, spent_s)
-        slice_s = max(end - begin for begin, end in pairwise(times_s))
-        self.longest_slice_s = max(self.longest_slice_s, slice_s)
         sums = self.by_kind.setdefault(kind, [0, 0.0])
         sums[0] += 1
         sums[1] += spent_s
@@ -207,15 +201,10 @@ class Simulation(World):
 
     def hear(self, event: Event) -> None:
         """The core takes an event; its instructions travel back."""
-        load, core, now_s = self.load, self.core, self.engine.now_s
-        timer = self.watch.timer or float  # 0.0
-        times_s = [timer()]
-        told = core.handle(event, now_s)
-        times_s.append(timer())
-        while core.has_more:
-            told += core.go_on(now_s)
-            times_s.append(timer())
-        load.count(type(event).__name__, times_s, len(told))
+        now_s, timer = self.engine.now_s, self.watch.timer or float  # 0.0
+        began_s = timer()
+        told = self.core.handle(event, now_s)
+        self.load.count(type(event).__name__, timer() - began_s, len(told))
         if told:
             self._note_groups(told)
             self._note_policy(told)
@@ -253,7 +242,7 @@ class Simulation(World):
         """A process has ended by itself."""
         self.history.ranks[rank].ended_s = self.engine.now_s
         if by_abort:
-            self.engine.travel("up", rank, self.hear, Disconnected(rank=rank))
+            self.engine.travel("up", rank, self.hear, RankLost(rank=rank))
         else:
             self.history.finished.add(rank)
 
@@ -310,4 +299,4 @@ class Simulation(World):
         sums = self.history.ranks[rank]
         sums.ended_s, sums.has_died = self.engine.now_s, True
         self.history.changed(rank, self.engine.now_s, self.alive)
-        self.engine.travel("up", rank, self.hear, Disconnected(rank=rank))
+        self.engine.travel("up", rank, self.hear, RankLost(rank=rank))

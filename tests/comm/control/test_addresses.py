@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +12,8 @@ from elche.comm.control.addresses import (
     format_address,
     host_name,
     is_loopback,
+    keep_alive,
     listen,
-    outlive_cuts,
-    outliving_cuts,
     own_address,
     parse_address,
 )
@@ -48,35 +46,11 @@ def test_listening_on_one_address_alone(host: str) -> None:
     with listen(host, 0) as listener:
         assert listener.getsockname()[0] == host
         with socket.create_connection(listener.getsockname()[:2], 5.0) as connection:
-            outlive_cuts(connection)
+            keep_alive(connection)
             option = socket.TCP_USER_TIMEOUT
             after_ms = connection.getsockopt(socket.IPPROTO_TCP, option)
             assert after_ms == GONE_AFTER_S * 1e3
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-
-
-def test_connections_that_another_library_made(tmp_path: Path) -> None:
-    option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-    with (
-        (tmp_path / "no socket").open("w"),
-        socket.socket(socket.AF_UNIX),
-        listen("127.0.0.1", 0) as listener,
-        socket.create_connection(listener.getsockname(), 5.0) as earlier,
-    ):
-        earlier.setsockopt(*option, 30_000)
-        before = len(os.listdir("/proc/self/fd"))
-        for host, expected in (("127.0.0.2", 0), ("127.0.0.1", GONE_AFTER_S * 1e3)):
-            with outliving_cuts(host):
-                where = listener.getsockname()
-                connection = socket.create_connection(where, 5.0)
-                datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-                datagrams.bind(("127.0.0.1", 0))
-            with connection, datagrams:
-                assert connection.getsockopt(*option) == expected
-                assert connection.gettimeout() == 5.0
-                assert len(os.listdir("/proc/self/fd")) <= before + 2
-        assert earlier.getsockopt(*option) == 30_000, "another's own"
-        assert earlier.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
 
 
 def test_a_host_without_a_route_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

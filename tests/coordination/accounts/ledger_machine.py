@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
 from hypothesis import strategies as st
@@ -27,10 +26,18 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @initialize(sizes=SIZES, holders=st.integers(1, 3))
     def begin(self, sizes: BatchSizes, holders: int) -> None:
+        self._begin(sizes, holders)
+
+    @precondition(lambda self: self.ledger.is_done)
+    @rule(holders=st.integers(1, 3))
+    def begin_again(self, holders: int) -> None:
+        self._begin(self.sizes, holders)
+        reach("epochs that were done")
+
+    def _begin(self, sizes: BatchSizes, holders: int) -> None:
         self.sizes = sizes
         self.ledger = EpochLedger(sizes, range(holders))
         self.holders = list(range(holders))
-        self.next_holder = holders
         self.gone: set[int] = set()
         self.where: list[str | tuple[str, int]] = [POOL] * sizes.num_batches
         self.leases: dict[int, list[int]] = {holder: [] for holder in self.holders}
@@ -196,21 +203,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.move(pooled, LEFT_OUT)
         reach("epochs left early")
 
-    @precondition(lambda self: COMMITTED in self.where or LEFT_OUT in self.where)
-    @rule()
-    def resume(self) -> None:
-        """Another membership goes on from what is settled; nothing else counts."""
-        state = json.loads(json.dumps(self.ledger.state_dict()))
-        self.ledger = EpochLedger(self.sizes, [self.next_holder])
-        self.ledger.load_state_dict(state)
-        self.holders, self.gone = [self.next_holder], set()
-        self.leases = {self.next_holder: []}
-        self.next_holder += 1
-        settled = (COMMITTED, LEFT_OUT)
-        self.where = [at if at in settled else POOL for at in self.where]
-        reach("resumed runs")
-
-    # What holds at all times, and at the end.
+    # Conditions, and what holds at all times.
 
     def is_under_way(self) -> bool:
         return any(self.at_any(k) for k in ("leased", "trained", "closed", "staged"))
@@ -235,28 +228,6 @@ class LedgerMachine(RuleBasedStateMachine):
         assert ledger.staged_samples == self.samples(staged)
         assert ledger.used_samples == self.samples([*committed, *waiting])
         assert ledger.is_done == set(self.where).issubset((COMMITTED, LEFT_OUT))
-
-    def teardown(self) -> None:
-        """The rest of the epoch is done after a break: every batch is, once."""
-        if not hasattr(self, "ledger"):
-            return
-        state = self.ledger.state_dict()
-        later = EpochLedger(self.sizes, [0])
-        later.load_state_dict(state)
-        assert later.committed_samples == self.ledger.committed_samples
-        trained = [b for part in (*state["committed"],) for b in range(*part)]
-        assert trained == self.at(COMMITTED)
-        while later.pooled:
-            start, stop = later.lease(0, 3)
-            later.train(0, start, stop)
-            trained += range(start, stop)
-        later.close(0)
-        later.stage()
-        later.commit()
-        later.check()
-        assert later.is_done
-        left_out = self.at(LEFT_OUT)
-        assert sorted(trained + left_out) == list(range(self.sizes.num_batches))
 
 
 def run_length(batches: list[int], start: int) -> int:

@@ -271,6 +271,4 @@ def test_a_death_before_one_rank_trains_alone(
     assert bool(begun) == (phase is _Phase.TRIAL)
     if phase is _Phase.ALONE:
         assert policy._switch.idle == {2, 3}
-        assert policy.mortal_by(3) == ""
-        why = "rank 0 trains alone, and no other has its optimizer's state"
-        assert policy.mortal_by(0) == why
+        assert policy.loss_limits.sole_holders == {0}

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import (
-    Disconnected,
     Interrupted,
+    RankLost,
     Tick,
 )
 from elche.coordination.protocol.wire import (
@@ -95,7 +95,7 @@ def test_every_message_survives_the_wire(message: Any) -> None:
 
 def test_what_only_the_shell_may_say_does_not_come_from_the_wire() -> None:
     for message in (
-        Disconnected(rank=0),
+        RankLost(rank=0),
         Tick(),
         Interrupted(by="SIGINT"),
     ):

@@ -108,17 +108,16 @@ def test_who_is_as_fast_again_comes_back() -> None:
 def test_nobody_may_die_until_all_have_run_a_step_in_the_same_group() -> None:
     """Some may not have heard yet that a rank is left out, or takes part again."""
     core = Core()
-    assert core.left_out.mortal_by == ""
+    assert core.left_out.changing == ()
     core.epoch(0)
-    assert core.left_out.mortal_by == "ranks [1] are about to be left out of steps"
+    assert core.left_out.changing == (1,)
     core.left_out.completed()
     assert core.left_out.ranks == (1,)
-    assert core.left_out.mortal_by == ""
+    assert core.left_out.changing == ()
     core.left_out.begin_epoch(1, BatchSizes(((32, 100),)), core.now_s)
-    why = "ranks [1] were left out, and take part again"
-    assert core.left_out.mortal_by == why
+    assert core.left_out.changing == (1,)
     core.left_out.completed()
-    assert core.left_out.mortal_by == ""
+    assert core.left_out.changing == ()
 
 
 def test_an_epoch_too_short_to_gain_by_it_keeps_all() -> None:

@@ -26,11 +26,11 @@ from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.accounts.epoch_parts import EpochRest, PartRanges
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import (
-    Disconnected,
     EpochOpened,
     Join,
     JoinReady,
     Left,
+    RankLost,
     Regrouped,
     WindowReduced,
 )
@@ -107,7 +107,7 @@ class World:
         """It has sent what it has sent."""
         self.killed.add(rank)
         del self.scripts[rank], self.inboxes[rank]
-        self.tell(Disconnected(rank=rank))
+        self.tell(RankLost(rank=rank))
 
     def come(self) -> None:
         """Another rank asks to join."""

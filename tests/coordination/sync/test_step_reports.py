@@ -126,13 +126,10 @@ class Shell:
                     EndEpoch(
                         rank=0,
                         epoch=0,
-                        samples=(STEPS * BATCH,),
-                        busy_s=(0.0,),
-                        data_wait_s=(0.0,),
+                        samples=STEPS * BATCH,
                         sync_s=0.0,
                         windows=STEPS,
                         anchor=1,
-                        shares=(1.0,),
                     )
                 )
 

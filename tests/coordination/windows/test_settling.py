@@ -20,8 +20,8 @@ import pytest
 from elche.cadence.throughput import CostEstimate
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.protocol.events import (
-    Disconnected,
     EpochOpened,
+    RankLost,
     Regrouped,
     WindowReduced,
 )
@@ -175,7 +175,7 @@ class World:
         events = self.to_core[rank]
         for _ in range(self.random.randint(0, len(events))):
             events.pop()
-        events.append(Disconnected(rank=rank))
+        events.append(RankLost(rank=rank))
         for each in self.sums.values():
             if rank in each.members:
                 late = each.members - each.has

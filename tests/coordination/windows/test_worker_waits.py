@@ -207,13 +207,10 @@ def test_the_end_of_the_epoch_ends_the_loop() -> None:
         EndEpoch(
             rank=0,
             epoch=0,
-            samples=(80,),
-            busy_s=(1.0,),
-            data_wait_s=(0.0,),
+            samples=80,
             sync_s=0.1,
             windows=3,
             anchor=1,
-            shares=(1.0,),
         )
     )
     assert list(epoch.batches()) == []

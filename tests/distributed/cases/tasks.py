@@ -207,8 +207,8 @@ def shared(task: Task, at_step: Callable[[], None] = lambda: None) -> Trace:
     trace = _loop(task, model, optimizer, loader, at_step)
     run = session.current_run()
     if run is not None:
-        trace.shares = [report.shares for report in run.reports]
-        trace.busy_s = [report.busy_s for report in run.reports]
+        trace.shares = [each.shares for each in run.notifications.epoch_metrics]
+        trace.busy_s = [each.busy_s for each in run.notifications.epoch_metrics]
         trace.windows = [report.windows for report in run.reports]
         trace.anchors = [report.anchor for report in run.reports]
     if task.loop == "scaler":

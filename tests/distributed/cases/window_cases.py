@@ -101,8 +101,8 @@ def share_with_slow_loader(policy: str, load_s: Sequence[float]) -> tuple[float,
                 optimizer.zero_grad()
     run = session.current_run()
     assert run is not None
-    end = run.reports[-1]
-    share, sample_s = end.shares[rank], end.busy_s[rank] / end.samples[rank]
+    last = run.notifications.epoch_metrics[-1]
+    share, sample_s = last.shares[rank], last.busy_s[rank] / last.rank_samples[rank]
     elche.shutdown()
     return share, sample_s
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.journal import Entry, RunRecord
-from elche.coordination.protocol.events import BarrierReached, Left, Tick
-from elche.coordination.protocol.inputs import Input, RankAdded, StreamBegun
+from elche.coordination.protocol.events import BarrierReached, Left, RankLost, Tick
+from elche.coordination.protocol.inputs import Input, StreamBegun
 from elche.coordination.protocol.instructions import BarrierPassed, Regroup, Welcome
 from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.errors import CommunicationError
@@ -221,13 +221,13 @@ def test_two_words_of_one_death_hold_nobody_up() -> None:
 
     async def read_twice() -> list[object]:
         child = CoordinatorChild(Link(theirs), BEGIN)
-        ours.sendall(pack(Command(RankAdded())) + pack(Fenced(1)))
+        ours.sendall(pack(Command(RankLost(rank=0))) + pack(Fenced(1)))
         child._have_fenced(1)  # reads what the loop has seen to be there
         child._receive()
         return [*child._pending]
 
     with ours, theirs:
-        assert asyncio.run(read_twice()) == [Command(RankAdded())]
+        assert asyncio.run(read_twice()) == [Command(RankLost(rank=0))]
 
 
 def test_a_copy_is_made_however_soon_they_die() -> None:

@@ -16,13 +16,10 @@ def ended(left: Sequence[Range], steps: int = 0) -> EndEpoch:
     return EndEpoch(
         rank=0,
         epoch=4,
-        samples=(1,),
-        busy_s=(0.0,),
-        data_wait_s=(0.0,),
+        samples=1,
         sync_s=0.0,
         windows=0,
         anchor=1,
-        shares=(1.0,),
         left=tuple(left),
         steps=steps,
     )

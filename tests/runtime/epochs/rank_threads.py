@@ -18,8 +18,8 @@ from torch import distributed as dist
 
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.events import (
-    Disconnected,
     Event,
+    RankLost,
     WindowClosed,
     WindowReduced,
 )
@@ -104,8 +104,6 @@ class Hub:
             self.entries[event.rank].append((kind, event.window, ()))
         now_s = max(self.turns.clocks)
         told = self.core.handle(event, now_s)
-        while self.core.has_more:
-            told += self.core.go_on(now_s)
         self.core.check()
         for each in told:
             self.inboxes[each.rank].append(each)
@@ -116,7 +114,7 @@ class Hub:
     def kill(self, rank: int) -> NoReturn:
         """This rank's process dies."""
         self.dead.add(rank)
-        self.take(Disconnected(rank=rank))
+        self.take(RankLost(rank=rank))
         raise Killed
 
     def begins_collective(self, rank: int) -> None:

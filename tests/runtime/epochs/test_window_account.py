@@ -76,13 +76,10 @@ def end() -> EndEpoch:
     return EndEpoch(
         rank=0,
         epoch=0,
-        samples=(8,),
-        busy_s=(1.0,),
-        data_wait_s=(0.0,),
+        samples=8,
         sync_s=0.1,
         windows=1,
         anchor=1,
-        shares=(1.0,),
     )
 
 

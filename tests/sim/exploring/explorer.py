@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from elche.coordination.protocol.events import Disconnected, Event
+from elche.coordination.protocol.events import Event, RankLost
 from elche.coordination.protocol.instructions import BeginEpoch, Instruction
 from tests.sim.exploring.frozen import Freezer
 from tests.sim.exploring.rank_states import (
@@ -291,7 +291,7 @@ class Explorer:
                     down=_with(state.down, rank, ()),
                 )
                 label = f"dies rank {rank}, {len(sent) - kept} messages lost"
-                yield label, self._tidy(self._send(after, Disconnected(rank=rank)))
+                yield label, self._tidy(self._send(after, RankLost(rank=rank)))
 
     def _join(self, state: State) -> State:
         new = self._ranks.start(len(state.ranks))

@@ -7,8 +7,6 @@ import ipaddress
 import os
 import platform
 import socket
-import stat
-from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Final
 
@@ -20,20 +18,13 @@ GONE_AFTER_S: Final = 600.0
 """A host that does not confirm what is sent to it for so long is gone."""
 PROBE_AFTER_S: Final = 10
 PROBE_EVERY_S: Final = 5
-RETRY_MS: Final = 2000
-"""Longest pause between two attempts to send, where the system lets that be set: else
-the pauses grow, and a link that was cut for a minute is taken up a minute late."""
 
-_FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
-_DESCRIPTORS: Final = "/proc/self/fd"
-
-# Linux names them; 6.15 is the first to have the last one, which Python does not name.
 _OPTIONS: Final = (
     (getattr(socket, "TCP_KEEPIDLE", None), PROBE_AFTER_S),
     (getattr(socket, "TCP_KEEPINTVL", None), PROBE_EVERY_S),
     (getattr(socket, "TCP_USER_TIMEOUT", None), round(GONE_AFTER_S * 1e3)),
-    (44 if hasattr(socket, "TCP_USER_TIMEOUT") else None, RETRY_MS),
 )
+"""Linux names them."""
 
 
 def host_name() -> str:
@@ -110,63 +101,12 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family)
 
 
-def outlive_cuts(connection: socket.socket) -> None:
-    """Takes a link up soon after a cut, and sees a host that is gone without a word."""
-    if connection.family not in _FAMILIES:
+def keep_alive(connection: socket.socket) -> None:
+    """Sends at once, and sees the loss of a host that does not end its connections."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _OPTIONS:
-        if option is None:
-            continue
-        try:
+        if option is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        except OSError:  # a kernel that has it not
-            continue
-
-
-@contextlib.contextmanager
-def outliving_cuts(host: str) -> Iterator[set[int]]:
-    """Does so for connections that are made meanwhile from an own address, as gloo's.
-
-    Yields their numbers, which are there in the end; see `break_off`.
-
-    gloo gives out neither its sockets nor their options, and a link that was cut for a
-    minute was taken up 48 s late. What others have opened before stays as it is.
-    """
-    before = {number for number, _ in _sockets()}
-    made = set[int]()
-    yield made
-    own = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-    for number, connection in _sockets():
-        if number not in before and connection.family in _FAMILIES:
-            with contextlib.suppress(OSError):  # closed since
-                if connection.getsockname()[0] == own:
-                    made.add(number)
-                    outlive_cuts(connection)
-
-
-def break_off(numbers: Set[int]) -> None:
-    """Ends connections, of whose other side nothing may ever come: its link is cut."""
-    for number, connection in _sockets():
-        if number in numbers:
-            with contextlib.suppress(OSError):  # closed since
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Numbers of this process's sockets, and a second handle of each for a moment."""
-    # With a timeout by default such a handle would change what the first one is set to.
-    if not os.path.isdir(_DESCRIPTORS) or socket.getdefaulttimeout() is not None:
-        return
-    for descriptor in map(int, os.listdir(_DESCRIPTORS)):
-        with contextlib.ExitStack() as stack:
-            try:
-                second = os.dup(descriptor)
-            except OSError:  # closed since
-                continue
-            about = os.fstat(second)
-            if stat.S_ISSOCK(about.st_mode):
-                yield about.st_ino, stack.enter_context(socket.socket(fileno=second))
-            else:
-                os.close(second)

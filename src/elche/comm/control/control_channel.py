@@ -15,13 +15,15 @@ one to see that nothing has come, one more to read what has, one to send.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import select
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from elche.comm.control.frames import FrameCodec
@@ -70,7 +72,7 @@ class ControlChannel:
         reconnect: Reconnect | None = None,
     ) -> None:
         self._rank = rank
-        self._reconnect = self.beside = reconnect
+        self._reconnect = reconnect
         self._stream = "" if reconnect is None else secrets.token_hex(8)
         self._outbox: Outbox[dict[str, Any]] = Outbox()
         self._received = 0
@@ -112,15 +114,15 @@ class ControlChannel:
         Raises:
             CommunicationError: no coordinator answers there, or something else does.
         """
-        again = Reconnect(address, key, rank, timeout_s)
         connection, codec = reach(address, key, rank, timeout_s)
+        again = partial(reach, address, key, rank, min(timeout_s, RESUME_S))
         channel = ControlChannel(connection, codec, rank, again if resumes else None)
-        channel.beside = again
         channel._send(channel._hello())
         return channel
 
     def _hello(self) -> dict[str, Any]:
-        hello: dict[str, Any] = {"type": "Hello", "rank": self._rank}
+        pid = os.getpid()
+        hello: dict[str, Any] = {"type": "Hello", "rank": self._rank, "pid": pid}
         if self._reconnect is not None:
             hello |= {"stream": self._stream, "received": self._received}
         return hello
@@ -148,15 +150,21 @@ class ControlChannel:
             DeadlineError: none came in time.
             CommunicationError: the coordinator is gone.
         """
-        deadline_s = time.monotonic() + timeout_s
-        while not self._inbox:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise DeadlineError(
-                    f"rank {self._rank} waited {timeout_s:g} s for {waiting_for}"
-                )
-            self._read(left_s)
+        self._await(lambda: bool(self._inbox), timeout_s)
+        if not self._inbox:
+            raise DeadlineError(
+                f"rank {self._rank} waited {timeout_s:g} s for {waiting_for}"
+            )
         return self._inbox.popleft()
+
+    def _await(self, is_there: Callable[[], bool], timeout_s: float) -> None:
+        """Reads until something is there, no more can come, or the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        while not is_there():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or (self._failure is not None and self._inbox):
+                return
+            self._read(left_s)
 
     def find_abort(self) -> Abort | None:
         """An order to end the run among what has come; the rest stays in line.
@@ -185,13 +193,12 @@ class ControlChannel:
 
     def await_kinds(self, kinds: tuple[type[Any], ...], timeout_s: float) -> bool:
         """Waits until an instruction of these kinds has come; all stays in line."""
-        deadline_s = time.monotonic() + timeout_s
-        while not any(isinstance(message, kinds) for message in self._inbox):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or self._failure is not None:
-                return False
-            self._read(left_s)
-        return True
+
+        def is_there() -> bool:
+            return any(isinstance(message, kinds) for message in self._inbox)
+
+        self._await(is_there, timeout_s)
+        return is_there()
 
     def beat(self, stack: str, *, waits: bool) -> None:
         """Says that this process lives; from its heartbeat's thread."""
@@ -214,23 +221,19 @@ class ControlChannel:
             CommunicationError: the coordinator is gone, or has ended the run.
         """
         if key not in self._stored:
-            self._send({"type": "StoreGet", "key": key})
-        deadline_s = time.monotonic() + timeout_s
-        while key not in self._stored:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise DeadlineError(
-                    f"rank {self._rank} waited {timeout_s:g} s for the rendezvous "
-                    f"value {key!r} of another rank"
-                )
-            self._read(left_s)
-            if key in self._stored:
-                break
-            if self._failure is not None:
-                raise self._failure
-            if self.waiting(Abort):
-                raise CommunicationError("the run was ended")
-        return self._stored[key]
+            self.store_ask(key)
+            self._read(0.0)
+        self._await(lambda: key in self._stored or bool(self.waiting(Abort)), timeout_s)
+        if key in self._stored:
+            return self._stored[key]
+        if self._failure is not None:
+            raise self._failure
+        if self.waiting(Abort):
+            raise CommunicationError("the run was ended")
+        raise DeadlineError(
+            f"rank {self._rank} waited {timeout_s:g} s for the rendezvous value "
+            f"{key!r} of another rank"
+        )
 
     def store_ask(self, key: str) -> None:
         """Asks for a value, which :meth:`stored` has when it has come."""
@@ -251,14 +254,7 @@ class ControlChannel:
     def store_published(self, keys: Sequence[str], timeout_s: float) -> set[str]:
         """Those of some keys that are published within a while."""
         self._send(*({"type": "StoreGet", "key": key} for key in keys))
-        deadline_s = time.monotonic() + timeout_s
-        while not self._stored.keys() >= set(keys):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                break
-            self._read(left_s)
-            if self._failure is not None:
-                break
+        self._await(lambda: self._stored.keys() >= set(keys), timeout_s)
         return self._stored.keys() & set(keys)
 
     def close(self) -> None:

@@ -95,12 +95,6 @@ class FrameCodec:
                 raise ProtocolError(f"a frame is not msgpack: {error}") from error
             yield message
 
-    def repeats(self, message: dict[str, Any]) -> bytes:
-        """A line by which `beat_process` sends a message again and again."""
-        payload = msgpack.packb(message, use_bin_type=True)
-        parts = self._key, self._nonce + self._directions[0], payload
-        return b" ".join(part.hex().encode() for part in parts) + b"\n"
-
     def _tag(self, direction: bytes, sequence: int, payload: bytes) -> bytes:
         what = self._nonce + direction + _SEQUENCE.pack(sequence) + payload
         return hmac.digest(self._key, what, "sha256")[:TAG_BYTES]

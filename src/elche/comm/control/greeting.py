@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
-from typing import Final, final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
-from elche.comm.control.addresses import format_address, outlive_cuts
+from elche.comm.control.addresses import format_address, keep_alive
 from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
 from elche.errors import CommunicationError, ProtocolError
 
@@ -13,32 +14,8 @@ RESUME_S: Final = 20.0
 """Within which a coordinator that has died is there again."""
 
 
-@final
-class Reconnect:
-    """The way to a coordinator that is started anew.
-
-    Args:
-        address: of the coordinator.
-        key: the run's secret.
-        rank: this rank.
-        timeout_s: deadline of an attempt, at most `RESUME_S`.
-    """
-
-    def __init__(
-        self, address: tuple[str, int], key: bytes, rank: int, timeout_s: float
-    ) -> None:
-        self._address, self._key, self._rank = address, key, rank
-        self._try_s = min(timeout_s, RESUME_S)
-
-    def __call__(self) -> tuple[socket.socket, FrameCodec]:
-        """Connects; see `reach`."""
-        return reach(self._address, self._key, self._rank, self._try_s)
-
-    def connect_beats(self, most_s: float) -> tuple[socket.socket, bytes]:
-        """A connection for `beat_process`, and the line that this reads."""
-        connection, codec = reach(self._address, self._key, self._rank, most_s)
-        connection.setblocking(False)
-        return connection, codec.repeats({"type": "Alive", "rank": self._rank})
+Reconnect: TypeAlias = Callable[[], tuple[socket.socket, FrameCodec]]
+"""Connects to a coordinator that is started anew; see `reach`."""
 
 
 def reach(
@@ -52,7 +29,7 @@ def reach(
     connection: socket.socket | None = None
     try:
         connection = socket.create_connection(address, timeout=timeout_s)
-        outlive_cuts(connection)
+        keep_alive(connection)
         greeting = b""
         while len(greeting) < GREETING_BYTES:
             part = connection.recv(GREETING_BYTES - len(greeting))

@@ -6,23 +6,17 @@ gloo listens on loopback unless an address is given.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch import distributed as dist
 
-from elche.comm.control.addresses import (
-    break_off,
-    host_name,
-    is_loopback,
-    outliving_cuts,
-)
+from elche.comm.control.addresses import host_name
 from elche.comm.transport.exchange import CHECK_EVERY_S, wait_until
 from elche.errors import CommunicationError, DeadlineError
 from elche.torch_internals.groups import gloo_options
@@ -143,7 +137,6 @@ class Group:
         self._hosts: tuple[str, ...] | None = None
         self._at_close: list[Callable[[], None]] = []
         self._works: list[Any] = []
-        self._connections: Set[int] = frozenset()
         self._kept: deque[torch.Tensor] = deque(maxlen=KEPT_TENSORS)
 
     @property
@@ -200,21 +193,15 @@ class Group:
         """
         options = gloo_options(timedelta(seconds=timeout_s), listen)
         store = _ControlStore(channel, f"generation/{generation}/", timeout_s)
-        alone = contextlib.nullcontext(set[int]())
         try:
-            with (
-                alone if is_loopback(listen) else outliving_cuts(listen) as connections
-            ):
-                made = dist.ProcessGroupGloo(store, rank, world_size, options)
+            made = dist.ProcessGroupGloo(store, rank, world_size, options)
         except CommunicationError:  # of the control channel: says more than gloo
             raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {rank}: the process group did not form: {error}"
             ) from error
-        group = Group(made, rank, world_size, timeout_s)
-        group._connections = connections
-        return group
+        return Group(made, rank, world_size, timeout_s)
 
     @property
     def point_to_point(self) -> Any:
@@ -393,12 +380,6 @@ def end_left_groups(timeout_s: float) -> bool:
         if not _left or time.monotonic() >= deadline_s:
             return not _left
         time.sleep(LOOK_S)
-
-
-def break_left_groups() -> None:
-    """Breaks off what hangs in groups that were left, as where a link is cut."""
-    for _, _, group in _left:
-        break_off(group._connections)
 
 
 def late_error(text: str, missing: Sequence[int]) -> CommunicationError:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
-from typing import Any
 
 from elche.coordination.accounts.batch_ranges import BatchSizes, Range, joined
 from elche.coordination.protocol.instructions import EndEpoch
@@ -137,19 +135,9 @@ class EpochRest:
 
 def whole_end(parts: Sequence[EndEpoch]) -> EndEpoch:
     """What was said of the parts of one epoch, as if it had not been cut."""
-    last = parts[-1]
-    if len(parts) == 1:
-        return last
     return replace(
-        last,
-        samples=_sums([part.samples for part in parts]),
-        busy_s=_sums([part.busy_s for part in parts]),
-        data_wait_s=_sums([part.data_wait_s for part in parts]),
+        parts[-1],
+        samples=sum(part.samples for part in parts),
         sync_s=sum(part.sync_s for part in parts),
         windows=sum(part.windows for part in parts),
     )
-
-
-def _sums(parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """By rank; the last ones may have died, or joined, between two parts."""
-    return tuple(map(sum, zip_longest(*parts, fillvalue=0)))

@@ -8,107 +8,75 @@ so two runs on the same devices give the same bits. Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import final
 
 from elche.coordination.accounts.batch_ranges import BatchSizes, Range
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """One window; lists have an entry per rank.
+    """One window; tuples have an entry per rank.
 
     Attributes:
-        parts: batches, as ranges in the order of training.
-        adopt_at: batches of this window before which the last result is adopted.
+        parts: batches, of which a rank may have none.
         committed_samples: what a scheduler follows, as `OpenWindow` has it.
         planned_samples: likewise.
-        planned_batches: likewise, per rank.
     """
 
-    parts: list[list[Range]]
-    adopt_at: list[int]
-    committed_samples: int = 0
-    planned_samples: int = 0
-    planned_batches: list[int] = field(default_factory=list)
+    parts: tuple[Range, ...]
+    committed_samples: int
+    planned_samples: int
 
-    def batches(self, rank: int) -> int:
-        """Batches of a rank."""
-        return sum(stop - start for start, stop in self.parts[rank])
+    def batches(self, place: int) -> int:
+        """Batches of the rank at this place."""
+        start, stop = self.parts[place]
+        return stop - start
 
 
 @final
 class FixedWindows:
-    """Windows of fixed counts.
+    """Windows of the same counts each, through one epoch.
 
     Args:
         sizes: the epoch's batches.
         counts: batches per rank and window.
         committed_samples: of the run before this epoch.
+        first_window: number of the epoch's first window in the run.
+
+    Attributes:
+        unleased: the first window whose batches have not been leased.
     """
 
     def __init__(
-        self, sizes: BatchSizes, counts: Sequence[int], committed_samples: int
+        self,
+        sizes: BatchSizes,
+        counts: Sequence[int],
+        committed_samples: int,
+        first_window: int,
     ) -> None:
         self._sizes = sizes
         self._counts = list(counts)
         self._committed_samples = committed_samples
-
-    def window(self, number: int) -> WindowPlan | None:
-        """Window ``number``, of the same counts as all; None past the epoch's end."""
-        total, end = sum(self._counts), self._sizes.num_batches
-        first = number * total
-        if first >= end:
-            return None
-        parts: list[list[Range]] = []
-        at = first
-        for count in self._counts:
-            stop = min(end, at + count)
-            parts.append([(at, stop)] if stop > at else [])
-            at = stop
-        counts = [sum(b - a for a, b in part) for part in parts]
-        return WindowPlan(
-            parts=parts,
-            adopt_at=[min(1, count) for count in counts],
-            committed_samples=self._committed_samples
-            + self._sizes.samples_in(0, first),
-            planned_samples=self._sizes.samples_in(first, at),
-            planned_batches=counts,
-        )
-
-
-@final
-class WindowPlans:
-    """Plans of the windows of one epoch, by the numbers that they have in the run.
-
-    Args:
-        first_window: the number of its first window.
-
-    Attributes:
-        unleased: the first window whose batches have not been leased by a plan.
-    """
-
-    def __init__(self, first_window: int) -> None:
         self._first_window = self.unleased = first_window
-        self._source: FixedWindows | None = None
 
-    @property
-    def is_followed(self) -> bool:
-        """Whether windows are planned, and so depend on no measurement."""
-        return self._source is not None
-
-    def follow(self, source: FixedWindows) -> None:
-        """Plans the windows of this epoch."""
-        self._source = source
-
-    def window(self, window: int) -> WindowPlan | None:
-        """The plan of a window; None past the end, or where none is followed."""
-        if self._source is None:
-            return None
-        return self._source.window(window - self._first_window)
+    def window(self, number: int) -> WindowPlan:
+        """The plan of a window; past the epoch's end nobody has a batch."""
+        end = self._sizes.num_batches
+        first = min(end, (number - self._first_window) * sum(self._counts))
+        bounds = [min(end, at) for at in accumulate(self._counts, initial=first)]
+        done = self._sizes.samples_in(0, first)
+        return WindowPlan(
+            parts=tuple(pairwise(bounds)),
+            committed_samples=self._committed_samples + done,
+            planned_samples=self._sizes.samples_in(first, bounds[-1]),
+        )
 
     def lease_next(self) -> WindowPlan | None:
         """The next window whose batches are to be leased; None past the end."""
         plan = self.window(self.unleased)
-        self.unleased += plan is not None
+        if not any(stop > start for start, stop in plan.parts):
+            return None
+        self.unleased += 1
         return plan

@@ -9,12 +9,10 @@ leaves the pool for good exactly once. Pure.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from elche.coordination.accounts.batch_ranges import (
-    BatchCut,
     BatchSizes,
     Range,
     append_range,
@@ -150,58 +148,13 @@ class EpochLedger:
         """What no rank holds."""
         return tuple(self._pool)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is settled after the last commit, as values that JSON keeps exactly.
-
-        Whatever is leased, trained, closed or staged counts as not done: a run that
-        is resumed from here trains on it again, on the model of the last commit.
-        """
-        return {
-            "sizes": [list(run) for run in self.sizes.runs],
-            "cut": list(self.sizes.cut.to_wire()),
-            "committed": [list(part) for part in self._committed],
-            "left_out": [list(part) for part in self._left_out],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a ledger was; holders may be others.
-
-        Args:
-            state: what :meth:`state_dict` returned, through JSON or not.
-
-        Raises:
-            TransitionError: this ledger has begun, or the batches are others.
-        """
-        runs = tuple((int(samples), int(count)) for samples, count in state["sizes"])
-        cut = BatchCut(*state["cut"])
-        if BatchSizes(runs, cut) != self.sizes:
-            raise TransitionError(
-                f"expected an epoch of batches {self.sizes.runs}, but the state is of "
-                f"{runs}, or they are cut otherwise ({self.sizes.cut}, {cut}); resume "
-                "with the data and batch sizes of that run"
-            )
-        if self.pooled != self.sizes.num_batches:
-            raise TransitionError(
-                "a ledger goes on from a state before its first lease"
-            )
-        for start, stop in state["committed"]:
-            self._settle(int(start), int(stop))
-        for start, stop in state["left_out"]:
-            self._take(int(start), int(stop))
-            self._pooled -= int(stop) - int(start)
-            self._left_out.append((int(start), int(stop)))
-
     def skip(self, batches: int) -> None:
         """The first batches have been committed under another account."""
         if batches:
-            self._settle(0, batches)
-
-    def _settle(self, start: int, stop: int) -> None:
-        """Pooled batches have been committed before."""
-        self._take(start, stop)
-        self._pooled -= stop - start
-        self._committed.append((start, stop))
-        self._committed_samples += self.sizes.samples_in(start, stop)
+            self._take(0, batches)
+            self._pooled -= batches
+            self._committed.append((0, batches))
+            self._committed_samples += self.sizes.samples_in(0, batches)
 
     def _take(self, start: int, stop: int) -> None:
         """Takes batches out of the middle of the pool; counts stay as they were."""

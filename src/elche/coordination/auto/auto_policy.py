@@ -33,6 +33,7 @@ from elche.coordination.auto.auto_choice import MeasuredChoice, RunLength
 from elche.coordination.auto.auto_gauge import Gauge
 from elche.coordination.auto.auto_trials import TRIAL_GRANTS, Trials
 from elche.coordination.auto.auto_windows import PolicySwitch
+from elche.coordination.fatal_losses import LossLimits
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -149,17 +150,12 @@ class AutoPolicy(Policy):
         return self._current.positions_left
 
     @property
-    def may_lose(self) -> bool:
-        """Whether the policy in force can go on without a rank."""
-        return self._current.may_lose
-
-    def mortal_by(self, rank: int) -> str:
-        """Why the others cannot go on without a rank that dies now; "" if they can."""
-        windows = self._switch.windows
-        is_alone = windows is not None and windows.choice.is_alone
-        if is_alone and rank not in self._switch.idle:
-            return f"rank {rank} trains alone, and no other has its optimizer's state"
-        return self._current.mortal_by(rank)
+    def loss_limits(self) -> LossLimits:
+        """Limits of the policy in force, and the rank that trains alone."""
+        limits, windows = self._current.loss_limits, self._switch.windows
+        if windows is None or not windows.choice.is_alone:
+            return limits
+        return replace(limits, sole_holders={*self._switch.ranks} - self._switch.idle)
 
     @property
     def is_cut(self) -> bool:

@@ -133,7 +133,7 @@ class PolicySwitch:
         """Counts samples of the epoch that are in the model at its end."""
         for each in outcome.instructions:
             if isinstance(each, EndEpoch):
-                self._samples_before += sum(each.samples)
+                self._samples_before += each.samples
                 return
         steps = event.step if isinstance(event, EpochLeft) else self._sizes.num_batches
         self._samples_before += self._sizes.samples_in(0, steps)

@@ -280,18 +280,11 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disconnected:
-    """The shell saw a rank's connection end."""
+class RankLost:
+    """A rank's connection has ended, or it has sent nothing for ``silent_s``."""
 
     rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Silent:
-    """The shell has not heard a rank's process for too long; it may be stopped."""
-
-    rank: int
-    silent_s: float
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,8 +318,7 @@ Event = (
     | DefaultGroupFormed
     | Failed
     | Left
-    | Disconnected
-    | Silent
+    | RankLost
     | Tick
     | Interrupted
 )

@@ -24,9 +24,4 @@ class StoreSet:
     value: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class RankAdded:
-    """Another rank may come, and join the run."""
-
-
-Input: TypeAlias = Event | StreamBegun | StoreSet | RankAdded
+Input: TypeAlias = Event | StreamBegun | StoreSet

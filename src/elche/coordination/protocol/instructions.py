@@ -12,14 +12,14 @@ class Welcome:
     """All ranks are there and agree; the first generation may form its group.
 
     To a rank that is to join a run under way: it fits, and may build what it needs.
-    Deaths of ranks are ``outlived``, or end the run.
+    The run ``survives`` the loss of ranks, or ends by it.
     """
 
     rank: int
     generation: int
     devices: tuple[str, ...]
     memory_bytes: tuple[int, ...] = ()
-    outlived: bool = False
+    survives: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,13 +249,10 @@ class EndEpoch:
 
     rank: int
     epoch: int
-    samples: tuple[int, ...]
-    busy_s: tuple[float, ...]
-    data_wait_s: tuple[float, ...]
+    samples: int
     sync_s: float
     windows: int
     anchor: int
-    shares: tuple[float, ...]
     is_early: bool = False
     left: Runs = ()
     steps: int = 0

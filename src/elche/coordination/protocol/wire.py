@@ -6,13 +6,7 @@ import typing
 from dataclasses import fields
 from typing import Any
 
-from elche.coordination.protocol.events import (
-    Disconnected,
-    Event,
-    Interrupted,
-    Silent,
-    Tick,
-)
+from elche.coordination.protocol.events import Event, Interrupted, RankLost, Tick
 from elche.coordination.protocol.field_checks import Check, brief, check_for
 from elche.coordination.protocol.instructions import Instruction
 from elche.errors import ProtocolError
@@ -20,7 +14,7 @@ from elche.errors import ProtocolError
 FROM_WORKERS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in typing.get_args(Event)
-    if kind not in (Disconnected, Interrupted, Silent, Tick)
+    if kind not in (Interrupted, RankLost, Tick)
 }
 FROM_COORDINATOR: dict[str, type[Any]] = {
     kind.__name__: kind for kind in typing.get_args(Instruction)

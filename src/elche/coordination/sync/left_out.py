@@ -100,6 +100,8 @@ class LeftOutRanks:
 
     Attributes:
         ranks: who is left out now, in order.
+        changing: ranks that are being left out, or take part again, until all who take
+            part are in one group.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class LeftOutRanks:
             self._phase = _Phase.MEASURING
         self._unknown: dict[int, str] = {}
         self.ranks: tuple[int, ...] = ()
-        self._changing: tuple[int, ...] = ()
+        self.changing: tuple[int, ...] = ()
         self._chosen: _Exclusion | None = None
         self._epoch, self._samples, self._steps_left = -1, 0, 0
         self._gauge = StepGauge(self._ahead_steps)
@@ -159,22 +161,9 @@ class LeftOutRanks:
         """Steps are granted one by one."""
         return self._phase is _Phase.TRIAL
 
-    @property
-    def mortal_by(self) -> str:
-        """Why the others cannot go on without a rank that dies now; "" if they can.
-
-        When ranks are left out, or come back, each rank forms its group when it hears
-        of it, and some may not have yet.
-        """
-        if self._changing and self.ranks:
-            return f"ranks {[*self.ranks]} are about to be left out of steps"
-        if self._changing:
-            return f"ranks {[*self._changing]} were left out, and take part again"
-        return ""
-
     def completed(self) -> None:
         """All who take part have run steps: they are in one group."""
-        self._changing = ()
+        self.changing = ()
 
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float
@@ -253,7 +242,7 @@ class LeftOutRanks:
 
     def reset(self, members: Sequence[int]) -> tuple[int, ...]:
         """The members are others now and all take part; returns who was left out."""
-        were, self.ranks, self._changing = self.ranks, (), ()
+        were, self.ranks, self.changing = self.ranks, (), ()
         self._members = list(members)
         self._chosen, self._is_suspected = None, False
         if self._phase is not _Phase.OFF:
@@ -391,7 +380,7 @@ class LeftOutRanks:
 
     def _set(self, ranks: tuple[int, ...], reason: str = "") -> list[LeaveOut]:
         """All but these take part from now on; all are told."""
-        self._changing = ranks or self.ranks or self._changing
+        self.changing = ranks or self.ranks or self.changing
         self.ranks = ranks
         self._shares.leave_out(ranks)
         return [

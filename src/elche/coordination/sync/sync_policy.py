@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence, Set
 from elche.coordination.accounts.batch_ranges import BatchSizes, Range, joined
 from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.agreement import Settings
+from elche.coordination.fatal_losses import LossLimits
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.protocol.events import (
     EpochCut,
@@ -60,11 +61,6 @@ class SyncPolicy(Policy):
         self._lost: dict[int, int] = {}
         self._returned: list[Range] = []
         self._numbers = NonFiniteReports()
-
-    @property
-    def may_lose(self) -> bool:
-        """Ranks may go, but not while loops leave an epoch early."""
-        return not self._left
 
     @property
     def _active(self) -> Set[int]:
@@ -154,12 +150,16 @@ class SyncPolicy(Policy):
         """As many steps as were not run, where ranks have died; else 0."""
         return max(1, self._grants.ledger.pooled) if self._lost else 0
 
-    def mortal_by(self, rank: int) -> str:
-        """Why the others cannot go on without this rank; "" if they can."""
+    @property
+    def loss_limits(self) -> LossLimits:
+        """The last rank that has the model, ranks that change groups, early ends."""
         lacking = self._handover.lacking(self.left_out)
-        if lacking and not self._members.keys() - lacking - {rank}:
-            return f"ranks {sorted(lacking)} are left out of steps, and lack the model"
-        return self._left_out.mortal_by
+        holders = self._members.keys() - lacking
+        return LossLimits(
+            sole_holders=holders if lacking and len(holders) == 1 else frozenset(),
+            changing=self._left_out.changing,
+            has_breaks=bool(self._left),
+        )
 
     @property
     def granted_until(self) -> int:

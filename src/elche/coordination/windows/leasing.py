@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -25,8 +25,6 @@ those are slow), and each batch that is held when a rank is suddenly slow waits 
 """
 LOOKAHEAD_PER_RANK_S = 1e-3
 MAX_AHEAD = 64
-SLICE_RANKS = 1024
-"""Leases for many ranks are granted to so many at once."""
 STALE_ENTRIES = 4
 """So many entries per rank may be kept, most of them out of date."""
 
@@ -138,23 +136,18 @@ class Leasing:
         if rank in self._paces:
             self._moved(rank)
 
-    def first(
-        self, ranks: Sequence[int], now_s: float
-    ) -> Iterator[GrantBatches | None]:
+    def first(self, ranks: Sequence[int], now_s: float) -> list[GrantBatches]:
         """The first leases of an epoch, dealt out one batch at a time in turn."""
         grants: list[GrantBatches] = []
         waiting = list(ranks)
         while waiting:
             still = []
-            for at, rank in enumerate(waiting):
+            for rank in waiting:
                 if given := self.top_up(rank, now_s, most=1):
                     still.append(rank)
                     grants += given
-                if at % SLICE_RANKS == SLICE_RANKS - 1:
-                    yield None
             waiting = still
-            yield None
-        yield from _joined(grants, self._lease_batches)
+        return _joined(grants, self._lease_batches)
 
     def top_up(
         self, rank: int, now_s: float, most: int = MAX_AHEAD

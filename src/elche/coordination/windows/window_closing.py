@@ -83,7 +83,6 @@ def begin_reduction(
     counts = zip(state.pacing.ranks, state.pacing.el_che.batch_counts, strict=True)
     batches = sum(count for rank, count in counts if rank not in state.idle)
     settings = planner.settings(parts, state.ledger.sizes.num_batches, batches)
-    yield None
     begun_s = now_s if state.is_overlapped else None
     reduction = state.reductions.begin(window, parts, settings, begun_s)
     copies = {r: part.closed.copies for r, part in parts.items() if part.closed}

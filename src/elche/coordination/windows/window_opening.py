@@ -12,7 +12,6 @@ from elche.coordination.protocol.instructions import (
     OpenWindow,
     Permit,
 )
-from elche.coordination.windows.leasing import SLICE_RANKS
 from elche.coordination.windows.window_book import PartPhase
 from elche.coordination.windows.window_state import WindowState
 
@@ -33,14 +32,9 @@ def open_windows(state: WindowState, ranks: Sequence[int]) -> Iterator[Instructi
 def next_window(state: WindowState, now_s: float) -> Steps:
     """Opens the window for all who have none, with leases for who waits for some."""
     state.leasing.set_costs(state.pacing.batch_s())
-    yield None
     yield from open_windows(state, state.book.unopened())
     yield from permits(state)
-    hungry = sorted(state.leasing.hungry)
-    for at in range(0, max(1, len(hungry)), SLICE_RANKS):
-        yield None
-        yield from lease(state, hungry[at : at + SLICE_RANKS], now_s)
-    yield None
+    yield from lease(state, sorted(state.leasing.hungry), now_s)
     yield from close_idle(state, state.members)
 
 
@@ -65,7 +59,7 @@ def lease(
     state: WindowState, ranks: Sequence[int], now_s: float
 ) -> Iterator[Instruction]:
     """Tops up these ranks; sends CloseWindow to those that get nothing more."""
-    if state.life.is_draining or state.plans.is_followed:
+    if state.life.is_draining or state.plans is not None:
         if not state.life.is_draining:
             yield from grant_planned(state)
         yield from close_idle(state, ranks)
@@ -96,7 +90,7 @@ def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
 def grant_planned(state: WindowState) -> list[Instruction]:
     """Leases what a plan says, two windows ahead and past every loader's horizon."""
     granted: list[Instruction] = []
-    if not state.plans.is_followed:
+    if state.plans is None:
         return granted
     ranks = sorted(state.members)
     horizon = max(member.horizon_batches for member in state.members.values())
@@ -108,8 +102,8 @@ def grant_planned(state: WindowState) -> list[Instruction]:
         plan = state.plans.lease_next()
         if plan is None:
             break
-        for rank, parts in zip(ranks, plan.parts, strict=True):
-            for start, stop in parts:
+        for rank, (start, stop) in zip(ranks, plan.parts, strict=True):
+            if start < stop:
                 state.ledger.lease_range(rank, start, stop)
                 granted.append(
                     GrantBatches(rank=rank, epoch=state.epoch, start=start, stop=stop)
@@ -168,7 +162,6 @@ def calibrate(state: WindowState, rank: int) -> Steps:
     if not state.calibrated(rank):
         return
     state.note(state.pacing.measure(state.book.parts, None, is_tail=True))
-    yield None
     state.leasing.set_costs(state.pacing.batch_s())
     for other in state.members:
         if state.book.part(other).phase is PartPhase.OPEN:
@@ -209,11 +202,11 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
             wall_s=None,
             max_batches=plan.batches(at),
             hold_after=None,
-            adopt_at=plan.adopt_at[at],
+            adopt_at=min(1, plan.batches(at)),
             patience_s=None,
             committed_samples=plan.committed_samples,
             planned_samples=plan.planned_samples,
-            planned_batches=plan.planned_batches[at],
+            planned_batches=plan.batches(at),
         )
     state.book.part(rank).open(
         opened, is_diverged=is_diverged, is_drained=state.life.is_draining

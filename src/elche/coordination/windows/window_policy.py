@@ -10,9 +10,16 @@ adopted, so at most one reduction is under way. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchCut, BatchSizes
@@ -75,7 +82,6 @@ class WindowPolicy(Policy):
         first_window: number of the first window; ranks know what they hold by it.
         cut_for: how it cuts global batches into the local ones that ranks train on,
             by the ranks that are in the run; None: not at all.
-        may_defer: instructions to all ranks may be those of `Outcome.later`.
     """
 
     def __init__(
@@ -86,10 +92,7 @@ class WindowPolicy(Policy):
         idle: frozenset[int] = frozenset(),
         first_window: int = 0,
         cut_for: Callable[[Collection[int]], BatchCut] | None = None,
-        *,
-        may_defer: bool = False,
     ) -> None:
-        self._may_defer = may_defer
         self._cut_for = cut_for
         self.name = config.policy
         self._state = WindowState(config, members, idle, first_window)
@@ -123,12 +126,12 @@ class WindowPolicy(Policy):
         state.reset(sizes, epoch, now_s)
         state.take_plan(sizes)
         ranks = list(state.members)
-        return self._outcome([], self._begin(ranks, now_s))
+        return self._outcome(self._begin(ranks, now_s))
 
     def _begin(self, ranks: Sequence[int], now_s: float) -> Steps:
         state = self._state
         yield from open_windows(state, ranks)
-        if not state.plans.is_followed:
+        if state.plans is None:
             yield from state.leasing.first(ranks, now_s)
         yield from close_idle(state, ranks)
 
@@ -145,7 +148,7 @@ class WindowPolicy(Policy):
         state.take_over(sizes.first_of(done.batches), done.totals)
         done.totals.first_window = done.batches
         state.start_from(done.progress_samples)
-        return self._outcome([], self._begin(list(state.members), now_s))
+        return self._outcome(self._begin(list(state.members), now_s))
 
     def try_out(self, rank: int, batch_s: float) -> list[Instruction]:
         """Leases a batch to an idle rank, so that it is timed again.
@@ -159,17 +162,17 @@ class WindowPolicy(Policy):
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event of the epoch under way."""
         if isinstance(event, BatchesDone):
-            return self._outcome([], self._batches_done(event, now_s))
+            return self._outcome(self._batches_done(event, now_s))
         if isinstance(event, WindowClosed):
             return self._closed(event, now_s)
         if isinstance(event, WindowReduced):
             return self._reduced(event, now_s)
         if isinstance(event, EpochLeft):
-            return self._outcome([], self._leave(event))
+            return self._outcome(self._leave(event))
         if isinstance(event, EpochCut):
             self._state.life.cut()
             self._state.book.tell_again()
-            return self._outcome([], close_idle(self._state, self._state.members))
+            return self._outcome(close_idle(self._state, self._state.members))
         raise ProtocolError(
             f"{self._state.config.policy}: unexpected {type(event).__name__}"
         )
@@ -240,18 +243,10 @@ class WindowPolicy(Policy):
         return self._outcome([*again, *lease(state, hungry, now_s)])
 
     def _outcome(
-        self,
-        instructions: list[Instruction],
-        later: Steps | None = None,
-        *,
-        epoch_over: bool = False,
+        self, *told: Iterable[Instruction], epoch_over: bool = False
     ) -> Outcome:
-        """All instructions at once, unless they may come later."""
-        if later is not None and not self._may_defer:
-            instructions += (one for one in later if one is not None)
-            later = None
-        notes = self._state.take_notes()
-        return Outcome(instructions, epoch_over, notes, later or iter(()))
+        instructions = [*chain(*told)]
+        return Outcome(instructions, epoch_over, self._state.take_notes())
 
     def _batches_done(self, event: BatchesDone, now_s: float) -> Steps:
         state, rank = self._state, event.rank
@@ -293,7 +288,7 @@ class WindowPolicy(Policy):
         told: list[Instruction] = []
         if not state.goes_on(rank):
             state.throttle.stop(rank)
-        told += (one for one in calibrate(state, rank) if one is not None)
+        told += calibrate(state, rank)
         if state.may_end_window:
             return self._end_window(told, now_s)
         if state.opens_early:
@@ -310,7 +305,7 @@ class WindowPolicy(Policy):
         touched = any(part.batches for part in state.book.parts.values())
         is_last = not state.has_work and state.book.is_untouched
         # A planned window is left when its result is adopted, in the next one.
-        follows = state.is_overlapped and state.plans.is_followed and touched
+        follows = state.is_overlapped and state.plans is not None and touched
         if is_last and not follows:
             state.life.end()
         if not touched and (state.life.is_final or not state.is_overlapped):
@@ -319,7 +314,7 @@ class WindowPolicy(Policy):
                 return self._outcome(told, self._end_epoch(now_s), epoch_over=True)
             return self._outcome(told, next_window(state, now_s))
         is_tail = state.life.is_final or state.ledger.pooled == 0
-        if not state.plans.is_followed:  # a plan does not depend on measurements
+        if state.plans is None:  # a plan does not depend on measurements
             state.note(
                 state.pacing.measure(
                     state.book.parts,
@@ -333,11 +328,9 @@ class WindowPolicy(Policy):
     def _reduce(self, now_s: float) -> Steps:
         """Begins the reduction, and the next window."""
         state = self._state
-        yield None
         yield from begin_reduction(state, self._planner, now_s)
         state.stage()
         state.advance()
-        yield None
         if not state.life.is_final:
             yield from next_window(state, now_s)
 
@@ -368,32 +361,19 @@ class WindowPolicy(Policy):
             return self._outcome([])
         done = state.reductions.commit()
         state.checks.compare({r: each.checks for r, each in done.reports.items()})
-        outcome = self._outcome([], self._commit(done, now_s))
-        if self._may_defer:
-            outcome.then = partial(self._committed, done, now_s)
-            return outcome
-        more = self._committed(done, now_s)
-        more.instructions[:0] = outcome.instructions
-        more.notes[:0] = outcome.notes
-        return more
-
-    def _commit(self, done: Reduction, now_s: float) -> Steps:
-        """All ranks hold the result: its batches are committed; what it brought."""
-        state = self._state
-        yield None
         state.ledger.commit()
-        yield None
         reader = min(state.members)
-        yield state.totals.close_window(done.window, now_s, reader, done.sync_s)
-        yield None
+        brought = state.totals.close_window(done.window, now_s, reader, done.sync_s)
+        return self._committed(done, [brought], now_s)
 
-    def _committed(self, done: Reduction, now_s: float) -> Outcome:
+    def _committed(
+        self, done: Reduction, told: list[Instruction], now_s: float
+    ) -> Outcome:
         """What waited for a window to be committed."""
         state = self._state
-        told: list[Instruction] = []
         parts, unpaced = state.reductions.parts.items(), state.idle | done.diverged
         active = [p.batches for r, p in parts if p.batches and r not in unpaced]
-        if not state.plans.is_followed:
+        if state.plans is None:
             state.note(state.pacing.watch(done, min(active, default=0)))
         if state.life.is_final:
             return self._outcome(told, self._end_epoch(now_s), epoch_over=True)
@@ -417,7 +397,6 @@ class WindowPolicy(Policy):
         return close_idle(state, state.members)
 
     def _end_epoch(self, now_s: float) -> Steps:
-        yield None
         state = self._state
         anchor = state.pacing.el_che.anchor
         yield from state.totals.end_epoch(sorted(state.members), now_s, anchor=anchor)

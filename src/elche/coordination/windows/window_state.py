@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.copy_updates import CopySamples
-from elche.coordination.accounts.epoch_plan import (
-    FixedWindows,
-    WindowPlan,
-    WindowPlans,
-)
+from elche.coordination.accounts.epoch_plan import FixedWindows, WindowPlan
 from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.policy import EpochTotals, Member
@@ -76,7 +72,7 @@ class WindowState:
         self._paced: tuple[Pace | None, int] = (None, 0)
         self.diverged.begin_epoch()
         self._uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
-        self.plans = WindowPlans(self.book.window)
+        self.plans: FixedWindows | None = None
         self.book = WindowBook(self.members, self.book.window)
         self.throttle = Throttle(self.config.windows.max_batch_diff, self.members)
         most_ahead = self.config.windows.max_batch_diff
@@ -108,19 +104,13 @@ class WindowState:
         if self.config.debug.deterministic:
             self._uncalibrated.clear()
             counts = self.pacing.el_che.batch_counts
-            self.plans.follow(FixedWindows(sizes, counts, self.progress_samples))
+            self.plans = FixedWindows(
+                sizes, counts, self.progress_samples, self.book.window
+            )
 
     def planned(self, window: int) -> WindowPlan | None:
-        """The plan of a window; an empty one past the end of a planned epoch."""
-        if not self.plans.is_followed:
-            return None
-        nothing = [0] * len(self.members)
-        return self.plans.window(window) or WindowPlan(
-            parts=[[] for _ in nothing],
-            adopt_at=nothing,
-            committed_samples=self.progress_samples,
-            planned_batches=nothing,
-        )
+        """The plan of a window; None where none is followed."""
+        return None if self.plans is None else self.plans.window(window)
 
     def start_from(self, progress_samples: int) -> None:
         """So many samples of the run were trained on under another policy."""
@@ -234,7 +224,7 @@ class WindowState:
         The first rank that comes to it decides that for all.
         """
         if self._last_pace[0] != window:
-            is_free = not (self.plans.is_followed or self.life.is_draining)
+            is_free = not (self.plans is not None or self.life.is_draining)
             left_s = self.leasing.work_s
             self._last_pace = window, self.pacing.last_pace(left_s) if is_free else None
         return self._last_pace[1] or self.pacing.pace()
@@ -261,7 +251,7 @@ class WindowState:
     @property
     def opens_early(self) -> bool:
         """Whether a rank may begin its next window before all have ended this one."""
-        is_known = self.pacing.el_che.is_calibrated or self.plans.is_followed
+        is_known = self.pacing.el_che.is_calibrated or self.plans is not None
         return self.is_overlapped and is_known
 
     def goes_on(self, rank: int) -> bool:

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 from elche.comm.control.addresses import listen
-from elche.coordination.protocol.events import Disconnected, Event, Failed
-from elche.coordination.protocol.inputs import Input, RankAdded
+from elche.coordination.protocol.events import Event, Failed, RankLost
+from elche.coordination.protocol.inputs import Input
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.outbox import Outbox
 from elche.runtime.coordinator_process.link import (
@@ -26,9 +26,7 @@ from elche.runtime.coordinator_process.link import (
     Begin,
     Command,
     Copy,
-    Ended,
     Fenced,
-    FirstBatch,
     Journal,
     Logged,
     Lost,
@@ -62,7 +60,6 @@ class KeptCoordinator:
         address: of that.
         status: of the run, as was last heard.
         told_to_end: ranks that were told to end, because of another or of none.
-        num_ranks: ranks that may come.
         on_lost: called with a rank without which the run goes on, before anybody is
             told: it must not run any more.
         on_end: called with the kind of `Abort` that ends the run.
@@ -87,7 +84,6 @@ class KeptCoordinator:
         self.address: tuple[str, int] = (str(host), int(port))
         self.status = Status(members=frozenset(range(world_size)))
         self.told_to_end: set[int] = set()
-        self.num_ranks = world_size
         self.on_lost: Callable[[int], None] = lambda rank: None
         self.on_end: Callable[[str], None] = lambda kind: None
         self.on_first_batch: Callable[[], None] | None = None
@@ -167,18 +163,12 @@ class KeptCoordinator:
             error = f"its process ended with code {code}"
             self.take(Failed(rank=rank, error=error, traceback=""))
         else:
-            self.take(Disconnected(rank=rank))
+            self.take(RankLost(rank=rank))
         number, has_begun = self._given, self._journal or self._copy
         if has_begun and not self._gave_up and self._taken < number:
             taken = asyncio.get_running_loop().create_future()
             self._waiting.append((number, taken))
             await asyncio.wait([taken], timeout=ANSWER_S)
-
-    def add_rank(self) -> int:
-        """The number of another rank, which may join the run."""
-        self.take(RankAdded())
-        self.num_ranks += 1
-        return self.num_ranks - 1
 
     def is_connected(self, rank: int) -> bool:
         """Whether instructions reach a rank."""
@@ -270,13 +260,10 @@ class KeptCoordinator:
             self._copy, self._barren = message.record, 0
             self._journal.clear()  # it stands for all pieces so far
         elif isinstance(message, Status):
-            self.status = message
-            self.told_to_end |= message.told_to_end
+            self._take_status(message)
         elif isinstance(message, Lost):
             self.on_lost(message.rank)
             writer.write(pack(Fenced(message.rank)))
-        elif isinstance(message, Ended):
-            self.on_end(message.kind)
         elif isinstance(message, Seen):
             if self.on_message is not None:
                 self.on_message(message.message)
@@ -284,7 +271,13 @@ class KeptCoordinator:
             logging.getLogger(message.name).log(message.level, message.text)
         elif isinstance(message, Stopped):
             self._story = message.story
-        elif isinstance(message, FirstBatch) and self.on_first_batch is not None:
+
+    def _take_status(self, status: Status) -> None:
+        before, self.status = self.status, status
+        self.told_to_end |= status.told_to_end
+        if status.end_kind != before.end_kind:
+            self.on_end(status.end_kind)
+        if status.has_trained and self.on_first_batch is not None:
             self.on_first_batch()
             self.on_first_batch = None
 

@@ -73,6 +73,8 @@ class Status:
         members: ranks that are in the run, or have left it in order.
         devices: of each rank that has joined.
         aborted: why the run was ended, if it was.
+        end_kind: of the `Abort` that has ended it; "".
+        has_trained: a rank has reported batches as done.
         is_finished: every rank has left.
         has_admitted: a rank has come.
     """
@@ -84,6 +86,8 @@ class Status:
     members: frozenset[int] = frozenset()
     devices: tuple[tuple[int, str], ...] = ()
     aborted: str | None = None
+    end_kind: str = ""
+    has_trained: bool = False
     is_finished: bool = False
     has_admitted: bool = False
 
@@ -115,18 +119,6 @@ class Lost:
     """From it: the run goes on without this rank, which is to be fenced first."""
 
     rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """From it: the run is ended, by an `Abort` of this kind."""
-
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class FirstBatch:
-    """From it: a rank has reported batches as done."""
 
 
 @dataclass(frozen=True, slots=True)

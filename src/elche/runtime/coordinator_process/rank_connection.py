@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
-from elche.comm.control.addresses import outlive_cuts
+from elche.comm.control.addresses import keep_alive
 from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import HELLO_BYTES, accept
 from elche.coordination.protocol.events import Join, Left
@@ -26,11 +26,13 @@ class Hello:
 
     Attributes:
         rank: which.
+        pid: of its process; 0 where that is on another host.
         stream: name of its stream, of which it has ``received`` instructions; "" where
             it cannot come again.
     """
 
     rank: int
+    pid: int
     stream: str
     received: int
 
@@ -70,9 +72,6 @@ class ConnectionServer(Protocol):
     def beat(self, rank: int, stack: str, *, waits: bool) -> None:
         """A rank lives."""
 
-    def alive(self, rank: int, connection: RankConnection) -> None:
-        """A rank is not stopped."""
-
     def release(self, rank: int) -> None:
         """A rank leaves."""
 
@@ -101,7 +100,7 @@ class RankConnection(asyncio.Protocol):
         """Says by its nonce that this is a coordinator."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        outlive_cuts(transport.get_extra_info("socket"))
+        keep_alive(transport.get_extra_info("socket"))
         self._server.meet(self)
         transport.write(self._greeting)
 
@@ -156,11 +155,8 @@ class RankConnection(asyncio.Protocol):
         kind = message.get("type") if isinstance(message, dict) else None
         if kind == "Flush" and self._source is not None:
             return [None]
-        if kind == "Alive" and type(message.get("rank")) is int:
-            self._unknown_bytes = 0
-            self._server.alive(message["rank"], self)
-        elif self._rank is None:
-            hello = _hello_of(message) if kind == "Hello" else None
+        if self._rank is None:
+            hello = self._hello_of(message) if kind == "Hello" else None
             if hello is None or not self._server.admit(hello, self):
                 raise ProtocolError(
                     f"expected a Hello of a new rank, got {brief(message)}"
@@ -193,6 +189,17 @@ class RankConnection(asyncio.Protocol):
             return [event]
         return []
 
+    def _hello_of(self, message: dict[str, Any]) -> Hello | None:
+        """What a Hello says; None if it is none."""
+        rank, stream = message.get("rank"), message.get("stream", "")
+        pid, received = message.get("pid", 0), message.get("received", 0)
+        assert self._transport is not None
+        ends = map(self._transport.get_extra_info, ("peername", "sockname"))
+        hosts = {end[0] for end in ends if end}
+        if not type(rank) is type(pid) is type(received) is int:
+            return None
+        return Hello(rank, pid if len(hosts) == 1 else 0, str(stream), received)
+
 
 def _of_another_version(rank: int, version: object) -> Join:
     """Has a rank refused for its version, not for a field that it has or lacks."""
@@ -205,12 +212,3 @@ def _of_another_version(rank: int, version: object) -> Join:
         device="",
         horizon_batches=0,
     )
-
-
-def _hello_of(message: dict[str, Any]) -> Hello | None:
-    """What a Hello says; None if it is none."""
-    rank, stream = message.get("rank"), message.get("stream", "")
-    received = message.get("received", 0)
-    if type(rank) is int and type(stream) is str and type(received) is int:
-        return Hello(rank, stream, received)
-    return None

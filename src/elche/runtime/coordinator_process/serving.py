@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, final
 
-from elche.comm.control.beat_process import ignore_signals
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -28,9 +27,7 @@ from elche.runtime.coordinator_process.link import (
     Begin,
     Command,
     Copy,
-    Ended,
     Fenced,
-    FirstBatch,
     Journal,
     Link,
     Logged,
@@ -41,13 +38,14 @@ from elche.runtime.coordinator_process.link import (
     Stopped,
 )
 from elche.runtime.process.coordinator import CoordinatorServer
-from elche.runtime.process.launcher_watch import wake_with_parent
+from elche.runtime.process.launcher_watch import ignore_signals, wake_with_parent
 
 COPY_ENTRIES: Final = 1024
 """After so many entries a copy of the record takes their place in the launcher."""
 TOLD_PIECES: Final = 64
 """After so many of the journal they say how many instructions each rank has."""
-_FREQUENT = BatchesDone, StepsDone, WindowClosed, WindowReduced
+_TRAINED = BatchesDone, StepsDone
+_FREQUENT = *_TRAINED, WindowClosed, WindowReduced
 """Events of which the launcher hears with the next `Tick`, if they change anything."""
 
 
@@ -67,14 +65,12 @@ class CoordinatorChild:
         self._status = Status()
         self._entries = len(begin.journal)  # a copy is due, however soon they die
         self._pieces = 0
-        self._serves = False
+        self._serves = self._has_trained = False
         record = _restored(begin)
         server = CoordinatorServer(begin.world_size, begin.key, record=record)
         server.on_entries = self._write
         server.on_change = self._say_status
         server.on_lost = self._have_fenced
-        server.on_end = lambda kind: link.send(Ended(kind))
-        server.on_first_batch = lambda: link.send(FirstBatch())
         if begin.shows:
             server.on_message = lambda message: link.send(Seen(message))
         self._server = server
@@ -129,7 +125,10 @@ class CoordinatorChild:
     def _write(self, entries: list[Entry]) -> None:
         """Before anybody is told what follows from them."""
         record = self._server.record
-        if not all(isinstance(entry.what, _FREQUENT) for entry in entries):
+        has_trained = any(isinstance(entry.what, _TRAINED) for entry in entries)
+        is_first = has_trained and not self._has_trained
+        self._has_trained |= has_trained
+        if is_first or not all(isinstance(entry.what, _FREQUENT) for entry in entries):
             self._say_status()
         self._pieces += 1
         data = pack_piece(entries, record, says_told=self._pieces % TOLD_PIECES == 0)
@@ -140,23 +139,24 @@ class CoordinatorChild:
 
     def _copy_now_and_then(self) -> None:
         record = self._server.record
-        if self._entries >= COPY_ENTRIES and not record.core.has_more:
+        if self._entries >= COPY_ENTRIES:
             self._entries = 0
             data = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
             self._link.send(Copy(data))
 
     def _say_status(self) -> None:
-        server, core = self._server, self._server.core
-        ranks = range(server.num_ranks)
-        connected = frozenset(filter(server.is_connected, ranks))
+        server, record = self._server, self._server.record
+        core, connected = record.core, server.connected
         status = Status(
             connected=connected,
             heeding=frozenset(filter(server.heeds_signals, connected)),
             told_to_end=frozenset(server.told_to_end),
             silent=frozenset(core.silent),
-            members=frozenset(r for r in ranks if not server.is_outlived(r)),
+            members=frozenset(core.members),
             devices=tuple(sorted(core.devices.items())),
             aborted=core.aborted,
+            end_kind="" if record.end is None else record.end.kind,
+            has_trained=self._has_trained,
             is_finished=core.is_finished,
             has_admitted=server.has_admitted,
         )

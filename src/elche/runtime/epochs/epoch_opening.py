@@ -58,7 +58,7 @@ class EpochOpening:
         self.order = SampleOrder(
             training.loader,
             [*generators_of(training.loader).values()],
-            hands_on=not config.mortal_by,
+            hands_on=worker.survives,
         )
         self.regrouping = Regrouping(
             worker,

@@ -82,7 +82,7 @@ class RunEpochs:
         self.execution = EpochExecution(
             worker, training, synchroniser, observer, self._opening, self.members
         )
-        if not training.config.mortal_by:
+        if worker.survives:
             worker.on_regroup = self.execution.regroup
         self.reports: list[EndEpoch] = []
         self.samples_before = self.resumed_samples = 0
@@ -356,7 +356,7 @@ class RunEpochs:
         course, run = self._course, self.execution.end()
         assert course is not None
         if run.end is not None:
-            self.samples_before += sum(run.end.samples)
+            self.samples_before += run.end.samples
             course.ended(run.end, run.open_batch if isinstance(run, SyncEpoch) else ())
             self._is_cut, self._ended = not course.is_over, run.end
         if not self._is_cut:

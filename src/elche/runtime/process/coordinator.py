@@ -11,41 +11,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import secrets
 import socket
 import sys
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
 
 from elche.comm.control.addresses import format_address, listen
-from elche.comm.control.beat_process import ignore_signals
 from elche.comm.control.control_channel import heeds_key
 from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import (
     HELLO_WITHIN_S,
 )
 from elche.comm.control.key_file import KEY_BYTES
-from elche.coordination.journal import Entry, RankStream, RunRecord
+from elche.coordination.journal import Entry, RunRecord
 from elche.coordination.liveness import SILENT_S, Liveness
 from elche.coordination.protocol.events import (
-    BatchesDone,
-    Disconnected,
     Event,
     Failed,
-    Silent,
-    StepsDone,
+    RankLost,
     Tick,
 )
 from elche.coordination.protocol.inputs import (
     Input,
-    RankAdded,
     StoreSet,
     StreamBegun,
 )
@@ -53,6 +46,7 @@ from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.coordination.protocol.wire import to_wire
 from elche.runtime.coordinator_process.rank_connection import Hello, RankConnection
+from elche.runtime.process.launcher_watch import ignore_signals, is_running
 from elche.runtime.process.launchers import rank_environments
 from elche.runtime.report.files import write_story
 
@@ -66,9 +60,7 @@ GONE_S = 1.0
 """Within which the launcher sees how a process has ended, once its connection has."""
 STORY = "ELCHE_STORY"
 """Beside rank 0: the file to which the story of the run is written at its end."""
-
-
-_Taken: TypeAlias = "tuple[int | None, RankConnection | None, Input | None]"
+_NO_EVENT = StoreSet, StreamBegun
 
 
 class CoordinatorServer:
@@ -88,8 +80,6 @@ class CoordinatorServer:
         sees_ends: :meth:`rank_ended` is called for each process.
         on_lost: called with a rank without which the run goes on, before anybody is
             told: it must not run any more.
-        on_end: called once with the kind of `Abort` that ends the run.
-        on_first_batch: called once, when a rank first reports batches as done.
         on_message: called with each event and instruction, in their order.
     """
 
@@ -110,17 +100,13 @@ class CoordinatorServer:
         self._fenced: set[int] = set()
         self._patience_s = STALLED_S
         self.on_lost: Callable[[int], None] = lambda rank: None
-        self._world_size = world_size
         self._strangers: dict[RankConnection, float] = {}
         self._key = key
         self._connections: dict[int, RankConnection] = {}
-        self._inputs: deque[_Taken] = deque()
+        self._pids: dict[int, int] = {}
         self._waiting: dict[str, set[RankConnection]] = defaultdict(set)
         self._server: asyncio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._has_ended = self.record.end is not None
-        self.on_end: Callable[[str], None] = lambda kind: None
-        self.on_first_batch: Callable[[], None] | None = None
         self.on_message: Callable[[Event | Instruction], None] | None = None
         self.drops = DropLog()
         self.has_admitted = False
@@ -177,80 +163,44 @@ class CoordinatorServer:
             connection: of the rank.
             inputs: None asks how many were taken.
         """
-        self._inputs.extend((source, connection, each) for each in inputs)
-        if not self.core.has_more:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """Sends the next slice of instructions, or handles events until one has more.
-
-        Connections are served between slices; what they bring waits for the last one.
-        """
-        loop, core = asyncio.get_running_loop(), self.core
-        now_s = loop.time() + self._clock_s
+        now_s = asyncio.get_running_loop().time() + self._clock_s
         told: dict[int, list[Instruction]] = defaultdict(list)
-        self._sort(self.record.go_on(now_s), told)
-        taken: list[_Taken] = []
-        entries: list[Entry] = []
-        while self._inputs and not core.has_more:
-            source, _, what = one = self._inputs.popleft()
-            taken.append(one)
-            if what is not None:
-                entries.append(entry := Entry(source, what, now_s))
-                self._note(what)
-                self._sort(self.record.apply(entry), told)
-                self._say_refused(what)
+        entries = [Entry(source, what, now_s) for what in inputs if what is not None]
+        for entry in entries:
+            what = entry.what
+            if self.on_message and not isinstance(what, _NO_EVENT):
+                self.on_message(what)
+            for instruction in self.record.apply(entry):
+                if self.on_message:
+                    self.on_message(instruction)
+                told[instruction.rank].append(instruction)
+            self._say_refused(what)
         if entries:
             self.on_entries(entries)
-        sent = [(r, self._connections.get(r), each) for r, each in told.items()]
-        self._send(sent, taken, self._acks_due(taken))
-        if core.has_more:
-            loop.call_soon(self._go_on)
+        self.fence_lost()
+        for rank, instructions in told.items():
+            self._deliver(rank, instructions)
+        for entry in entries:
+            if isinstance(entry.what, StoreSet):
+                for waiting in self._waiting.pop(entry.what.key, set()):
+                    waiting.send_value(entry.what.key, entry.what.value)
+        self._acknowledge(source, connection, asks=None in inputs)
 
-    def _note(self, what: Input) -> None:
-        """Shows an event to who looks on."""
-        if self.on_first_batch and isinstance(what, StepsDone | BatchesDone):
-            self.on_first_batch()
-            self.on_first_batch = None
-        if self.on_message is None:
+    def _acknowledge(
+        self, source: int | None, connection: RankConnection | None, *, asks: bool
+    ) -> None:
+        """Reports the number of messages taken to a rank that asks, or now and then."""
+        stream = None if source is None else self.record.streams.get(source)
+        if connection is None or stream is None:
             return
-        if not isinstance(what, StoreSet | StreamBegun | RankAdded):
-            self.on_message(what)
+        if asks or stream.taken - stream.acknowledged >= ACK_EVERY:
+            stream.acknowledged = stream.taken
+            connection.send({"type": "Ack", "taken": stream.taken})
 
     def _say_refused(self, what: Input) -> None:
-        if isinstance(what, Failed) and self.is_outlived(what.rank):
+        if isinstance(what, Failed) and what.rank not in self.core.members:
             said = what.rank, what.error
             logger.warning("rank %d did not join the run: %s", *said)
-
-    def _send(
-        self,
-        told: Sequence[tuple[int, RankConnection | None, Sequence[Instruction]]],
-        taken: Sequence[_Taken],
-        acks: Mapping[RankConnection, int],
-    ) -> None:
-        """Sends decisions, whose causes are in the journal by now."""
-        self.fence_lost()
-        for rank, connection, instructions in told:
-            self._deliver(rank, connection, instructions)
-        for _, _, what in taken:
-            if isinstance(what, StoreSet):
-                for waiting in self._waiting.pop(what.key, set()):
-                    waiting.send_value(what.key, what.value)
-        for each, count in acks.items():
-            each.send({"type": "Ack", "taken": count})
-
-    def _acks_due(self, taken: Sequence[_Taken]) -> dict[RankConnection, int]:
-        """How many messages were taken of ranks that ask, or were long not told."""
-        asked: dict[RankConnection, RankStream] = {}
-        for source, connection, what in taken:
-            stream = None if source is None else self.record.streams.get(source)
-            if source is None or connection is None or stream is None:
-                continue
-            if what is None or stream.taken - stream.acknowledged >= ACK_EVERY:
-                asked[connection] = stream
-        for stream in asked.values():
-            stream.acknowledged = stream.taken
-        return {each: stream.taken for each, stream in asked.items()}
 
     def fence_lost(self) -> None:
         """Has the processes of ranks that are lost ended, once."""
@@ -263,38 +213,6 @@ class CoordinatorServer:
         """A rank lives; see `Liveness.beat`."""
         if rank not in self._fenced:
             self._liveness.beat(rank, stack, waits=waits)
-
-    def alive(self, rank: int, connection: RankConnection) -> None:
-        """A rank's process is not stopped; its threads may all wait for the GIL."""
-        self._strangers[connection] = math.inf  # no Hello comes
-        self._liveness.heard(rank)
-
-    def is_outlived(self, rank: int) -> bool:
-        """Whether the run has gone on without a rank: it died, or never joined."""
-        return self.record.is_outlived(rank)
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that may come."""
-        return self.record.num_ranks
-
-    def add_rank(self) -> int:
-        """The number of another rank, which may join the run."""
-        self.record.num_ranks += 1
-        return self.record.num_ranks - 1
-
-    def _sort(
-        self, answers: Sequence[Instruction], told: dict[int, list[Instruction]]
-    ) -> None:
-        """Sorts instructions by rank; notes one that ends the run."""
-        for instruction in answers:
-            if self.on_message is not None:
-                self.on_message(instruction)
-            if isinstance(instruction, Abort) and self.core.aborted is not None:
-                if not self._has_ended:
-                    self.on_end(instruction.kind)
-                self._has_ended = True
-            told[instruction.rank].append(instruction)
 
     def meet(self, connection: RankConnection) -> None:
         """A connection was made; its Hello is due within a few seconds."""
@@ -311,16 +229,16 @@ class CoordinatorServer:
         only read and wait, as a rank of a pipeline does until the group is there.
         """
         rank = hello.rank
-        if not 0 <= rank < self.record.num_ranks or rank in self._connections:
+        if not self.record.expects(rank) or rank in self._connections:
             return False
         self._strangers.pop(connection, None)
-        self._connections[rank] = connection
+        self._connections[rank], self._pids[rank] = connection, hello.pid
         self.has_admitted = True
         if hello.stream:
             self._resume(hello, connection)
         elif self.record.end is not None:
             told = [replace(self.record.end, rank=rank)]
-            self._deliver(rank, connection, told)
+            self._deliver(rank, told)
         self.on_change()
         return True
 
@@ -341,13 +259,14 @@ class CoordinatorServer:
         if rank in self.record.streams:
             self.record.streams[rank].told.acknowledge(received)
 
-    def is_connected(self, rank: int) -> bool:
-        """Whether instructions reach a rank."""
-        return rank in self._connections
+    @property
+    def connected(self) -> frozenset[int]:
+        """Ranks that instructions reach."""
+        return frozenset(self._connections)
 
     def heeds_signals(self, rank: int) -> bool:
         """Whether a rank has said that it ends well by itself when it is signalled."""
-        return self.is_connected(rank) and bool(self.record.store.get(heeds_key(rank)))
+        return bool(self.record.store.get(heeds_key(rank)))
 
     def release(self, rank: int) -> None:
         """A rank leaves; it may come back with another connection for another run."""
@@ -361,12 +280,12 @@ class CoordinatorServer:
             del self._connections[rank]
             self._liveness.forget(rank)
             self.on_change()
-            if self.sees_ends and self.core.outlives(rank):
+            if self.sees_ends and self.core.survives(rank):
                 # Killed, which is a death, or ended by itself: its exit code tells.
                 loop = asyncio.get_running_loop()
-                loop.call_later(GONE_S, self.take, Disconnected(rank=rank))
+                loop.call_later(GONE_S, self.take, RankLost(rank=rank))
             else:
-                self.take(Disconnected(rank=rank))
+                self.take(RankLost(rank=rank))
 
     def store_get(self, key: str, connection: RankConnection) -> None:
         """Answers with a value now or as soon as it is published."""
@@ -375,14 +294,9 @@ class CoordinatorServer:
         else:
             self._waiting[key].add(connection)
 
-    def _deliver(
-        self,
-        rank: int,
-        connection: RankConnection | None,
-        instructions: Sequence[Instruction],
-    ) -> None:
-        """To a rank that has not come anew since, which takes all that it lacks."""
-        if connection is None or self._connections.get(rank) is not connection:
+    def _deliver(self, rank: int, instructions: Sequence[Instruction]) -> None:
+        connection = self._connections.get(rank)
+        if connection is None:
             return
         connection.send(*map(to_wire, instructions))
         aborts = (i for i in instructions if isinstance(i, Abort))
@@ -397,15 +311,23 @@ class CoordinatorServer:
             for stranger, since_s in list(self._strangers.items()):
                 if now_s - since_s > HELLO_WITHIN_S:
                     stranger.drop("no Hello came")
-            silent = self._liveness.tick()
+            silent = self._silent()
             self._say_silent(silent)
-            self.take(Tick(), *(Silent(rank=r, silent_s=SILENT_S) for r in silent))
+            self.take(Tick(), *(RankLost(rank=r, silent_s=SILENT_S) for r in silent))
             self._say_stalled(now_s + self._clock_s)
+
+    def _silent(self) -> list[int]:
+        """Ranks that are silent for too long now, and whose processes are stopped."""
+        silent = self._liveness.tick()
+        running = {rank for rank in silent if is_running(self._pids[rank])}
+        for rank in running:
+            self._liveness.runs(rank)
+        return [rank for rank in silent if rank not in running]
 
     def _say_silent(self, ranks: Sequence[int]) -> None:
         """Where the run does not go on without them, it waits for them."""
         for rank in ranks if self.core.aborted is None else ():
-            is_ended = self.core.outlives(rank)
+            is_ended = self.core.survives(rank)
             comes = "elche has ended it" if is_ended else "training waits"
             logger.warning(
                 "rank %d has been silent for %g s, and %s: it is stopped, or the "
@@ -439,7 +361,6 @@ def serve_in_thread(
     key = secrets.token_bytes(KEY_BYTES)
     founders = world_size - joiners
     server = CoordinatorServer(founders, key, survives=fence is not None)
-    late = [server.add_rank() for _ in range(joiners)]
     server.on_lost = fence or server.on_lost
     server.sees_ends = False
     loop = asyncio.new_event_loop()
@@ -449,6 +370,7 @@ def serve_in_thread(
     try:
         environments = rank_environments(founders, address, key)
         joining = {**environments[0], "ELCHE_JOINS": "1"}
+        late = range(founders, world_size)
         yield [*environments, *({**joining, "RANK": str(rank)} for rank in late)]
     finally:
         asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10.0)

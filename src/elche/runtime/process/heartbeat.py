@@ -1,25 +1,22 @@
 """Heartbeats of a rank, and where its training thread is when that is quiet.
 
-A thread sends both. A small process beats as well: a C call may hold the GIL for long.
+A thread sends both, unless a call into C code holds the GIL.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from typing import final
 
-from elche.comm.control import beat_process
 from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.liveness import BEAT_S, QUIET_S
-from elche.errors import CommunicationError, ElcheError
+from elche.errors import ElcheError
 
 SHOWN_FRAMES = 4
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -43,8 +40,6 @@ class Heartbeat:
         # Written by the training thread.
         self._seen_s = time.monotonic()
         self._waits_since_s: float | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._keep_process()  # before training, which may hold the GIL from now on
         self._thread = threading.Thread(
             target=self._run, name="elche-heartbeat", daemon=True
         )
@@ -65,39 +60,12 @@ class Heartbeat:
         """No more beats, from here on."""
         self._is_over.set()
         self._thread.join(2 * BEAT_S)
-        self._end_process()
-
-    def _end_process(self) -> None:
-        if self._process is not None:
-            with self._process:
-                self._process.kill()
-
-    def _keep_process(self) -> None:
-        """Starts the process that beats as well, anew where its connection ended."""
-        way = self._channel.beside if os.path.exists("/proc/self/stat") else None
-        if way is None or (self._process and self._process.poll() is None):
-            return
-        self._end_process()
-        with contextlib.suppress(CommunicationError, OSError):
-            connection, line = way.connect_beats(BEAT_S)
-            with connection:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", beat_process.__file__, str(BEAT_S)],
-                    bufsize=0,
-                    stdin=subprocess.PIPE,
-                    stdout=connection.fileno(),
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            assert self._process.stdin is not None
-            self._process.stdin.write(line)
 
     def _run(self) -> None:
         with contextlib.suppress(ElcheError, OSError):  # the training thread sees it
             self._beat(time.monotonic())
             while not self._is_over.wait(BEAT_S):
                 self._beat(time.monotonic())
-                self._keep_process()
 
     def _beat(self, now_s: float) -> None:
         since_s = self._waits_since_s

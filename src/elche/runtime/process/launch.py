@@ -283,7 +283,7 @@ class _LaunchedRun:
         has_ended = server.status.is_finished or server.aborted is not None
         has_more = len(self._places) < config.world_size + config.rejoin
         if has_more and not has_ended:
-            new = server.add_rank()
+            new = len(self._places)
             await self._start(new, self._places[rank], RANK=str(new), **{JOINS: "1"})
 
     async def go(self) -> None:

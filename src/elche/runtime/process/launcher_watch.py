@@ -14,6 +14,7 @@ import stat
 import sys
 import threading
 import time
+from pathlib import Path
 
 from elche.runtime.process.rank_output import write_whole_lines
 
@@ -46,6 +47,21 @@ def wake_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+
+
+def ignore_signals() -> None:
+    """Ignores what Slurm or a terminal sends to all processes of a job."""
+    for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def is_running(pid: int) -> bool:
+    """Returns True if a process of this host exists and is not stopped."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
+    except OSError:
+        return False
+    return state not in b"TtXZ"
 
 
 def _is_pipe(descriptor: int) -> bool:

@@ -19,11 +19,7 @@ from elche.comm.control.control_channel import ControlChannel
 from elche.comm.transport.device_group import DeviceGroupConfig, open_device_group
 from elche.comm.transport.exchange import agree_to_share, can_share
 from elche.comm.transport.host_exchange import HostLeaders
-from elche.comm.transport.process_group import (
-    Group,
-    break_left_groups,
-    end_left_groups,
-)
+from elche.comm.transport.process_group import Group, end_left_groups
 from elche.coordination.protocol.instructions import Abort, Regroup, Welcome
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.process.environment import Placement
@@ -244,7 +240,6 @@ class RankGroups:
 
     def end_left(self) -> None:
         """Ends groups that were left, when nothing comes to this rank any more."""
-        break_left_groups()
         if not end_left_groups(LEFT_GROUPS_S):
             _log.warning("rank %d: collectives of dead ranks hang", self._rank)
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -70,6 +70,7 @@ class Worker:
             that have left the epoch.
         meets_in_forward: ranks meet in forward passes, so none can leave alone.
         name_samples: adds to an error what its batches are, in the epoch under way.
+        survives: the run continues without ranks that are lost.
         on_regroup: called between epochs, where ranks have died, or are to join.
         is_new: this rank is to join a run under way, and holds nothing of it yet.
         timeline: what this rank did.
@@ -90,6 +91,7 @@ class Worker:
         self.on_notification: Callable[[MetricsReported | PolicyChosen], None] = _ignore
         self.on_wait: Callable[[Iterable[RankLeft]], None] | None = None
         self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
+        self.survives = False
         self.on_regroup: Callable[[], None] | None = None
         self.timeline = Timeline(self.rank)
         self.dead: set[int] = set()
@@ -367,17 +369,20 @@ def _ignore(notification: MetricsReported | PolicyChosen) -> None:
     """Notifications before the run has set its handler."""
 
 
+_ERRORS: Final[dict[str, Callable[[str], ElcheError]]] = {
+    "config": ConfigError,
+    "mismatch": MismatchError,
+    "protocol": ProtocolError,
+    "deadline": DeadlineError,
+}
+"""Errors by the kind of an `Abort`."""
+
+
 def _error_of(abort: Abort) -> ElcheError:
-    if abort.kind == "config":
-        return ConfigError(abort.reason)
-    if abort.kind == "mismatch":
-        return MismatchError(abort.reason)
     if abort.kind == "non_finite":
         return NonFiniteError(
             abort.reason, abort.failed_rank, abort.batches, abort.part
         )
-    if abort.kind == "protocol":
-        return ProtocolError(abort.reason)
-    if abort.kind == "deadline":
-        return DeadlineError(abort.reason)
+    if abort.kind in _ERRORS:
+        return _ERRORS[abort.kind](abort.reason)
     return RemoteRankError(abort.reason, abort.failed_rank, abort.traceback)

@@ -1,0 +1,160 @@
+"""Losses of ranks: which end a run and why, and what follows from each cause. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elche.config import RunConfig
+from elche.config_parts import DebugConfig, TransportConfig
+from elche.coordination.agreement import Settings, settings_of
+from elche.coordination.departures import (
+    TRANSITIONS,
+    RankState,
+    cause_of,
+    next_state,
+)
+from elche.coordination.fatal_losses import (
+    FatalLoss,
+    LossLimits,
+    RunFacts,
+    fatal_loss,
+    fatal_setting,
+)
+from elche.coordination.protocol.events import Failed, Join, Left, RankLost
+from elche.errors import TransitionError
+
+
+def facts_of(config: RunConfig | None = None, **settings: Any) -> RunFacts:
+    """Three ranks inside an epoch of a run that survives."""
+    return RunFacts(
+        has_launcher=True,
+        settings=Settings(config=config or RunConfig(), **settings),
+        devices=("CPU", "NVIDIA", "NVIDIA"),
+        ranks=frozenset({0, 1, 2}),
+        epoch=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "ends"),
+    [
+        ({"policy": "sync"}, {"is_delayed": True}, "policy='delayed_sync'"),
+        ({"policy": "sync", "codec": "int8"}, {}, "codec='int8' under policy 'sync'"),
+        ({"policy": "cadence", "codec": "int8"}, {}, ""),
+        ({"transport": TransportConfig(kind="nccl")}, {}, "transport.kind='nccl'"),
+        ({"debug": DebugConfig(deterministic=True)}, {}, "a deterministic run"),
+        ({"survive": False}, {}, "survive=False"),
+        ({}, {"is_stream": True}, "a stream"),
+        (
+            {"policy": "auto"},
+            {"syncs_batchnorm": True},
+            "SyncBatchNorm under policy='auto'",
+        ),
+        ({"policy": "async"}, {"syncs_batchnorm": True}, ""),
+        ({}, {}, ""),
+    ],
+)
+def test_a_setting_that_ends_the_run_is_named(
+    config: dict[str, Any], settings: dict[str, Any], ends: str
+) -> None:
+    facts = facts_of(RunConfig(**config), **settings)
+    assert fatal_setting(facts) == ends
+    assert fatal_loss(1, facts) == (f"the death of a rank ends {ends}" if ends else "")
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "devices", "ends"),
+    [
+        ("sync", "auto", ("NVIDIA", "NVIDIA"), "policy='sync' over NCCL"),
+        ("auto", "auto", ("NVIDIA", "NVIDIA"), "policy='auto' over NCCL"),
+        ("cadence", "auto", ("NVIDIA", "NVIDIA"), ""),
+        ("sync", "gloo", ("NVIDIA", "NVIDIA"), ""),
+        ("sync", "auto", ("NVIDIA", "CPU (x86)"), ""),
+    ],
+)
+def test_steps_over_nccl_end_the_run(
+    policy: str, kind: str, devices: tuple[str, ...], ends: str
+) -> None:
+    config = RunConfig(policy=policy, transport=TransportConfig(kind=kind))
+    assert fatal_setting(replace(facts_of(config), devices=devices)) == ends
+
+
+def test_settings_travel_in_the_join() -> None:
+    settings = Settings(config=RunConfig(), is_stream=True, syncs_batchnorm=True)
+    pairs = settings.as_pairs()
+    join = Join(
+        rank=0,
+        version=1,
+        world_size=1,
+        settings=pairs,
+        tensors=(),
+        device="CPU",
+        horizon_batches=1,
+    )
+    assert settings_of(join) == settings
+
+
+def test_a_run_without_a_launcher_or_with_a_default_group_ends() -> None:
+    facts = RunFacts(has_launcher=False)
+    assert fatal_setting(facts) == FatalLoss.NO_LAUNCHER.value
+    facts = replace(facts_of(), has_default_group=True)
+    assert fatal_setting(facts) == FatalLoss.DEFAULT_GROUP.value
+    assert fatal_setting(RunFacts(has_launcher=True)) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "fatal", "why"),
+    [
+        ({}, (), ""),
+        ({"epoch": -1}, (0, 1, 2), "before the first epoch has begun"),
+        ({"has_left": True}, (0, 1, 2), "no new group can form"),
+        ({"ranks": frozenset({1})}, (0, 1, 2), "no new group can form"),
+        ({"limits": LossLimits(has_breaks=True)}, (0, 1, 2), "no new group can form"),
+        ({"limits": LossLimits(sole_holders={1})}, (1,), "rank 1 trains alone"),
+        (
+            {"limits": LossLimits(changing=(2,))},
+            (0, 1, 2),
+            r"ranks [2] are being excluded from steps, or come back",
+        ),
+    ],
+)
+def test_the_state_of_a_run_decides(
+    change: dict[str, Any], fatal: tuple[int, ...], why: str
+) -> None:
+    facts = replace(facts_of(), **change)
+    for rank in range(3):
+        text = fatal_loss(rank, facts)
+        assert bool(text) == (rank in fatal), rank
+        assert why in text or rank not in fatal
+
+
+def test_the_first_rank_alone_has_the_scripts_own_sampler() -> None:
+    facts = replace(facts_of(own_sampler="Evens"), ranks=frozenset({1, 2}))
+    assert fatal_loss(1, facts).startswith(
+        "rank 1 drew the samples' order from the script's own Evens"
+    )
+    assert fatal_loss(2, facts) == ""
+
+
+def test_each_cause_is_known_by_its_event() -> None:
+    events = (
+        Left(rank=0),
+        Failed(rank=0, error="", traceback=""),
+        RankLost(rank=0),
+        RankLost(rank=0, silent_s=10.0),
+    )
+    causes = [cause_of(event) for event in events]
+    assert causes == ["left", "failed", "disconnected", "silent"]
+    alive = [RankState.WAITING, RankState.NEW, RankState.MEMBER, RankState.LEFT]
+    impossible = {*itertools.product(alive, causes)} - TRANSITIONS.keys()
+    assert impossible == {(RankState.LEFT, "left")}
+
+
+def test_an_impossible_transition_prints_the_table() -> None:
+    with pytest.raises(TransitionError, match="got left and left") as raised:
+        next_state(RankState.LEFT, "left", survives=True)
+    assert "member   disconnected  lost          ended" in str(raised.value)

@@ -10,7 +10,6 @@ from torch import nn
 
 from elche.comm.gradients.buckets.bucket import Bucket, make_buckets, size_bytes
 from elche.comm.gradients.buckets.bucket_contract import PassOptions
-from elche.ddp.options import MIB, cap_bytes
 from elche.errors import ConfigError
 from tests.comm.bus import Bus
 
@@ -89,17 +88,6 @@ def test_a_scale_of_zero_sends_zeros_not_zero_times_something() -> None:
         bucket.finish(1)
         assert bucket.summed[0].tolist() == [3.0, 3.0]
         assert bucket.used() == [True]
-
-
-@pytest.mark.parametrize(
-    ("elements", "given_mb", "expected_mb"),
-    [(10, None, 2), (16 * 2**20, None, 4), (2**29, None, 25), (10, 3, 3)],
-)
-def test_the_capacity_grows_with_the_model(
-    elements: int, given_mb: float | None, expected_mb: float
-) -> None:
-    large = nn.Parameter(torch.empty(elements, device="meta"))
-    assert cap_bytes(given_mb, [("large", large)]) == expected_mb * MIB
 
 
 def test_options_that_contradict_are_refused() -> None:

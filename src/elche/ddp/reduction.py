@@ -134,7 +134,7 @@ class WeightedReduction:
 
     def _reduced(self, bucket: dist.GradBucket) -> Reduced:
         buffer, is_last = bucket.buffer(), bucket.is_last()
-        devices = [] if buffer.device.type == "cpu" else [buffer.device]
+        devices: Any = [] if buffer.device.type == "cpu" else [buffer.device]
         future = torch.futures.Future[torch.Tensor](devices=devices)
         if bucket.index() == 0:
             self._is_local = self.is_armed and self._passes.is_local()
@@ -183,26 +183,26 @@ class WeightedReduction:
             return
         has_no_range = first.dtype is torch.float16 or self.user_hook is not None
         if not self._reference or has_no_range:
-            self._reference = sum(self._agreed()) or self._reference
+            self._agreed()
+            self._reference = sum(self._weights) or self._reference
             self._factor = None
         self._scale = self._scale / self._reference if self._reference else 0.0
 
-    def _agreed(self) -> tuple[float, ...]:
-        """Weights of all ranks; sets the factor of every sum."""
+    def _agreed(self) -> float:
+        """The factor of every sum, once all ranks have sent what they weigh."""
         if self._factor is not None:
-            return self._weights
+            return self._factor
         assert self._control is not None
         facts = self._control.finish(AGREEING).view(-1, FACTS).tolist()
         self._weights, written, layouts = zip(*facts, strict=True)
-        total = sum(self._weights)
-        self._factor = 1.0
+        self._layouts = layouts if any(written) else ()
+        total, self._factor = sum(self._weights), 1.0
         if self._is_mean and total and self._reference:
             self._factor = self._reference / total
             if self.divides_by_world:
                 share = sum(weight > 0 for weight in self._weights)
                 self._factor *= share / len(self._weights)
-        self._layouts = layouts if any(written) else ()
-        return self._weights
+        return self._factor
 
     def _send(self, bucket: dist.GradBucket, future: Reduced) -> _Message:
         buffer = bucket.buffer()
@@ -242,21 +242,21 @@ class WeightedReduction:
 
     def _collect(self, message: _Message) -> None:
         """Waits for a sum, and completes its future."""
-        exchange, flat = message.exchange, message.flat
-        self._agreed()
+        exchange, flat, factor = message.exchange, message.flat, self._agreed()
         if exchange.keeps_contribution:
             exchange.wait(REDUCING)
             exchange.sum_into(0, flat.numel(), flat)
             exchange.release()
         elif (total := exchange.finish(REDUCING)) is not flat:
             flat.copy_(total)
-        if self._factor != 1.0:
-            flat.mul_(self._factor)
+        if factor != 1.0:
+            flat.mul_(factor)
         message.future.set_result(message.bucket)
 
     def _end(self, wait_s: float) -> None:
         """All sums are there."""
-        weights = self._agreed()
+        self._agreed()
+        weights = self._weights
         self._reference = sum(weights) or self._reference
         self.last = DdpReduction(weights, self._buckets, wait_s)
         source = next((rank for rank, weight in enumerate(weights) if weight), None)

@@ -23,7 +23,6 @@ from torch import distributed as dist
 from torch import nn
 
 from elche.comm.gradients.graph_capture import refuse_capture
-from elche.comm.norm.norm_scope import NormScope
 from elche.comm.tensors.nested import outputs_in
 from elche.ddp.buffer_broadcast import BufferBroadcast
 from elche.ddp.comparison import compare
@@ -140,9 +139,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             **options,
         )
         self._settings = settings
+        self._norms = bind_norms(module, group) if strategy != "none" else None
         self._attach(group)
-        if strategy != "none":
-            self._norms = bind_norms(module, group)
 
     def _attach(self, group: TorchGroup) -> None:
         """Registers the hook; nothing is sent."""
@@ -154,7 +152,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._places = places_of(module, self._trained)
         self._plain_norms = plain_norms(module) if group.world_size > 1 else []
-        self._norms: NormScope | None = None
         is_mean = settings.loss_reduction == "mean"
         kept = [name for name, _ in module.named_buffers() if name not in ignored]
         buffers = None
@@ -186,12 +183,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """
         if self._settings.strategy == "none":
             with self.no_sync():
-                return super().forward(*inputs, **kwargs)
+                return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         is_again = graph_task_id() != OUTSIDE and self._passes.is_open
         if is_again or not torch.is_grad_enabled():
             if self._norms is not None and not is_again:
                 self._norms.weigh(None)
-            return super().forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self._check()
         weight = 1.0
         if self._settings.weight_by == "samples":
@@ -201,7 +198,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             seen = weight if given is None else given
             is_mean = self._settings.loss_reduction == "mean"
             self._norms.weigh(seen if is_mean else float(seen > 0))
-        output = super().forward(*inputs, **kwargs)
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         begin = self._expect_again if self.require_backward_grad_sync else None
         if begin is not None:
             self._reduction.is_armed = True
@@ -346,7 +343,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
         """
         self._refuse_absence()
-        hook = super().join_hook(**kwargs)
+        hook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
         ends, reduction = hook.post_hook, self._reduction
         reduction.divides_by_world = kwargs.get("divide_by_initial_world_size", True)
         reduction.at_end = _nothing  # torch's forward rebuilds buckets
@@ -387,7 +384,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has a hook of its own."""
-        state: dict[str, Any] = super().__getstate__()
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         group = self._group
         for name in OF_HOOK:
             state.pop(name)
@@ -397,10 +394,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         timeout_s, shares_host, pids = state.pop("_at_hosts")
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         group = as_group(None, timeout_s)
         group.shares_host = shares_host
         group.watch(pids)
+        self._norms = None
         self._attach(group)
 
 

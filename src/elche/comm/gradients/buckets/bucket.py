@@ -41,29 +41,6 @@ LOOKED_S = 5.0
 """It is looked for so long; gloo tells only those that wait in it who has died."""
 
 
-@dataclass(frozen=True, slots=True)
-class BucketInfo:
-    """What one bucket holds, for people and tests to look at.
-
-    Attributes:
-        index: its place in the order of reduction.
-        capacity_bytes: most bytes of gradients, unless one parameter is larger.
-        size_bytes: bytes of its gradients.
-        names: its parameters, in the order in which their gradients are expected.
-        shapes: their shapes.
-        dtype: of its gradients.
-        device: where its gradients are.
-    """
-
-    index: int
-    capacity_bytes: int
-    size_bytes: int
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
 @dataclass(slots=True)
 class Bucket:
     """Parameters reduced in one message, with views of what is sent and summed.
@@ -75,7 +52,6 @@ class Bucket:
         summed: a view of the last sum per parameter, and the flags. Without a codec it
             lies in memory that is lent to whoever has a view.
         pending: parameters whose gradient has not come in this pass.
-        zeros: parameters whose flag is raised in this pass though they have none.
         missing: parameters for which this rank sent no gradient in this pass.
     """
 
@@ -84,7 +60,6 @@ class Bucket:
     sent: list[list[torch.Tensor]] = field(default_factory=list)
     summed: list[torch.Tensor] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
-    zeros: set[int] = field(default_factory=set)
     missing: bool = False
     _flat: list[torch.Tensor] = field(default_factory=list)
     _total: torch.Tensor | None = None
@@ -127,20 +102,6 @@ class Bucket:
             return (1 + len(self.sent)) * self.size_bytes + shared
         return (1 + self._staged + kept) * self.size_bytes
 
-    def info(self, index: int, capacity_bytes: int, names: Sequence[str]) -> BucketInfo:
-        """A description, given the names of its parameters."""
-        first = self.parameters[0]
-        shapes = tuple(tuple(parameter.shape) for parameter in self.parameters)
-        return BucketInfo(
-            index=index,
-            capacity_bytes=capacity_bytes,
-            size_bytes=self.size_bytes,
-            names=tuple(names),
-            shapes=shapes,
-            dtype=first.dtype,
-            device=first.device,
-        )
-
     def open(self, group: Members, options: PassOptions) -> None:
         """Makes the exchange, together with all ranks.
 
@@ -148,7 +109,7 @@ class Bucket:
             group: the process group.
             options: how gradients are packed and sent.
         """
-        first, staged = self.parameters[0], options.staged
+        first, staged = self.parameters[0], False
         self._layout = BucketLayout(
             self.parameters, keeps_strides=options.keeps_strides
         )
@@ -169,14 +130,15 @@ class Bucket:
             assert isinstance(exchange, BackgroundExchange)
             self._coded = exchange
         else:
-            where = torch.device("cpu") if staged else device
             if options.delayed:  # none would drive leaders' sums between two passes
-                exchange = open_exchange(group, numel, dtype, where, shared_sides=SIDES)
+                exchange = open_exchange(
+                    group, numel, dtype, device, shared_sides=SIDES
+                )
             else:
                 sums = 2 if options.keeps_sums else 1
-                exchange = open_by_hosts(group, numel, dtype, where, sums=sums)
+                exchange = open_by_hosts(group, numel, dtype, device, sums=sums)
             self._lender = SumMemory(numel, dtype, device)
-            self._sums_apart = exchange.keeps_contribution and not staged
+            self._sums_apart = exchange.keeps_contribution
         is_kept = options.keeps_sums and group.world_size > 1
         if is_kept and not exchange.keeps_contribution:
             self.kept = torch.zeros(numel, dtype=dtype, device=device)
@@ -194,11 +156,8 @@ class Bucket:
     def _lay_message(self, lender: SumMemory) -> None:
         """Lays the next message, and its sum, where nobody views the last ones."""
         self._flat, self.sent, self.summed, self._total = [], [], [], None
-        if self._staged:
-            sent = lender.lend()
-        else:
-            assert isinstance(self.exchange, GlooExchange)
-            sent = self.exchange.renew(0, lender.lend)
+        assert isinstance(self.exchange, GlooExchange)
+        sent = self.exchange.renew(0, lender.lend)
         self._flat, self.sent = [sent], [self._layout.views(sent)]
 
     @torch.no_grad()
@@ -219,7 +178,6 @@ class Bucket:
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None or scale == 0.0:
                 sent[index].zero_()
-                flags[index] = float(scale != 0.0 and index in self.zeros)
             else:
                 torch.mul(parameter.grad, scale, out=sent[index])
                 flags[index] = 1.0

@@ -237,7 +237,7 @@ def _backward(
         with nullcontext() if is_last else ddp.no_sync():
             loss = F.cross_entropy(ddp(part_x, *extra), part_y, reduction=plan.loss)
             if plan.loss == "mean":
-                loss = loss * len(part_x) / len(x)
+                loss = loss / len(parts)
             loss.backward()
 
 

@@ -118,11 +118,6 @@ def _layout(tensor: torch.Tensor) -> str:
 def _problem(model: nn.Module, ignored: frozenset[str], weight_by: str) -> str:
     """Why the model cannot be reduced, or ""."""
     parameters = _kept(model.named_parameters(), ignored)
-    if not any(parameter.requires_grad for _, parameter in parameters):
-        return (
-            "DistributedDataParallel is not needed when a module doesn't have any "
-            "parameter that requires a gradient"
-        )
     if fault := unshareable_module(model):
         return fault
     norms = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]

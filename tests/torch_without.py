@@ -204,7 +204,7 @@ class _Breaks(torch.autograd.Function):
 
 
 def wrapper() -> None:
-    """elche.DistributedDataParallel, with hooks that come before its own."""
+    """elche.DistributedDataParallel, with and without a batch."""
     from elche.ddp.group import DEFAULT_TIMEOUT_S
     from elche.ddp.wrapper import DistributedDataParallel
     from elche.torch_internals.lookup import INTERNALS
@@ -236,6 +236,19 @@ def wrapper() -> None:
     is_told = all(i.is_there for i in INTERNALS if i.name == BACKEND)
     assert group._timeout_s == (77 if is_told else DEFAULT_TIMEOUT_S)
     dist.destroy_process_group()
+
+
+def joined() -> None:
+    from elche.ddp.wrapper import DistributedDataParallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    wrapped = DistributedDataParallel(Net())
+    try:
+        reduction = wrapped.join_step()
+        assert reduction is not None
+        assert reduction.weights == (0.0,)
+    finally:
+        dist.destroy_process_group()
 
 
 def norm() -> None:
@@ -346,20 +359,6 @@ def leaves() -> None:
     assert tree_leaves(({"a": [1, 2]}, 3, None)) in ([1, 2, 3, None], [1, 2, 3])
 
 
-def moved() -> None:
-    from elche.ddp.options import moved
-
-    x = torch.ones(2, 3)
-    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
-    args, named = moved((x, [x, "text"]), {"of": (x, 1)}, torch.device("meta"))
-    assert args[0].is_meta
-    assert args[1][0].is_meta
-    assert args[1][1] == "text"
-    assert named["of"][0].is_meta
-    (same,), _ = moved((packed,), {}, torch.device("cpu"))
-    assert torch.equal(same.data, packed.data)
-
-
 def stream() -> None:
     from torch.utils.data import get_worker_info
     from torch.utils.data._utils import worker
@@ -398,6 +397,11 @@ SPLIT = (
     "torch.nn.functional._in_projection_packed",
     "torch.nn.Module._compiled_call_impl",
 )
+REDUCER = "torch.distributed.Reducer"
+JOINING = (
+    f"{REDUCER}._get_zeros_like_grad_buckets",
+    f"{REDUCER}._push_all_rebuilt_params",
+)
 BACKEND = "torch.distributed.ProcessGroup._get_backend"
 GLOO = "torch.distributed.ProcessGroupGloo._Options"
 TIMEOUT = "torch._C._distributed_c10d.Backend.Options._timeout"
@@ -422,11 +426,12 @@ CHECKS: dict[str, list[Callable[[], None]]] = {
     "torch.utils._pytree.tree_map": [batches],
     "torch.utils._pytree.tree_leaves": [batches, leaves],
     "torch._subclasses.FakeTensorMode": [cut],
-    "torch.distributed.utils._to_kwargs": [moved],
     "torch.utils.data._utils.worker._worker_info": [stream],
     TIMEOUT: [gloo],
     **{name: [gloo] for name in (GLOO, f"{GLOO}._devices", f"{GLOO}._threads")},
     BACKEND: [wrapper],
+    f"{REDUCER}._rebuild_buckets": [wrapper],
+    **{name: [joined] for name in JOINING},
 }
 """What relies on each name."""
 REFUSED = {
@@ -441,6 +446,7 @@ REFUSED = {
     GLOO,
     f"{GLOO}._devices",
     f"{GLOO}._threads",
+    *JOINING,
 }
 """Names without which what relies on them is an error that names them."""
 

@@ -18,7 +18,6 @@ from elche.by_hand.manual_run import (
 from elche.by_hand.replica import Replica, init_group
 from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
 from elche.comm.transport.process_group import gather_texts
-from elche.ddp.wrapper import DistributedDataParallel
 from elche.errors import CommunicationError, ConfigError, MismatchError
 
 
@@ -63,30 +62,6 @@ def test_a_group_of_one_returns_its_input() -> None:
         group.all_reduce(torch.ones(1), "summing")  # torch's own is a RuntimeError, too
     assert isinstance(caught.value, CommunicationError)
     assert issubclass(MismatchError, RuntimeError)
-
-
-@pytest.mark.usefixtures("no_sockets")
-def test_the_wrapper_in_a_group_of_one_trains_as_plain_torch_does() -> None:
-    ends = []
-    for wraps in (False, True):
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-        model: Any = plain.double()
-        if wraps:
-            model = convert_sync_batchnorm(model)
-            model = DistributedDataParallel(model, process_group=init_group())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for size in (4, 3, 5):
-            optimizer.zero_grad()
-            x = torch.arange(4.0 * size, dtype=torch.float64).view(size, 4) / 7
-            model(x).square().mean().backward()
-            optimizer.step()
-        ends.append(list(model.parameters()))
-        if wraps:
-            assert model.last_reduction.weights == (5.0,)
-            model.set_group(init_group())
-    for mine, other in zip(*ends, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.usefixtures("no_sockets")

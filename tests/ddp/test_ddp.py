@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ddp.cases.ddp_cases import Plan, Trace, alone, meeting, train
+from tests.ddp.cases.ddp_cases import (
+    Plan,
+    Trace,
+    accumulate,
+    alone,
+    complete_when_sent,
+    meeting,
+    train,
+)
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -104,13 +112,12 @@ def test_accumulation_weighs_all_of_a_ranks_samples(
     assert traces[0].weights == [(6.0, 2.0), (4.0, 8.0)]
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_unused_parameters_may_vary(ranks3: RankPool, find_unused: bool) -> None:
+def test_unused_parameters_may_vary(ranks3: RankPool) -> None:
     plan = Plan(
         ((2, 3, 4),) * 5,
         model="branches",
         branches=((0, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 1), (0, 0, 1)),
-        options={"find_unused_parameters": find_unused, "bucket_cap_mb": 1e-4},
+        options={"find_unused_parameters": True, "bucket_cap_mb": 1e-4},
     )
     traces = check(ranks3, plan)
     assert traces[0].gradients[0]["branches.1.weight"] is None
@@ -135,22 +142,42 @@ def test_kinds_of_parameters(
     assert traces[0].gradients[0].get("frozen.weight") is None
 
 
+ANOTHER_SHARE: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((5, 2), (3, 4)),
+    ((1, 6), (4, 3), (5, 2)),
+    ((4, 4),),
+    ((2, 7), (3, 1)),
+)
+
+
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 2e-4},
+        {"find_unused_parameters": True, "transport": "gloo"},
+        {"strategy": "synchronous", "bucket_cap_mb": 2e-4},
+    ],
+)
+def test_accumulated_passes_of_another_share_each(
+    ranks2: RankPool, loss: str, options: dict[str, Any]
+) -> None:
+    """Each pass weighs by its own samples: the mean over the union of all."""
+    options = {**options, "loss_reduction": loss}
+    for found, expected in ranks2.run(
+        accumulate, ANOTHER_SHARE, loss, options, case_setup=meeting
+    ):
+        for mine, other in zip(found, expected, strict=True):
+            same(mine, other, 1e-13)
+
+
 @pytest.mark.parametrize("strategy", ["overlapped", "synchronous"])
 def test_strategies_differ_in_when_buckets_go(ranks2: RankPool, strategy: str) -> None:
-    options: dict[str, Any] = {"strategy": strategy, "bucket_cap_mb": 2e-4}
-    traces = check(ranks2, Plan(TWO, model="deep", options=options))
-    buckets = len(traces[0].buckets)
-    assert buckets > 3
-    expected = buckets if strategy == "overlapped" else 0
-    assert traces[0].early[1:] == [expected] * (len(TWO) - 1)
-
-
-def test_searching_the_graph_lets_buckets_go_early(ranks2: RankPool) -> None:
-    early = {}
-    for find_unused in (False, True):
-        options = {"find_unused_parameters": find_unused, "bucket_cap_mb": 1e-5}
-        branches = ((0, 0), (1, 1), (1, 1))
-        plan = Plan(((4, 4),) * 3, "branches", branches=branches, options=options)
-        early[find_unused] = check(ranks2, plan)[0].early[1:]
-    assert early[True] == [8, 8]
-    assert max(early[False]) < 8
+    for complete in ranks2.run(complete_when_sent, strategy, case_setup=meeting):
+        buckets = len(complete)
+        assert buckets > 3
+        overlapped = list(range(1, buckets + 1))
+        assert complete == (
+            overlapped if strategy == "overlapped" else [buckets] * buckets
+        )

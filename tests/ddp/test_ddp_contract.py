@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.ddp.cases import ddp_contract_cases as cases
-from tests.ddp.cases.ddp_cases import Plan, alone, build, meeting
-from tests.ddp.test_ddp import equal_bits, same
+from tests.ddp.cases.ddp_cases import build, meeting
+from tests.ddp.test_ddp import same
 from tests.harness.rank_pool import RankPool
 
 pytestmark = [
@@ -88,49 +88,15 @@ def test_gradients_as_bucket_views(ranks2: RankPool, views: bool) -> None:
         cases.memory_of_gradients, views, case_setup=meeting
     ):
         assert shares == views
-        assert stays  # torch overwrites a view two steps later
-
-
-def test_buckets_follow_capacity_and_observed_order(ranks2: RankPool) -> None:
-    defined = ("into.bias", "into.weight", "out.bias", "out.weight")
-    for before, after in ranks2.run(cases.buckets_of, 1e-4, case_setup=meeting):
-        assert sum((each.names for each in before), ()) == defined
-        assert sum((each.names for each in after), ()) != defined
-        assert after[-1].names[-1].startswith("into.")
-        assert {each.capacity_bytes for each in after} == {104}
-        large = next(each for each in after if each.names == ("out.weight",))
-        assert (large.size_bytes, large.shapes) == (192, ((3, 8),))
-        assert [each.index for each in after] == list(range(len(after)))
-    (single, _), _ = ranks2.run(cases.buckets_of, 0, case_setup=meeting)
-    assert [len(each.names) for each in single] == [1] * 4
-    (whole, _), _ = ranks2.run(cases.buckets_of, None, case_setup=meeting)
-    assert whole[0].capacity_bytes == 2 * 2**20
-    assert len(whole) == 1
+        assert stays != views
 
 
 def test_static_graph_allows_several_gradients(ranks2: RankPool) -> None:
     reference = cases.checkpointed_alone()
     for reentrant in (True, False):
-        for found, early in ranks2.run(
-            cases.checkpointed, reentrant, True, False, case_setup=meeting
-        ):
-            assert early == 8
+        for found in ranks2.run(cases.checkpointed, reentrant, case_setup=meeting):
             for mine, other in zip(found, reference, strict=True):
                 same(mine, other, 1e-13)
-
-
-def test_without_static_graph_several_gradients_are_refused(ranks2: RankPool) -> None:
-    for text in ranks2.run(cases.checkpointed, True, False, False, case_setup=meeting):
-        assert re.search(r"layer\.\w+: a gradient came twice in one backward", text)
-
-
-def test_a_static_graph_that_changes_is_refused(ranks2: RankPool) -> None:
-    for text in ranks2.run(cases.checkpointed, False, True, True, case_setup=meeting):
-        assert re.search(
-            r"static_graph=True, but spare\.\w+ got 1 gradients in this backward "
-            r"and 0 in the first",
-            text,
-        )
 
 
 @pytest.mark.parametrize(
@@ -166,15 +132,15 @@ def test_weights(ranks2: RankPool, case: str, weights: list[float]) -> None:
         ("meta", r"ConfigError: on rank 1: 0\.weight is on the meta device"),
         ("expanded", r"ConfigError: on rank 1: row has elements that share memory"),
         ("sparse tensor", r"ConfigError: on rank 1: eye is torch\.sparse_coo"),
-        ("nothing", r"ConfigError: .* doesn't have any parameter that requires a grad"),
+        ("nothing", r"RuntimeError: .* doesn't have any parameter that requires a gr"),
         ("lazy", r"ConfigError: on rank 0: weight is lazy and has no shape"),
-        ("hook", r"has no argument comm_hook; torch's has none of this name either"),
-        ("misspelt", r"has no argument find_unused_parameter; torch's has none"),
+        ("codec", r"has no argument codec; compress gradients by register_comm_hook"),
+        ("misspelt", r"TypeError: .* argument 'find_unused_parameter'"),
         ("delayed", r"has no argument param_to_hook_all_reduce; leave it out"),
         ("precision", r"has no argument mixed_precision; run the model under"),
         ("only torch's", r"^made$"),
         ("strategy", r"expected strategy to be one of overlapped, synchronous, none"),
-        ("device_ids", r"device_ids and output_device are for a module on one CUDA"),
+        ("device_ids", r"ValueError: .*device_ids and output_device arguments only"),
     ],
 )
 def test_what_cannot_be_wrapped_is_refused(
@@ -188,23 +154,20 @@ def test_what_cannot_be_wrapped_is_refused(
     ("case", "says"),
     [
         ("unfrozen", r"0\.weight was frozen when the model was wrapped"),
-        ("create_graph", r"came from a backward with create_graph=True"),
-        ("twice summed", r"loss_reduction='sum' cannot add to a gradient"),
+        ("twice summed", r"loss_reduction='sum' cannot add to gradients that were"),
         ("weight", r"expected a weight of at least 0, got -1\.0"),
-        ("hook", r"communication hooks of torch's DDP cannot be registered"),
-        ("broken", r"CommunicationError: the backward pass before was broken off"),
-        ("a copy", r"no working group: it is a copy, or set_group\(\) failed before"),
-        ("torch's join", r"ConfigError: torch's Join context cannot shadow"),
+        ("some weights", r"set_weight\(\) was called for some of the backward passes"),
+        ("added to a sum", r"a pass of weight 3 after one of 4 under no_sync\(\) can"),
+        ("static", r"the first backward pass, which must not be in no_sync\(\)"),
+        ("set_group", r"ConfigError: set_group\(\) was removed: wrap the module again"),
+        ("two hooks", r"ConfigError: a communication hook was registered before"),
+        ("elche's group", r"expected process_group to be a torch\.distributed process"),
+        ("joined static", r"join_step\(\) does not know which parameters a static"),
     ],
 )
 def test_what_cannot_go_on_is_refused(ranks2: RankPool, case: str, says: str) -> None:
     for text in ranks2.run(cases.misused, case, case_setup=meeting):
         assert re.search(says, text), text
-
-
-def test_a_sparse_gradient_is_refused_at_first_use(ranks2: RankPool) -> None:
-    for text in ranks2.run(cases.sparse_on_first_use, case_setup=meeting):
-        assert text.startswith("table: its gradient is sparse")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +218,7 @@ def test_uneven_loops_join(ranks2: RankPool, divide: bool) -> None:
 
 def test_join_may_end_all_loops_with_the_first(ranks2: RankPool) -> None:
     for text in ranks2.run(cases.early_end, case_setup=meeting):
-        assert text.startswith("ranks [0] have exhausted their inputs")
+        assert "exhausted" in text
 
 
 def test_the_wrapper_is_a_module_like_torchs(ranks2: RankPool) -> None:
@@ -331,39 +294,14 @@ def test_the_model_begins_as_rank_0_has_it(ranks2: RankPool, init_sync: bool) ->
     assert torch.equal(first, build("mlp", seed=0)[0].weight)
 
 
-def test_members_may_change_under_the_wrapper(ranks3: RankPool) -> None:
-    options = {"bucket_cap_mb": 1e-4}
-    three = Plan(((2, 3, 4), (4, 1, 2)), "deep", options=options)
-    two = Plan(((5, 3), (2, 6)), "deep", options=options)
-    ranks = ranks3.run(
-        cases.change_of_members, three, two, fails=False, case_setup=meeting
-    )
-    equal_bits([ranks[rank][0] for rank in range(3)])
-    equal_bits([ranks[0][1], ranks[2][1]])
-    equal_bits([ranks[rank][2] for rank in range(3)])
-    for name, value in ranks[0][0].state.items():
-        # The third group began with the model of its rank 0, which had left.
-        assert not torch.equal(value, ranks[0][2].state[name])
-    same(ranks[1][2].gradients[0], _after(three, ranks[1][0].state), 1e-12)
-
-
-def test_survivors_of_a_failed_step_redo_it(ranks3: RankPool) -> None:
-    three = Plan(((2, 3, 4), (4, 1, 2)), "deep")
-    two = Plan(((5, 3), (2, 6)), "deep")
-    ranks = ranks3.run(
-        cases.change_of_members, three, two, fails=True, case_setup=meeting
-    )
-    before, after = zip(ranks[0], ranks[2], strict=True)
-    equal_bits(list(before))
-    equal_bits(list(after))
-    same(after[0].gradients[0], _after(two, before[0].state), 1e-12)
-    assert before[0].state.keys() == alone(three).state.keys()
-
-
-def _after(plan: Plan, state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The first gradients of a plan from a state, in this process."""
-    model = build(plan.model, plan.dtype)
-    model.load_state_dict(state)
-    x, y = plan.batch(0)
-    torch.nn.functional.cross_entropy(model(x), y).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("allreduce_hook", 1e-6), ("bf16_compress_hook", 2e-2)]
+)
+def test_a_hook_of_the_users_reduces_weighted_gradients(
+    ranks2: RankPool, name: str, bound: float, loss: str
+) -> None:
+    for by_hook, by_elche in ranks2.run(
+        cases.by_a_hook, name, loss, case_setup=meeting
+    ):
+        same(by_hook, by_elche, bound)

@@ -17,14 +17,12 @@ from tests.ddp.cases.ddp_cases import (
     meeting,
 )
 from tests.ddp.cases.ddp_norm_cases import (
-    another_group,
     mixed_models,
     refusals,
     train_by_tokens,
-    train_in_own_group,
     train_norms,
 )
-from tests.ddp.test_ddp import THREE, TWO, Gradients, equal_bits, same
+from tests.ddp.test_ddp import THREE, TWO, Gradients, equal_bits
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -71,11 +69,6 @@ def test_unequal_batches_equal_one_process(
         assert [met for _, met in ends] == [{shares}] * len(ends)
 
 
-def test_a_group_of_elches_own_serves_for_both(ranks2: RankPool) -> None:
-    plan = Plan(TWO, model="cnn", options={"strategy": "synchronous"})
-    check(ranks2.run(train_in_own_group, plan, case_setup=meeting), alone(plan))
-
-
 def test_weights_that_are_set_weigh_in_the_layers_too(ranks2: RankPool) -> None:
     """Rank 0's samples count double; in the last step rank 1 has none."""
     sizes, tokens = ((5, 3), (4, 4), (6, 0)), ((10, 3), (8, 4), (12, 0))
@@ -98,23 +91,14 @@ def test_weights_that_are_set_weigh_in_the_layers_too(ranks2: RankPool) -> None:
 
 def test_what_cannot_work_is_refused_by_name(ranks2: RankPool) -> None:
     for said in ranks2.run(refusals, case_setup=meeting):
-        step, join, weight, late, group = said
+        step, join, weight, late, torchs = said
         assert step == join
         assert "run the model on x[:0]" in step
         assert "set_weight() came after a forward pass" in weight
         assert "BatchNorm layer '2' was converted after the model was wrapped" in late
-        assert "would meet in the same group as the gradients" in group
+        assert "torch.nn.SyncBatchNorm weighs all ranks alike" in torchs
 
 
 def test_a_rank_that_did_not_convert_is_named(ranks2: RankPool) -> None:
     for said in ranks2.run(mixed_models, case_setup=meeting):
         assert "option SyncBatchNorm: rank 0 has ['2'], rank 1 has []" in said
-
-
-def test_layers_follow_the_wrapper_into_another_group(ranks2: RankPool) -> None:
-    for evaluates, (before, after), groups in ranks2.run(
-        another_group, case_setup=meeting
-    ):
-        assert evaluates
-        same(after, before, 0.0)
-        assert groups == 3  # the default one, the new one, and its sibling

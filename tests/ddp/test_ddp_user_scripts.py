@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.ddp.cases import ddp_user_cases as cases
@@ -27,10 +25,9 @@ def test_it_ends_as_with_torchs_wrapper(ranks2: RankPool, script: str) -> None:
         same(ours, theirs, 1e-6 if script == "scaled" else 1e-12)
 
 
-def test_a_buffer_resized_on_one_rank_is_each_ranks_own(ranks2: RankPool) -> None:
-    first, second = ranks2.run(cases.caches_of_other_lengths, case_setup=meeting)
-    assert (first.pop("length"), second.pop("length")) == (6, 7)
-    same(_but(first, "grown"), _but(second, "grown"), 0.0)
+def test_a_buffer_resized_on_one_rank_is_refused(ranks2: RankPool) -> None:
+    for text in ranks2.run(cases.caches_of_other_lengths, case_setup=meeting):
+        assert text.startswith("the model has other buffers on rank 1 than on rank 0")
 
 
 def test_an_empty_batch_counts_nowhere(ranks2: RankPool) -> None:
@@ -38,21 +35,12 @@ def test_an_empty_batch_counts_nowhere(ranks2: RankPool) -> None:
         same(found, expected, 1e-13)
 
 
-def test_a_copy_trains_once_it_has_a_group(ranks2: RankPool) -> None:
-    for copied, first in ranks2.run(cases.a_copy_trains_in_a_group, case_setup=meeting):
+def test_a_copy_trains(ranks2: RankPool) -> None:
+    for copied, first in ranks2.run(cases.a_copy_trains, case_setup=meeting):
         same(copied, first, 0.0)
-
-
-def test_a_gradient_that_a_hook_takes_is_named(ranks2: RankPool) -> None:
-    for text in ranks2.run(cases.taken_gradient, case_setup=meeting):
-        assert text.startswith("0.bias: a hook took its gradient away")
 
 
 @pytest.mark.slow
 def test_synchronised_norms_in_a_compiled_model(ranks2: RankPool) -> None:
     for found, eager in ranks2.run(cases.compiled_norms, case_setup=meeting):
         same(found, eager, 1e-12)
-
-
-def _but(found: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in found.items() if key != name}

@@ -1,4 +1,4 @@
-"""What is read off a forward pass: tensors, samples, unused parameters."""
+"""Tensors and samples of a forward pass, capacity of buckets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,8 @@ from torch.distributions import Categorical
 from torch.nn.utils import prune
 
 from elche.comm.tensors.nested import outputs_in, tensors_in
-from elche.ddp.forward import (
-    on_backward,
-    places_of,
-    refuse_replaced,
-    samples_in,
-    unused_of,
-)
+from elche.ddp.forward import places_of, refuse_replaced, samples_in
+from elche.ddp.options import cap_mb
 from elche.errors import ConfigError
 
 
@@ -69,25 +64,6 @@ def test_samples_are_counted_along_the_dimension(
     assert samples_in(inputs, dim) == samples
 
 
-def test_unused_parameters_are_those_that_no_output_reaches() -> None:
-    used, unused, returned = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    output = (used * 2).tanh()
-    found = unused_of([output, returned], [unused, used, returned])
-    assert found == frozenset({0})
-
-
-def test_a_backward_through_several_outputs_calls_once() -> None:
-    calls: list[int] = []
-    weight = torch.ones(2, requires_grad=True)
-    outputs = [weight * 2, weight * 3, torch.zeros(1)]
-    assert on_backward(outputs, lambda: calls.append(1))
-    (outputs[0].sum() + outputs[1].sum()).backward(retain_graph=True)
-    assert len(calls) == 1
-    outputs[0].sum().backward()
-    assert len(calls) == 2
-    assert not on_backward([torch.zeros(1)], lambda: calls.append(1))
-
-
 def test_a_parameter_that_a_pruning_moves_is_still_the_same() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     places = places_of(model, list(model.parameters()))
@@ -97,3 +73,11 @@ def test_a_parameter_that_a_pruning_moves_is_still_the_same() -> None:
     model[2].weight = nn.Parameter(torch.zeros(2, 4))
     with pytest.raises(ConfigError, match=r"2\.weight was replaced"):
         refuse_replaced(places, model)
+
+
+@pytest.mark.parametrize(
+    ("elements", "expected_mb"), [(10, 2), (16 * 2**20, 4), (2**29, 25)]
+)
+def test_the_capacity_grows_with_the_model(elements: int, expected_mb: float) -> None:
+    large = nn.Parameter(torch.empty(elements, device="meta"))
+    assert cap_mb([large]) == expected_mb

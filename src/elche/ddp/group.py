@@ -1,8 +1,8 @@
 """A process group of torch's, as elche's reductions use it.
 
-It belongs to the user: nothing here closes it. When a collective fails, the ranks that
-are still there call the roll in the group's store, so that the error names those that
-did not come; gloo's own error names no rank.
+It belongs to the user: nothing here closes it. When a collective fails, the remaining
+ranks call the roll in the group's store, so that the error names the missing ones;
+gloo's own error names no rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import distributed as dist
 from typing_extensions import override
 
 from elche.comm.transport.process_group import Group, late_error
-from elche.ddp.turns import ADVICE
 from elche.errors import CommunicationError, ConfigError, DeadlineError
 from elche.torch_internals.groups import group_timeout_s
 
@@ -37,10 +36,9 @@ class TorchGroup(Group):
     Attributes:
         torch_group: the wrapped group.
         control_device: where small messages must be.
-        activity: what the group is used for, told to other ranks when that fails.
+        is_mixed: ranks compute on devices of several kinds.
+        pids: processes of the ranks, where all are on this host.
     """
-
-    activity = "reducing"
 
     def __init__(self, process_group: Any, timeout_s: float) -> None:
         super().__init__(
@@ -52,9 +50,10 @@ class TorchGroup(Group):
         self.control_device = torch.device("cpu")
         if process_group.name() == "nccl":
             self.control_device = torch.device("cuda", torch.cuda.current_device())
+        self.is_mixed = False
         self.on_failure = self._explained
         self.check = self._check
-        self._pids: list[int] = []
+        self.pids: Sequence[int] = ()
 
     def watch(self, pids: Sequence[int]) -> None:
         """Ends waits in shared memory when one of these processes has ended.
@@ -62,15 +61,15 @@ class TorchGroup(Group):
         Args:
             pids: of each rank; all on this host.
         """
-        self._pids = list(pids)
+        self.pids = tuple(pids)
 
     @property
     @override
     def is_watched(self) -> bool:
-        return bool(self._pids)  # else a death is seen by gloo alone
+        return bool(self.pids)  # else a death is seen by gloo alone
 
     def _check(self) -> None:
-        for rank, pid in enumerate(self._pids):
+        for rank, pid in enumerate(self.pids):
             if _has_ended(pid):
                 raise CommunicationError(f"rank {rank} is gone: its process has ended")
 
@@ -90,7 +89,7 @@ class TorchGroup(Group):
         """Forms another group of the same ranks, together with all of them.
 
         Its collectives are ordered for themselves: they may run inside a backward pass
-        beside this group's. To be ended with :meth:`end`.
+        beside this group's.
         """
         made = dist.new_group(
             dist.get_process_group_ranks(self.torch_group),
@@ -100,22 +99,16 @@ class TorchGroup(Group):
         )
         sibling = TorchGroup(made, self._timeout_s)
         sibling.shares_host = self.shares_host
-        sibling.watch(self._pids)
+        sibling.watch(self.pids)
         return sibling
-
-    def end(self) -> None:
-        """Ends a group that was made here, unless torch has ended all of them."""
-        with contextlib.suppress(ValueError):  # torch knows it no more
-            if dist.is_initialized():
-                dist.destroy_process_group(self.torch_group)
 
     def close(self) -> None:
         """Leaves the group as it is: it is the user's."""
 
     def _explained(self, text: str, missing: Sequence[int]) -> CommunicationError:
         silent = self._silent(missing or range(self.world_size))
-        if not silent:  # all of them wait too, and elsewhere
-            return CommunicationError(text + self._out_of_step())
+        if not silent:  # all of them wait too
+            return CommunicationError(text)
         error = late_error(text, missing or silent)
         return DeadlineError(
             f"{error}. They have ended, hang, or skipped this step (a rank without a "
@@ -129,7 +122,7 @@ class TorchGroup(Group):
         if store is None:
             return []
         try:
-            store.set(self._key(self.rank), self.activity.encode())
+            store.set(self._key(self.rank), b"failed")
             end_s = time.monotonic() + ROLL_CALL_S
             while missing and time.monotonic() < end_s:
                 missing = [rank for rank in missing if not self._has_come(store, rank)]
@@ -138,17 +131,6 @@ class TorchGroup(Group):
             return []
         return missing
 
-    def _out_of_step(self) -> str:
-        """What the ranks were doing when it failed, if that was not the same."""
-        store = _store_of(self.torch_group)
-        said: list[str] = []
-        with contextlib.suppress(RuntimeError, AttributeError):  # it may be gone
-            said = [store.get(self._key(r)).decode() for r in range(self.world_size)]
-        if len(set(said)) < 2:
-            return ""
-        told = ", ".join(f"rank {rank} was {what}" for rank, what in enumerate(said))
-        return f"; ranks were out of step: {told}; {ADVICE}"
-
     def _has_come(self, store: Any, rank: int) -> bool:
         return bool(store.check([self._key(rank)]))
 
@@ -156,19 +138,16 @@ class TorchGroup(Group):
         return f"elche/{self.torch_group.group_name}/failed/{rank}"
 
 
-def as_group(process_group: Any, timeout_s: float | None) -> Group:
+def as_group(process_group: Any, timeout_s: float | None) -> TorchGroup:
     """The group to reduce in.
 
     Args:
-        process_group: elche's :class:`Group`, a torch process group, or None for
-            torch's default one.
+        process_group: a torch process group, or None for torch's default one.
         timeout_s: deadline of a collective; None: the group's own.
 
     Raises:
         ConfigError: there is no such group, or this rank is not in it.
     """
-    if isinstance(process_group, Group):
-        return process_group
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
@@ -179,17 +158,12 @@ def as_group(process_group: Any, timeout_s: float | None) -> Group:
     if not isinstance(process_group, dist.ProcessGroup):
         raise ConfigError(
             "expected process_group to be a torch.distributed process group that this "
-            f"rank is in, or an elche Group; got {process_group!r}"
+            f"rank is in, got {process_group!r}; call init_process_group() of "
+            "torch.distributed, under `elche run` too"
         )
     return TorchGroup(
         process_group, timeout_s or group_timeout_s(process_group) or DEFAULT_TIMEOUT_S
     )
-
-
-def control_device(group: Group) -> torch.device:
-    """Where small messages of a group must be."""
-    device: torch.device = getattr(group, "control_device", torch.device("cpu"))
-    return device
 
 
 def _has_ended(pid: int) -> bool:

@@ -3,52 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
-from elche.comm.gradients.buckets.bucket import size_bytes
-from elche.comm.gradients.buckets.bucket_contract import Strategy
-from elche.ddp.weighted_reducer import LossReduction
 from elche.errors import ConfigError
-from elche.torch_internals.batches import to_device
 
 MIB = 2**20
 LEAST_CAP_MB, MOST_CAP_MB = 2.0, 25.0
 BUCKETS_AIMED_AT = 16
-ONLY_FASTER = ("batched_grad_copy", "skip_all_reduce_unused_params")
-"""Arguments of torch's that change how quickly it comes to the same."""
-_IN_ORDER = "leave it out: buckets go in the order in which gradients appear"
-INSTEAD = {
-    "codec": "codec= was removed here: gradients travel in fewer bytes under "
-    "elche.setup(policy='sync', codec=...)",
-    "bucket_cap_mb_list": "give one bucket_cap_mb for all",
+_IN_ORDER = "leave it out: buckets are sent in the order in which gradients appear"
+REFUSED = {
+    "codec": "compress gradients by register_comm_hook and a hook of torch's "
+    "(ddp_comm_hooks.default_hooks.bf16_compress_hook, say), or train with "
+    "elche.setup(..., codec=...)",
     "delay_all_reduce_named_params": _IN_ORDER,
     "device_mesh": "give process_group=mesh.get_group()",
     "mixed_precision": "run the model under torch.autocast",
     "param_to_hook_all_reduce": _IN_ORDER,
 }
-"""What to do in place of an argument that this wrapper has not."""
+"""Arguments that are refused unless they ask for nothing, and what to do instead."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DdpOptions:
-    """What all ranks must set alike; see `elche.DistributedDataParallel`.
+    """Settings that all ranks share; see `elche.DistributedDataParallel`.
 
     Raises:
         ConfigError: a value is not one of those allowed.
     """
 
-    broadcast_buffers: bool
-    bucket_cap_mb: float | None
+    loss_reduction: Literal["mean", "sum"]
+    weight_by: Literal["samples", "ranks"]
+    strategy: Literal["overlapped", "synchronous", "none"]
+    transport: Literal["auto", "gloo"]
     find_unused_parameters: bool
     static_graph: bool
-    loss_reduction: LossReduction
-    weight_by: Literal["samples", "ranks"]
-    strategy: Strategy | Literal["none"]
-    transport: Literal["auto", "gloo"]
+    keeps_buffers: bool
+    bucket_cap_mb: float | None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -68,63 +62,22 @@ class DdpOptions:
             raise ConfigError(f"expected bucket_cap_mb of 0 or more, got {cap!r}")
 
 
-def refuse_unsupported(options: dict[str, Any]) -> None:
-    """Refuses arguments that only torch's wrapper has, unless they ask for nothing.
+def refuse_arguments(given: dict[str, Any]) -> None:
+    """Refuses arguments that would reduce gradients in another way.
 
     Raises:
-        ConfigError: names them, or what neither wrapper has.
+        ConfigError: names one, and what to do instead.
     """
-    for name, value in options.items():
+    for name, instead in REFUSED.items():
+        value = given.pop(name, None)
         asks_nothing = value is None or value is False
-        if name in ONLY_FASTER or (name in INSTEAD and asks_nothing):
-            continue
-        raise ConfigError(
-            f"elche.DistributedDataParallel has no argument {name}; "
-            + INSTEAD.get(name, "torch's has none of this name either")
-        )
+        if not asks_nothing and (name, value) != ("codec", "fp32"):
+            raise ConfigError(
+                f"elche.DistributedDataParallel has no argument {name}; {instead}"
+            )
 
 
-def input_device(
-    module: nn.Module, device_ids: list[Any] | None, output_device: Any
-) -> list[torch.device] | None:
-    """Where inputs are moved; None: they stay where they are.
-
-    Raises:
-        ConfigError: the module is not on one CUDA device, or on several kinds.
-    """
-    devices = {parameter.device for parameter in module.parameters()}
-    if device_ids is not None and len(device_ids) > 1:
-        raise ConfigError("device_ids can only be None or contain a single element")
-    if len({device.type for device in devices}) > 1:
-        raise ConfigError(
-            "expected all parameters on one type of device, found them on "
-            + ", ".join(sorted(map(str, devices)))
-        )
-    if not device_ids and not output_device:  # as torch reads them
-        return None
-    if len(devices) != 1 or next(iter(devices)).type == "cpu":
-        raise ConfigError(
-            "device_ids and output_device are for a module on one CUDA device, not on "
-            + ", ".join(sorted(map(str, devices)))
-        )
-    if not device_ids:
-        return None
-    first = device_ids[0]
-    return [torch.device("cuda", first) if isinstance(first, int) else first]
-
-
-def moved(inputs: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any]:
-    """Inputs on a device."""
-    positional, named = to_device(inputs, kwargs, device, True)
-    return positional[0], named[0]
-
-
-def cap_bytes(
-    bucket_cap_mb: float | None, trained: list[tuple[str, nn.Parameter]]
-) -> int:
-    """Most bytes of a bucket; small enough to overlap, few enough to be cheap."""
-    if bucket_cap_mb is not None:
-        return max(1, int(bucket_cap_mb * MIB))
-    total = sum(size_bytes(parameter) for _, parameter in trained)
-    part_mb = total / MIB / BUCKETS_AIMED_AT
-    return int(min(MOST_CAP_MB, max(LEAST_CAP_MB, part_mb)) * MIB)
+def cap_mb(trained: Iterable[nn.Parameter]) -> float:
+    """Most MiB of a bucket; small enough to overlap, few enough to be cheap."""
+    part_mb = sum(each.nbytes for each in trained) / MIB / BUCKETS_AIMED_AT
+    return min(MOST_CAP_MB, max(LEAST_CAP_MB, part_mb))

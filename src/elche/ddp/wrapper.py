@@ -5,87 +5,77 @@ Replace the import, and a script for torchrun trains as before, under `elche run
     torch.distributed.init_process_group("gloo")
     model = elche.DistributedDataParallel(model)
 
-What torch's has no answer for is added: ranks weigh by the samples of their batches, a
-rank without a batch calls :meth:`~DistributedDataParallel.join_step`, and the group may
-change under the wrapper (:meth:`~DistributedDataParallel.set_group`).
+It is torch's own class with a communication hook: ranks weigh by the samples of their
+batches, a rank without a batch calls :meth:`~DistributedDataParallel.join_step`, and
+ranks on the CPU of one host sum in shared memory.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Any, Literal, final
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Literal, NoReturn, final
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
-from elche.comm.gradients.buckets.bucket import BucketInfo
-from elche.comm.gradients.buckets.bucket_contract import Strategy
-from elche.comm.transport.process_group import Group
+from elche.comm.gradients.graph_capture import refuse_capture
+from elche.comm.tensors.nested import outputs_in
+from elche.ddp.buffer_broadcast import BufferBroadcast
+from elche.ddp.comparison import compare
+from elche.ddp.forward import places_of, refuse_replaced, samples_in
 from elche.ddp.group import TorchGroup, as_group
-from elche.ddp.in_group import ModelInGroup, Wrapped
-from elche.ddp.options import (
-    DdpOptions,
-    input_device,
-    moved,
-    refuse_unsupported,
-)
-from elche.ddp.turns import new_wrapper
-from elche.ddp.weighted_reducer import DdpReduction, LossReduction
+from elche.ddp.norms import bind_norms, plain_norms, refuse_converted
+from elche.ddp.options import DdpOptions, cap_mb, refuse_arguments
+from elche.ddp.pass_weights import OUTSIDE, PassWeights
+from elche.ddp.reduction import DdpReduction, Reduced, WeightedReduction
 from elche.errors import CommunicationError, ConfigError
 from elche.torch_internals.groups import IGNORED_BY_DDP
+from elche.torch_internals.passes import graph_task_id, queue_callback
+from elche.torch_internals.reducers import (
+    COMM_HOOKS,
+    push_all_rebuilt,
+    rebuild_buckets,
+    zero_buckets,
+)
 
 
 @final
-class DistributedDataParallel(nn.Module):
-    """Data parallelism whose gradients weigh by samples.
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's DistributedDataParallel whose gradients weigh by samples.
 
-    Where torch's wrapper has an argument, it means the same; where it has not:
+    torch's arguments mean what they mean there, but for these:
 
     Args:
-        module: the model; the same on every rank. ``state_dict`` has its keys behind
-            ``module.``, as torch's wrapper has. Hand ``.module`` to what looks for
-            torch's class (``torch.distributed.checkpoint.state_dict`` does).
-        device_ids: None, or the one CUDA device of the module: inputs are moved there.
-        output_device: accepted and unused, as in torch for one device per process.
+        module: the model; the same on every rank.
+        device_ids: as torch's.
+        output_device: as torch's.
         dim: the dimension of a batch along which its samples lie.
         broadcast_buffers: buffers that a rank wrote are overwritten, after backward, by
-            those of the lowest rank that had a batch (rank 0, as in torch). With False
-            they stay local, and are not equal at the start either.
-        init_sync: parameters and buffers begin as rank 0 has them.
-        process_group: a torch process group, an elche Group, or None for the default.
-        bucket_cap_mb: most MiB of gradients in one message; 0: each parameter has its
-            own. None: a sixteenth of the model, from 2 to 25 MiB.
-        find_unused_parameters: the graph is searched in every forward, so that
-            parameters without a gradient do not hold up their bucket until the end of
-            backward. They are handled in any case.
-        check_reduction: accepted and unused, as in torch.
-        gradient_as_bucket_view: ``p.grad`` is a view of a bucket: no copy, but what is
-            kept by reference is overwritten two backward passes later.
-        static_graph: every backward uses the parameters that the first one used; one
-            may then get gradients several times in a backward (reentrant checkpoints).
-        forward_sync_buffers: torch's new name: as ``broadcast_buffers``, but buffers
-            begin as rank 0 has them in any case.
-        loss_reduction: ``"mean"``: a rank's loss is the mean over its samples, and
-            gradients are those of the mean over the union of all batches; ``"sum"``: a
-            rank's loss is a sum, and gradients are those of the sum over the union.
+            those of the lowest rank that had a batch (rank 0, as in torch).
+        init_sync: as torch's.
+        process_group: a torch process group, or None for the default one.
+        bucket_cap_mb: most MiB of gradients in one message. None: a sixteenth of the
+            model, from 2 to 25 MiB.
+        find_unused_parameters: as torch's.
+        check_reduction: as torch's.
+        gradient_as_bucket_view: as torch's.
+        static_graph: as torch's; the first backward must not be in :meth:`no_sync`.
+        loss_reduction: ``"mean"``: a loss is the mean over the samples of its forward
+            pass, and gradients are those of the mean over the union of all batches;
+            ``"sum"``: a loss is a sum, and gradients are those of the sum.
         weight_by: ``"samples"`` weighs a rank by its batch, the first tensor's size
             along ``dim`` (:meth:`set_weight` overrides it: for lists of samples, say);
             ``"ranks"`` weighs all alike, as torch does.
         strategy: ``"overlapped"`` sends buckets during backward, ``"synchronous"`` at
             its end; with ``"none"`` nothing is reduced.
-        timeout_s: deadline of each wait; None: the process group's.
+        timeout_s: deadline of each wait for gradients; None: the process group's.
         transport: ``"auto"`` sums in shared memory where all ranks compute on the CPU
             of one host; ``"gloo"`` always through the process group.
-        **unsupported: other arguments of torch's wrapper, refused by name; those that
-            only make it faster (``batched_grad_copy``,
-            ``skip_all_reduce_unused_params``) are accepted and unused.
-
-    Attributes:
-        module: the model.
-        require_backward_grad_sync: False inside :meth:`no_sync`.
+        **options: torch's other arguments.
 
     Raises:
         ConfigError: an argument is wrong, or the model cannot be reduced.
@@ -108,95 +98,80 @@ class DistributedDataParallel(nn.Module):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
-        forward_sync_buffers: bool | None = None,
-        loss_reduction: LossReduction = "mean",
+        loss_reduction: Literal["mean", "sum"] = "mean",
         weight_by: Literal["samples", "ranks"] = "samples",
-        strategy: Strategy | Literal["none"] = "overlapped",
+        strategy: Literal["overlapped", "synchronous", "none"] = "overlapped",
         timeout_s: float | None = None,
         transport: Literal["auto", "gloo"] = "auto",
-        **unsupported: Any,
+        **options: Any,
     ) -> None:
-        super().__init__()
-        refuse_unsupported(unsupported)
-        given = forward_sync_buffers, broadcast_buffers
-        keeps_buffers = next((value for value in given if value is not None), True)
-        self._options = DdpOptions(
-            broadcast_buffers=keeps_buffers,
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
+        refuse_arguments(options)
+        given = options.get("forward_sync_buffers"), broadcast_buffers, True
+        settings = DdpOptions(
             loss_reduction=loss_reduction,
             weight_by=weight_by,
             strategy=strategy,
             transport=transport,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            keeps_buffers=next(value for value in given if value is not None),
+            bucket_cap_mb=bucket_cap_mb,
         )
-        self.device_ids = input_device(module, device_ids, output_device)
-        self.dim = dim
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.require_backward_grad_sync = True
-        self.parameters_to_ignore: set[str] = set(getattr(module, IGNORED_BY_DDP, ()))
-        self.module = module
-        self._timeout_s = timeout_s
-        self._group: Group | None = as_group(process_group, timeout_s)
-        self._in_group: ModelInGroup | None = None
-        self._wrapper: int | None = None
-        self._order: list[int] | None = None
-        begins_equal = keeps_buffers or forward_sync_buffers is not None
-        self._form(init_sync, init_sync and begins_equal)
+        group = as_group(process_group, timeout_s)
+        ignored = frozenset(getattr(module, IGNORED_BY_DDP, ()))
+        compare(group, module, ignored, asdict(settings))
+        if bucket_cap_mb is None and "bucket_cap_mb_list" not in options:
+            bucket_cap_mb = cap_mb(p for p in module.parameters() if p.requires_grad)
+        if broadcast_buffers is not None:  # deprecated by torch
+            options["broadcast_buffers"] = broadcast_buffers
+        super().__init__(
+            module,
+            device_ids,
+            output_device,
+            dim,
+            init_sync=init_sync,
+            process_group=group.torch_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            **options,
+        )
+        self._settings = settings
+        self._norms = bind_norms(module, group) if strategy != "none" else None
+        self._attach(group)
 
-    @property
-    def process_group(self) -> Any:
-        """The group, as it was given."""
-        group = self._group
-        return group.torch_group if isinstance(group, TorchGroup) else group
-
-    @property
-    def buckets(self) -> tuple[BucketInfo, ...]:
-        """Buckets in the order of reduction: capacity, names, shapes, bytes.
-
-        The reverse of definition at first, then as gradients appeared in the first
-        backward.
-        """
-        return self._built.reducer.buckets
+    def _attach(self, group: TorchGroup) -> None:
+        """Registers the hook; nothing is sent."""
+        settings, module = self._settings, self.module
+        ignored = frozenset(self.parameters_to_ignore)
+        named = [item for item in module.named_parameters() if item[0] not in ignored]
+        self._group = group
+        self._trained = [parameter for _, parameter in named if parameter.requires_grad]
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self._places = places_of(module, self._trained)
+        self._plain_norms = plain_norms(module) if group.world_size > 1 else []
+        is_mean = settings.loss_reduction == "mean"
+        kept = [name for name, _ in module.named_buffers() if name not in ignored]
+        buffers = None
+        if settings.keeps_buffers and kept:
+            buffers = BufferBroadcast(module, ignored, group)
+        self._passes = PassWeights(self._trained, is_mean=is_mean)
+        self._reduction = WeightedReduction(
+            group,
+            self._passes,
+            buffers,
+            is_mean=is_mean,
+            overlaps=settings.strategy == "overlapped",
+        )
+        self._reduction.at_end = _rebuilding(weakref.ref(self))
+        super().register_comm_hook(self._reduction, _reduce)
 
     @property
     def last_reduction(self) -> DdpReduction | None:
         """Weights and waits of the last reduction."""
-        return self._built.reducer.last
-
-    @property
-    def extra_bytes(self) -> int:
-        """Memory held beside the model and its gradients."""
-        return self._built.reducer.extra_bytes
-
-    @property
-    def _built(self) -> ModelInGroup:
-        if self._in_group is None:
-            raise CommunicationError(
-                "this wrapper has no working group: it is a copy, or set_group() "
-                "failed before; call set_group() on every rank to train it"
-            )
-        return self._in_group
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """As given."""
-        return self._options.find_unused_parameters
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Whether buffers are kept equal."""
-        return self._options.broadcast_buffers
-
-    @property
-    def static_graph(self) -> bool:
-        """As given, or set by ``_set_static_graph()``."""
-        return self._options.static_graph
-
-    @property
-    def device(self) -> torch.device:
-        """Of the first parameter."""
-        return next(self.module.parameters()).device
+        return self._reduction.last
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model; where gradients are enabled, expects its backward.
@@ -204,51 +179,87 @@ class DistributedDataParallel(nn.Module):
         Raises:
             ConfigError: a frozen parameter was unfrozen, a parameter replaced, or a
                 CUDA graph is being captured.
-            CommunicationError: the backward pass before was broken off.
+            CommunicationError: a reduction has failed before.
         """
-        if self.device_ids:
-            inputs, kwargs = moved(inputs, kwargs, self.device_ids[0])
-        evaluates = self._in_group is None and not self.training
-        reduces_nothing = self._options.strategy == "none" or evaluates
-        if reduces_nothing or not torch.is_grad_enabled():
-            if self._in_group is not None:
-                self._in_group.begin_unreduced()
-            return self.module(*inputs, **kwargs)
-        in_group = self._built
-        weight = in_group.begin_forward((inputs, kwargs), self.dim)
-        output = self.module(*inputs, **kwargs)
-        reduces = self.require_backward_grad_sync
-        in_group.expect_backward(output, weight, reduces=reduces)
+        if self._settings.strategy == "none":
+            with self.no_sync():
+                return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        is_again = graph_task_id() != OUTSIDE and self._passes.is_open
+        if is_again or not torch.is_grad_enabled():
+            if self._norms is not None and not is_again:
+                self._norms.weigh(None)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        self._check()
+        weight = 1.0
+        if self._settings.weight_by == "samples":
+            weight = samples_in((inputs, kwargs), self.dim)
+        if self._norms is not None:
+            given = self._passes.given
+            seen = weight if given is None else given
+            is_mean = self._settings.loss_reduction == "mean"
+            self._norms.weigh(seen if is_mean else float(seen > 0))
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        begin = self._expect_again if self.require_backward_grad_sync else None
+        if begin is not None:
+            self._reduction.is_armed = True
+        self._passes.expect(weight, outputs_in(output), begin)
         return output
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Forwards in it accumulate gradients on this rank only.
+    def _check(self) -> None:
+        """Refuses a forward pass whose gradients would not be reduced."""
+        if self._reduction.failure is not None:
+            raise CommunicationError(
+                f"a reduction of this wrapper has failed: {self._reduction.failure}; "
+                "start the ranks again from a checkpoint"
+            )
+        refuse_capture()
+        refuse_replaced(self._places, self.module)
+        refuse_converted(self._plain_norms)
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"{name} was frozen when the model was wrapped and is not any "
+                    "more; wrap the model again after unfreezing"
+                )
+        first = self._reduction.last is None
+        if self.static_graph and first and not self.require_backward_grad_sync:
+            raise ConfigError(
+                "static_graph=True learns the graph from the first backward pass, "
+                "which must not be in no_sync(); reduce the first one"
+            )
 
-        They are reduced, and weigh, with the next backward of a forward outside.
-        """
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
+    def _expect_again(self) -> None:
+        """A backward pass begins; torch expects one for each forward pass."""
+        if self._reduction.is_armed:
+            return
+        if self.find_unused_parameters or self.static_graph:
+            raise ConfigError(
+                "find_unused_parameters and static_graph expect one backward pass "
+                "after each forward pass; run the forward pass again, or leave them out"
+            )
+        self.reducer.prepare_for_backward([])
+        self._reduction.is_armed = True
 
     def set_weight(self, weight: float) -> None:
-        """Sets what this rank weighs in the next reduction: tokens, say, or 0.
+        """Sets what this rank weighs in the next backward pass: tokens, say, or 0.
 
         Args:
-            weight: of all that has been accumulated by then; the unit is the same on
-                all ranks. Without it samples are counted. With `elche.SyncBatchNorm`
-                layers it must be set before the step's first forward pass, in which
-                they weigh.
+            weight: in place of the samples of its batch; the unit is the same on all
+                ranks. Under :meth:`no_sync` it is to be set for each pass. With
+                `elche.SyncBatchNorm` layers it must be set before the forward pass, in
+                which they weigh.
 
         Raises:
             ConfigError: it is negative or not finite, or comes too late.
-            CommunicationError: the wrapper is a copy, or lost its group.
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"expected a weight of at least 0, got {weight!r}")
-        self._built.set_weight(float(weight))
+        if self._norms is not None and self._passes.is_expected:
+            raise ConfigError(
+                "set_weight() came after a forward pass in which SyncBatchNorm layers "
+                "have weighed this batch; call it before"
+            )
+        self._passes.give(float(weight))
 
     def join_step(self) -> DdpReduction | None:
         """Takes part in this step's reduction without a batch.
@@ -264,134 +275,180 @@ class DistributedDataParallel(nn.Module):
             ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
             CommunicationError: it failed, or a rank did not arrive in time.
         """
-        if self._options.strategy == "none":
+        if self._settings.strategy == "none":
             return None
         self._refuse_absence()
-        reducer = self._built.reducer
-        reducer.begin_forward()
-        return reducer.run_empty()
-
-    @contextlib.contextmanager
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Iterator[None]:
-        """Around a loop that may have more batches on some ranks than on others.
-
-        A rank whose loop is over takes part in the others' reductions until all are
-        through, then takes the model of the last that trained.
-
-        Args:
-            divide_by_initial_world_size: gradients are divided by all ranks, so that
-                every sample counts as before; else by those that still train.
-            enable: False: does nothing.
-            throw_on_early_termination: raise on all ranks when one is through.
-
-        Raises:
-            ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
-            CommunicationError: one is through, and that was to be raised; or a
-                reduction failed, or a rank did not arrive in time.
-        """
-        if not enable or self._options.strategy == "none":
-            yield
-            return
-        self._refuse_absence()
-        in_group = self._built
-        reducer = in_group.reducer
-        reducer.divides_by_world = divide_by_initial_world_size
-        reducer.refuses_joined = throw_on_early_termination
+        if self.static_graph:
+            raise ConfigError(
+                "join_step() does not know which parameters a static graph uses; run "
+                "the model on an empty batch (x[:0]) and backward from out.sum()"
+            )
+        reduction, used = self._reduction, [p.grad is not None for p in self._trained]
+        reduction.is_joining = True
         try:
-            yield
-            in_group.shadow()
+            begun = [self._send(bucket) for bucket in zero_buckets(self.reducer)]
         finally:
-            reducer.divides_by_world = reducer.refuses_joined = False
+            reduction.is_joining = False
+        sums = [pair for bucket, future in begun for pair in _sums(bucket, future)]
+        if self.find_unused_parameters:
+            absent = self._unused(used)
+            sums = [pair for pair in sums if id(pair[0]) not in absent]
+        for parameter, total in sums:
+            if parameter.grad is None:
+                parameter.grad = total.clone()
+            else:
+                parameter.grad.copy_(total)
+        push_all_rebuilt(self.reducer)
+        self._rebuild()
+        return reduction.last
+
+    def _send(self, bucket: dist.GradBucket) -> tuple[dist.GradBucket, Reduced]:
+        """Reduces what was accumulated of a bucket; it is there with the last one."""
+        for parameter, part in zip(
+            bucket.parameters(), bucket.gradients(), strict=True
+        ):
+            if parameter.grad is not None:
+                part.copy_(parameter.grad)
+        return bucket, self._reduction.reduce(bucket)
+
+    def _unused(self, used: list[bool]) -> set[int]:
+        """Parameters (by id) that no rank has used, as torch's reducer agrees on."""
+        message = torch.tensor(used, dtype=torch.int32, device=self.device)
+        self._group.all_reduce(message, "agreeing on unused parameters")
+        pairs = zip(self._trained, message.tolist(), strict=True)
+        return {id(parameter) for parameter, count in pairs if not count}
+
+    def _rebuild(self) -> None:
+        """Orders buckets as gradients appear, once, with all ranks."""
+        try:
+            self._reduction.at_end = _nothing
+            rebuild_buckets(self.reducer)
+        except RuntimeError as error:
+            text = f"ordering buckets failed on rank {self._group.rank}: {error}"
+            raise self._group.on_failure(text, ()) from error
 
     def _refuse_absence(self) -> None:
-        """A rank without a batch cannot meet others in the middle of the model."""
-        if self._in_group is not None and self._in_group.meets_in_forward:
+        """A rank without a batch cannot take part in the middle of the model."""
+        if self._norms is not None:
             raise ConfigError(
                 "a rank without a batch takes part in SyncBatchNorm layers by an empty "
                 "one: run the model on x[:0] and backward from out.sum(), on the same "
                 "number of steps everywhere, in place of join_step() and join()"
             )
 
-    def set_group(self, process_group: Any = None, *, sync: bool = True) -> None:
-        """Goes on in another group, with all its ranks; the module stays.
-
-        After a failed reduction, ``p.grad`` holds what this rank had computed: zero it
-        and redo the step. Also for parameters that were frozen or unfrozen.
-
-        Args:
-            process_group: the new group; None: the present one, for a copy the
-                default one.
-            sync: parameters and buffers become those of the new rank 0.
+    def join_hook(self, **kwargs: Any) -> Any:
+        """As torch's, with weights: see :meth:`join`.
 
         Raises:
-            ConfigError: inside a backward pass, or the group is none.
-            MismatchError: ranks differ; the message names the difference.
-            CommunicationError: ranks did not come together.
+            ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
         """
-        if self._in_group is not None:
-            self._order = self._in_group.reducer.order or self._order
-            self._in_group.release()
-            self._in_group = None
-        if process_group is not None or self._group is None:
-            self._group = as_group(process_group, self._timeout_s)
-        self._form(sync, sync and self._options.broadcast_buffers)
+        self._refuse_absence()
+        hook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+        ends, reduction = hook.post_hook, self._reduction
+        reduction.divides_by_world = kwargs.get("divide_by_initial_world_size", True)
+        reduction.at_end = _nothing  # torch's forward rebuilds buckets
 
-    def _form(self, sync_parameters: bool, sync_buffers: bool) -> None:
-        """Takes the model into the group, together with all ranks."""
-        assert self._group is not None
-        if self._wrapper is None:
-            self._wrapper = new_wrapper()
-        self._in_group = ModelInGroup.form(
-            Wrapped(
-                module=self.module,
-                options=self._options,
-                ignored=frozenset(self.parameters_to_ignore),
-                as_views=self.gradient_as_bucket_view,
-                wrapper=self._wrapper,
-            ),
-            self._group,
-            self._order,
-            sync_parameters=sync_parameters,
-            sync_buffers=sync_buffers,
-        )
+        def end(is_last_joiner: bool) -> None:
+            reduction.divides_by_world = False
+            ends(is_last_joiner)
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """As torch's: names that stay local; call it before wrapping."""
-        setattr(module, IGNORED_BY_DDP, list(params_and_buffers_to_ignore))
+        hook.post_hook = end
+        return hook
 
-    def register_comm_hook(self, state: object, hook: object) -> None:
-        """Refused: reductions are elche's own.
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """As torch's: the hook reduces in place of elche's exchange.
+
+        It receives gradients that are weighed such that their mean over the ranks is
+        the gradient, as torch's own hooks expect.
 
         Raises:
-            ConfigError: always.
+            ConfigError: there is one already.
         """
-        raise ConfigError("communication hooks of torch's DDP cannot be registered")
+        if self._reduction.user_hook is not None:
+            raise ConfigError("a communication hook was registered before")
+        self._reduction.user_hook = state, hook
 
-    def join_hook(self, **_: Any) -> None:
-        """Refused: torch's ``Join`` context cannot shadow elche's reductions.
+    def set_group(self, *_: Any, **__: Any) -> NoReturn:
+        """Removed.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
-            "torch's Join context cannot shadow this wrapper's reductions; use "
-            "`with model.join():`, or join_step() for a step without a batch"
+            "set_group() was removed: wrap the module again in the new process group"
         )
 
-    def _set_static_graph(self) -> None:
-        """As torch's: ``static_graph=True`` from now on; before the first backward."""
-        self._built.make_static()
-        self._options = replace(self._options, static_graph=True)
+    def will_sync_module_buffers(self) -> bool:
+        """Torch broadcasts buffers before a forward pass; here after a backward one."""
+        return False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is in no group: it evaluates, and trains after :meth:`set_group`."""
-        absent = {"_group": None, "_in_group": None, "_wrapper": None}
-        return {**self.__dict__, **absent}
+        """A copy has a hook of its own."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        group = self._group
+        for name in OF_HOOK:
+            state.pop(name)
+        state[COMM_HOOKS] = []
+        state["_at_hosts"] = group.timeout_s, group.shares_host, group.pids
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        timeout_s, shares_host, pids = state.pop("_at_hosts")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        group = as_group(None, timeout_s)
+        group.shares_host = shares_host
+        group.watch(pids)
+        self._norms = None
+        self._attach(group)
+
+
+OF_HOOK = (
+    "_frozen",
+    "_group",
+    "_norms",
+    "_passes",
+    "_places",
+    "_plain_norms",
+    "_reduction",
+    "_trained",
+)
+
+
+def _reduce(state: WeightedReduction, bucket: dist.GradBucket) -> Reduced:
+    return state.reduce(bucket)
+
+
+_reduce.__annotations__.clear()  # torch refuses those that are strings
+
+
+def _sums(
+    bucket: dist.GradBucket, future: Reduced
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters of a bucket, and their reduced gradients."""
+    bucket.buffer().copy_(future.wait())  # a user's hook may return another tensor
+    return list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+
+
+def _rebuilding(
+    wrapper: weakref.ref[DistributedDataParallel],
+) -> Callable[[], None]:
+    """Reorders buckets after the first backward pass, not in the next forward pass.
+
+    So that a forward pass waits for no other rank. torch's reducer has ended the
+    backward pass when a callback runs that was queued by one.
+    """
+
+    def rebuild() -> None:
+        ddp = wrapper()
+        if ddp is not None:
+            ddp._rebuild()
+
+    def queue() -> None:
+        if graph_task_id() != OUTSIDE:  # as in the first pass of a static graph
+            queue_callback(lambda: queue_callback(rebuild))
+
+    return queue
+
+
+def _nothing() -> None:
+    """Buckets have been ordered, or torch does it."""

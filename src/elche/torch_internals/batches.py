@@ -8,8 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import get_worker_info
 
 from elche.torch_internals.lookup import bind, has, refusing
@@ -45,25 +43,6 @@ tree_leaves: Callable[[Any], list[Any]] = bind(
     "torch.utils._pytree.tree_leaves", "2.2", _TREES, _PLAIN, _leaves
 )
 
-
-def _moved(inputs: Any, kwargs: Any, device: torch.device, _: bool) -> tuple[Any, Any]:
-    def is_moved(item: Any) -> bool:
-        return isinstance(item, torch.Tensor | PackedSequence)
-
-    def move(item: Any) -> Any:
-        return item.to(device) if is_moved(item) else item
-
-    return (_map(move, inputs, is_moved),), (_map(move, kwargs, is_moved),)
-
-
-to_device: Callable[[Any, Any, torch.device, bool], tuple[Any, Any]] = bind(
-    "torch.distributed.utils._to_kwargs",
-    "2.0",
-    "moves a wrapper's inputs to its device as torch's does",
-    f"they are copied on the current stream, and {_PLAIN}",
-    _moved,
-)
-"""``(inputs, kwargs, device, on a stream of their own)``; each is moved, in a list."""
 
 _HAS_WORKER_INFO = has(
     "torch.utils.data._utils.worker._worker_info",

@@ -10,7 +10,6 @@ from torch import nn
 
 from elche.comm.gradients.buckets.bucket import Bucket, make_buckets, size_bytes
 from elche.comm.gradients.buckets.bucket_contract import PassOptions
-from elche.ddp.options import MIB, cap_bytes
 from elche.errors import ConfigError
 from tests.comm.bus import Bus
 
@@ -41,25 +40,16 @@ def test_every_parameter_once_in_order_and_within_capacity(
     assert len(last) == 1 or sum(map(size_bytes, last)) <= capacity // 4
 
 
-def test_a_bucket_describes_itself() -> None:
-    bucket = Bucket([nn.Parameter(torch.zeros(2, 3)), parameter(4)])
-    info = bucket.info(7, 99, ["a", "b"])
-    assert (info.index, info.capacity_bytes, info.size_bytes) == (7, 99, 40)
-    assert (info.names, info.shapes) == (("a", "b"), ((2, 3), (4,)))
-    assert (info.dtype, info.device) == (torch.float32, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1)])
-@pytest.mark.parametrize("staged", [False, True])
 def test_sums_keep_shape_strides_and_flags(
-    dtype: torch.dtype, order: tuple[int, ...], staged: bool
+    dtype: torch.dtype, order: tuple[int, ...]
 ) -> None:
     ranks = []
     for group in Bus(2).groups():
         dense = torch.zeros(2, 3, 4, 5, dtype=dtype).permute(order)
         bucket = Bucket([nn.Parameter(dense), parameter(3, dtype)])
-        bucket.open(group, PassOptions(1, staged=staged))
+        bucket.open(group, PassOptions(1))
         bucket.parameters[0].grad = torch.ones_like(dense) * (group.rank + 1)
         ranks.append(bucket)
     for bucket, scale in zip(ranks, (0.5, 0.25), strict=True):
@@ -89,17 +79,6 @@ def test_a_scale_of_zero_sends_zeros_not_zero_times_something() -> None:
         bucket.finish(1)
         assert bucket.summed[0].tolist() == [3.0, 3.0]
         assert bucket.used() == [True]
-
-
-@pytest.mark.parametrize(
-    ("elements", "given_mb", "expected_mb"),
-    [(10, None, 2), (16 * 2**20, None, 4), (2**29, None, 25), (10, 3, 3)],
-)
-def test_the_capacity_grows_with_the_model(
-    elements: int, given_mb: float | None, expected_mb: float
-) -> None:
-    large = nn.Parameter(torch.empty(elements, device="meta"))
-    assert cap_bytes(given_mb, [("large", large)]) == expected_mb * MIB
 
 
 def test_options_that_contradict_are_refused() -> None:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import distributed as dist
 from torch import nn
 
-from elche.comm.transport.process_group import Group
 from elche.ddp.wrapper import DistributedDataParallel
 from tests.harness.rank_main import Place, this_place
 
@@ -54,23 +53,6 @@ def _all_in(store: dist.FileStore, place: Place, timeout_s: float) -> None:
     store.set(f"in {place.rank}", "yes")
     ranks = [f"in {rank}" for rank in range(place.world_size)]
     store.wait(ranks, timedelta(seconds=timeout_s))
-
-
-@contextmanager
-def elche_group(members: Sequence[int], timeout_s: float = 60.0) -> Iterator[Group]:
-    """A group of elche's own kind."""
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    name = "-".join(map(str, members))
-    store = dist.FileStore(os.path.join(os.environ[STORE], name), len(members))
-    rank = list(members).index(this_place().rank)
-    made = dist.ProcessGroupGloo(store, rank, len(members), options)
-    group = Group(made, rank, len(members), timeout_s)
-    try:
-        yield group
-    finally:
-        group.close()
 
 
 class Branches(nn.Module):
@@ -182,8 +164,6 @@ class Trace:
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: list[tuple[float, ...]] = field(default_factory=list)
-    early: list[int] = field(default_factory=list)
-    buckets: Any = None
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -242,11 +222,9 @@ def steps(plan: Plan, ddp: Any, rank: int | None = None) -> Trace:
         trace.gradients.append(gradients_of(ddp.module))
         if plan.wrapper == "elche" and ddp.last_reduction is not None:
             trace.weights.append(ddp.last_reduction.weights)
-            trace.early.append(ddp.last_reduction.launched_early)
         optimizer.step()
         optimizer.zero_grad()
     trace.state = {k: v.clone() for k, v in ddp.module.state_dict().items()}
-    trace.buckets = ddp.buckets if plan.wrapper == "elche" else None
     return trace
 
 
@@ -259,5 +237,67 @@ def _backward(
         with nullcontext() if is_last else ddp.no_sync():
             loss = F.cross_entropy(ddp(part_x, *extra), part_y, reduction=plan.loss)
             if plan.loss == "mean":
-                loss = loss * len(part_x) / len(x)
+                loss = loss / len(parts)
             loss.backward()
+
+
+def accumulate(
+    plan: tuple[tuple[tuple[int, ...], ...], ...], loss: str, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Gradients of each step of passes of given sizes, and those of their union."""
+    rank, found, expected = this_place().rank, [], []
+    with torch_world():
+        model, alone = build("mlp"), build("mlp")
+        ddp = DistributedDataParallel(model, **options)
+        for number, step in enumerate(plan):
+            generator = torch.Generator().manual_seed(number)
+            count = sum(map(sum, step))
+            x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
+            y = torch.randint(3, (count,), generator=generator)
+            share = len(step) if loss == "mean" else 1
+            begin = 0
+            for which, sizes in enumerate(step):
+                first = begin + sum(sizes[:rank])
+                mine = slice(first, first + sizes[rank])
+                begin += sum(sizes)
+                with nullcontext() if which + 1 == len(step) else ddp.no_sync():
+                    part = F.cross_entropy(ddp(x[mine]), y[mine], reduction=loss)
+                    (part / share).backward()
+            found.append(gradients_of(model))
+            F.cross_entropy(alone(x), y, reduction=loss).backward()
+            expected.append(gradients_of(alone))
+            model.zero_grad()
+            alone.zero_grad()
+    return found, expected
+
+
+def complete_when_sent(strategy: str) -> list[int]:
+    """Buckets that were complete when each one was sent."""
+    complete, sent = 0, []
+    with torch_world():
+        ddp: Any = DistributedDataParallel(
+            build("deep"), strategy=strategy, bucket_cap_mb=2e-4
+        )
+        F.cross_entropy(
+            ddp(torch.ones(2, FEATURES).double()), torch.tensor([0, 1])
+        ).backward()
+        reduction, send, reduced = (
+            ddp._reduction,
+            ddp._reduction._send,
+            ddp._reduction._reduced,
+        )
+
+        def counted(bucket: Any) -> Any:
+            nonlocal complete
+            complete += 1
+            return reduced(bucket)
+
+        def noted(*message: Any) -> Any:
+            sent.append(complete)
+            return send(*message)
+
+        reduction._reduced, reduction._send = counted, noted
+        F.cross_entropy(
+            ddp(torch.ones(2, FEATURES).double()), torch.tensor([0, 1])
+        ).backward()
+    return sent

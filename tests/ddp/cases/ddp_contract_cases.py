@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import gc
 import os
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from elche.comm.transport.process_group import Group
@@ -21,14 +19,9 @@ from elche.errors import CommunicationError
 from tests.ddp.cases.ddp_cases import (
     FEATURES,
     STORE,
-    Plan,
-    Trace,
     build,
-    elche_group,
     gradients_of,
-    steps,
     torch_world,
-    wrap,
 )
 from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place
@@ -149,26 +142,6 @@ def memory_of_gradients(views: bool) -> tuple[bool, bool]:
         return len(storages) < len(gradients), torch.equal(kept, values)
 
 
-def buckets_of(cap_mb: float | None) -> tuple[Any, Any]:
-    """Buckets before and after the first backward, of a model used in reverse."""
-
-    class Reverse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.out = nn.Linear(8, 3)
-            self.into = nn.Linear(FEATURES, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.out(self.into(x).tanh())
-            return result
-
-    with torch_world():
-        ddp = DistributedDataParallel(Reverse().double(), bucket_cap_mb=cap_mb)
-        before = ddp.buckets
-        backward(ddp)
-        return before, ddp.buckets
-
-
 class Shared(nn.Module):
     """A layer that is checkpointed twice: two gradients of it in one backward."""
 
@@ -179,38 +152,27 @@ class Shared(nn.Module):
         self.spare = nn.Linear(FEATURES, FEATURES)
         self.head = nn.Linear(FEATURES, 3)
         self.reentrant = reentrant
-        self.use_spare = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         for _ in range(2):
             x = checkpoint(self.layer, x, use_reentrant=self.reentrant)
-        if self.use_spare:
-            x = self.spare(x)
         result: torch.Tensor = self.head(x)
         return result
 
 
-def checkpointed(reentrant: bool, static_graph: bool, changes: bool) -> Any:
-    """Gradients of three backwards, or the error's text."""
+def checkpointed(reentrant: bool) -> Any:
+    """Gradients of three backwards."""
     with torch_world():
         torch.manual_seed(3)
         model = Shared(reentrant=reentrant).double()
-        ddp = DistributedDataParallel(
-            model, static_graph=static_graph, bucket_cap_mb=1e-5
-        )
+        ddp = DistributedDataParallel(model, static_graph=True, bucket_cap_mb=1e-5)
         found = []
-        try:
-            for step in range(3):
-                model.use_spare = changes and step == 2
-                ddp.zero_grad()
-                backward(ddp, step)
-                found.append(gradients_of(model))
-                reduction = ddp.last_reduction
-        except ValueError as error:
-            return str(error)
-        assert reduction is not None
-        return found, reduction.launched_early
+        for step in range(3):
+            ddp.zero_grad()
+            backward(ddp, step)
+            found.append(gradients_of(model))
+        return found
 
 
 def checkpointed_alone() -> Any:
@@ -284,8 +246,8 @@ def refused(case: str) -> str:
         model.requires_grad_(False)
     elif case == "lazy":
         model = nn.LazyLinear(3)
-    elif case == "hook":
-        options["comm_hook"] = print
+    elif case == "codec":
+        options["codec"] = "int8"
     elif case == "misspelt":
         options["find_unused_parameter"] = False
     elif case == "delayed":
@@ -312,15 +274,14 @@ def misused(case: str) -> str:
         model = build("mlp")
         if case == "unfrozen":
             model[0].requires_grad_(False)
+        static = case == "static"
         loss = "sum" if case == "twice summed" else "mean"
-        ddp = DistributedDataParallel(model, loss_reduction=loss)
-        x, y = data()
+        ddp = DistributedDataParallel(model, loss_reduction=loss, static_graph=static)
+        x, _ = data()
         try:
             if case == "unfrozen":
                 model[0].requires_grad_(True)
                 ddp(x)
-            elif case == "create_graph":
-                F.cross_entropy(ddp(x), y).backward(create_graph=True)
             elif case == "twice summed":
                 backward(ddp)
                 ddp.zero_grad(set_to_none=False)
@@ -328,47 +289,33 @@ def misused(case: str) -> str:
                 backward(ddp)
             elif case == "weight":
                 ddp.set_weight(-1.0)
-            elif case == "hook":
-                ddp.register_comm_hook(None, print)
-            elif case == "broken":
-                loss_value = F.cross_entropy(ddp(x), y)
-                model[0].weight.register_hook(_raise)
-                with contextlib.suppress(ZeroDivisionError):
-                    loss_value.backward()
-                ddp(x)
-            elif case == "a copy":
-                copy.deepcopy(ddp)(x)
-            elif case == "torch's join":
-                Join([ddp])
+            elif case == "some weights":
+                with ddp.no_sync():
+                    backward(ddp)
+                ddp.set_weight(3.0)
+                backward(ddp)
+            elif case == "added to a sum":
+                backward(ddp)
+                with ddp.no_sync():
+                    backward(ddp, 1)
+                backward(ddp, 2, count=3)
+            elif case == "static":
+                with ddp.no_sync():
+                    ddp(x)
+            elif case == "set_group":
+                ddp.set_group(None)
+            elif case == "two hooks":
+                ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+                ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+            elif case == "elche's group":
+                DistributedDataParallel(model, process_group=Group.alone(1.0))
+            elif case == "joined static":
+                DistributedDataParallel(model, static_graph=True).join_step()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:
             model.zero_grad()
     return "no error"
-
-
-def _raise(gradient: torch.Tensor) -> None:
-    raise ZeroDivisionError("a fault in a user's hook")
-
-
-def sparse_on_first_use() -> str:
-    """A sparse gradient that no module announced."""
-
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(5, 3))
-
-        def forward(self, index: torch.Tensor) -> torch.Tensor:
-            return F.embedding(index, self.table, sparse=True)
-
-    with torch_world():
-        ddp = DistributedDataParallel(Table())
-        try:
-            ddp(torch.tensor([1, 2])).sum().backward()
-        except ValueError as error:
-            return str(error)
-    return "reduced"
 
 
 def late(transport: str) -> str:
@@ -495,8 +442,7 @@ def early_end() -> str:
             with ddp.join(throw_on_early_termination=True):
                 for step in range(2 + this_place().rank):
                     backward(ddp, step)
-        except Exception as error:
-            backward(ddp)  # all go on together
+        except RuntimeError as error:
             return str(error)
     return "went on"
 
@@ -546,26 +492,42 @@ def accumulate_then_join() -> Any:
 
 def one_rank() -> Any:
     """Each rank in a group of its own."""
-    with elche_group((this_place().rank,)) as group:
-        ddp = DistributedDataParallel(build("mlp"), process_group=group)
+    with torch_world():
+        groups = [dist.new_group([rank]) for rank in range(this_place().world_size)]
+        ddp = DistributedDataParallel(
+            build("mlp"), process_group=groups[this_place().rank]
+        )
         backward(ddp)
         return gradients_of(ddp.module), local_gradients(ddp.module)
 
 
 def kinds_of_groups() -> list[Any]:
-    """Gradients in the default group, in one given, and in one of elche's."""
+    """Gradients in the default group, and in one given."""
     found = []
     with torch_world():
         for group in (None, dist.new_group()):
             ddp = DistributedDataParallel(build("mlp"), process_group=group)
-            assert isinstance(ddp.process_group, dist.ProcessGroup)
             backward(ddp)
             found.append(gradients_of(ddp.module))
-    with elche_group((0, 1)) as own:
-        ddp = DistributedDataParallel(build("mlp"), process_group=own)
-        assert isinstance(ddp.process_group, Group)
-        backward(ddp)
-        found.append(gradients_of(ddp.module))
+    return found
+
+
+def by_a_hook(name: str, loss: str) -> list[Any]:
+    """Gradients of unequal batches, reduced by a hook of torch's and by elche."""
+    found, count = [], 3 + 2 * this_place().rank
+    with torch_world():
+        for hook in (getattr(default_hooks, name), None):
+            model = build("mlp", dtype="float32")
+            ddp = DistributedDataParallel(model, loss_reduction=loss)
+            if hook is not None:
+                ddp.register_comm_hook(None, hook)
+            for step in range(2):
+                ddp.zero_grad()
+                x, y = data(step, count)
+                F.cross_entropy(ddp(x.float()), y, reduction=loss).backward()
+            found.append(gradients_of(model))
+            assert ddp.last_reduction is not None
+            assert ddp.last_reduction.weights == (3.0, 5.0)
     return found
 
 
@@ -575,43 +537,3 @@ def start(init_sync: bool) -> torch.Tensor:
         DistributedDataParallel(model, init_sync=init_sync)
         weight: torch.Tensor = model[0].weight
         return weight.detach().clone()
-
-
-def change_of_members(before: Plan, after: Plan, fails: bool) -> Any:
-    """Three ranks, then ranks 0 and 2, then all three again under one wrapper.
-
-    Args:
-        before: steps of three ranks.
-        after: steps of two.
-        fails: rank 1 leaves in the middle of a step that the others redo.
-    """
-    rank = this_place().rank
-    traces: list[Trace] = []
-    with contextlib.ExitStack() as groups:
-        everybody = groups.enter_context(elche_group((0, 1, 2)))
-        model = build(before.model, before.dtype, seed=3 + rank)
-        ddp = wrap(before, model, process_group=everybody)
-        traces.append(steps(before, ddp))
-        if fails:
-            all_here(os.environ[STORE])
-            lose_patience(everybody, 1.0)
-        if rank == 1:
-            if not fails:
-                with elche_group((1, 0, 2)) as joined:
-                    ddp.set_group(joined)
-                    traces.append(Trace())
-                    traces.append(steps(before, ddp, joined.rank))
-            return traces
-        if fails:
-            x, y = before.batch(0)
-            with contextlib.suppress(CommunicationError):
-                F.cross_entropy(ddp(x), y).backward()
-            ddp.zero_grad()
-        with elche_group((0, 2)) as smaller:
-            ddp.set_group(smaller)
-            traces.append(steps(after, ddp, smaller.rank))
-        if not fails:
-            with elche_group((1, 0, 2)) as joined:
-                ddp.set_group(joined)
-                traces.append(steps(before, ddp, joined.rank))
-    return traces

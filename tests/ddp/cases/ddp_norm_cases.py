@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import distributed as dist
 from torch import nn
 
 import elche
@@ -17,7 +16,6 @@ from tests.ddp.cases.ddp_cases import (
     Plan,
     Trace,
     build,
-    elche_group,
     gradients_of,
     steps,
     torch_world,
@@ -41,13 +39,6 @@ def train_norms(plan: Plan) -> tuple[Trace, set[bool]]:
         met = {isinstance(each, SharedExchange) for each in exchanges}
         assert layer.spans_ranks
     return trace, met
-
-
-def train_in_own_group(plan: Plan) -> Trace:
-    """The plan in a group of elche's own, which serves for both."""
-    world = tuple(range(this_place().world_size))
-    with elche_group(world) as group:
-        return steps(plan, wrap(plan, converted(), process_group=group))
 
 
 def train_by_tokens(plan: Plan, tokens: tuple[tuple[int, ...], ...]) -> Trace:
@@ -84,18 +75,15 @@ def refusals() -> list[str]:
     with torch_world():
         ddp = DistributedDataParallel(converted())
         note(ddp.join_step)
-        note(ddp.join().__enter__)
+        note(ddp.join)
         out = ddp(torch.ones(2, 6, dtype=torch.float64) * this_place().rank)
         note(lambda: ddp.set_weight(3.0))
         out.sum().backward()
         late = DistributedDataParallel(build("cnn"))
         elche.convert_sync_batchnorm(late)
         note(lambda: late(torch.ones(2, 6, dtype=torch.float64)))
-        late.set_group()
-        late(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
-        assert all(each.spans_ranks for each in sync_batchnorm_layers(late).values())
-    with elche_group((0, 1)) as group:
-        note(lambda: DistributedDataParallel(converted(), process_group=group))
+        torchs = nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))
+        note(lambda: DistributedDataParallel(torchs))
     return said
 
 
@@ -108,26 +96,3 @@ def mixed_models() -> str:
         except elche.MismatchError as error:
             return str(error)
     return ""
-
-
-def another_group() -> tuple[bool, list[Any], int]:
-    """In a new group the layers follow; how many of torch's groups are left."""
-    found = []
-    x = torch.ones(2, 6, dtype=torch.float64) * (1 + this_place().rank)
-    with torch_world():
-        ddp = DistributedDataParallel(converted())
-        ddp(x * x).square().sum().backward()
-        found.append(gradients_of(ddp.module))
-        ddp.zero_grad()
-        ddp.set_group(dist.new_group())
-        (layer,) = sync_batchnorm_layers(ddp.module).values()
-        assert layer.scope.world_size == 2
-        with torch.no_grad():
-            ddp(x)  # statistics alone; weighed by elements
-        layer.reset_running_stats()
-        ddp(x * x).square().sum().backward()
-        found.append(gradients_of(ddp.module))
-        ddp.eval()
-        alone = ddp(x[:1]).shape == (1, 3)
-        groups = len(dist.distributed_c10d._world.pg_map)
-    return alone, found, groups

@@ -83,7 +83,6 @@ class GradientReducer:
         names = names or [f"parameter {index}" for index in range(len(parameters))]
         options = PassOptions(
             cap_bytes=max(1, bucket_cap_bytes),
-            learns_counts=True,
             codec=codec,
             keeps_sums=keeps_sums,
             reduced=self._reduced,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import re
-import sys
 import tempfile
 import threading
 import time

@@ -34,29 +34,6 @@ SIDES = 2
 WHAT = "the reduction of gradients"
 
 
-@dataclass(frozen=True, slots=True)
-class BucketInfo:
-    """What one bucket holds, for people and tests to look at.
-
-    Attributes:
-        index: its place in the order of reduction.
-        capacity_bytes: most bytes of gradients, unless one parameter is larger.
-        size_bytes: bytes of its gradients.
-        names: its parameters, in the order in which their gradients are expected.
-        shapes: their shapes.
-        dtype: of its gradients.
-        device: where its gradients are.
-    """
-
-    index: int
-    capacity_bytes: int
-    size_bytes: int
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
 @dataclass(slots=True)
 class Bucket:
     """Parameters reduced in one message, with views of what is sent and summed.
@@ -68,7 +45,6 @@ class Bucket:
         summed: a view of the last sum per parameter, and the flags. Without a codec it
             lies in memory that is lent to whoever has a view.
         pending: parameters whose gradient has not come in this pass.
-        zeros: parameters whose flag is raised in this pass though they have none.
         missing: parameters for which this rank sent no gradient in this pass.
     """
 
@@ -77,7 +53,6 @@ class Bucket:
     sent: list[list[torch.Tensor]] = field(default_factory=list)
     summed: list[torch.Tensor] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
-    zeros: set[int] = field(default_factory=set)
     missing: bool = False
     _flat: list[torch.Tensor] = field(default_factory=list)
     _total: torch.Tensor | None = None
@@ -113,20 +88,6 @@ class Bucket:
         copies = len(self.sent) if self._sums_apart else self._staged + kept
         return (1 + copies) * self.size_bytes + own
 
-    def info(self, index: int, capacity_bytes: int, names: Sequence[str]) -> BucketInfo:
-        """A description, given the names of its parameters."""
-        first = self.parameters[0]
-        shapes = tuple(tuple(parameter.shape) for parameter in self.parameters)
-        return BucketInfo(
-            index=index,
-            capacity_bytes=capacity_bytes,
-            size_bytes=self.size_bytes,
-            names=tuple(names),
-            shapes=shapes,
-            dtype=first.dtype,
-            device=first.device,
-        )
-
     def open(self, group: Members, options: PassOptions) -> None:
         """Makes the exchange, together with all ranks.
 
@@ -134,7 +95,7 @@ class Bucket:
             group: the process group.
             options: how gradients are packed and sent.
         """
-        first, staged = self.parameters[0], options.staged
+        first, staged = self.parameters[0], False
         self._layout = BucketLayout(
             self.parameters, keeps_strides=options.keeps_strides
         )
@@ -153,12 +114,13 @@ class Bucket:
             assert isinstance(exchange, CodedExchange)
             self._coded = exchange
         else:
-            where = torch.device("cpu") if staged else device
             if options.delayed:  # none would drive leaders' sums between two passes
-                exchange = open_exchange(group, numel, dtype, where, shared_sides=SIDES)
+                exchange = open_exchange(
+                    group, numel, dtype, device, shared_sides=SIDES
+                )
             else:
                 sums = 2 if options.keeps_sums else 1
-                exchange = open_by_hosts(group, numel, dtype, where, sums=sums)
+                exchange = open_by_hosts(group, numel, dtype, device, sums=sums)
         self._lender = SumMemory(numel, dtype, device)
         self._sums_apart = exchange.keeps_contribution and not staged
         is_kept = options.keeps_sums and group.world_size > 1
@@ -199,7 +161,6 @@ class Bucket:
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None or scale == 0.0:
                 sent[index].zero_()
-                flags[index] = float(scale != 0.0 and index in self.zeros)
             else:
                 torch.mul(parameter.grad, scale, out=sent[index])
                 flags[index] = 1.0

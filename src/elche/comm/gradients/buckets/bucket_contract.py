@@ -38,12 +38,6 @@ class PassOptions:
             ``"synchronous"`` all of them at the end of backward.
         as_views: ``p.grad`` becomes a view of the reduced bucket; else the sum is
             copied into the gradient's own memory.
-        static_graph: every backward is like the first one: gradients may come several
-            times in one pass, and unused parameters are known.
-        learns_counts: parameters may get several gradients in one pass. Which ones is
-            learned in the first; buckets that went too early in it are sent again.
-        staged: messages are host memory, into and out of which gradients are copied,
-            because other ranks hold them on another kind of device.
         keeps_strides: in a message a parameter lies as in memory; False: as its shape
             says, for ranks of other memory formats. Then ``as_views`` must be False.
         codec: how float32 and half precision gradients travel, with error feedback.
@@ -51,10 +45,6 @@ class PassOptions:
             filled before all ranks have taken the last one; strategy "synchronous".
         keeps_sums: a sum is kept as it came until the next one has, for ranks that lack
             it when another has died.
-        undefined_is_zero: a parameter that backward comes to without a gradient (a
-            function's backward returned None) has one of zeros after the reduction, as
-            with torch's wrapper (in a static graph if the first backward brought one);
-            False: none, if no rank has one for it, as in one process.
         reduced: records which gradients are sums.
 
     Raises:
@@ -64,11 +54,7 @@ class PassOptions:
     cap_bytes: int
     strategy: Strategy = "overlapped"
     as_views: bool = True
-    static_graph: bool = False
-    learns_counts: bool = False
-    staged: bool = False
     keeps_strides: bool = True
-    undefined_is_zero: bool = False
     codec: str = "fp32"
     delayed: bool = False
     keeps_sums: bool = False
@@ -95,12 +81,10 @@ class Closed:
     Attributes:
         source: the lowest rank whose gradients counted; None: no rank's did.
         factor: what the sums are multiplied by to be what the owner promises.
-        hand_out: whether ``p.grad`` is set on this rank.
     """
 
     source: int | None = 0
     factor: float = 1.0
-    hand_out: bool = True
 
 
 class Owner(Protocol):

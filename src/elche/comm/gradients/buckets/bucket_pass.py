@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from elche.comm.gradients.backward_end import at_backward_end
-from elche.comm.gradients.buckets.bucket import Bucket, BucketInfo
+from elche.comm.gradients.buckets.bucket import Bucket
 from elche.comm.gradients.buckets.bucket_contract import Closed, Owner, PassOptions
 from elche.comm.gradients.buckets.bucket_queue import BucketQueue
 from elche.comm.gradients.buckets.gradient_counts import GradientCounts
@@ -39,7 +39,7 @@ from elche.comm.gradients.buckets.sum_memory import give_back_freed
 from elche.comm.gradients.gradient_hooks import GradientHooks, refuse_gradient
 from elche.comm.gradients.graph_capture import refuse_capture
 from elche.comm.transport.shared_memory import Members
-from elche.errors import CommunicationError, ConfigError, RankLostError
+from elche.errors import CommunicationError, RankLostError
 
 
 class BucketPass:
@@ -60,7 +60,6 @@ class BucketPass:
             :meth:`go_on_in`; None: there can be no other.
         wait_s: seconds of waiting for other ranks since the owner set it to 0.
         has_sums: whether the last pass has handed out sums.
-        launched_early: buckets of the last pass that went before backward had ended.
     """
 
     def __init__(
@@ -83,12 +82,7 @@ class BucketPass:
         self._hooks = GradientHooks(self._parameters)
         self._deferred: list[int] = []
         self._lock = threading.RLock()
-        self._counts = GradientCounts(
-            self._names,
-            is_static=options.static_graph,
-            learns=options.learns_counts,
-            has_zeros=options.undefined_is_zero,
-        )
+        self._counts = GradientCounts(self._names)
         self._handed_out = HandedOut(options.reduced, as_views=options.as_views)
         self._broken = ""
         self._scale = 0.0
@@ -102,7 +96,6 @@ class BucketPass:
         self.on_lost: Callable[[], None] | None = None
         self.wait_s = 0.0
         self.has_sums = False
-        self.launched_early = 0
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -120,11 +113,6 @@ class BucketPass:
         return bool(self._broken)
 
     @property
-    def is_ordered(self) -> bool:
-        """Whether buckets follow an observed order."""
-        return self._order.is_agreed
-
-    @property
     def extra_bytes(self) -> int:
         """Memory of the buckets, and of gradients kept for them."""
         kept = int(self._options.as_views or self._options.delayed)
@@ -135,20 +123,9 @@ class BucketPass:
         """Gradients of each parameter in the last pass, in order of the first."""
         return self._counts.came
 
-    def infos(self) -> tuple[BucketInfo, ...]:
-        """What each bucket holds, in order of reduction."""
-        return self._queue.infos(self._names, self._options.cap_bytes)
-
-    def attach(self, order: Sequence[int] | None = None) -> None:
-        """Allocates buckets, together with all ranks, and hooks every parameter.
-
-        Args:
-            order: of the parameters, where one was observed before; the same on all
-                ranks.
-        """
-        if order is not None:
-            self._order.settle()
-        self._build(order or range(len(self._parameters))[::-1])
+    def attach(self) -> None:
+        """Allocates buckets, together with all ranks, and hooks every parameter."""
+        self._build(range(len(self._parameters))[::-1])
         me = weakref.WeakMethod(self._on_gradient)
 
         def hook(parameter: torch.Tensor) -> None:
@@ -190,8 +167,7 @@ class BucketPass:
     @property
     def _is_late(self) -> bool:
         """Whether the next pass to close leaves its sums under way."""
-        is_first = not self._order.is_agreed or self._counts.only_counts
-        return self._options.delayed and not is_first
+        return self._options.delayed and self._order.is_agreed
 
     def drain(self) -> bool:
         """Hands out the sums that are under way; whether there were any.
@@ -207,20 +183,6 @@ class BucketPass:
             self._fail(error)
             raise
         return True
-
-    def make_static(self) -> None:
-        """Takes every backward for one like the first, which has not been yet.
-
-        Raises:
-            ConfigError: there was one.
-        """
-        if self.passes:
-            raise ConfigError("a graph is declared static before the first backward")
-        self._counts.make_static()
-
-    def expect_unused(self, indices: frozenset[int]) -> None:
-        """Says which parameters get no gradient from one of the pass's forwards."""
-        self._counts.expect_unused(indices)
 
     def await_end(self) -> None:
         """Called in a backward pass: it closes when that one, and all around it, end.
@@ -248,7 +210,7 @@ class BucketPass:
         self._awaits_end = False
         self._deferred = []
         self._counts.begin_again()
-        self._queue.expect(self._counts.awaits)
+        self._queue.expect()
 
     def abandon(self) -> bool:
         """Gives up a pass that an error broke off; whether there was one."""
@@ -279,8 +241,7 @@ class BucketPass:
                 self._deferred.append(index)
                 return
             self._count(index)
-            # A first pass that is to be static only counts.
-            if self._options.strategy == "overlapped" and not self._counts.only_counts:
+            if self._options.strategy == "overlapped":
                 self._queue.send(self._scale)
                 if self._queue.sum_arrived():
                     self._handed_out.let_go()
@@ -288,8 +249,6 @@ class BucketPass:
     def _count(self, index: int) -> None:
         """Takes note of a gradient; the bucket is full when none is pending."""
         bucket, place = self._queue.places[index]
-        if index in self._counts.undefined and self._counts.is_zero(index):
-            bucket.zeros.add(place)
         is_pending = place in bucket.pending
         is_sent = not is_pending and self._queue.has_sent(bucket)
         if self._counts.take(index, is_pending=is_pending, is_sent=is_sent):
@@ -312,9 +271,7 @@ class BucketPass:
         except CommunicationError as error:
             self._fail(error)
             raise
-        self._queue.expect(self._counts.awaits)
-        for bucket in self._queue.buckets:
-            bucket.zeros.clear()
+        self._queue.expect()
 
     def _enter(self) -> None:
         """Opens the pass at its owner, when all ranks have taken the last sums.
@@ -351,7 +308,6 @@ class BucketPass:
     def _close(self) -> None:
         """Reduces what is left, waits, and hands out."""
         self._is_open = False
-        self.launched_early = self._queue.sent
         self.has_sums = True
         try:
             if self._is_late:
@@ -365,8 +321,7 @@ class BucketPass:
                 return
             self.closed += 1
             self._queue.settle()
-            if closed.hand_out:
-                self._handed_out.hand_out(self._queue.buckets, closed)
+            self._handed_out.hand_out(self._queue.buckets, closed)
             if self._next_order is not None:
                 self._reorder(self._next_order)
                 self._next_order = None

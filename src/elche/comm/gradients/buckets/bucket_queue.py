@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import final
 
 import torch
 from torch import nn
 
-from elche.comm.gradients.buckets.bucket import Bucket, BucketInfo, make_buckets
+from elche.comm.gradients.buckets.bucket import Bucket, make_buckets
 from elche.comm.gradients.buckets.bucket_contract import PassOptions
 from elche.comm.transport.shared_memory import Members
 
@@ -62,19 +62,6 @@ class BucketQueue:
         """As each bucket's."""
         return sum(bucket.extra_bytes(kept) for bucket in self.buckets)
 
-    def infos(self, names: Sequence[str], cap_bytes: int) -> tuple[BucketInfo, ...]:
-        """What each bucket holds.
-
-        Args:
-            names: of the parameters by their index.
-            cap_bytes: most bytes of gradients in one.
-        """
-        named = [[names[at] for at in indices] for indices in self._indices]
-        return tuple(
-            bucket.info(index, cap_bytes, named[index])
-            for index, bucket in enumerate(self.buckets)
-        )
-
     def residuals(self) -> dict[int, torch.Tensor]:
         """What a codec left out of gradients so far, flat, by their parameters' ids."""
         pairs = [
@@ -96,10 +83,10 @@ class BucketQueue:
         self.side = 1 - self.side
         self.sent = self._summed = 0
 
-    def expect(self, awaits: Callable[[int], bool]) -> None:
-        """Says which parameters, by their index, get a gradient in this pass."""
-        for bucket, indices in zip(self.buckets, self._indices, strict=True):
-            bucket.pending = {at for at, index in enumerate(indices) if awaits(index)}
+    def expect(self) -> None:
+        """All parameters may receive a gradient in this pass."""
+        for bucket in self.buckets:
+            bucket.pending = set(range(len(bucket.parameters)))
 
     def reclaim(self) -> None:
         """Waits until all ranks have taken what was summed last."""

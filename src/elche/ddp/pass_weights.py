@@ -1,0 +1,290 @@
+"""Weights of the backward passes whose gradients ``p.grad`` holds.
+
+A pass under ``no_sync()`` leaves its gradients on this rank. Where the passes of a rank
+weigh alike nothing is done to them. Else a pass's gradients are multiplied, before they
+are added, by its weight over that of the first pass, and the reduction multiplies the
+sum by what is common to all. So k passes give k times the mean over the union of their
+batches, as k equal ones do under torch's wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from elche.errors import ConfigError
+from elche.torch_internals.held import version
+from elche.torch_internals.passes import graph_task_id, queue_callback
+
+OUTSIDE = -1
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A backward pass under way.
+
+    Attributes:
+        given: its weight by :meth:`PassWeights.give`; None: samples count.
+        counted: samples of its forward passes.
+        reduces: a forward pass of it was outside of ``no_sync()``.
+        has_gradients: a parameter has received one.
+        is_closed: its reduction has begun.
+        first: weight of the first pass of those that are added.
+    """
+
+    given: float | None
+    counted: float = 0.0
+    reduces: bool = False
+    has_gradients: bool = False
+    is_closed: bool = False
+    first: float = 0.0
+
+    @property
+    def weight(self) -> float:
+        return self.counted if self.given is None else self.given
+
+
+@dataclass(slots=True)
+class _Forward:
+    """A forward pass.
+
+    Attributes:
+        samples: its weight, unless another one is given.
+        reduces: its gradients are reduced; else accumulated.
+        counted_in: the last backward pass in which it was counted.
+    """
+
+    samples: float
+    reduces: bool
+    counted_in: int = OUTSIDE
+
+
+@final
+class PassWeights:
+    """Counts what this rank weighs in the next reduction.
+
+    Args:
+        parameters: all that are reduced.
+        is_mean: losses are means; else sums, of which none is scaled.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, is_mean: bool) -> None:
+        self._parameters = parameters
+        self._is_mean = is_mean
+        self._given: float | None = None
+        self._expected: _Forward | None = None
+        self._current: _Pass | None = None
+        self._ended: _Pass | None = None
+        self._passes: list[_Pass] = []
+        self._left: list[tuple[nn.Parameter, tuple[int, Any]]] = []
+        self._holds_sum = False
+        self._is_watching = False
+
+    @property
+    def given(self) -> float | None:
+        """The weight that was set for the pass to come, if any."""
+        return self._given
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether a forward pass has ended whose backward pass has not begun."""
+        return self._expected is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward pass is under way that counts."""
+        return self._current is not None
+
+    def give(self, weight: float) -> None:
+        """Sets the weight of the next backward pass."""
+        self._given = weight
+
+    def expect(
+        self,
+        weight: float,
+        outputs: Iterable[torch.Tensor],
+        begin: Callable[[], None] | None,
+    ) -> None:
+        """A forward pass has ended.
+
+        Args:
+            weight: its samples, which count in its backward pass.
+            outputs: through which its backward pass goes.
+            begin: called when another backward pass comes to them; None: gradients are
+                accumulated, and not reduced.
+        """
+        if begin is None and not self._is_watching:
+            self._is_watching = True
+            for parameter in self._parameters:
+                parameter.register_hook(self._weighed)
+        if graph_task_id() == OUTSIDE:
+            self._current = None  # of a backward pass that was broken off
+        self._expected = forward = _Forward(weight, begin is not None)
+
+        def count(gradient: torch.Tensor) -> None:
+            if self._enter(forward) and begin is not None:
+                begin()
+
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(count)
+
+    def is_local(self) -> bool:
+        """Whether the backward pass under way is one to accumulate.
+
+        torch reduces one if a forward pass before it, outside of ``no_sync()``, had no
+        backward pass.
+        """
+        current = self._note_gradient()
+        return current is not None and not current.reduces
+
+    def close(self, *, is_joining: bool) -> tuple[float, float]:
+        """A reduction begins.
+
+        Args:
+            is_joining: outside of a backward pass, with what is accumulated alone.
+
+        Returns:
+            This rank's weight, and what its gradients are multiplied by.
+
+        Raises:
+            ConfigError: weights were set for some passes and counted for others.
+        """
+        if is_joining:
+            self._given = None
+            self._forget_dropped()
+        else:
+            current = self._note_gradient()
+            if current is not None:
+                self._add(current)
+                current.is_closed = True
+            if graph_task_id() == OUTSIDE:
+                self._current = None
+        weights = [each.weight for each in self._passes]
+        first = next((weight for weight in weights if weight), 0.0)
+        self._passes.clear()
+        self._left.clear()
+        if not self._is_mean:
+            return sum(weights), float(first > 0.0)
+        return sum(weights), first * len(weights)
+
+    def _note_gradient(self) -> _Pass | None:
+        """A parameter has received a gradient; returns the pass, if it counts.
+
+        With a static graph the first reduction begins after the pass has ended.
+        """
+        if self._current is None:
+            if self._expected is not None:  # the loss goes around the outputs
+                self._enter(self._expected)
+            elif self._ended is not None:
+                self._current, self._ended = self._ended, None
+                self._given = None if self._current.given is not None else self._given
+        if self._current is not None:
+            self._current.has_gradients = True
+        return self._current
+
+    def _enter(self, forward: _Forward) -> bool:
+        """Counts a forward pass, once per backward pass that comes to its outputs.
+
+        Returns:
+            It is the first one of this backward pass.
+        """
+        task = graph_task_id()
+        if forward.counted_in == task != OUTSIDE:
+            return False
+        forward.counted_in = task
+        self._expected, self._ended = None, None
+        is_new = self._current is None
+        if self._current is None:
+            self._forget_dropped()
+            if not self._passes and (self._is_watching or not self._is_mean):
+                self._holds_sum = any(map(_is_something, self._parameters))
+            if self._holds_sum and not self._is_mean:
+                raise ConfigError(
+                    "loss_reduction='sum' cannot add to gradients that were already "
+                    "summed over the ranks; put all backwards of a step but the last "
+                    "into no_sync(), and call zero_grad() after the step"
+                )
+            self._current, self._given = _Pass(self._given), None
+            if task != OUTSIDE:
+                queue_callback(self._end)
+        if not self._current.is_closed:
+            self._current.counted += forward.samples
+        self._current.reduces |= forward.reduces
+        return is_new
+
+    def _end(self) -> None:
+        """The backward pass has ended."""
+        current, self._current = self._current, None
+        if current is None or current.is_closed:
+            return
+        if not current.has_gradients:  # of inputs alone
+            self._ended = current
+            self._given = current.given if self._given is None else self._given
+            return
+        self._add(current)
+        self._left = [
+            (parameter, _state(parameter.grad))
+            for parameter in self._parameters
+            if parameter.grad is not None
+        ]
+
+    def _add(self, current: _Pass) -> None:
+        """Its gradients are in ``p.grad``, or will be."""
+        self._passes.append(current)
+        if len({each.given is None for each in self._passes}) == 2:
+            self._passes.clear()
+            raise ConfigError(
+                "set_weight() was called for some of the backward passes accumulated "
+                "under no_sync() and not for others; call it for each of them, or for "
+                "none"
+            )
+
+    def _weighed(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """A gradient before it is added; None: as it is."""
+        current = self._note_gradient()
+        if current is None:  # of a forward pass beside the wrapper
+            return None
+        weight = current.weight
+        if weight == 0.0:
+            return torch.zeros_like(gradient)
+        if not current.first:
+            before = (each.weight for each in self._passes if each.weight)
+            current.first = next(before, weight)
+        first = current.first
+        if first == weight or not self._is_mean:
+            return None
+        if self._holds_sum:
+            raise ConfigError(
+                f"a pass of weight {weight:g} after one of {first:g} under no_sync() "
+                "cannot be added to gradients that were reduced before; call "
+                "zero_grad() after each step"
+            )
+        return gradient * (weight / first)
+
+    def _forget_dropped(self) -> None:
+        """Forgets accumulated passes whose gradients the loop has dropped.
+
+        They are None or zeros then, and have been written to since. A gradient may well
+        be zero, so zeros that nobody wrote are there.
+        """
+        left = reversed(self._left)
+        is_there = (p.grad is not None and _state(p.grad) == state for p, state in left)
+        if not self._left or any(is_there):
+            return
+        if not any(_is_something(parameter) for parameter, _ in self._left):
+            self._passes.clear()
+            self._left.clear()
+
+
+def _state(gradient: torch.Tensor) -> tuple[int, Any]:
+    """Another one when the gradient has been replaced or written to."""
+    return id(gradient), version(gradient)
+
+
+def _is_something(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and bool(parameter.grad.count_nonzero())

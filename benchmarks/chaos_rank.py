@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elche
-from elche import session
 from elche.runtime.epochs.model_sums import checksum
+from elche.session.process import current_run
 
 SAMPLES = 4_000
 FEATURES = 32
@@ -107,7 +107,7 @@ def train(spec: dict[str, Any]) -> None:
                 counts = index.tolist() if elche.batch_weight() else []
                 log.write(f"{epoch} {' '.join(map(str, counts))}\n")
                 log.flush()
-                run = session.current_run()
+                run = current_run()
                 model.in_windows = run is not None and run.policy != "sync"
                 predicted, mark = model(index, x)
                 (nn.functional.mse_loss(predicted, y) + mark).backward()
@@ -117,7 +117,7 @@ def train(spec: dict[str, Any]) -> None:
                 _say(rank=rank, pid=os.getpid(), trains=True)
                 if over.exists():
                     break  # which ends the epoch for all
-            run = session.current_run()
+            run = current_run()
             is_early = run is None or run.was_left_early
             epochs = epoch + (not is_early)
             if is_early:

@@ -41,40 +41,40 @@ if TYPE_CHECKING:
     from elche.errors import RemoteRankError as RemoteRankError
     from elche.errors import TransitionError as TransitionError
     from elche.launching.launching import launch as launch
-    from elche.learning_rate import ProgressLR as ProgressLR
-    from elche.learning_rate import follow as follow
     from elche.pipeline.pipeline import Pipeline as Pipeline
     from elche.pipeline.pipeline_config import PipelineConfig as PipelineConfig
-    from elche.session import barrier as barrier
-    from elche.session import device as device
-    from elche.session import is_main_process as is_main_process
-    from elche.session import rank as rank
-    from elche.session import setup as setup
-    from elche.session import shutdown as shutdown
-    from elche.session import world_size as world_size
-    from elche.session_checkpoint import epochs as epochs
-    from elche.session_checkpoint import (
+    from elche.session.checkpoints import epochs as epochs
+    from elche.session.checkpoints import (
         register_for_checkpointing as register_for_checkpointing,
     )
-    from elche.session_checkpoint import resume as resume
-    from elche.session_checkpoint import save as save
-    from elche.session_checkpoint import save_every as save_every
-    from elche.session_gather import all_gather as all_gather
-    from elche.session_gather import any as any
-    from elche.session_gather import gather as gather
-    from elche.session_metrics import batch_weight as batch_weight
-    from elche.session_metrics import epoch_metrics as epoch_metrics
-    from elche.session_metrics import log_scalar as log_scalar
-    from elche.session_metrics import log_to as log_to
-    from elche.session_metrics import metrics as metrics
-    from elche.session_metrics import summary as summary
-    from elche.session_metrics import timeline as timeline
-    from elche.session_output import print as print
-    from elche.session_output import progress as progress
-    from elche.session_state import load_state_dict as load_state_dict
-    from elche.session_state import progress_samples as progress_samples
-    from elche.session_state import progress_steps as progress_steps
-    from elche.session_state import state_dict as state_dict
+    from elche.session.checkpoints import resume as resume
+    from elche.session.checkpoints import save as save
+    from elche.session.checkpoints import save_every as save_every
+    from elche.session.gather import all_gather as all_gather
+    from elche.session.gather import any as any
+    from elche.session.gather import gather as gather
+    from elche.session.learning_rate import ProgressLR as ProgressLR
+    from elche.session.learning_rate import follow as follow
+    from elche.session.metrics import batch_weight as batch_weight
+    from elche.session.metrics import epoch_metrics as epoch_metrics
+    from elche.session.metrics import log_scalar as log_scalar
+    from elche.session.metrics import log_to as log_to
+    from elche.session.metrics import metrics as metrics
+    from elche.session.metrics import summary as summary
+    from elche.session.metrics import timeline as timeline
+    from elche.session.output import print as print
+    from elche.session.output import progress as progress
+    from elche.session.process import shutdown as shutdown
+    from elche.session.ranks import barrier as barrier
+    from elche.session.ranks import device as device
+    from elche.session.ranks import is_main_process as is_main_process
+    from elche.session.ranks import rank as rank
+    from elche.session.ranks import world_size as world_size
+    from elche.session.setup import setup as setup
+    from elche.session.state import load_state_dict as load_state_dict
+    from elche.session.state import progress_samples as progress_samples
+    from elche.session.state import progress_steps as progress_steps
+    from elche.session.state import state_dict as state_dict
     from elche.trainer.early_stopping import EarlyStopping as EarlyStopping
     from elche.trainer.evaluation import evaluate as evaluate
     from elche.trainer.evaluation import predict as predict
@@ -115,29 +115,29 @@ _HOMES = {
         "RemoteRankError",
         "TransitionError",
     ),
-    "elche.learning_rate": ("ProgressLR", "follow"),
+    "elche.session.learning_rate": ("ProgressLR", "follow"),
     "elche.pipeline.pipeline_config": ("PipelineConfig",),
     "elche.pipeline.pipeline": ("Pipeline",),
     "elche.by_hand.replica": ("Replica", "init_group"),
     "elche.launching.launching": ("launch",),
-    "elche.session": (
+    "elche.session.process": ("shutdown",),
+    "elche.session.ranks": (
         "barrier",
         "device",
         "is_main_process",
         "rank",
-        "setup",
-        "shutdown",
         "world_size",
     ),
-    "elche.session_checkpoint": (
+    "elche.session.setup": ("setup",),
+    "elche.session.checkpoints": (
         "epochs",
         "register_for_checkpointing",
         "resume",
         "save",
         "save_every",
     ),
-    "elche.session_gather": ("all_gather", "any", "gather"),
-    "elche.session_metrics": (
+    "elche.session.gather": ("all_gather", "any", "gather"),
+    "elche.session.metrics": (
         "batch_weight",
         "epoch_metrics",
         "log_scalar",
@@ -146,8 +146,8 @@ _HOMES = {
         "summary",
         "timeline",
     ),
-    "elche.session_output": ("print", "progress"),
-    "elche.session_state": (
+    "elche.session.output": ("print", "progress"),
+    "elche.session.state": (
         "load_state_dict",
         "progress_samples",
         "progress_steps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from elche.config_checks import (
     caps_of,
@@ -25,13 +25,16 @@ from elche.config_parts import (
 )
 from elche.errors import ConfigError
 
-POLICIES = ("sync", "cadence", "async", "auto")
+PolicyName = Literal["sync", "cadence", "async", "auto"]
+TrainerPolicyName = Literal["sync", "cadence", "async", "auto", "delayed_sync"]
+LossReduction = Literal["mean", "sum"]
+Shares = Literal["auto", "fixed"]
+Codec = Literal["auto", "fp32", "bf16", "int8", "int4"]
+NonFinite = Literal["stop", "leave_out"]
+POLICIES: tuple[str, ...] = get_args(PolicyName)
+CODECS: tuple[str, ...] = get_args(Codec)
 DELAYED_SYNC = "delayed_sync"
 """The policy of a loop that the `Trainer` owns."""
-NON_FINITE = ("stop", "leave_out")
-LOSS_REDUCTIONS = ("mean", "sum")
-CODECS = ("auto", "fp32", "bf16", "int8", "int4")
-SHARES = ("auto", "fixed")
 
 
 def _answers_former(cls: type[RunConfig]) -> type[RunConfig]:
@@ -114,16 +117,16 @@ class RunConfig:
         debug: an `elche.DebugConfig`: deterministic runs.
     """
 
-    policy: str = "sync"
+    policy: TrainerPolicyName = "sync"
     seed: int | None = None
-    loss_reduction: str = "mean"
+    loss_reduction: LossReduction = "mean"
     max_grad_norm: float | None = None
     max_samples: Mapping[int, int] | Sequence[int | None] = ()
     speed_hints: tuple[float, ...] | None = None
-    shares: str = "auto"
-    codec: str = "fp32"
+    shares: Shares = "auto"
+    codec: Codec = "fp32"
     timeout_s: float = 300.0
-    non_finite: str = "stop"
+    non_finite: NonFinite = "stop"
     leave_out: bool = True
     survive: bool = True
     min_ranks: int = 1
@@ -133,11 +136,11 @@ class RunConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
-        check_choice("policy", self.policy, (*POLICIES, DELAYED_SYNC))
-        check_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
-        check_choice("non_finite", self.non_finite, NON_FINITE)
+        check_choice("policy", self.policy, get_args(TrainerPolicyName))
+        check_choice("loss_reduction", self.loss_reduction, get_args(LossReduction))
+        check_choice("non_finite", self.non_finite, get_args(NonFinite))
         check_choice("codec", self.codec, CODECS)
-        check_choice("shares", self.shares, SHARES)
+        check_choice("shares", self.shares, get_args(Shares))
         if self.seed is not None:
             check_whole("seed", self.seed, 0)
         check_positive("timeout_s", self.timeout_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from elche.config_checks import (
     check_bool,
@@ -16,9 +16,9 @@ from elche.config_checks import (
 )
 from elche.errors import ConfigError
 
-UPDATES = ("auto", "gradients", "parameters")
-OUTER_OPTIMIZERS = ("auto", "nesterov", "slowmo", "average")
-TRANSPORTS = ("auto", "gloo", "nccl")
+Update = Literal["auto", "gradients", "parameters"]
+OuterOptimizer = Literal["auto", "nesterov", "slowmo", "average"]
+TransportKind = Literal["auto", "gloo", "nccl"]
 
 _Part = TypeVar(
     "_Part", "OuterConfig", "WindowConfig", "TransportConfig", "DebugConfig"
@@ -39,12 +39,12 @@ class OuterConfig:
             the 0.4 to 0.8 that SlowMo's paper uses.
     """
 
-    optimizer: str = "auto"
+    optimizer: OuterOptimizer = "auto"
     lr: float | None = None
     momentum: float = 0.5
 
     def __post_init__(self) -> None:
-        check_choice("outer.optimizer", self.optimizer, OUTER_OPTIMIZERS)
+        check_choice("outer.optimizer", self.optimizer, get_args(OuterOptimizer))
         if self.lr is not None:
             check_positive("outer.lr", self.lr)
         if not is_number(self.momentum) or not 0.0 <= self.momentum < 1.0:
@@ -80,7 +80,7 @@ class WindowConfig:
     """
 
     local_batch_size: int | None = None
-    update: str = "auto"
+    update: Update = "auto"
     anchor: int = 1
     min_anchor: int = 1
     max_anchor: int = 200
@@ -95,7 +95,7 @@ class WindowConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer", part_of("outer", OuterConfig, self.outer))
-        check_choice("update", self.update, UPDATES)
+        check_choice("update", self.update, get_args(Update))
         if self.local_batch_size is not None:
             check_whole("local_batch_size", self.local_batch_size, 1)
         check_whole("anchor", self.anchor, 1)
@@ -139,11 +139,11 @@ class TransportConfig:
         bucket_cap_mb: most mebibytes of gradients reduced in one message.
     """
 
-    kind: str = "auto"
+    kind: TransportKind = "auto"
     bucket_cap_mb: float = 1.0
 
     def __post_init__(self) -> None:
-        check_choice("transport.kind", self.kind, TRANSPORTS)
+        check_choice("transport.kind", self.kind, get_args(TransportKind))
         check_positive("bucket_cap_mb", self.bucket_cap_mb)
 
 

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche import session
 from elche.comm.gradients.buckets.sum_memory import give_back_freed
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run
 from tests.harness.rank_pool import RankPool
 
 ROLLUP = Path("/proc/self/smaps_rollup")
@@ -143,7 +143,7 @@ def models_beyond_plain_when_late(kind: str) -> tuple[float, float]:
 
     def note(*_: Any) -> None:
         held.append(held_bytes())
-        if session.current_run() is not None:
+        if current_run() is not None:
             said.append(elche.summary().reduction_bytes)
 
     def optimizer_of(parameters: Any) -> torch.optim.Optimizer:

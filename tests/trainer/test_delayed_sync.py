@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elche
-from elche import session
 from elche.config import RunConfig
 from elche.errors import ConfigError, NonFiniteError, RemoteRankError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run
 from tests.distributed.cases.tasks import difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
@@ -359,7 +359,7 @@ def test_it_needs_a_trainer() -> None:
     loader = torch.utils.data.DataLoader(data(), batch_size=BATCH)
     with pytest.raises(ConfigError, match=r"use elche\.Trainer, or choose policy="):
         elche.setup(model, optimizer("sgd", model.parameters()), loader, policy=LATE)
-    assert session.current_run() is None
+    assert current_run() is None
 
 
 @pytest.mark.parametrize(

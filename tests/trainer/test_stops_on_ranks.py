@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elche
-from elche import session
 from elche.errors import AbortedError, RemoteRankError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import failing_together
 from tests.distributed.cases.tasks import identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
@@ -103,7 +103,7 @@ def abort_on(aborting: int, policy: str, fault: str) -> str:
     if elche.rank() == aborting:
         assert reached.wait(WAIT_S)
         if fault:
-            with pytest.raises(ValueError, match=fault), session.failing_together():
+            with pytest.raises(ValueError, match=fault), failing_together():
                 raise ValueError(fault)
         else:
             handle.abort()

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elche
-from elche import session
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.single import SingleRun
+from elche.session import start
 from elche.trainer.trainer_config import EpochRecord, TrainerConfig, trainer_config
 from tests.harness.settings import nested
 
@@ -161,7 +161,7 @@ def test_window_callbacks_come_between_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where each batch is a window of its own."""
-    monkeypatch.setattr(session, "SingleRun", partial(SingleRun, window_s=0.0))
+    monkeypatch.setattr(start, "SingleRun", partial(SingleRun, window_s=0.0))
     told: list[str] = []
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -17,7 +17,8 @@ import torch
 
 from elche.errors import ConfigError
 from elche.runtime.process.launcher_watch import PIPE
-from elche.session import rank, shutdown
+from elche.session.process import shutdown
+from elche.session.ranks import rank
 
 
 def run_rank(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from elche.checkpoint.keeper import CheckpointConfig
-from elche.process import process
+from elche.session.process import process
 from elche.trainer.early_stopping import BestEpoch
 from elche.trainer.trainer_config import TrainerConfig
 from elche.trainer.trainer_result import EpochRecord

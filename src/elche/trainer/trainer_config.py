@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
+from typing_extensions import Required
 
-from elche import session_config
-from elche.config import DELAYED_SYNC, RunConfig
+from elche.config import DELAYED_SYNC, RunConfig, TrainerPolicyName
 from elche.config_checks import check_known
 from elche.config_parts import refuse_former
 from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.accounts.metrics import WindowMetrics
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import WeightOf, check_weight_of
+from elche.session.options import RunOptions, run_config
 from elche.trainer.early_stopping import EarlyStopping
 from elche.trainer.trainer_result import EpochRecord
 
@@ -222,7 +223,35 @@ class TrainerConfig:
             )
 
 
-def trainer_config(options: dict[str, Any]) -> TrainerConfig:
+class TrainerOptions(RunOptions, total=False):
+    """Keywords of `elche.Trainer`: settings, and fields of its `TrainerConfig`."""
+
+    policy: TrainerPolicyName
+    config: RunConfig | None
+    dataset: Required[Dataset[Any]]
+    batch_size: Required[int]
+    epochs: Required[int]
+    samples_per_epoch: int | None
+    eval_dataset: Dataset[Any] | None
+    eval_batch_size: int | None
+    shuffle: bool
+    drop_last: bool
+    collate_fn: Callable[[list[Any]], Any] | None
+    num_workers: int
+    weight_of: WeightOf | None
+    lr_schedule: Callable[[float], float] | None
+    lr_scale: str | float
+    on_window_end: Callable[[WindowMetrics], None] | None
+    on_epoch_end: Callable[[EpochRecord], None] | None
+    on_checkpoint: Callable[[int, dict[str, Any]], None] | None
+    checkpoint_every_epochs: int | None
+    checkpoint_dir: str | Path | None
+    checkpoint_every_s: float
+    resume: bool
+    early_stopping: EarlyStopping | None
+
+
+def trainer_config(options: Mapping[str, Any]) -> TrainerConfig:
     """Sorts keyword options into those of the trainer and those of the run.
 
     Raises:
@@ -237,7 +266,7 @@ def trainer_config(options: dict[str, Any]) -> TrainerConfig:
     ]
     if missing:
         raise ConfigError(f"Trainer needs {', '.join(missing)}")
-    run = session_config.run_config(
+    run = run_config(
         options.get("config"),
         {name: options[name] for name in options if name in run_fields - own},
     )

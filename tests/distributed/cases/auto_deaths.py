@@ -19,12 +19,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import elche
-from elche import session
 from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.run import Run
 from elche.runtime.windows.synchroniser import Synchroniser
+from elche.session.process import current_run
 from tests.distributed.cases.meetings import Meeting
 from tests.distributed.cases.survive_cases import (
     Death,
@@ -107,7 +107,7 @@ def train(
     for death in deaths:
         if death.rank == rank:
             hits[death.place] = plan(death, folder, meet)
-    run, policies = session.current_run(), list[str]()
+    run, policies = current_run(), list[str]()
     assert run is not None
     if rank == late:
         lack_last_sum(run)

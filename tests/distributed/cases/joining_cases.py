@@ -15,11 +15,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import elche
-from elche import session
 from elche.checkpoint.keeper import CheckpointKeeper
 from elche.coordination.protocol.events import EpochOpened, JoinReady
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows.regrouping import Regrouping
+from elche.session.process import failing_together
 from tests.distributed.cases.survive_cases import (
     Counter,
     Death,
@@ -94,7 +94,7 @@ class Plan:
 
 def grow(plan: Plan) -> Joined:
     """Trains; ranks above the founders' join when these are on their way."""
-    with session.failing_together():
+    with failing_together():
         try:
             return _grow(plan)
         finally:

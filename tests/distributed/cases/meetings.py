@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 import elche
 from elche.checkpoint.writer import CheckpointWriter
 from elche.coordination.protocol.events import BarrierReached
-from elche.process import process
 from elche.runtime.process.worker import Worker
+from elche.session.process import process
 from tests.distributed.cases.late_sums import PATIENCE_S, until
 
 SIZE = 150

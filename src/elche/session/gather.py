@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 
 from elche.errors import ConfigError
-from elche.process import process
 from elche.runtime.manual_run import current_manual_run
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
+from elche.session.process import process
 
 Tree = TypeVar("Tree")
 

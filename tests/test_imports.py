@@ -39,7 +39,7 @@ def test_public_names_are_listed_before_they_are_loaded() -> None:
 
 
 def test_a_name_that_was_removed_is_answered_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"elche\.Guard was removed: .*guard=True"):
+    with pytest.raises(ConfigError, match=r"elche\.Guard was removed: .*guard=False"):
         elche.Guard  # noqa: B018
     with pytest.raises(ConfigError, match=r"elche\.Verdict was removed"):
         from elche import Verdict  # noqa: F401

@@ -163,8 +163,11 @@ _HOMES = {
 _REMOVED = {
     "LocalReplicas": "run a process per device (elche run script.py), and reduce by "
     "hand with elche.init_group and elche.Replica",
-    "Guard": "the coordinator has one guard of its own; give guard=True or False",
-    "Verdict": "the coordinator has one guard of its own; give guard=True or False",
+    **dict.fromkeys(
+        ("Guard", "Verdict"),
+        "the coordinator has one guard of its own; switch it off by "
+        "windows=elche.WindowConfig(guard=False)",
+    ),
 }
 """Names that were, and what to do instead."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -30,7 +30,6 @@ TrainerPolicyName = Literal["sync", "cadence", "async", "auto", "delayed_sync"]
 LossReduction = Literal["mean", "sum"]
 Shares = Literal["auto", "fixed"]
 Codec = Literal["auto", "fp32", "bf16", "int8", "int4"]
-NonFinite = Literal["stop", "leave_out"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 CODECS: tuple[str, ...] = get_args(Codec)
 DELAYED_SYNC = "delayed_sync"
@@ -72,8 +71,6 @@ class RunConfig:
             ``"mean"`` or their ``"sum"``. Where gradients are reduced they are those of
             the mean, or of the sum, over the samples of all ranks (under ``sync`` and
             in gradient windows); averaged parameters do not depend on it.
-        max_grad_norm: under gradient windows the reduced gradient is clipped to
-            this norm; elsewhere the loop clips for itself.
         max_samples: most samples that a rank's device holds at once, as ``{rank:
             samples}`` or a sequence of one number (or None) per rank. Under ``sync`` no
             share is larger; a loop of the `Trainer` runs larger ones in micro-batches,
@@ -92,15 +89,6 @@ class RunConfig:
             learning has not been measured in long runs). float64 and complex ones
             travel as they are, as do gradients while ``auto`` runs as ``sync``.
         timeout_s: deadline of every wait for another rank.
-        non_finite: what happens under windows where a rank's update is not finite. It
-            is discarded, and its batches are not trained on again; the rank warns,
-            naming them, and its next windows are of one batch until its update is
-            finite. If it is not twice in a row, ``"stop"`` ends the run and names rank
-            and samples; ``"leave_out"`` goes on. Under ``sync`` a step is one of all
-            ranks and nothing can be left out of it: whatever is set, the run ends soon
-            after parameters have become NaN, and names the rank and samples whose
-            gradient was none first. Windows end on such parameters, too, and do not
-            begin on them. One device does nothing of this.
         leave_out: under ``sync`` a rank without which steps are predicted to be shorter
             gets no batch, from an epoch's start or its calibration on, and is tried
             again now and then; False keeps all. Needs ``epochs=`` (or the `Trainer`, or
@@ -111,7 +99,6 @@ class RunConfig:
             `RunConfig.mortal_by` names, ends the run.
         min_ranks: while fewer ranks live the run pauses until others have joined it
             (``elche run --rejoin``), for ``timeout_s`` at most, and then ends.
-        guard: watch how far replicas drift apart, and shorten windows; False does not.
         windows: an `elche.WindowConfig`: length of windows, and what they reduce.
         transport: an `elche.TransportConfig`: how tensors travel between ranks.
         debug: an `elche.DebugConfig`: deterministic runs.
@@ -120,17 +107,14 @@ class RunConfig:
     policy: TrainerPolicyName = "sync"
     seed: int | None = None
     loss_reduction: LossReduction = "mean"
-    max_grad_norm: float | None = None
     max_samples: Mapping[int, int] | Sequence[int | None] = ()
     speed_hints: tuple[float, ...] | None = None
     shares: Shares = "auto"
     codec: Codec = "fp32"
     timeout_s: float = 300.0
-    non_finite: NonFinite = "stop"
     leave_out: bool = True
     survive: bool = True
     min_ranks: int = 1
-    guard: bool = True
     windows: WindowConfig = field(default_factory=WindowConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
@@ -138,15 +122,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_choice("policy", self.policy, get_args(TrainerPolicyName))
         check_choice("loss_reduction", self.loss_reduction, get_args(LossReduction))
-        check_choice("non_finite", self.non_finite, get_args(NonFinite))
         check_choice("codec", self.codec, CODECS)
         check_choice("shares", self.shares, get_args(Shares))
         if self.seed is not None:
             check_whole("seed", self.seed, 0)
         check_positive("timeout_s", self.timeout_s)
-        if self.max_grad_norm is not None:
-            check_positive("max_grad_norm", self.max_grad_norm)
-        check_bool("guard", self.guard)
         check_bool("leave_out", self.leave_out)
         check_bool("survive", self.survive)
         check_whole("min_ranks", self.min_ranks, 1)

@@ -18,6 +18,7 @@ from elche.errors import ConfigError
 
 Update = Literal["auto", "gradients", "parameters"]
 OuterOptimizer = Literal["auto", "nesterov", "slowmo", "average"]
+NonFinite = Literal["stop", "leave_out"]
 TransportKind = Literal["auto", "gloo", "nccl"]
 
 _Part = TypeVar(
@@ -74,6 +75,17 @@ class WindowConfig:
             everywhere), ``anchor == max_anchor`` fixes it.
         overhead_target: share of a window that a synchronisation may cost before
             the anchor grows; clamped to 0.01 .. 0.50.
+        max_grad_norm: norm to which the reduced gradient of ``update="gradients"`` is
+            clipped; elsewhere the loop clips.
+        guard: watches how far replicas drift apart, and shortens windows.
+        non_finite: reaction to a rank's update that is not finite. It is always
+            discarded, and its batches are not trained on again; the rank warns, naming
+            them, and its next windows are of one batch until its update is finite.
+            After two in a row ``"stop"`` ends the run and names rank and samples;
+            ``"leave_out"`` continues. Windows end on parameters that are NaN, and do
+            not begin on them. Under ``sync`` no part of a step can be discarded: the
+            run ends soon after parameters have become NaN, and names the rank and
+            samples of the first such gradient. One device checks nothing.
         max_batch_diff: most batches that a rank may run beyond the slowest rank's
             planned count in a window, and the most a count moves per report.
         outer: the outer optimizer, an `elche.OuterConfig`.
@@ -85,6 +97,9 @@ class WindowConfig:
     min_anchor: int = 1
     max_anchor: int = 200
     overhead_target: float = 0.03
+    max_grad_norm: float | None = None
+    guard: bool = True
+    non_finite: NonFinite = "stop"
     max_batch_diff: int | None = None
     outer: OuterConfig = field(default_factory=OuterConfig)
 
@@ -102,6 +117,10 @@ class WindowConfig:
         check_whole("min_anchor", self.min_anchor, 1)
         check_whole("max_anchor", self.max_anchor, 0)
         check_positive("overhead_target", self.overhead_target)
+        check_bool("guard", self.guard)
+        check_choice("non_finite", self.non_finite, get_args(NonFinite))
+        if self.max_grad_norm is not None:
+            check_positive("max_grad_norm", self.max_grad_norm)
         if self.max_batch_diff is not None:
             check_whole("max_batch_diff", self.max_batch_diff, 0)
         self._check_anchors()

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import elche
 from elche.config import RunConfig
+from elche.config_parts import WindowConfig
 from elche.errors import ConfigError
 from elche.runtime.single import SingleRun
 from elche.session import start
@@ -323,12 +324,16 @@ def test_wrong_options(options: dict[str, Any], says: str) -> None:
 
 def test_clipping_is_said_once_for_loop_and_windows() -> None:
     """Where a window sums gradients the run clips, elsewhere the loop does."""
+    sums = {"policy": "cadence", "windows": {"update": "gradients"}}
     for given in (
-        config(max_grad_norm=0.5),
-        config(max_grad_norm=0.5, config=RunConfig()),
-        config(config=RunConfig(max_grad_norm=0.5)),
+        config(max_grad_norm=0.5, **sums),
+        config(max_grad_norm=0.5, config=RunConfig(**sums)),
+        config(**{**sums, "windows": {**sums["windows"], "max_grad_norm": 0.5}}),
     ):
-        assert given.max_grad_norm == given.run.max_grad_norm == 0.5
+        assert given.max_grad_norm == given.run.windows.max_grad_norm == 0.5
+    for given in (config(max_grad_norm=0.5), config(max_grad_norm=0.5, policy="async")):
+        assert given.max_grad_norm == 0.5
+        assert given.run.windows == WindowConfig()
     assert config().max_grad_norm is None
 
 

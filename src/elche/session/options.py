@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from elche.config import Codec, LossReduction, NonFinite, PolicyName, RunConfig, Shares
+from elche.config import Codec, LossReduction, PolicyName, RunConfig, Shares
 from elche.config_parts import DebugConfig, TransportConfig, WindowConfig
 from elche.errors import ConfigError
 
@@ -16,17 +16,14 @@ class RunOptions(TypedDict, total=False):
 
     seed: int | None
     loss_reduction: LossReduction
-    max_grad_norm: float | None
     max_samples: Mapping[int, int] | Sequence[int | None]
     speed_hints: Sequence[float] | None
     shares: Shares
     codec: Codec
     timeout_s: float
-    non_finite: NonFinite
     leave_out: bool
     survive: bool
     min_ranks: int
-    guard: bool
     windows: WindowConfig | Mapping[str, Any]
     transport: TransportConfig | Mapping[str, Any]
     debug: DebugConfig | Mapping[str, Any]

@@ -98,7 +98,7 @@ def setup(
     Asking the loader for a batch or an epoch raises these as well (ConfigError where
     ``weight_of`` fails or returns what is no weight, naming rank and batch), and
     NonFiniteError where what a rank learned was not finite again (see
-    `elche.RunConfig.non_finite`).
+    `elche.WindowConfig.non_finite`).
     An error that is met when the loop is left by ``break`` is raised at the next call.
     """
     asked = SetupConfig(

@@ -81,8 +81,8 @@ class Trainer:
         Raises:
             ConfigError: the loss is not a scalar, or an argument is wrong.
             MismatchError: ranks disagree about model, data or settings.
-            NonFiniteError: a rank's update was not finite twice in a row (see
-                `elche.RunConfig.non_finite`), or under ``sync`` the parameters are NaN.
+            NonFiniteError: a rank's update was not finite twice in a row, or the
+                parameters are NaN under ``sync``; see `elche.WindowConfig.non_finite`.
             RemoteRankError: another rank failed.
             CommunicationError: the ranks did not come together, or lost each other;
                 `DeadlineError` where a wait took longer than ``timeout_s``.

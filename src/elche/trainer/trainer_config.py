@@ -239,6 +239,7 @@ class TrainerOptions(RunOptions, total=False):
     collate_fn: Callable[[list[Any]], Any] | None
     num_workers: int
     weight_of: WeightOf | None
+    max_grad_norm: float | None
     lr_schedule: Callable[[float], float] | None
     lr_scale: str | float
     on_window_end: Callable[[WindowMetrics], None] | None
@@ -257,8 +258,8 @@ def trainer_config(options: Mapping[str, Any]) -> TrainerConfig:
     Raises:
         ConfigError: an option is unknown, missing or wrong.
     """
-    refuse_former(options)
     own = set(TrainerConfig.__dataclass_fields__) - {"run"}
+    refuse_former(options.keys() - own)
     run_fields = set(RunConfig.__dataclass_fields__)
     check_known(set(options) - {"config"}, own | run_fields)
     missing = [
@@ -270,11 +271,11 @@ def trainer_config(options: Mapping[str, Any]) -> TrainerConfig:
         options.get("config"),
         {name: options[name] for name in options if name in run_fields - own},
     )
-    norm = options.get("max_grad_norm", run.max_grad_norm)
     mine = {name: options[name] for name in options if name in own}
-    return TrainerConfig(
-        **{**mine, "run": replace(run, max_grad_norm=norm), "max_grad_norm": norm}
-    )
+    norm = mine.setdefault("max_grad_norm", run.windows.max_grad_norm)
+    if run.sums_gradients:
+        run = replace(run, windows=replace(run.windows, max_grad_norm=norm))
+    return TrainerConfig(**mine, run=run)
 
 
 def _whole(name: str, value: object) -> None:

@@ -343,7 +343,7 @@ def make_window_sync(
             optimizer,
             window,
             buffers,
-            max_grad_norm=config.max_grad_norm,
+            max_grad_norm=config.windows.max_grad_norm,
             is_sum=config.loss_reduction == "sum",
         )
         sync.attach()

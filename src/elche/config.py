@@ -16,13 +16,11 @@ from elche.config_checks import (
     check_whole,
     hints_of,
 )
-from elche.config_parts import (
-    DebugConfig,
-    TransportConfig,
-    WindowConfig,
-    part_of,
-    refuse_former,
-)
+from elche.config_parts import DebugConfig as DebugConfig
+from elche.config_parts import OuterConfig as OuterConfig
+from elche.config_parts import TransportConfig as TransportConfig
+from elche.config_parts import WindowConfig as WindowConfig
+from elche.config_parts import part_of, refuse_former
 from elche.errors import ConfigError
 
 PolicyName = Literal["sync", "cadence", "async", "auto"]
@@ -100,8 +98,8 @@ class RunConfig:
         min_ranks: while fewer ranks live the run pauses until others have joined it
             (``elche run --rejoin``), for ``timeout_s`` at most, and then ends.
         windows: an `elche.WindowConfig`: length of windows, and what they reduce.
-        transport: an `elche.TransportConfig`: how tensors travel between ranks.
-        debug: an `elche.DebugConfig`: deterministic runs.
+        transport: an `elche.config.TransportConfig`: how tensors travel between ranks.
+        debug: an `elche.config.DebugConfig`: deterministic runs.
     """
 
     policy: TrainerPolicyName = "sync"

@@ -88,7 +88,7 @@ class WindowConfig:
             samples of the first such gradient. One device checks nothing.
         max_batch_diff: most batches that a rank may run beyond the slowest rank's
             planned count in a window, and the most a count moves per report.
-        outer: the outer optimizer, an `elche.OuterConfig`.
+        outer: the outer optimizer, an `elche.config.OuterConfig`.
     """
 
     local_batch_size: int | None = None
@@ -210,13 +210,12 @@ _FORMER = {
         name: f"windows=elche.WindowConfig({name}=...)"
         for name in (item.name for item in fields(WindowConfig))
     },
-    "outer": "windows=elche.WindowConfig(outer=elche.OuterConfig(optimizer=...))",
-    "outer_lr": "windows=elche.WindowConfig(outer=elche.OuterConfig(lr=...))",
-    "outer_momentum": "windows=elche.WindowConfig(outer=elche.OuterConfig("
-    "momentum=...))",
-    "bucket_cap_mb": "transport=elche.TransportConfig(bucket_cap_mb=...)",
+    "outer": "windows=elche.WindowConfig(outer={'optimizer': ...})",
+    "outer_lr": "windows=elche.WindowConfig(outer={'lr': ...})",
+    "outer_momentum": "windows=elche.WindowConfig(outer={'momentum': ...})",
+    "bucket_cap_mb": "transport=elche.config.TransportConfig(bucket_cap_mb=...)",
     **{
-        name: f"debug=elche.DebugConfig({name}=...)"
+        name: f"debug=elche.config.DebugConfig({name}=...)"
         for name in (item.name for item in fields(DebugConfig))
     },
 }
@@ -230,9 +229,9 @@ REMOVED = {
     "optimizer_state": "optimizer_state= was removed: each rank keeps its optimizer's "
     "state; leave it out",
     "record": "record= was removed: runs that can be repeated are those of "
-    "debug=elche.DebugConfig(deterministic=True)",
+    "debug=elche.config.DebugConfig(deterministic=True)",
     "replay": "replay= was removed: runs that can be repeated are those of "
-    "debug=elche.DebugConfig(deterministic=True)",
+    "debug=elche.config.DebugConfig(deterministic=True)",
 }
 FORMER_SETTINGS = {
     **{name: f"{name}= is now {place}" for name, place in _FORMER.items()},

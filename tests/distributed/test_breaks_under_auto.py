@@ -55,7 +55,7 @@ class Found:
 
     error: str = ""
     orders: list[list[int]] = field(default_factory=list)
-    metrics: list[elche.EpochMetrics] = field(default_factory=list)
+    metrics: list[elche.monitor.EpochMetrics] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)
     switched: bool = False
     state: dict[str, torch.Tensor] = field(default_factory=dict)

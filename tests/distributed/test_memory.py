@@ -65,9 +65,9 @@ def models_beyond_plain(policy: str, kind: str, codec: str) -> tuple[float, floa
 
     plain = train()
     optimizer.zero_grad()
-    options: dict[str, Any] = {"transport": elche.TransportConfig(kind=kind)}
+    options: dict[str, Any] = {"transport": elche.config.TransportConfig(kind=kind)}
     if policy != "sync":
-        outer = elche.OuterConfig(optimizer="nesterov")
+        outer = elche.config.OuterConfig(optimizer="nesterov")
         options["windows"] = elche.WindowConfig(max_anchor=1, outer=outer)
     model, optimizer, loader = elche.setup(
         model, optimizer, loader, epochs=1, policy=policy, codec=codec, **options
@@ -170,7 +170,7 @@ def models_beyond_plain_when_late(kind: str) -> tuple[float, float]:
         batch_size=8,
         epochs=1,
         policy="delayed_sync",
-        transport=elche.TransportConfig(kind=kind),
+        transport=elche.config.TransportConfig(kind=kind),
     ).fit()
     return (held[-2] - plain) / MODEL_BYTES, said[-2] / MODEL_BYTES  # before the drain
 

@@ -23,7 +23,7 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         options: of `elche.RunConfig` and of its groups, by the last part of their
-            names; those of `elche.OuterConfig` as ``outer``, ``outer_lr`` and
+            names; those of `elche.config.OuterConfig` as ``outer``, ``outer_lr`` and
             ``outer_momentum``, a transport's kind as ``transport``, the norm of
             gradient windows as ``windows_max_grad_norm``.
     """

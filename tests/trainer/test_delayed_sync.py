@@ -74,7 +74,7 @@ def trainer(name: str, **options: Any) -> elche.Trainer:
     )
 
 
-def train(name: str, **options: Any) -> elche.TrainResult:
+def train(name: str, **options: Any) -> elche.trainer.TrainResult:
     return trainer(name, **options).fit()
 
 

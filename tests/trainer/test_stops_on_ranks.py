@@ -26,7 +26,7 @@ SAMPLES, WAIT_S = 4000, 200.0
 
 def start(
     policy: str, reached: threading.Event, norm: str = ""
-) -> elche.TrainingHandle:
+) -> elche.trainer.TrainingHandle:
     """Far more epochs than there is time for; says when there were some batches."""
 
     def model() -> nn.Module:
@@ -110,7 +110,7 @@ def abort_on(aborting: int, policy: str, fault: str) -> str:
     pattern = fault or "was aborted"
     with pytest.raises((AbortedError, RemoteRankError), match=pattern) as caught:
         handle.join(WAIT_S)
-    assert handle.poll() is elche.TrainingPhase.FAILED
+    assert handle.poll() is elche.trainer.TrainingPhase.FAILED
     elche.shutdown()  # else the run is there for the next case of these ranks
     return f"{type(caught.value).__name__}: {caught.value}"
 

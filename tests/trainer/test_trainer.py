@@ -144,7 +144,7 @@ def test_window_callbacks_come_in_order_in_the_training_thread() -> None:
     told: list[tuple[str, int]] = []
     threads = set()
 
-    def on_window(metrics: elche.WindowMetrics) -> None:
+    def on_window(metrics: elche.monitor.WindowMetrics) -> None:
         threads.add(threading.current_thread())
         told.append(("window", metrics.samples))
 
@@ -175,7 +175,7 @@ def test_window_callbacks_come_between_batches(
 
 
 def test_a_window_callback_that_raises_ends_the_run() -> None:
-    def on_window(metrics: elche.WindowMetrics) -> None:
+    def on_window(metrics: elche.monitor.WindowMetrics) -> None:
         raise RuntimeError("a fault in a callback")
 
     with pytest.raises(RuntimeError, match="a fault in a callback"):

@@ -56,7 +56,7 @@ def init_group(*, timeout_s: float = 300.0, transport: TransportKind = "auto") -
 
     Args:
         timeout_s: deadline of every wait for another rank.
-        transport: the kind, as in `elche.TransportConfig`.
+        transport: the kind, as in `elche.config.TransportConfig`.
 
     Returns:
         The group of all ranks, of one rank in a plain script.

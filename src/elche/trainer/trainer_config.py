@@ -195,7 +195,7 @@ class TrainerConfig:
             return
         if not isinstance(stopping, EarlyStopping):
             raise ConfigError(
-                "expected early_stopping to be an elche.EarlyStopping, got "
+                "expected early_stopping to be an elche.trainer.EarlyStopping, got "
                 f"{stopping!r}"
             )
         if stopping.metric == "eval_loss" and self.eval_dataset is None:

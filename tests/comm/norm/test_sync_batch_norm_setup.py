@@ -132,7 +132,7 @@ def _by_hand_then_setup() -> list[float]:
     replica = elche.Replica.wrap(torch.nn.Linear(2, 2))
     elche.barrier()
     elche.shutdown()
-    with pytest.raises(elche.CommunicationError, match="has ended on rank"):
+    with pytest.raises(elche.errors.CommunicationError, match="has ended on rank"):
         replica.check_equal()
     state = train_with_setup(dataclasses.replace(TASK, samples=20, epochs=1))
     return [float(group.rank == int(os.environ["RANK"])), float(state["0.bias"].sum())]

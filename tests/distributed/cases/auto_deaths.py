@@ -100,7 +100,7 @@ def train(
         loader,
         policy="auto",
         epochs=EPOCHS,
-        windows=elche.WindowConfig(outer=elche.OuterConfig(optimizer="average")),
+        windows=elche.WindowConfig(outer=elche.config.OuterConfig(optimizer="average")),
         **{"timeout_s": 60.0, **options},
     )
     meet, hits = Meeting("barrier", folder, rank), dict[str, Callable[[], object]]()

@@ -77,7 +77,7 @@ def _grow(growth: AutoGrowing, rank: int) -> AutoGrown:
         policy="auto",
         schedulers=[schedule],
         copies=[copy],
-        windows=elche.WindowConfig(outer=elche.OuterConfig(optimizer="average")),
+        windows=elche.WindowConfig(outer=elche.config.OuterConfig(optimizer="average")),
         **{"timeout_s": 60.0, "leave_out": False, **dict(growth.options)},
     )
     run, policies, batches, epochs = current_run(), list[str](), 0, 0

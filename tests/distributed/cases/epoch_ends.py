@@ -30,7 +30,7 @@ def train(
     loader: Any = DataLoader(Indices(SAMPLES), batch_size=BATCH, shuffle=True)
     more: dict[str, Any] = {}
     if policy != "sync":
-        average = elche.OuterConfig(optimizer="average")
+        average = elche.config.OuterConfig(optimizer="average")
         more["windows"] = elche.WindowConfig(outer=average)
     model, optimizer, loader = elche.setup(
         *(model, optimizer, loader), policy=policy, timeout_s=60.0, **more

@@ -130,7 +130,7 @@ def _grow(plan: Plan) -> Joined:
         timeout_s=60.0,
         windows=elche.WindowConfig(
             local_batch_size=4,
-            **({"outer": elche.OuterConfig(optimizer="slowmo")} | plan.windows),
+            **({"outer": elche.config.OuterConfig(optimizer="slowmo")} | plan.windows),
         ),
         **plan.options,
     )

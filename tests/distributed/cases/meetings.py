@@ -132,6 +132,6 @@ class Meeting:
 def _outcome_of(writer: CheckpointWriter) -> str:
     try:
         writer.wait(PATIENCE_S)
-    except elche.CheckpointError as error:
+    except elche.errors.CheckpointError as error:
         return str(error)
     return "written"

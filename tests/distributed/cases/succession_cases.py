@@ -97,7 +97,7 @@ def train(
     plain = Plain(samples)
     optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
     windows = elche.WindowConfig(
-        local_batch_size=4, outer=elche.OuterConfig(optimizer="average")
+        local_batch_size=4, outer=elche.config.OuterConfig(optimizer="average")
     )
     model, optimizer, loader = elche.setup(
         *(plain, optimizer, loader_of(kind, samples)),

@@ -45,7 +45,7 @@ def weigh(
         policy=policy,
         loss_reduction="sum",
         timeout_s=60.0,
-        windows=elche.WindowConfig(outer=elche.OuterConfig(optimizer="average")),
+        windows=elche.WindowConfig(outer=elche.config.OuterConfig(optimizer="average")),
     )
     found: list[tuple[int, list[int], list[float]]] = []
     for epoch in elche.epochs(epochs):

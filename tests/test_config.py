@@ -50,7 +50,6 @@ def test_former_names_are_answered_with_the_new_place(name: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls = [
         lambda: RunConfig(**removed),
-        lambda: RunConfig.from_options(removed),
         lambda: elche.setup(model, optimizer, [], **removed),
     ]
     if name not in TrainerConfig.__dataclass_fields__:
@@ -65,7 +64,7 @@ def test_former_names_are_answered_with_the_new_place(name: str) -> None:
 )
 def test_removed_settings_are_refused_in_their_group(group: str, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}= was removed"):
-        RunConfig.from_options({"policy": "cadence", group: {name: "average"}})
+        RunConfig(**{"policy": "cadence", group: {name: "average"}})
     kind: Any = {"windows": WindowConfig, "debug": DebugConfig}[group]
     with pytest.raises(ConfigError, match=f"{name}= was removed"):
         kind(**{name: "average"})
@@ -76,12 +75,18 @@ def test_el_che_switched_off_needs_no_bounds() -> None:
 
 
 def test_a_misspelt_option_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="'polcy'; did you mean 'policy'"):
-        RunConfig.from_options({"polcy": 3})
-    with pytest.raises(ConfigError, match="'ancor' of windows; did you mean 'anchor'"):
-        RunConfig.from_options({"policy": "async", "windows": {"ancor": 3}})
-    with pytest.raises(ConfigError, match="'zzz'; known are: codec, debug"):
-        RunConfig.from_options({"zzz": 3})
+    with pytest.raises(
+        ConfigError, match="'polcy' of RunConfig; did you mean 'policy'"
+    ):
+        RunConfig(polcy=3)
+    with pytest.raises(
+        ConfigError, match="'ancor' of WindowConfig; did you mean 'anchor'"
+    ):
+        RunConfig(policy="async", windows={"ancor": 3})
+    with pytest.raises(
+        ConfigError, match="'zzz' of RunConfig; known are: codec, debug"
+    ):
+        RunConfig(zzz=3)
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async", "auto"])

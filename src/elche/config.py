@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from elche.config_checks import (
     caps_of,
     check_bool,
     check_choice,
-    check_known,
     check_positive,
     check_whole,
     hints_of,
 )
 from elche.config_parts import DebugConfig as DebugConfig
 from elche.config_parts import OuterConfig as OuterConfig
+from elche.config_parts import SettingsGroup, part_of
 from elche.config_parts import TransportConfig as TransportConfig
 from elche.config_parts import WindowConfig as WindowConfig
-from elche.config_parts import part_of, refuse_former
 from elche.errors import ConfigError
 
 PolicyName = Literal["sync", "cadence", "async", "auto"]
@@ -34,22 +32,8 @@ DELAYED_SYNC = "delayed_sync"
 """The policy of a loop that the `Trainer` owns."""
 
 
-def _answers_former(cls: type[RunConfig]) -> type[RunConfig]:
-    """Has a former name of a setting answered with its place, not with a TypeError."""
-    made = cls.__init__
-
-    @functools.wraps(made)
-    def checked(self: RunConfig, *args: Any, **options: Any) -> None:
-        refuse_former(options)
-        made(self, *args, **options)
-
-    cls.__init__ = checked  # type: ignore[method-assign]
-    return cls
-
-
-@_answers_former
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class RunConfig(SettingsGroup):
     """What every rank of a run must agree on.
 
     Attributes:
@@ -230,17 +214,6 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, groups as dictionaries."""
         return asdict(self)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> RunConfig:
-        """Builds a configuration from keyword options; groups may be mappings.
-
-        Raises:
-            ConfigError: an option is unknown or its value is wrong.
-        """
-        refuse_former(options)
-        check_known(options, {item.name for item in fields(cls)})
-        return cls(**options)
 
 
 def default_outer_lr(world_size: int, outer: str = "nesterov") -> float:

@@ -21,13 +21,31 @@ OuterOptimizer = Literal["auto", "nesterov", "slowmo", "average"]
 NonFinite = Literal["stop", "leave_out"]
 TransportKind = Literal["auto", "gloo", "nccl"]
 
+_Group = TypeVar("_Group", bound="SettingsGroup")
 _Part = TypeVar(
     "_Part", "OuterConfig", "WindowConfig", "TransportConfig", "DebugConfig"
 )
 
 
+class SettingsGroup:
+    """Base of settings: names beside their fields are refused with what to write."""
+
+    __slots__ = ()
+
+    def __new__(cls: type[_Group], **given: Any) -> _Group:
+        """Refuses former and unknown names.
+
+        Raises:
+            ConfigError: a name is no setting here; says what to write.
+        """
+        own = {item.name for item in fields(cls)}  # type: ignore[arg-type]
+        refuse_former(given.keys() - own)
+        check_known(given, own, f" of {cls.__name__}")
+        return object.__new__(cls)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OuterConfig:
+class OuterConfig(SettingsGroup):
     """The optimizer that steps along the mean of the ranks' parameter deltas.
 
     Attributes:
@@ -60,7 +78,7 @@ class OuterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowConfig:
+class WindowConfig(SettingsGroup):
     """Windows of ``cadence``, ``async`` and ``auto``: length, and what they reduce.
 
     Attributes:
@@ -103,11 +121,6 @@ class WindowConfig:
     max_batch_diff: int | None = None
     outer: OuterConfig = field(default_factory=OuterConfig)
 
-    def __new__(cls, **given: Any) -> WindowConfig:
-        """Refuses settings of earlier versions by name."""
-        refuse_former(given.keys() & REMOVED.keys())
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer", part_of("outer", OuterConfig, self.outer))
         check_choice("update", self.update, get_args(Update))
@@ -146,7 +159,7 @@ class WindowConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransportConfig:
+class TransportConfig(SettingsGroup):
     """How tensors travel between ranks.
 
     Attributes:
@@ -167,7 +180,7 @@ class TransportConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DebugConfig:
+class DebugConfig(SettingsGroup):
     """Runs that can be repeated.
 
     Attributes:
@@ -176,11 +189,6 @@ class DebugConfig:
     """
 
     deterministic: bool = False
-
-    def __new__(cls, **given: Any) -> DebugConfig:
-        """Refuses settings of earlier versions by name."""
-        refuse_former(given.keys() & REMOVED.keys())
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         check_bool("deterministic", self.deterministic)
@@ -194,15 +202,12 @@ def part_of(name: str, kind: type[_Part], given: object) -> _Part:
     """
     if isinstance(given, kind):
         return given
-    if not isinstance(given, Mapping):
-        known = ", ".join(item.name for item in fields(kind))
-        raise ConfigError(
-            f"expected {name} to be an elche.{kind.__name__} (with {known}), got "
-            f"{given!r}"
-        )
-    refuse_former(set(map(str, given)) & REMOVED.keys())
-    check_known(map(str, given), {item.name for item in fields(kind)}, f" of {name}")
-    return kind(**given)
+    if isinstance(given, Mapping):
+        return kind(**{str(key): value for key, value in given.items()})
+    known = ", ".join(item.name for item in fields(kind))
+    raise ConfigError(
+        f"expected {name} to be {kind.__name__} (with {known}), got {given!r}"
+    )
 
 
 _FORMER = {

@@ -370,4 +370,4 @@ def test_it_needs_a_trainer() -> None:
 )
 def test_what_it_cannot_have(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RunConfig.from_options({"policy": LATE, **options})
+        RunConfig(**{"policy": LATE, **options})

@@ -103,7 +103,7 @@ def settings_of(join: Join) -> Settings:
             group = group.setdefault(each, {})
         group[setting] = value
     return Settings(
-        config=RunConfig.from_options(config),
+        config=RunConfig(**config),
         loader=part("loader"),
         optimizer=part("optimizer"),
         min_share_samples=int(flat.get("min_share_samples", 1)),

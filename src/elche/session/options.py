@@ -56,7 +56,7 @@ def run_config(config: RunConfig | None, options: Mapping[str, Any]) -> RunConfi
     if "min_ranks" not in options and "ELCHE_MIN_RANKS" in os.environ:
         least = os.environ["ELCHE_MIN_RANKS"]
         options = {**options, "min_ranks": int(least) if least.isdigit() else least}
-    return RunConfig.from_options(options)
+    return RunConfig(**options)
 
 
 def names_no_policy(config: RunConfig | None, options: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche.runtime.epochs.model_sums import checksum
+from elche.runtime.process.launchers import launch_facts
 from elche.session.process import current_run
 
 SAMPLES = 4_000
@@ -79,7 +80,7 @@ class Points(Dataset[Any]):
 def train(spec: dict[str, Any]) -> None:
     """On every rank: trains until the parent says so."""
     rank = int(os.environ["RANK"])
-    if "ELCHE_JOINS" in os.environ:
+    if launch_facts().joins:
         _say(rank=rank, pid=os.getpid())
     torch.manual_seed(spec["seed"])
     model, points = Counting(spec["policy"]), Points()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import elche
 from elche.checkpoint.keeper import CheckpointKeeper
 from elche.coordination.protocol.events import EpochOpened, JoinReady
+from elche.runtime.process.launchers import launch_facts
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows.regrouping import Regrouping
 from elche.session.process import failing_together
@@ -102,7 +103,7 @@ def grow(plan: Plan) -> Joined:
 
 
 def _grow(plan: Plan) -> Joined:
-    rank, is_joiner = int(os.environ["RANK"]), "ELCHE_JOINS" in os.environ
+    rank, is_joiner = int(os.environ["RANK"]), launch_facts().joins
     word, ready = Path(plan.folder, "come"), Path(plan.folder, "ready")
     if is_joiner:
         wait_for(word)

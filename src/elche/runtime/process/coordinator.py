@@ -53,7 +53,7 @@ from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.coordination.protocol.wire import to_wire
 from elche.runtime.coordinator_process.rank_connection import Hello, RankConnection
-from elche.runtime.process.launchers import rank_environments
+from elche.runtime.process.launchers import LaunchFacts, rank_environments
 from elche.runtime.report.files import write_story
 
 logger = logging.getLogger(__name__)
@@ -448,7 +448,7 @@ def serve_in_thread(
     thread.start()
     try:
         environments = rank_environments(founders, address, key)
-        joining = {**environments[0], "ELCHE_JOINS": "1"}
+        joining = environments[0] | LaunchFacts(joins=True).environment()
         yield [*environments, *({**joining, "RANK": str(rank)} for rank in late)]
     finally:
         asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10.0)

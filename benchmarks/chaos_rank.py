@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elche
-from elche import session
+from elche.runtime.process.launchers import launch_facts
 from elche.runtime.watch.model_sums import checksum
+from elche.session.process import current_run
 
 SAMPLES = 4_000
 FEATURES = 32
@@ -79,7 +80,7 @@ class Points(Dataset[Any]):
 def train(spec: dict[str, Any]) -> None:
     """On every rank: trains until the parent says so."""
     rank = int(os.environ["RANK"])
-    if "ELCHE_JOINS" in os.environ:
+    if launch_facts().joins:
         _say(rank=rank, pid=os.getpid())
     torch.manual_seed(spec["seed"])
     model, points = Counting(spec["policy"]), Points()
@@ -107,7 +108,7 @@ def train(spec: dict[str, Any]) -> None:
                 counts = index.tolist() if elche.batch_weight() else []
                 log.write(f"{epoch} {' '.join(map(str, counts))}\n")
                 log.flush()
-                run = session.current_run()
+                run = current_run()
                 model.in_windows = run is not None and run.policy != "sync"
                 predicted, mark = model(index, x)
                 (nn.functional.mse_loss(predicted, y) + mark).backward()
@@ -117,7 +118,7 @@ def train(spec: dict[str, Any]) -> None:
                 _say(rank=rank, pid=os.getpid(), trains=True)
                 if over.exists():
                     break  # which ends the epoch for all
-            run = session.current_run()
+            run = current_run()
             is_early = run is None or run.was_left_early
             epochs = epoch + (not is_early)
             if is_early:

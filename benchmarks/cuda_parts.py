@@ -189,7 +189,7 @@ def adversaries(
 
 def pipeline() -> Result:
     """A model in stages, one per device."""
-    with elche.Pipeline(layers(), loss_of, micro_batches=4, seed=0) as pipe:
+    with elche.pipeline.Pipeline(layers(), loss_of, micro_batches=4, seed=0) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.2, momentum=0.9)
         losses = []
         for step in range(STEPS):
@@ -237,7 +237,7 @@ def messages() -> Result:
     losses: dict[str, list[float]] = {}
     said: dict[str, Any] = {}
     for transport in ("auto", "gloo"):
-        with elche.Pipeline(
+        with elche.pipeline.Pipeline(
             wide_layers(), loss_of, micro_batches=4, seed=0, transport=transport
         ) as pipe:
             optimizer = torch.optim.SGD(pipe.parameters(), lr=0.2)

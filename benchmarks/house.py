@@ -117,7 +117,11 @@ def _public_names(tree: ast.Module) -> int:
         targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
         if "_HOMES" in [getattr(target, "id", "") for target in targets]:
             table = ast.literal_eval(node.value)  # type: ignore[attr-defined]
-            return sum(len(names) for names in table.values())
+            words = (
+                each.split() if isinstance(each, str) else each
+                for each in table.values()
+            )
+            return sum(map(len, words))
     return 0
 
 

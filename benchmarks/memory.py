@@ -100,7 +100,9 @@ def train(contender: str, steps: int) -> None:
         else:
             policy, *words = contender.split("-")
             kind = "gloo" if "gloo" in words else "auto"
-            options: dict[str, Any] = {"transport": elche.TransportConfig(kind=kind)}
+            options: dict[str, Any] = {
+                "transport": elche.config.TransportConfig(kind=kind)
+            }
             for codec in set(words) - {"gloo"}:
                 options["codec"] = codec
             model, optimizer, loader = elche.setup(

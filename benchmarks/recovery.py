@@ -96,7 +96,7 @@ def rank(policy: str, transport: str, victim: int, delay_s: float) -> dict[str, 
     model, optimizer, loader = elche.setup(
         *training(BATCH_SIZE),
         policy=policy,
-        transport=elche.TransportConfig(kind=transport),
+        transport=elche.config.TransportConfig(kind=transport),
         leave_out=False,
     )
     for epoch in range(1000):

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elche import Pipeline
 from elche.demo.text import VOCABULARY_SIZE, load_corpus
+from elche.pipeline import Pipeline
 
 WIDTH, HEADS, LENGTH, BATCH, STEPS = 64, 4, 64, 16, 30
 

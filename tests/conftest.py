@@ -86,7 +86,7 @@ def nothing_left_behind() -> Iterator[None]:
 @pytest.fixture
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One device, as no launcher is around; a run that the test begins is ended."""
-    from elche.session import shutdown  # pure tests import no torch
+    from elche.session.process import shutdown  # pure tests import no torch
 
     for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
         monkeypatch.delenv(name, raising=False)

@@ -38,8 +38,21 @@ def test_public_names_are_listed_before_they_are_loaded() -> None:
     assert run("import elche; print(set(elche.__all__) <= set(dir(elche)))") == "True"
 
 
+def test_a_name_of_a_public_module_is_answered_with_its_place() -> None:
+    for module, names in elche.MODULES.items():
+        for name in names:
+            place = rf"elche\.{name} is now elche\.{module}\.{name}"
+            with pytest.raises(AttributeError, match=place):
+                getattr(elche, name)
+            assert hasattr(getattr(elche, module), name)
+
+
+def test_public_names_are_few() -> None:
+    assert len(dir(elche)) - len(elche.MODULES) <= 45
+
+
 def test_a_name_that_was_removed_is_answered_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"elche\.Guard was removed: .*guard=True"):
+    with pytest.raises(ConfigError, match=r"elche\.Guard was removed: .*guard=False"):
         elche.Guard  # noqa: B018
     with pytest.raises(ConfigError, match=r"elche\.Verdict was removed"):
         from elche import Verdict  # noqa: F401

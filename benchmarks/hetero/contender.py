@@ -14,11 +14,11 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+import elche
 from benchmarks.hetero.delayed import DelayedTraining
 from benchmarks.hetero.order import sampler_of
 from benchmarks.hetero.time_cap import TimeCap
 from benchmarks.hetero.workloads import OPTIMIZERS, build_workload, optimizers_of
-from elche import session
 from elche.config import DELAYED_SYNC
 from elche.demo.batches import Order
 from elche.demo.contender import KINDS, Contender, ContenderSpec, main
@@ -127,7 +127,7 @@ class BenchContender(Contender):
         word = None if is_alone else Path(self.spec.out) / "last-batch"
         meet: Callable[[], Any] = dist.barrier
         if self.spec.kind == "elche":
-            meet = session.barrier
+            meet = elche.barrier
         return TimeCap(self.spec.max_seconds, word, meet)
 
     def _is_last(self, train_s: float) -> bool:

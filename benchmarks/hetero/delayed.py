@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from benchmarks.hetero.workloads import optimizers_of
-from elche import session
 from elche.config import DELAYED_SYNC
 from elche.demo.batches import Order
 from elche.demo.workload import Workload, learning_rate_scale
 from elche.errors import DeadlineError
 from elche.runtime.emulation import EmulationHandle
+from elche.session.process import current_emulation
 from elche.trainer.trainer import Trainer
 
 
@@ -93,5 +93,5 @@ class DelayedTraining:
         return optimizers_of(self._workload, self._model, self._optimizer)
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
-        self._emulation = session.current_emulation()
+        self._emulation = current_emulation()
         return self._workload.loss_fn(model, batch)

@@ -1,7 +1,9 @@
 """Train one PyTorch model on mismatched hardware, at the sum of its speeds.
 
 The names below are loaded when they are first used, so ``import elche`` costs nothing
-and the pure parts work without torch.
+and the pure parts work without torch. The others are in ``elche.errors``,
+``elche.config``, ``elche.monitor``, ``elche.trainer``, ``elche.pipeline`` and
+``elche.cadence``.
 """
 
 from __future__ import annotations
@@ -10,178 +12,129 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elche import cadence as cadence
+    from elche import config as config
+    from elche import errors as errors
+    from elche import monitor as monitor
+    from elche import pipeline as pipeline
+    from elche import trainer as trainer
     from elche.by_hand.replica import Replica as Replica
     from elche.by_hand.replica import init_group as init_group
-    from elche.cadence.el_che import ElChe as ElChe
-    from elche.cadence.el_che import ElCheConfig as ElCheConfig
     from elche.comm.norm.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from elche.comm.norm.sync_batch_norm import (
         convert_sync_batchnorm as convert_sync_batchnorm,
     )
     from elche.config import RunConfig as RunConfig
-    from elche.config_parts import DebugConfig as DebugConfig
-    from elche.config_parts import OuterConfig as OuterConfig
-    from elche.config_parts import TransportConfig as TransportConfig
     from elche.config_parts import WindowConfig as WindowConfig
-    from elche.coordination.accounts.metrics import EpochMetrics as EpochMetrics
-    from elche.coordination.accounts.metrics import Metrics as Metrics
-    from elche.coordination.accounts.metrics import WindowMetrics as WindowMetrics
     from elche.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
-    from elche.errors import AbortedError as AbortedError
-    from elche.errors import CheckpointError as CheckpointError
-    from elche.errors import CommunicationError as CommunicationError
     from elche.errors import ConfigError as ConfigError
-    from elche.errors import ContributionError as ContributionError
-    from elche.errors import DeadlineError as DeadlineError
     from elche.errors import ElcheError as ElcheError
-    from elche.errors import MismatchError as MismatchError
-    from elche.errors import NonFiniteError as NonFiniteError
-    from elche.errors import ProtocolError as ProtocolError
-    from elche.errors import RankLostError as RankLostError
-    from elche.errors import RemoteRankError as RemoteRankError
-    from elche.errors import TransitionError as TransitionError
     from elche.launching.launching import launch as launch
-    from elche.learning_rate import ProgressLR as ProgressLR
-    from elche.learning_rate import follow as follow
-    from elche.pipeline.pipeline import Pipeline as Pipeline
-    from elche.pipeline.pipeline_config import PipelineConfig as PipelineConfig
-    from elche.session import barrier as barrier
-    from elche.session import device as device
-    from elche.session import is_main_process as is_main_process
-    from elche.session import rank as rank
-    from elche.session import setup as setup
-    from elche.session import shutdown as shutdown
-    from elche.session import world_size as world_size
-    from elche.session_checkpoint import epochs as epochs
-    from elche.session_checkpoint import (
+    from elche.session.checkpoints import epochs as epochs
+    from elche.session.checkpoints import (
         register_for_checkpointing as register_for_checkpointing,
     )
-    from elche.session_checkpoint import resume as resume
-    from elche.session_checkpoint import save as save
-    from elche.session_checkpoint import save_every as save_every
-    from elche.session_gather import all_gather as all_gather
-    from elche.session_gather import any as any
-    from elche.session_gather import gather as gather
-    from elche.session_metrics import batch_weight as batch_weight
-    from elche.session_metrics import epoch_metrics as epoch_metrics
-    from elche.session_metrics import log_scalar as log_scalar
-    from elche.session_metrics import log_to as log_to
-    from elche.session_metrics import metrics as metrics
-    from elche.session_metrics import summary as summary
-    from elche.session_metrics import timeline as timeline
-    from elche.session_output import print as print
-    from elche.session_output import progress as progress
-    from elche.session_state import load_state_dict as load_state_dict
-    from elche.session_state import progress_samples as progress_samples
-    from elche.session_state import progress_steps as progress_steps
-    from elche.session_state import state_dict as state_dict
-    from elche.trainer.early_stopping import EarlyStopping as EarlyStopping
+    from elche.session.checkpoints import resume as resume
+    from elche.session.checkpoints import save as save
+    from elche.session.checkpoints import save_every as save_every
+    from elche.session.gather import all_gather as all_gather
+    from elche.session.gather import any as any
+    from elche.session.gather import gather as gather
+    from elche.session.learning_rate import ProgressLR as ProgressLR
+    from elche.session.learning_rate import follow as follow
+    from elche.session.metrics import batch_weight as batch_weight
+    from elche.session.metrics import epoch_metrics as epoch_metrics
+    from elche.session.metrics import log_scalar as log_scalar
+    from elche.session.metrics import log_to as log_to
+    from elche.session.metrics import metrics as metrics
+    from elche.session.metrics import summary as summary
+    from elche.session.metrics import timeline as timeline
+    from elche.session.output import print as print
+    from elche.session.output import progress as progress
+    from elche.session.process import shutdown as shutdown
+    from elche.session.ranks import barrier as barrier
+    from elche.session.ranks import device as device
+    from elche.session.ranks import is_main_process as is_main_process
+    from elche.session.ranks import rank as rank
+    from elche.session.ranks import world_size as world_size
+    from elche.session.setup import setup as setup
+    from elche.session.state import load_state_dict as load_state_dict
+    from elche.session.state import progress_samples as progress_samples
+    from elche.session.state import progress_steps as progress_steps
+    from elche.session.state import state_dict as state_dict
     from elche.trainer.evaluation import evaluate as evaluate
     from elche.trainer.evaluation import predict as predict
-    from elche.trainer.handle import TrainingHandle as TrainingHandle
-    from elche.trainer.handle import TrainingPhase as TrainingPhase
     from elche.trainer.trainer import Trainer as Trainer
-    from elche.trainer.trainer_config import TrainerConfig as TrainerConfig
-    from elche.trainer.trainer_result import EpochRecord as EpochRecord
-    from elche.trainer.trainer_result import RunReport as RunReport
-    from elche.trainer.trainer_result import TrainResult as TrainResult
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "elche.cadence.el_che": ("ElChe", "ElCheConfig"),
-    "elche.comm.norm.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
-    "elche.config": ("RunConfig",),
-    "elche.config_parts": (
-        "DebugConfig",
-        "OuterConfig",
-        "TransportConfig",
-        "WindowConfig",
-    ),
-    "elche.coordination.accounts.metrics": ("EpochMetrics", "Metrics", "WindowMetrics"),
-    "elche.ddp.wrapper": ("DistributedDataParallel",),
-    "elche.errors": (
-        "AbortedError",
-        "CheckpointError",
-        "CommunicationError",
-        "ConfigError",
-        "ContributionError",
-        "DeadlineError",
-        "ElcheError",
-        "MismatchError",
-        "NonFiniteError",
-        "ProtocolError",
-        "RankLostError",
-        "RemoteRankError",
-        "TransitionError",
-    ),
-    "elche.learning_rate": ("ProgressLR", "follow"),
-    "elche.pipeline.pipeline_config": ("PipelineConfig",),
-    "elche.pipeline.pipeline": ("Pipeline",),
-    "elche.by_hand.replica": ("Replica", "init_group"),
-    "elche.launching.launching": ("launch",),
-    "elche.session": (
-        "barrier",
-        "device",
-        "is_main_process",
-        "rank",
-        "setup",
-        "shutdown",
-        "world_size",
-    ),
-    "elche.session_checkpoint": (
-        "epochs",
-        "register_for_checkpointing",
-        "resume",
-        "save",
-        "save_every",
-    ),
-    "elche.session_gather": ("all_gather", "any", "gather"),
-    "elche.session_metrics": (
-        "batch_weight",
-        "epoch_metrics",
-        "log_scalar",
-        "log_to",
-        "metrics",
-        "summary",
-        "timeline",
-    ),
-    "elche.session_output": ("print", "progress"),
-    "elche.session_state": (
-        "load_state_dict",
-        "progress_samples",
-        "progress_steps",
-        "state_dict",
-    ),
-    "elche.trainer.early_stopping": ("EarlyStopping",),
-    "elche.trainer.evaluation": ("evaluate", "predict"),
-    "elche.trainer.handle": ("TrainingHandle", "TrainingPhase"),
-    "elche.trainer.trainer": ("Trainer",),
-    "elche.trainer.trainer_config": ("TrainerConfig",),
-    "elche.trainer.trainer_result": ("EpochRecord", "RunReport", "TrainResult"),
+    "elche.by_hand.replica": "Replica init_group",
+    "elche.comm.norm.sync_batch_norm": "SyncBatchNorm convert_sync_batchnorm",
+    "elche.config": "RunConfig",
+    "elche.config_parts": "WindowConfig",
+    "elche.ddp.wrapper": "DistributedDataParallel",
+    "elche.errors": "ConfigError ElcheError",
+    "elche.launching.launching": "launch",
+    "elche.session.checkpoints": "epochs register_for_checkpointing resume "
+    "save save_every",
+    "elche.session.gather": "all_gather any gather",
+    "elche.session.learning_rate": "ProgressLR follow",
+    "elche.session.metrics": "batch_weight epoch_metrics log_scalar log_to "
+    "metrics summary timeline",
+    "elche.session.output": "print progress",
+    "elche.session.process": "shutdown",
+    "elche.session.ranks": "barrier device is_main_process rank world_size",
+    "elche.session.setup": "setup",
+    "elche.session.state": "load_state_dict progress_samples progress_steps state_dict",
+    "elche.trainer.evaluation": "evaluate predict",
+    "elche.trainer.trainer": "Trainer",
 }
+MODULES = {
+    "cadence": ("ElChe", "ElCheConfig"),
+    "config": ("DebugConfig", "OuterConfig", "TransportConfig"),
+    "errors": (
+        *("AbortedError", "CheckpointError", "CommunicationError"),
+        *("ContributionError", "DeadlineError", "MismatchError", "NonFiniteError"),
+        *("ProtocolError", "RankLostError", "RemoteRankError", "TransitionError"),
+    ),
+    "monitor": ("EpochMetrics", "Metrics", "WindowMetrics"),
+    "pipeline": ("Pipeline", "PipelineConfig"),
+    "trainer": (
+        *("EarlyStopping", "EpochRecord", "RunReport", "TrainResult"),
+        *("TrainerConfig", "TrainingHandle", "TrainingPhase"),
+    ),
+}
+"""Public modules, and what each holds beside the names above."""
 _REMOVED = {
     "LocalReplicas": "run a process per device (elche run script.py), and reduce by "
     "hand with elche.init_group and elche.Replica",
-    "Guard": "the coordinator has one guard of its own; give guard=True or False",
-    "Verdict": "the coordinator has one guard of its own; give guard=True or False",
+    **dict.fromkeys(
+        ("Guard", "Verdict"),
+        "the coordinator has one guard of its own; switch it off by "
+        "windows=elche.WindowConfig(guard=False)",
+    ),
 }
 """Names that were, and what to do instead."""
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_PLACE_OF = {name: home for home, names in MODULES.items() for name in names}
 
 __all__ = sorted(_HOME_OF.keys() - {"any", "print"})  # a * import hides no builtin
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
+    if name in _HOME_OF:
+        return getattr(import_module(_HOME_OF[name]), name)
+    if name in MODULES:
+        return import_module(f"elche.{name}")
     if name in _REMOVED:
         from elche.errors import ConfigError
 
         raise ConfigError(f"elche.{name} was removed: {_REMOVED[name]}")
-    if home is None:
-        raise AttributeError(f"module 'elche' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+    if name in _PLACE_OF:
+        raise AttributeError(f"elche.{name} is now elche.{_PLACE_OF[name]}.{name}")
+    raise AttributeError(f"module 'elche' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOME_OF, "__version__"])
+    return sorted([*_HOME_OF, *MODULES, "__version__"])

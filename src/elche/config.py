@@ -2,55 +2,38 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
 
 from elche.config_checks import (
     caps_of,
     check_bool,
     check_choice,
-    check_known,
     check_positive,
     check_whole,
     hints_of,
 )
-from elche.config_parts import (
-    NO_AUTO_CODEC,
-    DebugConfig,
-    TransportConfig,
-    WindowConfig,
-    part_of,
-    refuse_former,
-)
+from elche.config_parts import NO_AUTO_CODEC, SettingsGroup, part_of
+from elche.config_parts import DebugConfig as DebugConfig
+from elche.config_parts import OuterConfig as OuterConfig
+from elche.config_parts import TransportConfig as TransportConfig
+from elche.config_parts import WindowConfig as WindowConfig
 from elche.errors import ConfigError
 
-POLICIES = ("sync", "cadence", "async", "auto")
+PolicyName = Literal["sync", "cadence", "async", "auto"]
+TrainerPolicyName = Literal["sync", "cadence", "async", "auto", "delayed_sync"]
+LossReduction = Literal["mean", "sum"]
+Shares = Literal["auto", "fixed"]
+Codec = Literal["fp32", "bf16", "int8", "int4"]
+POLICIES: tuple[str, ...] = get_args(PolicyName)
+CODECS: tuple[str, ...] = get_args(Codec)
 DELAYED_SYNC = "delayed_sync"
 """The policy of a loop that the `Trainer` owns."""
-NON_FINITE = ("stop", "leave_out")
-LOSS_REDUCTIONS = ("mean", "sum")
-CODECS = ("fp32", "bf16", "int8", "int4")
-SHARES = ("auto", "fixed")
 
 
-def _answers_former(cls: type[RunConfig]) -> type[RunConfig]:
-    """Has a former name of a setting answered with its place, not with a TypeError."""
-    made = cls.__init__
-
-    @functools.wraps(made)
-    def checked(self: RunConfig, *args: Any, **options: Any) -> None:
-        refuse_former(options)
-        made(self, *args, **options)
-
-    cls.__init__ = checked  # type: ignore[method-assign]
-    return cls
-
-
-@_answers_former
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class RunConfig(SettingsGroup):
     """What every rank of a run must agree on.
 
     Attributes:
@@ -70,8 +53,6 @@ class RunConfig:
             ``"mean"`` or their ``"sum"``. Where gradients are reduced they are those of
             the mean, or of the sum, over the samples of all ranks (under ``sync`` and
             in gradient windows); averaged parameters do not depend on it.
-        max_grad_norm: under gradient windows the reduced gradient is clipped to
-            this norm; elsewhere the loop clips for itself.
         max_samples: most samples that a rank's device holds at once, as ``{rank:
             samples}`` or a sequence of one number (or None) per rank. Under ``sync`` no
             share is larger; a loop of the `Trainer` runs larger ones in micro-batches,
@@ -88,15 +69,6 @@ class RunConfig:
             with error feedback. float64 and complex ones travel as they are, as do
             gradients while policy ``auto`` runs as ``sync``.
         timeout_s: deadline of every wait for another rank.
-        non_finite: what happens under windows where a rank's update is not finite. It
-            is discarded, and its batches are not trained on again; the rank warns,
-            naming them, and its next windows are of one batch until its update is
-            finite. If it is not twice in a row, ``"stop"`` ends the run and names rank
-            and samples; ``"leave_out"`` goes on. Under ``sync`` a step is one of all
-            ranks and nothing can be left out of it: whatever is set, the run ends soon
-            after parameters have become NaN, and names the rank and samples whose
-            gradient was none first. Windows end on such parameters, too, and do not
-            begin on them. One device does nothing of this.
         leave_out: under ``sync`` a rank without which steps are predicted to be shorter
             gets no batch, from an epoch's start or its calibration on, and is tried
             again now and then; False keeps all. Needs ``epochs=`` (or the `Trainer`, or
@@ -107,44 +79,36 @@ class RunConfig:
             which no run survives (docs/protocol.md), ends the run.
         min_ranks: while fewer ranks live the run pauses until others have joined it
             (``elche run --rejoin``), for ``timeout_s`` at most, and then ends.
-        guard: watch how far replicas drift apart, and shorten windows; False does not.
         windows: an `elche.WindowConfig`: length of windows, and what they reduce.
-        transport: an `elche.TransportConfig`: how tensors travel between ranks.
-        debug: an `elche.DebugConfig`: deterministic runs.
+        transport: an `elche.config.TransportConfig`: how tensors travel between ranks.
+        debug: an `elche.config.DebugConfig`: deterministic runs.
     """
 
-    policy: str = "sync"
+    policy: TrainerPolicyName = "sync"
     seed: int | None = None
-    loss_reduction: str = "mean"
-    max_grad_norm: float | None = None
+    loss_reduction: LossReduction = "mean"
     max_samples: Mapping[int, int] | Sequence[int | None] = ()
     speed_hints: tuple[float, ...] | None = None
-    shares: str = "auto"
-    codec: str = "fp32"
+    shares: Shares = "auto"
+    codec: Codec = "fp32"
     timeout_s: float = 300.0
-    non_finite: str = "stop"
     leave_out: bool = True
     survive: bool = True
     min_ranks: int = 1
-    guard: bool = True
     windows: WindowConfig = field(default_factory=WindowConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
-        check_choice("policy", self.policy, (*POLICIES, DELAYED_SYNC))
-        check_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
-        check_choice("non_finite", self.non_finite, NON_FINITE)
+        check_choice("policy", self.policy, get_args(TrainerPolicyName))
+        check_choice("loss_reduction", self.loss_reduction, get_args(LossReduction))
         if self.codec == "auto":
             raise ConfigError(NO_AUTO_CODEC)
         check_choice("codec", self.codec, CODECS)
-        check_choice("shares", self.shares, SHARES)
+        check_choice("shares", self.shares, get_args(Shares))
         if self.seed is not None:
             check_whole("seed", self.seed, 0)
         check_positive("timeout_s", self.timeout_s)
-        if self.max_grad_norm is not None:
-            check_positive("max_grad_norm", self.max_grad_norm)
-        check_bool("guard", self.guard)
         check_bool("leave_out", self.leave_out)
         check_bool("survive", self.survive)
         check_whole("min_ranks", self.min_ranks, 1)
@@ -232,17 +196,6 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, groups as dictionaries."""
         return asdict(self)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> RunConfig:
-        """Builds a configuration from keyword options; groups may be mappings.
-
-        Raises:
-            ConfigError: an option is unknown or its value is wrong.
-        """
-        refuse_former(options)
-        check_known(options, {item.name for item in fields(cls)})
-        return cls(**options)
 
 
 def default_outer_lr(world_size: int, outer: str = "nesterov") -> float:

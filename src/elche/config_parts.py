@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from elche.config_checks import (
     check_bool,
@@ -16,17 +16,36 @@ from elche.config_checks import (
 )
 from elche.errors import ConfigError
 
-UPDATES = ("auto", "gradients", "parameters")
-OUTER_OPTIMIZERS = ("auto", "nesterov", "slowmo", "average")
-TRANSPORTS = ("auto", "gloo", "nccl")
+Update = Literal["auto", "gradients", "parameters"]
+OuterOptimizer = Literal["auto", "nesterov", "slowmo", "average"]
+NonFinite = Literal["stop", "leave_out"]
+TransportKind = Literal["auto", "gloo", "nccl"]
 
+_Group = TypeVar("_Group", bound="SettingsGroup")
 _Part = TypeVar(
     "_Part", "OuterConfig", "WindowConfig", "TransportConfig", "DebugConfig"
 )
 
 
+class SettingsGroup:
+    """Base of settings: names beside their fields are refused with what to write."""
+
+    __slots__ = ()
+
+    def __new__(cls: type[_Group], **given: Any) -> _Group:
+        """Refuses former and unknown names.
+
+        Raises:
+            ConfigError: a name is no setting here; says what to write.
+        """
+        own = {item.name for item in fields(cls)}  # type: ignore[arg-type]
+        refuse_former(given.keys() - own)
+        check_known(given, own, f" of {cls.__name__}")
+        return object.__new__(cls)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OuterConfig:
+class OuterConfig(SettingsGroup):
     """The optimizer that steps along the mean of the ranks' parameter deltas.
 
     Attributes:
@@ -39,12 +58,12 @@ class OuterConfig:
             the 0.4 to 0.8 that SlowMo's paper uses.
     """
 
-    optimizer: str = "auto"
+    optimizer: OuterOptimizer = "auto"
     lr: float | None = None
     momentum: float = 0.5
 
     def __post_init__(self) -> None:
-        check_choice("outer.optimizer", self.optimizer, OUTER_OPTIMIZERS)
+        check_choice("outer.optimizer", self.optimizer, get_args(OuterOptimizer))
         if self.lr is not None:
             check_positive("outer.lr", self.lr)
         if not is_number(self.momentum) or not 0.0 <= self.momentum < 1.0:
@@ -59,7 +78,7 @@ class OuterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowConfig:
+class WindowConfig(SettingsGroup):
     """Windows of ``cadence``, ``async`` and ``auto``: length, and what they reduce.
 
     Attributes:
@@ -74,34 +93,47 @@ class WindowConfig:
             everywhere), ``anchor == max_anchor`` fixes it.
         overhead_target: share of a window that a synchronisation may cost before
             the anchor grows; clamped to 0.01 .. 0.50.
+        max_grad_norm: norm to which the reduced gradient of ``update="gradients"`` is
+            clipped; elsewhere the loop clips.
+        guard: watches how far replicas drift apart, and shortens windows.
+        non_finite: reaction to a rank's update that is not finite. It is always
+            discarded, and its batches are not trained on again; the rank warns, naming
+            them, and its next windows are of one batch until its update is finite.
+            After two in a row ``"stop"`` ends the run and names rank and samples;
+            ``"leave_out"`` continues. Windows end on parameters that are NaN, and do
+            not begin on them. Under ``sync`` no part of a step can be discarded: the
+            run ends soon after parameters have become NaN, and names the rank and
+            samples of the first such gradient. One device checks nothing.
         max_batch_diff: most batches that a rank may run beyond the slowest rank's
             planned count in a window, and the most a count moves per report.
-        outer: the outer optimizer, an `elche.OuterConfig`.
+        outer: the outer optimizer, an `elche.config.OuterConfig`.
     """
 
     local_batch_size: int | None = None
-    update: str = "auto"
+    update: Update = "auto"
     anchor: int = 1
     min_anchor: int = 1
     max_anchor: int = 200
     overhead_target: float = 0.03
+    max_grad_norm: float | None = None
+    guard: bool = True
+    non_finite: NonFinite = "stop"
     max_batch_diff: int | None = None
     outer: OuterConfig = field(default_factory=OuterConfig)
 
-    def __new__(cls, **given: Any) -> WindowConfig:
-        """Refuses settings of earlier versions by name."""
-        refuse_former(given.keys() & REMOVED.keys())
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer", part_of("outer", OuterConfig, self.outer))
-        check_choice("update", self.update, UPDATES)
+        check_choice("update", self.update, get_args(Update))
         if self.local_batch_size is not None:
             check_whole("local_batch_size", self.local_batch_size, 1)
         check_whole("anchor", self.anchor, 1)
         check_whole("min_anchor", self.min_anchor, 1)
         check_whole("max_anchor", self.max_anchor, 0)
         check_positive("overhead_target", self.overhead_target)
+        check_bool("guard", self.guard)
+        check_choice("non_finite", self.non_finite, get_args(NonFinite))
+        if self.max_grad_norm is not None:
+            check_positive("max_grad_norm", self.max_grad_norm)
         if self.max_batch_diff is not None:
             check_whole("max_batch_diff", self.max_batch_diff, 0)
         self._check_anchors()
@@ -127,7 +159,7 @@ class WindowConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransportConfig:
+class TransportConfig(SettingsGroup):
     """How tensors travel between ranks.
 
     Attributes:
@@ -139,16 +171,16 @@ class TransportConfig:
         bucket_cap_mb: most mebibytes of gradients reduced in one message.
     """
 
-    kind: str = "auto"
+    kind: TransportKind = "auto"
     bucket_cap_mb: float = 1.0
 
     def __post_init__(self) -> None:
-        check_choice("transport.kind", self.kind, TRANSPORTS)
+        check_choice("transport.kind", self.kind, get_args(TransportKind))
         check_positive("bucket_cap_mb", self.bucket_cap_mb)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DebugConfig:
+class DebugConfig(SettingsGroup):
     """Runs that can be repeated.
 
     Attributes:
@@ -157,11 +189,6 @@ class DebugConfig:
     """
 
     deterministic: bool = False
-
-    def __new__(cls, **given: Any) -> DebugConfig:
-        """Refuses settings of earlier versions by name."""
-        refuse_former(given.keys() & REMOVED.keys())
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         check_bool("deterministic", self.deterministic)
@@ -175,15 +202,12 @@ def part_of(name: str, kind: type[_Part], given: object) -> _Part:
     """
     if isinstance(given, kind):
         return given
-    if not isinstance(given, Mapping):
-        known = ", ".join(item.name for item in fields(kind))
-        raise ConfigError(
-            f"expected {name} to be an elche.{kind.__name__} (with {known}), got "
-            f"{given!r}"
-        )
-    refuse_former(set(map(str, given)) & REMOVED.keys())
-    check_known(map(str, given), {item.name for item in fields(kind)}, f" of {name}")
-    return kind(**given)
+    if isinstance(given, Mapping):
+        return kind(**{str(key): value for key, value in given.items()})
+    known = ", ".join(item.name for item in fields(kind))
+    raise ConfigError(
+        f"expected {name} to be {kind.__name__} (with {known}), got {given!r}"
+    )
 
 
 _FORMER = {
@@ -191,13 +215,12 @@ _FORMER = {
         name: f"windows=elche.WindowConfig({name}=...)"
         for name in (item.name for item in fields(WindowConfig))
     },
-    "outer": "windows=elche.WindowConfig(outer=elche.OuterConfig(optimizer=...))",
-    "outer_lr": "windows=elche.WindowConfig(outer=elche.OuterConfig(lr=...))",
-    "outer_momentum": "windows=elche.WindowConfig(outer=elche.OuterConfig("
-    "momentum=...))",
-    "bucket_cap_mb": "transport=elche.TransportConfig(bucket_cap_mb=...)",
+    "outer": "windows=elche.WindowConfig(outer={'optimizer': ...})",
+    "outer_lr": "windows=elche.WindowConfig(outer={'lr': ...})",
+    "outer_momentum": "windows=elche.WindowConfig(outer={'momentum': ...})",
+    "bucket_cap_mb": "transport=elche.config.TransportConfig(bucket_cap_mb=...)",
     **{
-        name: f"debug=elche.DebugConfig({name}=...)"
+        name: f"debug=elche.config.DebugConfig({name}=...)"
         for name in (item.name for item in fields(DebugConfig))
     },
 }
@@ -211,9 +234,9 @@ REMOVED = {
     "optimizer_state": "optimizer_state= was removed: each rank keeps its optimizer's "
     "state; leave it out",
     "record": "record= was removed: runs that can be repeated are those of "
-    "debug=elche.DebugConfig(deterministic=True)",
+    "debug=elche.config.DebugConfig(deterministic=True)",
     "replay": "replay= was removed: runs that can be repeated are those of "
-    "debug=elche.DebugConfig(deterministic=True)",
+    "debug=elche.config.DebugConfig(deterministic=True)",
 }
 FORMER_SETTINGS = {
     **{name: f"{name}= is now {place}" for name, place in _FORMER.items()},

@@ -18,7 +18,7 @@ OTHER: dict[str, Any] = {
     "policy": "async",
     "update": "gradients",
     "loss_reduction": "sum",
-    "max_grad_norm": 2.0,
+    "windows_max_grad_norm": 2.0,
     "deterministic": True,
     "guard": False,
     "non_finite": "leave_out",
@@ -49,6 +49,7 @@ NAMES = {
     "outer_momentum": "windows.outer.momentum",
     "transport": "transport.kind",
     "bucket_cap_mb": "transport.bucket_cap_mb",
+    "windows_max_grad_norm": "windows.max_grad_norm",
     **{name.name: f"debug.{name.name}" for name in fields(DebugConfig)},
     **{
         name.name: f"windows.{name.name}"

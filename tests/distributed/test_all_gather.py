@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche import session
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import failing_together
 from tests.distributed.cases.tasks import Task, build, difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
@@ -90,7 +90,7 @@ def outside(policy: str) -> list[str]:
     except ElcheError as error:
         said.append(str(error))
     try:
-        with session.failing_together():
+        with failing_together():
             model, optimizer, loader = elche.setup(
                 model, optimizer, loader, policy=policy
             )

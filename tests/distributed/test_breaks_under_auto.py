@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche import session
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_calibration, auto_policy
@@ -18,6 +17,7 @@ from elche.coordination.sync import step_grants
 from elche.errors import ElcheError
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
@@ -55,7 +55,7 @@ class Found:
 
     error: str = ""
     orders: list[list[int]] = field(default_factory=list)
-    metrics: list[elche.EpochMetrics] = field(default_factory=list)
+    metrics: list[elche.monitor.EpochMetrics] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)
     switched: bool = False
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -65,7 +65,7 @@ def leave(when: str, who: tuple[int, ...]) -> Found:
     """Two epochs, the first left early by some ranks; asks for the metrics of both."""
     found = Found()
     try:
-        with session.failing_together():
+        with failing_together():
             _train(found, when, who)
     except ElcheError as error:
         found.error = f"{type(error).__name__}: {error}"
@@ -78,7 +78,7 @@ def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
     model, optimizer, loader = build(task)
     options = {"policy": "auto", "timeout_s": 60.0}
     model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
-    run = session.current_run()
+    run = current_run()
     assert run is not None
     for epoch in range(2):
         order: list[int] = []

@@ -6,9 +6,9 @@ import pytest
 import torch.nn.functional as F
 
 import elche
-from elche import session
 from elche.coordination.auto import windows_advice
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 
@@ -26,7 +26,7 @@ def _said(options: dict[str, str]) -> list[str]:
     said: list[str] = []
     model, optimizer, loader = build(Task())
     model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
-    run = session.current_run()
+    run = current_run()
     assert run is not None
     run.notifications.emit = said.append
     for _ in range(2):

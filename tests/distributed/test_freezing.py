@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche import session
 from elche.comm.codec import codec_peers
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
@@ -59,7 +59,7 @@ def test_freed_inside_an_epoch_is_refused(ranks2: RankPool, policy: str) -> None
 def _expect_refusal(policy: str) -> str:
     """The error of this rank, or the other rank's as this one is told."""
     try:
-        with session.failing_together():
+        with failing_together():
             _freeze(policy, "inside")
     except ElcheError as error:
         return str(error)
@@ -70,7 +70,7 @@ def _carried(options: dict[str, Any]) -> tuple[int, int, int]:
     """Elements in this rank's messages; trained ones, and their tensors."""
     model, optimizer, loader = build(Task(samples=64, batch_size=8, model="frozen"))
     model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
-    run = session.current_run()
+    run = current_run()
     assert run is not None
     held: Any = run._synchroniser.windows or run._synchroniser.reducer
     if options["policy"] == "sync":
@@ -200,7 +200,7 @@ def _only_on_rank_0(policy: str, what: str) -> str:
     model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
     first: Any = model.get_submodule("0")
     try:
-        with session.failing_together():
+        with failing_together():
             for epoch in range(2):
                 for x, y, _, _ in loader:
                     F.cross_entropy(model(x), y).backward()

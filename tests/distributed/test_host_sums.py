@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from elche import session
 from elche.comm.transport import exchange
 from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import HostExchange
@@ -17,6 +16,7 @@ from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.windows.synchroniser import warn_of_codec
+from elche.session.process import current_run
 from tests.distributed.cases.tasks import (
     Task,
     Trace,
@@ -47,7 +47,7 @@ def by_hosts(task: Task) -> tuple[Trace, set[str]]:
     kinds: set[str] = set()
 
     def look() -> None:
-        run = session.current_run()
+        run = current_run()
         assert run is not None
         sync = run._synchroniser
         if sync.reducer is not None:
@@ -193,7 +193,7 @@ def without_each_in_turn(task: Task) -> list[int]:
     from tests.harness.settings import nested
 
     elche.setup(*build(task), policy="sync", **nested(task.options))
-    run = session.current_run()
+    run = current_run()
     assert run is not None
     worker, sync, found = run.worker, run._synchroniser, []
     for number in range(1, 13):

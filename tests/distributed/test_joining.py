@@ -96,7 +96,7 @@ def test_a_rank_joins_in_place_of_one_that_died(
 
 @pytest.mark.slow
 def test_a_rank_joins_where_optimizers_are_alike(tmp_path: Path) -> None:
-    windows = {"update": "gradients", "outer": elche.OuterConfig()}
+    windows = {"update": "gradients", "outer": elche.config.OuterConfig()}
     more = {"founders": 3, "death": 1, "windows": windows}
     plan = Plan(folder=str(tmp_path), policy="cadence", **more)
     check_joined(check_all(run(plan), plan, {1}), plan)

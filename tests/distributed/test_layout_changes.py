@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import elche
-from elche import session
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import failing_together
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
@@ -36,7 +36,7 @@ def _train(task: Task, change: str) -> tuple[str, dict[str, torch.Tensor]]:
     )
     error = ""
     try:
-        with session.failing_together():
+        with failing_together():
             for epoch in range(2):
                 for number, (x, y, _, _) in enumerate(loader):
                     if epoch == 0 and number == 1:

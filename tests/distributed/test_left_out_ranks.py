@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elche
-from elche import session
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_policy
@@ -24,6 +23,7 @@ from elche.coordination.sync import left_out, step_gauge, step_grants
 from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Task, build, difference, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
@@ -50,7 +50,7 @@ def train(task: Task, kind: str = "") -> Found:
     """Trains for some epochs; ``kind`` says what else is done."""
     found = Found()
     try:
-        with session.failing_together():
+        with failing_together():
             _train(found, task, kind)
     except ElcheError as error:
         found.error = f"{type(error).__name__}: {error}"
@@ -69,7 +69,7 @@ def _train(found: Found, task: Task, kind: str) -> None:
         schedulers=[scheduler],
         **nested(options),
     )
-    run = session.current_run()
+    run = current_run()
     assert run is not None
     run.notifications.emit = found.lines.append
     for epoch in range(EPOCHS):

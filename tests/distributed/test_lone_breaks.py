@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche import session
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Task, build, difference, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
@@ -38,7 +38,7 @@ def leave(task: Task, places: dict[int, tuple[int, str]]) -> Found:
     """Two epochs; these ranks leave the first in a step, at a place in its body."""
     found = Found()
     try:
-        with session.failing_together():
+        with failing_together():
             _train(found, task, places)
     except ElcheError as error:
         found.error = f"{type(error).__name__}: {error}"
@@ -50,7 +50,7 @@ def _train(found: Found, task: Task, places: dict[int, tuple[int, str]]) -> None
     model, optimizer, loader = build(task)
     options: dict[str, Any] = {"timeout_s": 100.0, **task.options}
     model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
-    run = session.current_run()
+    run = current_run()
     assert run is not None
     for epoch in range(2):
         at = places.get(elche.rank(), (-1, ""))
@@ -173,7 +173,7 @@ def _with_sync_batch_norm(places: dict[int, tuple[int, str]]) -> Found:
     model, optimizer, loader = build(task)
     model = elche.convert_sync_batchnorm(model)
     try:
-        with session.failing_together():
+        with failing_together():
             model, optimizer, loader = elche.setup(model, optimizer, loader)
             for number, (x, y, *_) in enumerate(loader):
                 F.cross_entropy(model(x), y).backward()

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche import session
 from elche.comm.gradients.buckets.sum_memory import give_back_freed
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run
 from tests.harness.rank_pool import RankPool
 
 ROLLUP = Path("/proc/self/smaps_rollup")
@@ -65,9 +65,9 @@ def models_beyond_plain(policy: str, kind: str, codec: str) -> tuple[float, floa
 
     plain = train()
     optimizer.zero_grad()
-    options: dict[str, Any] = {"transport": elche.TransportConfig(kind=kind)}
+    options: dict[str, Any] = {"transport": elche.config.TransportConfig(kind=kind)}
     if policy != "sync":
-        outer = elche.OuterConfig(optimizer="nesterov")
+        outer = elche.config.OuterConfig(optimizer="nesterov")
         options["windows"] = elche.WindowConfig(max_anchor=1, outer=outer)
     model, optimizer, loader = elche.setup(
         model, optimizer, loader, epochs=1, policy=policy, codec=codec, **options
@@ -143,7 +143,7 @@ def models_beyond_plain_when_late(kind: str) -> tuple[float, float]:
 
     def note(*_: Any) -> None:
         held.append(held_bytes())
-        if session.current_run() is not None:
+        if current_run() is not None:
             said.append(elche.summary().reduction_bytes)
 
     def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
@@ -170,7 +170,7 @@ def models_beyond_plain_when_late(kind: str) -> tuple[float, float]:
         batch_size=8,
         epochs=1,
         policy="delayed_sync",
-        transport=elche.TransportConfig(kind=kind),
+        transport=elche.config.TransportConfig(kind=kind),
     ).fit()
     return (held[-2] - plain) / MODEL_BYTES, said[-2] / MODEL_BYTES  # before the drain
 

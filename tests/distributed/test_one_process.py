@@ -63,7 +63,7 @@ def task_of(case: Case, **more: Any) -> Task:
     if way == "gradients":
         options["update"] = "gradients"
         if case["loop"] == "clip":
-            options["max_grad_norm"] = 0.1
+            options["windows_max_grad_norm"] = 0.1
     elif way == "sync":
         options["codec"] = case["codec"]
     else:

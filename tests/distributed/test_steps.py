@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elche
-from elche import session
 from elche.coordination.auto import auto_calibration, auto_policy
 from elche.coordination.sync import step_grants
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Task, build, difference, identical
 from tests.distributed.test_breaks_under_auto import Windows
 from tests.distributed.test_sync import FOUR_TO_ONE
@@ -54,7 +54,7 @@ def train(task: Task, way: str, n: int) -> Counted:
     options = nested(task.options)
     is_plain = way == "plain"
     try:
-        with session.failing_together():
+        with failing_together():
             if not is_plain:
                 model, optimizer, loader = elche.setup(
                     model, optimizer, loader, **options
@@ -81,7 +81,7 @@ def train(task: Task, way: str, n: int) -> Counted:
 
 def _train(found: Counted, model: Any, optimizer: Any, batches: Any, most: int) -> None:
     for number, (x, y, index, _) in enumerate(batches):
-        run = session.current_run()
+        run = current_run()
         if run is None or run.samples_in_hand:
             found.seen += index.tolist()
         found.progress.append(elche.progress_steps())
@@ -145,7 +145,7 @@ def test_a_count_of_own_batches_in_windows_says_what_is_owed(
 def _differently(policy: str) -> str:
     model, optimizer, loader = build(TASK)
     try:
-        with session.failing_together():
+        with failing_together():
             model, optimizer, loader = elche.setup(
                 model, optimizer, loader, policy=policy
             )
@@ -228,7 +228,7 @@ def _by_next(policy: str) -> str:
         with (
             contextlib.redirect_stderr(said),
             contextlib.suppress(StopIteration),
-            session.failing_together(),
+            failing_together(),
         ):
             model, optimizer, loader = elche.setup(
                 model, optimizer, loader, policy=policy

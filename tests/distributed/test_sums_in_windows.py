@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche import session
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import failing_together
 from tests.distributed.cases.tasks import Task, build, difference, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
@@ -32,7 +32,7 @@ def train(policy: str, reduction: str) -> dict[str, torch.Tensor]:
             "loss_reduction": reduction,
         }
     )
-    with session.failing_together():
+    with failing_together():
         model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
         for _ in range(2):
             for x, y, _, _ in loader:

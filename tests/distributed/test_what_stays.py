@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import elche
-from elche import session
 from elche.errors import CommunicationError, ConfigError, ElcheError
 from elche.runtime.epochs import epoch_execution
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.sync.sync_epoch import SyncEpoch
+from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
@@ -90,7 +90,7 @@ def _break_down(model: Any, optimizer: Any, loader: Any, options: Any) -> bool:
         raise ZeroDivisionError("nobody is there")
 
     *_, shared = elche.setup(model, optimizer, loader, **nested(options))
-    run = session.current_run()
+    run = current_run()
     assert run is not None
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SyncEpoch, "_leave", lose)

@@ -103,7 +103,7 @@ def test_gradient_windows_clip_after_the_reduction(ranks2: RankPool) -> None:
             "update": "gradients",
             "deterministic": True,
             "speed_hints": (1.0, 0.5),
-            "max_grad_norm": 0.1,
+            "windows_max_grad_norm": 0.1,
         },
     )
     clipped = dataclasses.replace(task, batch_size=24, loop="clip", options={})

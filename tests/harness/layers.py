@@ -51,17 +51,9 @@ LAYERS = {
     "elche.ddp": Layer.SURFACE,
     "elche.demo": Layer.SURFACE,
     "elche.launching": Layer.SURFACE,
-    "elche.learning_rate": Layer.SURFACE,
-    "elche.process": Layer.SURFACE,
     "elche.by_hand": Layer.SURFACE,
     "elche.integrations": Layer.SURFACE,
     "elche.session": Layer.SURFACE,
-    "elche.session_checkpoint": Layer.SURFACE,
-    "elche.session_config": Layer.SURFACE,
-    "elche.session_gather": Layer.SURFACE,
-    "elche.session_metrics": Layer.SURFACE,
-    "elche.session_output": Layer.SURFACE,
-    "elche.session_state": Layer.SURFACE,
     "elche.trainer": Layer.SURFACE,
 }
 

@@ -24,7 +24,7 @@ from typing_extensions import Self
 from tests.harness.rank_main import Place, Task, resolve, serve
 from tests.harness.rank_process import Outcome, RankCaseFailed, RankProcess
 
-PRELOADED = ["torch._dynamo", "elche.session"]
+PRELOADED = ["torch._dynamo", "elche.session.setup"]
 """Imported once, in the server; none of them starts a thread or asks for a device."""
 
 Environment: TypeAlias = Mapping[str, str | None]

@@ -11,7 +11,11 @@ from elche.config_parts import DebugConfig, WindowConfig
 _OUTER = {"outer": "optimizer", "outer_lr": "lr", "outer_momentum": "momentum"}
 _TRANSPORT = {"transport": "kind", "bucket_cap_mb": "bucket_cap_mb"}
 _DEBUG = {item.name: item.name for item in fields(DebugConfig)}
-_WINDOWS = {item.name: item.name for item in fields(WindowConfig)}
+_WINDOWS = {
+    item.name: item.name
+    for item in fields(WindowConfig)
+    if item.name != "max_grad_norm"  # also an option of the `Trainer`
+} | {"windows_max_grad_norm": "max_grad_norm"}
 
 
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,8 +23,9 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         options: of `elche.RunConfig` and of its groups, by the last part of their
-            names; those of `elche.OuterConfig` as ``outer``, ``outer_lr`` and
-            ``outer_momentum``, a transport's kind as ``transport``.
+            names; those of `elche.config.OuterConfig` as ``outer``, ``outer_lr`` and
+            ``outer_momentum``, a transport's kind as ``transport``, the norm of
+            gradient windows as ``windows_max_grad_norm``.
     """
     rest = dict(options)
     outer = _taken(rest, _OUTER)

@@ -64,7 +64,7 @@ def test_forks_return_what_rank_0_returns(capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_the_rank_that_failed_first_is_named(how: str, error: str) -> None:
-    with pytest.raises(elche.RemoteRankError, match=error) as caught:
+    with pytest.raises(elche.errors.RemoteRankError, match=error) as caught:
         elche.launch(fails_on_rank_1, 2, args=(how,))
     assert caught.value.failed_rank == 1
     has_traceback = "fails_on_rank_1" in caught.value.remote_traceback
@@ -74,7 +74,7 @@ def test_the_rank_that_failed_first_is_named(how: str, error: str) -> None:
 @pytest.mark.slow  # a fork of a process that ran other tests; notebooks: integrations
 @pytest.mark.usefixtures("forks")
 def test_a_result_that_cannot_be_pickled() -> None:
-    with pytest.raises(elche.RemoteRankError, match=r"rank 0 failed: .*pickle"):
+    with pytest.raises(elche.errors.RemoteRankError, match=r"rank 0 failed: .*pickle"):
         elche.launch(returns_a_lambda)
 
 

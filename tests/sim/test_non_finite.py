@@ -71,8 +71,12 @@ def with_bad(data: st.DataObject, cluster: Cluster, non_finite: str) -> Cluster:
     """Some of its batches give no number."""
     last = BatchSizes(cluster.run.sizes).num_batches - 1
     bad = data.draw(st.sets(st.integers(0, last), max_size=max(1, last // 4)))
-    windows = {**cluster.run.options.get("windows", {}), "local_batch_size": WHOLE}
-    options = {**cluster.run.options, "non_finite": non_finite, "windows": windows}
+    windows = {
+        **cluster.run.options.get("windows", {}),
+        "local_batch_size": WHOLE,
+        "non_finite": non_finite,
+    }
+    options = {**cluster.run.options, "windows": windows}
     run = replace(cluster.run, bad_batches=tuple(bad), options=options)
     return replace(cluster, run=run)
 

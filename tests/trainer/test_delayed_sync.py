@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elche
-from elche import session
 from elche.config import RunConfig
 from elche.errors import ConfigError, NonFiniteError, RemoteRankError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run
 from tests.distributed.cases.tasks import difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
@@ -74,7 +74,7 @@ def trainer(name: str, **options: Any) -> elche.Trainer:
     )
 
 
-def train(name: str, **options: Any) -> elche.TrainResult:
+def train(name: str, **options: Any) -> elche.trainer.TrainResult:
     return trainer(name, **options).fit()
 
 
@@ -359,7 +359,7 @@ def test_it_needs_a_trainer() -> None:
     loader = torch.utils.data.DataLoader(data(), batch_size=BATCH)
     with pytest.raises(ConfigError, match=r"use elche\.Trainer, or choose policy="):
         elche.setup(model, optimizer("sgd", model.parameters()), loader, policy=LATE)
-    assert session.current_run() is None
+    assert current_run() is None
 
 
 @pytest.mark.parametrize(
@@ -370,4 +370,4 @@ def test_it_needs_a_trainer() -> None:
 )
 def test_what_it_cannot_have(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RunConfig.from_options({"policy": LATE, **options})
+        RunConfig(**{"policy": LATE, **options})

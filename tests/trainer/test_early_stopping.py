@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elche
-from elche import EarlyStopping
 from elche.errors import ConfigError
+from elche.trainer import EarlyStopping
 from elche.trainer.early_stopping import BestEpoch
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -54,7 +54,7 @@ def test_it_ends_after_so_many_epochs_without_a_better_one(
         assert best.metric is best.state is None
 
 
-def fit(losses: list[float], **options: Any) -> elche.TrainResult:
+def fit(losses: list[float], **options: Any) -> elche.trainer.TrainResult:
     """Epochs whose evaluation brings these losses, one after the other."""
     data = TensorDataset(torch.zeros(2, 1))
     left = iter(losses)

@@ -241,7 +241,7 @@ def test_a_trainer_evaluates_and_predicts_after_fit(ranks2: RankPool) -> None:
 def test_not_while_it_trains() -> None:
     held: list[elche.Trainer] = []
 
-    def on_epoch(record: elche.EpochRecord) -> None:
+    def on_epoch(record: elche.trainer.EpochRecord) -> None:
         with pytest.raises(ConfigError, match=r"call them when fit\(\) has returned"):
             held[0].predict(DATA)
 

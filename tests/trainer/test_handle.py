@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elche
-from elche import TrainingPhase
 from elche.errors import AbortedError, ConfigError, DeadlineError
+from elche.trainer import TrainingPhase
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -49,7 +49,7 @@ def trainer(loss: Any, **options: Any) -> elche.Trainer:
     )
 
 
-def waiting(**options: Any) -> tuple[Gate, elche.TrainingHandle]:
+def waiting(**options: Any) -> tuple[Gate, elche.trainer.TrainingHandle]:
     gate = Gate()
     handle = trainer(gate, **options).start()
     assert gate.reached.wait(WAIT_S)
@@ -123,10 +123,10 @@ def test_what_the_loss_raises_comes_out_of_join() -> None:
 
 
 def test_a_callback_cannot_wait_for_its_own_end() -> None:
-    held: list[elche.TrainingHandle] = []
+    held: list[elche.trainer.TrainingHandle] = []
     is_held = threading.Event()
 
-    def on_epoch(record: elche.EpochRecord) -> None:
+    def on_epoch(record: elche.trainer.EpochRecord) -> None:
         assert is_held.wait(WAIT_S)
         held[0].stop()
 

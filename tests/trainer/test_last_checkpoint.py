@@ -104,7 +104,7 @@ def test_inside_an_epoch_it_goes_on_from_there(tmp_path: Path, way: str) -> None
 
 def test_in_an_evaluation_it_breaks_that_off(tmp_path: Path) -> None:
     loss = Loss(terminated, STEPS + 1, in_evaluation=True)
-    early = elche.EarlyStopping(patience=EPOCHS)
+    early = elche.trainer.EarlyStopping(patience=EPOCHS)
     options = {"eval_dataset": DATA, "early_stopping": early}
     first = trainer(tmp_path, loss, **options).fit()
     assert first.stopped_by == "SIGTERM"

@@ -29,7 +29,7 @@ class _EndedError(Exception):
 def fit(folder: Path | None, ends_after: int = EPOCHS, **options: Any) -> Any:
     """Trains, with a checkpoint at every end of an epoch and as often in between."""
 
-    def told(record: elche.EpochRecord) -> None:
+    def told(record: elche.trainer.EpochRecord) -> None:
         if record.epoch == ends_after:
             raise _EndedError
 
@@ -43,7 +43,9 @@ def fit(folder: Path | None, ends_after: int = EPOCHS, **options: Any) -> Any:
         epochs=EPOCHS,
         on_epoch_end=told,
         lr_schedule=lambda progress: 1.0 - progress,
-        early_stopping=elche.EarlyStopping(metric="train_loss", patience=EPOCHS),
+        early_stopping=elche.trainer.EarlyStopping(
+            metric="train_loss", patience=EPOCHS
+        ),
         checkpoint_dir=folder,
         checkpoint_every_s=1e-3,
         **options,
@@ -66,7 +68,7 @@ def test_what_was_ended_goes_on_to_the_same_end(tmp_path: Path) -> None:
 
 
 def ended_and_resumed(folder: Path, policy: str) -> Any:
-    with pytest.raises((_EndedError, elche.RemoteRankError)):
+    with pytest.raises((_EndedError, elche.errors.RemoteRankError)):
         fit(folder, ends_after=1, policy=policy)
     return None
 

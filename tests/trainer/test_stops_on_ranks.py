@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elche
-from elche import session
 from elche.errors import AbortedError, RemoteRankError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import failing_together
 from tests.distributed.cases.tasks import identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
@@ -26,7 +26,7 @@ SAMPLES, WAIT_S = 4000, 200.0
 
 def start(
     policy: str, reached: threading.Event, norm: str = ""
-) -> elche.TrainingHandle:
+) -> elche.trainer.TrainingHandle:
     """Far more epochs than there is time for; says when there were some batches."""
 
     def model() -> nn.Module:
@@ -103,14 +103,14 @@ def abort_on(aborting: int, policy: str, fault: str) -> str:
     if elche.rank() == aborting:
         assert reached.wait(WAIT_S)
         if fault:
-            with pytest.raises(ValueError, match=fault), session.failing_together():
+            with pytest.raises(ValueError, match=fault), failing_together():
                 raise ValueError(fault)
         else:
             handle.abort()
     pattern = fault or "was aborted"
     with pytest.raises((AbortedError, RemoteRankError), match=pattern) as caught:
         handle.join(WAIT_S)
-    assert handle.poll() is elche.TrainingPhase.FAILED
+    assert handle.poll() is elche.trainer.TrainingPhase.FAILED
     elche.shutdown()  # else the run is there for the next case of these ranks
     return f"{type(caught.value).__name__}: {caught.value}"
 

@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elche
-from elche import session
 from elche.config import RunConfig
+from elche.config_parts import WindowConfig
 from elche.errors import ConfigError
 from elche.runtime.single import SingleRun
+from elche.session import start
 from elche.trainer.trainer_config import EpochRecord, TrainerConfig, trainer_config
 from tests.harness.settings import nested
 
@@ -143,7 +144,7 @@ def test_window_callbacks_come_in_order_in_the_training_thread() -> None:
     told: list[tuple[str, int]] = []
     threads = set()
 
-    def on_window(metrics: elche.WindowMetrics) -> None:
+    def on_window(metrics: elche.monitor.WindowMetrics) -> None:
         threads.add(threading.current_thread())
         told.append(("window", metrics.samples))
 
@@ -161,7 +162,7 @@ def test_window_callbacks_come_between_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where each batch is a window of its own."""
-    monkeypatch.setattr(session, "SingleRun", partial(SingleRun, window_s=0.0))
+    monkeypatch.setattr(start, "SingleRun", partial(SingleRun, window_s=0.0))
     told: list[str] = []
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -174,7 +175,7 @@ def test_window_callbacks_come_between_batches(
 
 
 def test_a_window_callback_that_raises_ends_the_run() -> None:
-    def on_window(metrics: elche.WindowMetrics) -> None:
+    def on_window(metrics: elche.monitor.WindowMetrics) -> None:
         raise RuntimeError("a fault in a callback")
 
     with pytest.raises(RuntimeError, match="a fault in a callback"):
@@ -323,12 +324,16 @@ def test_wrong_options(options: dict[str, Any], says: str) -> None:
 
 def test_clipping_is_said_once_for_loop_and_windows() -> None:
     """Where a window sums gradients the run clips, elsewhere the loop does."""
+    sums = {"policy": "cadence", "windows": {"update": "gradients"}}
     for given in (
-        config(max_grad_norm=0.5),
-        config(max_grad_norm=0.5, config=RunConfig()),
-        config(config=RunConfig(max_grad_norm=0.5)),
+        config(max_grad_norm=0.5, **sums),
+        config(max_grad_norm=0.5, config=RunConfig(**sums)),
+        config(**{**sums, "windows": {**sums["windows"], "max_grad_norm": 0.5}}),
     ):
-        assert given.max_grad_norm == given.run.max_grad_norm == 0.5
+        assert given.max_grad_norm == given.run.windows.max_grad_norm == 0.5
+    for given in (config(max_grad_norm=0.5), config(max_grad_norm=0.5, policy="async")):
+        assert given.max_grad_norm == 0.5
+        assert given.run.windows == WindowConfig()
     assert config().max_grad_norm is None
 
 

@@ -41,22 +41,22 @@ from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm
 from elche.comm.tensors.unshareable import unshareable_module
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.config import RunConfig
-from elche.config_parts import TransportConfig
+from elche.config_parts import TransportConfig, TransportKind
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.watch.model_sums import ModelSums
-from elche.session import current_run
+from elche.session.process import current_run
 
 BUFFER_RULES = ("mean", "first")
 
 
-def init_group(*, timeout_s: float = 300.0, transport: str = "auto") -> Group:
+def init_group(*, timeout_s: float = 300.0, transport: TransportKind = "auto") -> Group:
     """Joins the other ranks of this run without a loader.
 
     Ends at the exit of the interpreter. A second call returns the same group.
 
     Args:
         timeout_s: deadline of every wait for another rank.
-        transport: the kind, as in `elche.TransportConfig`.
+        transport: the kind, as in `elche.config.TransportConfig`.
 
     Returns:
         The group of all ranks, of one rank in a plain script.

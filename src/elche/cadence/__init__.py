@@ -7,3 +7,6 @@ Pure: timings in, counts and sizes out. No torch, no clock, no threads.
 * ``balancer``: shares of a global batch, for the policy ``sync``.
 * ``window``: at which batch boundary a window ends.
 """
+
+from elche.cadence.el_che import ElChe as ElChe
+from elche.cadence.el_che import ElCheConfig as ElCheConfig

@@ -26,7 +26,7 @@ from elche.cli.doctor_findings import (
     predictions,
 )
 from elche.cli.doctor_probe import MARK
-from elche.monitor.results import check_writable, to_json_text
+from elche.cli.files import check_outputs, write_json
 from elche.runtime.process.launch import LaunchConfig, launch, python_command
 
 SHOWN = (*PLACES, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
@@ -45,9 +45,7 @@ def run_doctor(
         batch_size: samples of a global batch.
         json_path: where the figures go; "-" is standard output.
     """
-    path = None if json_path in (None, "-") else Path(json_path or "")
-    if path is not None:
-        check_writable(path)
+    check_outputs(json_path)
     machine, ranks, failure = read_machine(), list[RankReport](), ""
     command = python_command("-m", PROBE, str(parameters), str(batch_size))
     if not machine.loopback_error:
@@ -66,10 +64,8 @@ def run_doctor(
             {"severity": each.severity.value, "text": each.text} for each in found
         ],
     }
-    if path is not None:
-        path.write_text(to_json_text(values))
+    write_json(json_path, values)
     if json_path == "-":
-        sys.stdout.write(to_json_text(values))
         return _exit_code(found)
     lines = [*_machine_lines(machine), *_rank_lines(ranks, parameters, batch_size)]
     lines += _prediction_lines(predicted, choice)

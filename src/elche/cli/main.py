@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from elche import __version__
+from elche.cli.files import json_option
 from elche.cli.plan_command import plan as plan_command
 from elche.cli.rank_options import checked, rank_options
 from elche.cli.removed_options import REMOVED_COMMANDS, refuse_hosts
@@ -18,6 +19,7 @@ from elche.cli.run_command import run as run_command
 from elche.cli.schedule_command import schedule as schedule_command
 from elche.config import POLICIES
 from elche.errors import ElcheError
+from elche.monitor.results import log_to_stderr
 
 
 class _Friendly(click.Group):
@@ -43,8 +45,6 @@ class _Friendly(click.Group):
 @contextlib.contextmanager
 def _as_command() -> Iterator[None]:
     """Wrong settings end with code 2; elche's log is shown."""
-    from elche.monitor.results import log_to_stderr
-
     with checked(), log_to_stderr():
         yield
 
@@ -85,7 +85,7 @@ def demo(text: Path | None, out: Path, seconds: float) -> None:
 
 @main.command()
 @click.argument("cluster", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--json", "json_path", help="File for the figures; - is standard output.")
+@json_option
 @click.option(
     "--trace",
     "trace_path",
@@ -129,7 +129,7 @@ def simulate(**settings: Any) -> None:
     show_default=True,
     help="Samples of a global batch.",
 )
-@click.option("--json", "json_path", help="File for the figures; - is standard output.")
+@json_option
 def doctor(
     nproc: int | None,
     devices: tuple[str, ...] | None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from elche.cli.files import check_outputs
 from elche.cli.rank_options import checked, exit_code, rank_options
 from elche.cli.removed_options import RunCommand
 from elche.cli.restart_options import restart_options
@@ -109,10 +110,7 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
             "--ms-per-sample and --fixed-ms are for emulated devices; give their "
             "--speeds, such as 1,0.25"
         )
-    for path in filter(None, (story, trace)):
-        from elche.monitor.results import check_writable
-
-        check_writable(path)
+    check_outputs(story, trace)
     return LaunchConfig(
         command=python_command(*words),
         num_ranks=nproc,

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
+from elche.cli.files import (
+    check_outputs,
+    csv_option,
+    json_option,
+    read_text,
+    read_toml,
+    write_csv,
+    write_json,
+)
+from elche.cli.rank_options import checked
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
 from elche.schedule.drawing import draw, legend
-from elche.schedule.formats import from_csv, to_csv
+from elche.schedule.formats import from_csv
 from elche.schedule.generators.auto import auto_placed, auto_schedule
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
@@ -26,11 +35,6 @@ from elche.schedule.generators.schedules import (
 from elche.schedule.lowering import check_deadlock_free
 from elche.schedule.stage_file import StageDefaults, read_stages
 from elche.schedule.timing import Timing, simulate
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 SHOWN_PEAKS = 16
 RANKS, MICROBATCHES, TIMES = 4, 8, (1.0, 1.0, 1.0)
@@ -101,23 +105,14 @@ def run_schedule(config: ScheduleConfig) -> None:
     Raises:
         ConfigError: what was asked is impossible, or a file cannot be read or written.
     """
-    # Here, because it imports rich, and every command of elche imports this module.
-    from elche.monitor.results import check_writable, to_json_text
-
-    for path in (config.json_path, config.csv_path):
-        if path is not None and str(path) != "-":
-            check_writable(Path(path))
+    check_outputs(config.json_path, config.csv_path)
     schedule, costs = plan(config)
     timing = simulate(schedule, costs)
     _check_memory(schedule, timing, costs)
-    as_json = to_json_text(figures(schedule, timing))
-    if config.csv_path is not None:
-        config.csv_path.write_text(to_csv(schedule), encoding="utf-8", newline="")
+    write_csv(config.csv_path, schedule)
+    write_json(config.json_path, figures(schedule, timing))
     if config.json_path == "-":
-        sys.stdout.write(as_json)
         return
-    if config.json_path is not None:
-        Path(config.json_path).write_text(as_json, encoding="utf-8")
     print(draw(schedule, timing, costs, shutil.get_terminal_size((100, 24)).columns))
     print(legend(schedule))
     print(summary(schedule, timing))
@@ -130,7 +125,8 @@ def plan(config: ScheduleConfig) -> tuple[Schedule, PipelineCosts]:
         ConfigError: as `run_schedule`.
     """
     if config.name.endswith(".csv"):
-        schedule = _read_csv(Path(config.name))
+        path = Path(config.name)
+        schedule = from_csv(read_text(path), name=path.stem)
         for what, asked, found in (
             ("ranks", config.ranks, schedule.num_ranks),
             ("microbatches", config.microbatches, schedule.num_microbatches),
@@ -205,10 +201,7 @@ def _costs(
         communication=config.communication,
         memory=config.memory,
     )
-    try:
-        return read_stages(_read_toml(config.stages_path), defaults)
-    except ConfigError as error:
-        raise ConfigError(f"{config.stages_path}: {error}") from error
+    return read_toml(config.stages_path, lambda raw: read_stages(raw, defaults))
 
 
 def _check_memory(schedule: Schedule, timing: Timing, costs: PipelineCosts) -> None:
@@ -224,27 +217,6 @@ def _check_memory(schedule: Schedule, timing: Timing, costs: PipelineCosts) -> N
 
 def _rank_times(config: ScheduleConfig) -> RankTimes:
     return RankTimes(*(config.times or TIMES), config.communication)
-
-
-def _read_csv(path: Path) -> Schedule:
-    return from_csv(_read_file(path), name=path.stem)
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        raw: dict[str, Any] = tomllib.loads(_read_file(path))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"not TOML: {error}") from error
-    return raw
-
-
-def _read_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text: {error}") from error
 
 
 def _times(
@@ -298,13 +270,8 @@ def _times(
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="TOML file of unequal stages (below).",
 )
-@click.option("--json", "json_path", help="File for the figures; - is standard output.")
-@click.option(
-    "--csv",
-    "csv_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File for the schedule, which torch.distributed.pipelining can load.",
-)
+@json_option
+@csv_option
 def schedule(**settings: Any) -> None:
     """Draw the pipeline schedule NAME and say what it costs.
 
@@ -321,7 +288,5 @@ def schedule(**settings: Any) -> None:
       activation = 1.0         # units of memory of a microbatch; optional
       link = 0.1               # message to the next stage; default: --comm
     """  # noqa: D301 - click keeps the lines after a backspace as they are
-    try:
+    with checked():
         run_schedule(ScheduleConfig(**settings))
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from error

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elche.cli.files import check_outputs, read_toml, write_json
 from elche.coordination.state import Coordinator
 from elche.coordination.story import STORY_ENTRIES
 from elche.errors import ConfigError
-from elche.monitor.results import check_writable, to_json_text
 from elche.monitor.trace import to_chrome_trace
 from elche.runtime.report.files import replace_file
 from elche.sim.cluster import Cluster
@@ -22,11 +22,6 @@ from elche.sim.cluster_file import read_cluster
 from elche.sim.engine import DeadlockError
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation, Watch
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 SHOWN_RANKS = 16
 SHOWN_RECOVERIES = 8
@@ -71,9 +66,7 @@ def run_simulate(config: SimulateConfig) -> int:
         ConfigError: the file is wrong, or a result cannot be written.
     """
     cluster = load_cluster(config.cluster, config.policy)
-    for path in (config.json_path, config.trace_path):
-        if path is not None and str(path) != "-":
-            check_writable(Path(path))
+    check_outputs(config.json_path, config.trace_path)
     watch = Watch(timer=time.thread_time, spans=config.trace_path is not None)
     sim = Simulation(cluster, watch)
     began_s = time.perf_counter()
@@ -90,9 +83,8 @@ def run_simulate(config: SimulateConfig) -> int:
         if not sim.is_turned_away(rank):
             reason = reason or abort.reason.splitlines()[0]
     report = report_of(sim)
-    if config.json_path is not None:
-        values = {**report.as_dict(), "simulated_in_s": took_s, "aborted": reason}
-        _write(config.json_path, to_json_text(values))
+    figures = {**report.as_dict(), "simulated_in_s": took_s, "aborted": reason}
+    write_json(config.json_path, figures)
     if config.trace_path is not None:
         names = {
             rank: f"rank {rank} {sums.device}".rstrip()
@@ -121,18 +113,13 @@ def load_cluster(path: Path, policy: str | None = None) -> Cluster:
     Raises:
         ConfigError: it cannot be read, or says something impossible.
     """
-    try:
-        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
-    if policy is not None and isinstance(raw.get("run"), dict):
-        raw["run"]["policy"] = policy
-    try:
+
+    def made(raw: dict[str, Any]) -> Cluster:
+        if policy is not None and isinstance(raw.get("run"), dict):
+            raw["run"]["policy"] = policy
         return read_cluster(raw)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+
+    return read_toml(path, made)
 
 
 def story_of(core: Coordinator, wanted: str) -> list[str]:
@@ -207,10 +194,3 @@ def summary(report: Report, took_s: float) -> str:
     if len(report.ranks) > SHOWN_RANKS:
         lines.append(f"    and {len(report.ranks) - SHOWN_RANKS} ranks more")
     return "\n".join(lines)
-
-
-def _write(path: str, text: str) -> None:
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(path).write_text(text, encoding="utf-8")

@@ -100,7 +100,7 @@ def settings_of(join: Join) -> Settings:
         group[setting] = value
     values: dict[str, Any] = {group: part(group) for group in _GROUPS}
     values |= {name: flat[name] for name in _PLAIN if name in flat}
-    return Settings(config=RunConfig.from_options(config), **values)
+    return Settings(config=RunConfig(**config), **values)
 
 
 def what_differs(joins: Sequence[Join]) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed as dist
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import Self
 
-from elche import session, session_state
+from elche.config import PolicyName
 from elche.demo.batches import Order, SegmentSampler, SplitBatches
 from elche.demo.workload import (
     BATCH_SIZE,
@@ -47,6 +47,9 @@ from elche.runtime.data.transfer import to_device
 from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
+from elche.session.process import current_emulation, current_run, shutdown
+from elche.session.setup import setup
+from elche.session.state import progress_samples
 
 KINDS = ("solo", "ddp", "elche")
 DDP_TIMEOUT_S = 120.0
@@ -222,15 +225,15 @@ class Contender:
         return nn.parallel.DistributedDataParallel(self._model), loader, emulation
 
     def _elche(self) -> tuple[nn.Module, Any, EmulationHandle | None]:
-        model, _, loader = session.setup(
+        model, _, loader = setup(
             self._model,
             self._optimizers,
             self._plain_loader(),
             epochs=self.spec.segments,
-            policy=self.spec.policy,
+            policy=cast("PolicyName", self.spec.policy),
             **self._options(),
         )
-        return model, loader, session.current_emulation()
+        return model, loader, current_emulation()
 
     def _segment(self, model: nn.Module, loader: Any) -> None:
         """One part of the run: the loop of `elche.setup`'s docstring, timed."""
@@ -285,9 +288,9 @@ class Contender:
             print(json.dumps({"done": self._progress_samples()}), flush=True)
 
     def _progress_samples(self) -> int:
-        if session.current_run() is None:
+        if current_run() is None:
             return self._done_samples
-        return round(session_state.progress_samples())
+        return round(progress_samples())
 
     def _follow_schedule(self) -> None:
         progress = min(1.0, self._progress_samples() / self.spec.samples)
@@ -310,7 +313,7 @@ class Contender:
         print(json.dumps({"done": self._done_samples, "loss": loss}), flush=True)
 
     def _result(self, emulation: EmulationHandle | None) -> dict[str, Any]:
-        run = session.current_run()
+        run = current_run()
         reports = [] if run is None else run.reports
         spans = (
             self._spans if run is None else [*self._spans, *run.worker.timeline.spans]
@@ -351,7 +354,7 @@ def main(
         os.dup2(file.fileno(), sys.stderr.fileno())
     result = kind(spec).run()
     (Path(spec.out) / f"result-{rank}.json").write_text(json.dumps(result))
-    session.shutdown()
+    shutdown()
 
 
 if __name__ == "__main__":

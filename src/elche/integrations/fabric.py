@@ -22,12 +22,13 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY, SingleDeviceStrategy
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from elche import session
 from elche.errors import ConfigError
 from elche.integrations.rank_strategy import RankStrategy
 from elche.integrations.sync_only import sync_config
+from elche.session import ranks
+from elche.session.options import SetupOptions
 
 
 class ElcheFabricStrategy(RankStrategy, SingleDeviceStrategy):
@@ -52,10 +53,10 @@ class ElcheFabricStrategy(RankStrategy, SingleDeviceStrategy):
         precision: Any = None,
         weight_of: Callable[[Any], Any] | None = None,
         samples_per_epoch: int | None = None,
-        **options: Any,
+        **options: Unpack[SetupOptions],
     ) -> None:
         super().__init__(
-            device=session.device(), checkpoint_io=checkpoint_io, precision=precision
+            device=ranks.device(), checkpoint_io=checkpoint_io, precision=precision
         )
         config = sync_config(options, "Lightning Fabric")
         self.take_rank(config, weight_of, samples_per_epoch)

@@ -21,13 +21,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch.utils.data import DataLoader
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from elche import session
 from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
 from elche.errors import ConfigError
 from elche.integrations.rank_strategy import RankStrategy
 from elche.integrations.sync_only import sync_config
+from elche.session import ranks
+from elche.session.options import SetupOptions
+from elche.session.process import failing_together, shutdown
 
 
 class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
@@ -56,10 +58,10 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
         precision_plugin: Any = None,
         weight_of: Callable[[Any], Any] | None = None,
         samples_per_epoch: int | None = None,
-        **options: Any,
+        **options: Unpack[SetupOptions],
     ) -> None:
         super().__init__(
-            device=session.device(),
+            device=ranks.device(),
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
@@ -132,14 +134,14 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        with contextlib.suppress(BaseException), session.failing_together():
+        with contextlib.suppress(BaseException), failing_together():
             raise exception
 
     @override
     def teardown(self) -> None:
         self.end_epoch()
         self._batches = None
-        session.shutdown()
+        shutdown()
         super().teardown()
 
 

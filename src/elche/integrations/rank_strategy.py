@@ -10,9 +10,10 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from elche import session
 from elche.config import RunConfig
 from elche.integrations.rank_exchange import RankExchange
+from elche.session import ranks
+from elche.session.setup import setup
 
 
 class RankStrategy(ABC):
@@ -39,12 +40,12 @@ class RankStrategy(ABC):
         self._weight_of = weight_of
         self._samples_per_epoch = samples_per_epoch
         self._exchange: RankExchange | None = None
-        self.global_rank = self.local_rank = session.rank()
-        self.world_size = session.world_size()
+        self.global_rank = self.local_rank = ranks.rank()
+        self.world_size = ranks.world_size()
 
     def share(self, module: Any, optimizer: Optimizer, loader: DataLoader[Any]) -> Any:
         """`elche.setup`; returns this rank's loader."""
-        _, _, own = session.setup(
+        _, _, own = setup(
             module,
             optimizer,
             loader,

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from elche import session_config
 from elche.config import RunConfig
 from elche.errors import ConfigError
+from elche.session.options import run_config
 
 
-def sync_config(options: dict[str, Any], framework: str) -> RunConfig:
+def sync_config(options: Mapping[str, Any], framework: str) -> RunConfig:
     """The run's settings for a framework whose ranks count the same steps.
 
     Raises:
         ConfigError: the policy trains windows, or an option is unknown or wrong.
     """
-    config = session_config.run_config(None, {"leave_out": False, **options})
+    config = run_config(None, {"leave_out": False, **options})
     if config.policy != "sync":
         raise ConfigError(
             f"{framework} counts steps on every rank, and under policy "

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import torch
 from torch.utils.data import IterableDataset
 
-from elche import session, session_config, session_metrics
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.integrations.main_evaluation import MainEvaluation
@@ -31,6 +30,11 @@ from elche.integrations.transformers_arguments import (
 )
 from elche.runtime.process.environment import read_placement
 from elche.runtime.training import SetupConfig
+from elche.session import ranks
+from elche.session.metrics import batch_weight
+from elche.session.options import run_config
+from elche.session.process import current_run, failing_together, shutdown
+from elche.session.start import set_up
 
 import transformers.trainer as hf_trainer  # isort: skip (the arguments check for it)
 from transformers import Trainer  # isort: skip
@@ -70,7 +74,7 @@ class ElcheTrainerMixin(_Base):
     def __init__(
         self, *args: Any, elche_config: RunConfig | None = None, **kwargs: Any
     ) -> None:
-        self._run_config = session_config.run_config(elche_config, {})
+        self._run_config = run_config(elche_config, {})
         if self._run_config.policy != "sync":
             raise ConfigError(
                 "the Trainer steps, saves and evaluates by its own count of steps, "
@@ -113,9 +117,9 @@ class ElcheTrainerMixin(_Base):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; the run ends with it, on all ranks."""
-        with session.failing_together():
+        with failing_together():
             result = super().train(*args, **kwargs)
-        session.shutdown()
+        shutdown()
         self._epochs = self._step_losses = self._main_evaluation = None
         return result
 
@@ -141,10 +145,10 @@ class ElcheTrainerMixin(_Base):
         )
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         asked = SetupConfig(config=self._run_config, weight_of=items_of)
-        _, _, shared = session.set_up(model, optimizer, steps, asked)
+        _, _, shared = set_up(model, optimizer, steps, asked)
         self._epochs = StepEpochs(loader, shared, sampler)
         self.callback_handler.train_dataloader = self._epochs
-        if (run := session.current_run()) is not None:
+        if (run := current_run()) is not None:
             hides = self.args.logging_nan_inf_filter
             self._step_losses = StepLosses(run.worker.group, hides_non_finite=hides)
             self._main_evaluation = MainEvaluation(run.worker.group)
@@ -156,7 +160,7 @@ class ElcheTrainerMixin(_Base):
         with patch.object(hf_trainer, "skip_first_batches", StepEpochs.skip):
             super()._run_epoch(**kwargs)
         if self._epochs is not None and self._epochs.is_under_way:
-            if (run := session.current_run()) is not None:
+            if (run := current_run()) is not None:
                 step = self.state.global_step
                 run.barrier(
                     f"a callback's stop after step {step}, on all ranks and not on one"
@@ -182,7 +186,7 @@ class ElcheTrainerMixin(_Base):
         for _, items in pairs:
             self._shares.append((items / total, items if batch.has_labels else None))
         if self._step_losses is not None:
-            self._step_losses.begin_step(session_metrics.batch_weight())
+            self._step_losses.begin_step(batch_weight())
         return [*({} for _ in range(missing)), *(part for part, _ in pairs)], None
 
     def training_step(
@@ -197,7 +201,7 @@ class ElcheTrainerMixin(_Base):
         # The loss is a mean over the micro-batch, and counts by its part of the step.
         self.loss_is_scaled_for_ga = False
         self.current_gradient_accumulation_steps = 1.0 / share
-        if (run := session.current_run()) is not None:
+        if (run := current_run()) is not None:
             run.host.hold(bool(self._shares))
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         if self._step_losses is not None:
@@ -210,7 +214,7 @@ class ElcheTrainerMixin(_Base):
 
     def store_flos(self) -> None:
         """Adds up those of all ranks."""
-        if (run := session.current_run()) is not None:
+        if (run := current_run()) is not None:
             flos = torch.tensor([self.current_flos], dtype=torch.float64, device="cpu")
             run.worker.group.all_reduce(flos, "summing floating point operations")
             self.current_flos: float = flos.item()
@@ -221,7 +225,7 @@ class ElcheTrainerMixin(_Base):
     ) -> None:
         if self._epochs is not None:
             self._epochs.end()
-        control, run = self.control, session.current_run()
+        control, run = self.control, current_run()
         if run is not None and (control.should_evaluate or control.should_save):
             run.host.untimed()
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
@@ -262,8 +266,8 @@ class ElcheTrainerMixin(_Base):
     ) -> None:
         """Saves on the main rank; a checkpoint of training is there for all then."""
         super().save_model(output_dir, _internal_call)
-        if _internal_call and session.current_run() is not None:
-            session.barrier()
+        if _internal_call and current_run() is not None:
+            ranks.barrier()
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:
@@ -271,7 +275,7 @@ class ElcheTrainerMixin(_Base):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Rank 0's; the others keep their own, so that no masks are drawn twice."""
-        if session.is_main_process():
+        if ranks.is_main_process():
             super()._load_rng_state(checkpoint)
 
 

@@ -9,6 +9,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from io import FileIO, TextIOWrapper
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -16,8 +17,9 @@ from typing import Any, NoReturn
 import torch
 
 from elche.errors import ConfigError
-from elche.runtime.process.launcher_watch import PIPE
-from elche.session import rank, shutdown
+from elche.runtime.process.launchers import launch_facts
+from elche.session.process import shutdown
+from elche.session.ranks import rank
 
 
 def run_rank(
@@ -62,7 +64,8 @@ def _begin_rank(environment: Mapping[str, str], output: Connection | None) -> No
     assert parent is not None
     os.environ.clear()
     os.environ.update(environment)
-    os.environ[PIPE] = str(parent.sentinel)
+    facts = replace(launch_facts(environment), pipe=parent.sentinel)
+    os.environ.update(facts.environment())
     if output is not None:
         for number in (1, 2):
             os.dup2(output.fileno(), number)

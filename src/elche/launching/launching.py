@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 
@@ -30,6 +30,8 @@ from elche.launching.function_rank import run_rank
 from elche.runtime.process.launch import LaunchConfig, LaunchResult
 from elche.runtime.process.launch import launch as launch_ranks
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
+
+Result = TypeVar("Result")
 
 OUTPUT_BYTES = 1 << 16
 PROCESS = "elche-rank-"
@@ -45,12 +47,12 @@ class Returned(NamedTuple):
 
 
 def launch(
-    main: Callable[..., Any],
+    main: Callable[..., Result],
     devices: int | Sequence[str] | None = None,
     *,
     args: Sequence[Any] = (),
     speeds: Sequence[float] | None = None,
-) -> Any:
+) -> Result:
     """Runs ``main(*args)`` on every rank of a run, and returns what rank 0 returns.
 
     From a script (under ``if __name__ == "__main__":``) or a notebook. Each rank is a
@@ -96,7 +98,8 @@ def launch(
         place = {"num_ranks": devices}
     else:
         place = {"devices": tuple(devices)}
-    return ranks.run(LaunchConfig(command=(), start=ranks.start, **place))
+    result: Result = ranks.run(LaunchConfig(command=(), start=ranks.start, **place))
+    return result
 
 
 @final

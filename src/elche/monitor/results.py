@@ -11,9 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.table import Table
-
 from elche.errors import ConfigError
 from elche.monitor.table import COLUMNS, ContenderResult, plain_table, table_rows
 
@@ -34,6 +31,9 @@ def print_table(
     if not stream.isatty():
         stream.write(f"{title}\n\n{plain_table(results)}\n")
         return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     rows = table_rows(results)
     kept = [

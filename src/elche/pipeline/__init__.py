@@ -1,1 +1,4 @@
 """Pipeline execution: stages, split backward, messages, and the guard over them."""
+
+from elche.pipeline.pipeline import Pipeline as Pipeline
+from elche.pipeline.pipeline_config import PipelineConfig as PipelineConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data import DataLoader
 
@@ -25,7 +25,13 @@ def check_unstarted(loader: DataLoader[Any]) -> None:
         _refuse_state()
 
 
-class RunLoader:
+if TYPE_CHECKING:  # `loader` in a user's script keeps its type
+    _Base = DataLoader[Any]
+else:
+    _Base = object
+
+
+class RunLoader(_Base):
     """Hands out this rank's part of each epoch of a run.
 
     Under ``sync`` every rank gets a share of each global batch; under ``cadence`` each
@@ -58,7 +64,7 @@ class RunLoader:
             return _refuse_state
         return found
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self._run.epoch()
 
     @property

@@ -317,7 +317,7 @@ class SimulatedRun:
     @property
     def config(self) -> RunConfig:
         """The settings that ranks agree on."""
-        return RunConfig.from_options({"policy": self.policy, **self.options})
+        return RunConfig(**{"policy": self.policy, **self.options})
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from elche import session
 from elche.comm.norm.norm_scope import NormScope
 from elche.errors import ConfigError
-from elche.process import process
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.transfer import to_device
 from elche.runtime.loader import RunLoader
-from elche.session_gather import gather_rows, map_rows
+from elche.session import ranks
+from elche.session.gather import gather_rows, map_rows
+from elche.session.process import process
 
 Values = float | torch.Tensor | dict[str, Any]
 """What a batch is worth: a number, or several by name."""
@@ -61,7 +61,7 @@ def evaluate(
             there is no run, or this is the inside of a loop in windows.
         CommunicationError: a rank did not call it in time.
     """
-    weights = None if weight_of is None else BatchWeights(weight_of, session.rank())
+    weights = None if weight_of is None else BatchWeights(weight_of, ranks.rank())
     return evaluate_by(lambda batch, weight: step(batch), loader, weights)
 
 
@@ -97,7 +97,7 @@ def predict(
     trees: list[Any] = []
     with torch.no_grad(), NormScope.dividing(part.call):
         for indices, batch in part.batches():
-            batch = to_device(batch, session.device())
+            batch = to_device(batch, ranks.device())
             trees.append(_rows_of(step(batch), len(indices)))
     part.done()
     rows = [_leaves(tree) for tree in trees]
@@ -114,7 +114,7 @@ def predict(
     )
     if not part.is_whole:  # a rank has died with its part
         return predict(step, loader, on=on)
-    if on == "main" and not session.is_main_process():
+    if on == "main" and not ranks.is_main_process():
         return None
     return map_rows(trees[0], lambda _: next(gathered))
 
@@ -157,7 +157,7 @@ def _evaluate_once(
             weight = float(len(indices))
             if weights is not None:
                 weight = weights.of(batch, f"evaluation samples from {indices[0]} on")
-            values = step(to_device(batch, session.device()), weight)
+            values = step(to_device(batch, ranks.device()), weight)
             by_name = values if isinstance(values, dict) else {"": values}
             names, is_one = sorted(by_name), by_name is not values
             rows.append([weight, *(_number(by_name[name]) for name in names)])
@@ -192,7 +192,7 @@ class _Part:
     def of(loader: DataLoader[Any], call: str) -> _Part:
         length, size = _checked(loader)
         speeds = _speeds.of_rank_0(call)
-        start, stop = batches_of(session.rank(), speeds, -(-length // size))
+        start, stop = batches_of(ranks.rank(), speeds, -(-length // size))
         is_own = stop > start
         indices = [
             list(range(batch * size, min(length, (batch + 1) * size)))
@@ -221,7 +221,7 @@ class _Part:
     @property
     def is_whole(self) -> bool:
         """Whether all ranks live that divided the batches; the same on all of them."""
-        return len(self.speeds) == session.world_size()
+        return len(self.speeds) == ranks.world_size()
 
     def done(self) -> bool:
         """All ranks say how fast they were; see :attr:`is_whole`."""
@@ -244,14 +244,14 @@ class _Speeds:
     def of_rank_0(self, call: str) -> tuple[float, ...]:
         """What rank 0 goes by: ranks that have measured other things must agree."""
         told: tuple[float, ...] = ()
-        while len(told) != session.world_size():  # again, where a rank has died
-            row = self._all() if session.rank() == 0 else ()
+        while len(told) != ranks.world_size():  # again, where a rank has died
+            row = self._all() if ranks.rank() == 0 else ()
             mine = torch.tensor(row, dtype=torch.float64, device="cpu")
             told = tuple(gather_rows(mine, call, is_of_batch=False).tolist())
         return told
 
     def _all(self) -> tuple[float, ...]:
-        world_size, speeds = session.world_size(), self.values
+        world_size, speeds = ranks.world_size(), self.values
         if len(speeds) != world_size:
             speeds = _training_speeds()
         if len(speeds) != world_size or not sum(speeds) > 0.0:
@@ -273,8 +273,8 @@ def batches_of(rank: int, speeds: Sequence[float], batches: int) -> tuple[int, i
     """A rank's batches, from and to, where ranks divide them by speed."""
     total = math.fsum(speeds)
 
-    def end(ranks: int) -> int:
-        return round(batches * math.fsum(speeds[:ranks]) / total)
+    def end(count: int) -> int:
+        return round(batches * math.fsum(speeds[:count]) / total)
 
     return end(rank), batches if rank + 1 == len(speeds) else end(rank + 1)
 

@@ -13,17 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche import session, session_metrics
 from elche.config import DELAYED_SYNC
 from elche.coordination.accounts.metrics import EpochMetrics
 from elche.errors import ElcheError
-from elche.learning_rate import ProgressLR
-from elche.process import process
 from elche.runtime.process.stop_signals import REASONS, StopRequest
 from elche.runtime.rank_settings import min_share_samples
 from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.training import SetupConfig
-from elche.session_gather import gather_rows
+from elche.session import ranks
+from elche.session.gather import gather_rows
+from elche.session.learning_rate import ProgressLR
+from elche.session.metrics import current_metrics
+from elche.session.process import current_run, process
+from elche.session.start import set_up
 from elche.trainer.evaluation import evaluate_by
 from elche.trainer.micro_batches import (
     MicroBatches,
@@ -59,7 +61,7 @@ class Fitting:
         config = run
         if run.policy == DELAYED_SYNC:
             config = replace(run, policy="sync", leave_out=False)
-            if session.world_size() > 1:
+            if ranks.world_size() > 1:
                 self._delayed = DelayedSteps(self._update)
         asked = SetupConfig(
             config=config,
@@ -71,11 +73,11 @@ class Fitting:
             stops=stops,
             delayed=self._delayed,
         )
-        self._model, self._optimizers, self._loader = session.set_up(
+        self._model, self._optimizers, self._loader = set_up(
             model, optimizers, loader, asked
         )
         self._weights = recipe.weights()
-        metrics = session_metrics.current_metrics()
+        metrics = current_metrics()
         assert metrics is not None
         metrics.reserved = frozenset({"loss"})
         metrics.on_window = self._config.on_window_end
@@ -83,18 +85,16 @@ class Fitting:
         length = self._config.num_samples
         if self._config.drop_last:
             length -= length % self._config.batch_size
-        run_clips = (
-            self._config.run.sums_gradients and session.current_run() is not None
-        )
+        run_clips = self._config.run.sums_gradients and current_run() is not None
         self._clip_norm = None if run_clips else self._config.max_grad_norm
         total = length * self._config.epochs
         self._schedules = [s for o in optimizers if (s := self._rates(o, total))]
-        current = session.current_run()
+        current = current_run()
         self._parts = MicroBatches(
             self._model,
-            session.device(),
+            ranks.device(),
             PartsConfig(
-                max_samples=run.cap_of(session.rank()),
+                max_samples=run.cap_of(ranks.rank()),
                 least_samples=min_share_samples(model),
                 is_sum=run.loss_reduction == "sum",
                 weights=self._weights,
@@ -110,7 +110,7 @@ class Fitting:
             heeds_signals: SIGINT and SIGTERM come to the request to stop; the launcher
                 is told, and leaves it to that.
         """
-        run = session.current_run()
+        run = current_run()
         worker = run.worker if run is not None and heeds_signals else None
         if worker is not None:
             worker.heeds_signals(True)
@@ -136,7 +136,7 @@ class Fitting:
             if is_whole or record.samples:
                 history.append(record)
             is_enough = is_judged and best.take(record, self._state)
-            if is_whole and session.is_main_process():
+            if is_whole and ranks.is_main_process():
                 if config.on_epoch_end is not None:
                     config.on_epoch_end(record)
                 self._checkpoint(epoch, sum(each.samples for each in history))
@@ -158,7 +158,8 @@ class Fitting:
     def _train_epoch(self) -> bool:
         """Trains on this rank's part of an epoch; False: a rank has ended it early."""
         self._model.train()
-        with contextlib.closing(iter(self._loader)) as batches:
+        epoch: Any = iter(self._loader)
+        with contextlib.closing(epoch) as batches:
             for batch in batches:
                 self.metrics.take_windows()
                 for schedule in self._schedules:
@@ -167,7 +168,7 @@ class Fitting:
                 if self._is_to_stop():
                     break
         self.metrics.take_windows()
-        run = session.current_run()
+        run = current_run()
         if run is None:
             return not self._stops.reason
         run.check()
@@ -178,7 +179,7 @@ class Fitting:
         self._stops.check()
         if process.checkpoints.ends_by_cut:
             return False  # it ends by itself, on all ranks, where nothing is lost
-        is_asked, run = bool(self._stops.reason), session.current_run()
+        is_asked, run = bool(self._stops.reason), current_run()
         if run is None or not run.meets_in_forward:
             return is_asked
         mine = torch.tensor([is_asked], device="cpu")
@@ -239,7 +240,7 @@ class Fitting:
     ) -> ProgressLR | None:
         """What sets the rate of every step; without a schedule it is scaled once."""
         schedule = self._config.lr_schedule
-        factor = self._config.lr_factor(session.world_size())
+        factor = self._config.lr_factor(ranks.world_size())
         if schedule is not None:
             return ProgressLR(optimizer, schedule, total_samples, factor)
         if factor != 1.0:
@@ -285,11 +286,11 @@ class Fitting:
         return loss
 
     def _report(self, history: list[EpochRecord]) -> RunReport:
-        run = session.current_run()
+        run = current_run()
         ends = run.reports if run is not None else []
         duration_s = sum(record.duration_s for record in history)
         samples = sum(record.samples for record in history)
-        world_size = session.world_size()
+        world_size = ranks.world_size()
 
         def per_rank(name: str) -> tuple[float, ...]:
             # the last ranks may have died, or joined, after some epochs

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from enum import Enum
 from typing import final
 
-from elche import session
 from elche.coordination.accounts.metrics import WindowMetrics
 from elche.errors import AbortedError, ConfigError, DeadlineError, ElcheError
-from elche.process import process
 from elche.runtime.process.shutdown import failure_of
 from elche.runtime.process.stop_signals import SignalStops, StopRequest
 from elche.runtime.report.metrics_view import MetricsView
+from elche.session.process import current_run, process, refuse_beside
 from elche.trainer.trainer_result import TrainResult
 
 logger = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class TrainingHandle:
         Raises:
             ConfigError: another Trainer trains in this process.
         """
-        session.refuse_beside()
+        refuse_beside()
         process.training = self._thread
         self._heeds = self._signals.open()
         self._thread.start()
@@ -119,7 +118,7 @@ class TrainingHandle:
         if not self._thread.is_alive() or self._request.is_aborted:
             return
         self._request.abort()
-        run = session.current_run()
+        run = current_run()
         if run is not None:  # ends the waits of this rank too
             error = AbortedError("the training was aborted")
             with contextlib.suppress(ElcheError):

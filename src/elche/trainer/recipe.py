@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from elche import session
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.rank_settings import optimizers_of
+from elche.session import ranks
 from elche.trainer.trainer_config import TrainerConfig
 
 ModelFn = Callable[[], nn.Module]
@@ -97,7 +97,7 @@ class Recipe:
         model = self._model_fn()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"expected model_fn to return a Module, got {model!r}")
-        model.to(session.device())
+        model.to(ranks.device())
         optimizers = optimizers_of(self._optimizer_fn(model.parameters()))
         loader: DataLoader[Any] = DataLoader(
             config.dataset,
@@ -112,7 +112,7 @@ class Recipe:
     def weights(self) -> BatchWeights | None:
         """What batches weigh; None: their samples."""
         weight_of = self.config.weight_of
-        return None if weight_of is None else BatchWeights(weight_of, session.rank())
+        return None if weight_of is None else BatchWeights(weight_of, ranks.rank())
 
     def loader_over(self, dataset: Dataset[Any]) -> DataLoader[Any]:
         """A loader of evaluation batches."""
@@ -130,7 +130,7 @@ class Recipe:
 
         def step(batch: Any, weight: float) -> torch.Tensor:
             if not weight:
-                return torch.zeros((), device=session.device())
+                return torch.zeros((), device=ranks.device())
             loss = self.loss(model, batch)
             return loss.double() / weight if is_sum else loss
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from elche.checkpoint.keeper import CheckpointConfig
-from elche.process import process
+from elche.runtime.process.launchers import launch_facts
+from elche.session.process import process
 from elche.trainer.early_stopping import BestEpoch
 from elche.trainer.trainer_config import TrainerConfig
 from elche.trainer.trainer_result import EpochRecord
 
 BY_LAUNCHER: Final = ("ELCHE_CHECKPOINT_DIR", "ELCHE_RESUME")
-REJOIN: Final = "ELCHE_REJOIN"
 
 
 @final
@@ -37,7 +37,7 @@ class TrainedEpochs:
     def numbers(self) -> Iterator[int]:
         """Numbers of the epochs to train, those left where the run is resumed."""
         config, by_launcher = self._config, any(map(os.environ.get, BY_LAUNCHER))
-        by_number = config.checkpoint_dir is None and REJOIN not in os.environ
+        by_number = config.checkpoint_dir is None and not launch_facts().may_grow
         if by_number and not by_launcher:
             return iter(range(config.epochs))
         keeper = process.checkpoints

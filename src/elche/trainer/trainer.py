@@ -9,18 +9,21 @@ from typing import Any, Literal
 
 from torch import nn
 from torch.utils.data import Dataset
+from typing_extensions import Unpack
 
-from elche import session, session_config
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.process.stop_signals import SignalStops, StopRequest
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.training import SetupConfig
+from elche.session.options import names_no_policy
+from elche.session.process import failing_together, refuse_beside, shutdown
+from elche.session.start import set_up
 from elche.trainer.evaluation import evaluate_by, predict
 from elche.trainer.fitting import Fitting
 from elche.trainer.handle import TrainingHandle
 from elche.trainer.recipe import LossFn, ModelFn, OptimizerFn, Recipe
-from elche.trainer.trainer_config import trainer_config
+from elche.trainer.trainer_config import TrainerOptions, trainer_config
 from elche.trainer.trainer_result import TrainResult
 
 
@@ -48,16 +51,15 @@ class Trainer:
         model_fn: ModelFn,
         optimizer_fn: OptimizerFn,
         loss_fn: LossFn,
-        **options: Any,
+        **options: Unpack[TrainerOptions],
     ) -> None:
-        names_no_policy = session_config.names_no_policy(options.get("config"), options)
         self.config = trainer_config(options)
         self._recipe = Recipe(
             model_fn,
             optimizer_fn,
             loss_fn,
             self.config,
-            names_no_policy=names_no_policy,
+            names_no_policy=names_no_policy(options.get("config"), options),
         )
         self._is_fitting = False
         self._state: dict[str, Any] | None = None
@@ -79,8 +81,8 @@ class Trainer:
         Raises:
             ConfigError: the loss is not a scalar, or an argument is wrong.
             MismatchError: ranks disagree about model, data or settings.
-            NonFiniteError: a rank's update was not finite twice in a row (see
-                `elche.RunConfig.non_finite`), or under ``sync`` the parameters are NaN.
+            NonFiniteError: a rank's update was not finite twice in a row, or the
+                parameters are NaN under ``sync``; see `elche.WindowConfig.non_finite`.
             RemoteRankError: another rank failed.
             CommunicationError: the ranks did not come together, or lost each other;
                 `DeadlineError` where a wait took longer than ``timeout_s``.
@@ -154,17 +156,17 @@ class Trainer:
         take_view: Callable[[MetricsView], None] = lambda view: None,
     ) -> TrainResult:
         """Trains, and looks at the request between batches."""
-        session.refuse_beside()
+        refuse_beside()
         signals = SignalStops(stops)
         self._is_fitting = True
         try:
-            with session.failing_together():
+            with failing_together():
                 stops.check()
                 fitting = Fitting(self._recipe, stops)
                 take_view(fitting.metrics)
                 heeds_signals |= signals.open()
                 result = fitting.run(heeds_signals=heeds_signals)
-            session.shutdown()
+            shutdown()
         finally:
             self._is_fitting = False
             signals.close()
@@ -179,7 +181,7 @@ class Trainer:
                 "evaluate and predict need all ranks for themselves; call them when "
                 "fit() has returned, or give eval_dataset"
             )
-        session.refuse_beside()
+        refuse_beside()
         model, optimizers, loader = self._recipe.build()
         state = self._state if state is None else state
         if state is not None:
@@ -188,10 +190,10 @@ class Trainer:
         config = RunConfig(timeout_s=run.timeout_s, transport=run.transport)
         per_epoch = self.config.samples_per_epoch
         asked = SetupConfig(config=config, samples_per_epoch=per_epoch)
-        with session.failing_together():
-            model, *_ = session.set_up(model, optimizers, loader, asked)
+        with failing_together():
+            model, *_ = set_up(model, optimizers, loader, asked)
             yield model.eval()
-        session.shutdown()
+        shutdown()
 
 
 def _output(model: nn.Module, batch: Any) -> Any:

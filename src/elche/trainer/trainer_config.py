@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
+from typing_extensions import Required
 
-from elche import session_config
-from elche.config import DELAYED_SYNC, RunConfig
+from elche.config import DELAYED_SYNC, RunConfig, TrainerPolicyName
 from elche.config_checks import check_known
 from elche.config_parts import refuse_former
 from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.accounts.metrics import WindowMetrics
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import WeightOf, check_weight_of
+from elche.session.options import RunOptions, run_config
 from elche.trainer.early_stopping import EarlyStopping
 from elche.trainer.trainer_result import EpochRecord
 
@@ -194,7 +195,7 @@ class TrainerConfig:
             return
         if not isinstance(stopping, EarlyStopping):
             raise ConfigError(
-                "expected early_stopping to be an elche.EarlyStopping, got "
+                "expected early_stopping to be an elche.trainer.EarlyStopping, got "
                 f"{stopping!r}"
             )
         if stopping.metric == "eval_loss" and self.eval_dataset is None:
@@ -222,14 +223,43 @@ class TrainerConfig:
             )
 
 
-def trainer_config(options: dict[str, Any]) -> TrainerConfig:
+class TrainerOptions(RunOptions, total=False):
+    """Keywords of `elche.Trainer`: settings, and fields of its `TrainerConfig`."""
+
+    policy: TrainerPolicyName
+    config: RunConfig | None
+    dataset: Required[Dataset[Any]]
+    batch_size: Required[int]
+    epochs: Required[int]
+    samples_per_epoch: int | None
+    eval_dataset: Dataset[Any] | None
+    eval_batch_size: int | None
+    shuffle: bool
+    drop_last: bool
+    collate_fn: Callable[[list[Any]], Any] | None
+    num_workers: int
+    weight_of: WeightOf | None
+    max_grad_norm: float | None
+    lr_schedule: Callable[[float], float] | None
+    lr_scale: str | float
+    on_window_end: Callable[[WindowMetrics], None] | None
+    on_epoch_end: Callable[[EpochRecord], None] | None
+    on_checkpoint: Callable[[int, dict[str, Any]], None] | None
+    checkpoint_every_epochs: int | None
+    checkpoint_dir: str | Path | None
+    checkpoint_every_s: float
+    resume: bool
+    early_stopping: EarlyStopping | None
+
+
+def trainer_config(options: Mapping[str, Any]) -> TrainerConfig:
     """Sorts keyword options into those of the trainer and those of the run.
 
     Raises:
         ConfigError: an option is unknown, missing or wrong.
     """
-    refuse_former(options)
     own = set(TrainerConfig.__dataclass_fields__) - {"run"}
+    refuse_former(options.keys() - own)
     run_fields = set(RunConfig.__dataclass_fields__)
     check_known(set(options) - {"config"}, own | run_fields)
     missing = [
@@ -237,15 +267,15 @@ def trainer_config(options: dict[str, Any]) -> TrainerConfig:
     ]
     if missing:
         raise ConfigError(f"Trainer needs {', '.join(missing)}")
-    run = session_config.run_config(
+    run = run_config(
         options.get("config"),
         {name: options[name] for name in options if name in run_fields - own},
     )
-    norm = options.get("max_grad_norm", run.max_grad_norm)
     mine = {name: options[name] for name in options if name in own}
-    return TrainerConfig(
-        **{**mine, "run": replace(run, max_grad_norm=norm), "max_grad_norm": norm}
-    )
+    norm = mine.setdefault("max_grad_norm", run.windows.max_grad_norm)
+    if run.sums_gradients:
+        run = replace(run, windows=replace(run.windows, max_grad_norm=norm))
+    return TrainerConfig(**mine, run=run)
 
 
 def _whole(name: str, value: object) -> None:

@@ -17,7 +17,7 @@ class EpochRecord:
         eval_loss: of the consensus, None without an evaluation set.
         samples: of all ranks, those whose contribution is in the model.
         discarded_samples: that each rank trained on beside them; see
-            `elche.EpochMetrics`.
+            `elche.monitor.EpochMetrics`.
         duration_s: of training, without evaluation.
         samples_per_s: of the whole run.
         shares: each rank's part of the samples. In a run of more than 64 ranks only
@@ -54,7 +54,7 @@ class RunReport:
         world_size: ranks.
         samples: of all ranks in all epochs, those whose contribution is in the model.
         discarded_samples: that all ranks trained on beside them; see
-            `elche.EpochMetrics`.
+            `elche.monitor.EpochMetrics`.
         duration_s: of training, without evaluation.
         samples_per_s: of the whole run.
         busy_s: delivered time per rank (data wait, transfer and compute); in a run of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import elche
 from benchmarks.hetero.contender import BenchContender, BenchSpec
-from elche import session
 from tests.harness.rank_main import this_place
 
 TICK_S = 0.01
@@ -30,4 +30,4 @@ def train_capped(spec: BenchSpec) -> dict[str, Any]:
     try:
         return BenchContender(spec, TickingClock(TICK_S * (3 if is_last else 1))).run()
     finally:
-        session.shutdown()
+        elche.shutdown()

@@ -11,7 +11,7 @@ from torch import nn
 
 import tests.harness.uncompiled  # noqa: F401 - starts faster
 from elche.by_hand.replica import Replica, init_group
-from elche.session import rank, world_size
+from elche.session.ranks import rank, world_size
 
 
 def main(case: str) -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche import session, session_state
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import failing_together
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
@@ -62,7 +62,7 @@ def _train(
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         loader.generator.set_state(state["order"])
-        session_state.load_state_dict(
+        elche.load_state_dict(
             {**state["run"], "averaging": None} if forgets else state["run"]
         )
     for _ in range(epochs):
@@ -75,7 +75,7 @@ def _train(
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "order": loader.generator.get_state(),
-        "run": session_state.state_dict(),
+        "run": elche.state_dict(),
     }
     torch.save(states, file)
     kept = {name: value.detach().clone() for name, value in states["model"].items()}
@@ -111,8 +111,8 @@ def _after_a_break() -> int:
         optimizer.zero_grad()
         if elche.rank() == 0:
             break
-    state = session_state.state_dict()
-    session_state.load_state_dict(state)
+    state = elche.state_dict()
+    elche.load_state_dict(state)
     elche.shutdown()
     return int(state["samples"])
 
@@ -136,28 +136,28 @@ def _misuse(case: str) -> str:
             model, optimizer, loader, **nested(options)
         )
     try:
-        with session.failing_together():
+        with failing_together():
             if case == "no run":
-                session_state.state_dict()
+                elche.state_dict()
             if case == "gradients":
-                assert session_state.state_dict()["averaging"] is None
-                session_state.load_state_dict(
+                assert elche.state_dict()["averaging"] is None
+                elche.load_state_dict(
                     {"version": 2, "samples": 0, "steps": 0.0, "averaging": {}}
                 )
-            state = session_state.state_dict()
+            state = elche.state_dict()
             if case == "version":
-                session_state.load_state_dict({**state, "version": 7})
+                elche.load_state_dict({**state, "version": 7})
             if case == "samples":
-                session_state.load_state_dict({**state, "samples": -1})
+                elche.load_state_dict({**state, "samples": -1})
             if case == "steps":
-                session_state.load_state_dict({**state, "steps": float("nan")})
+                elche.load_state_dict({**state, "steps": float("nan")})
             if case == "entries":
-                session_state.load_state_dict({"model": state})
+                elche.load_state_dict({"model": state})
             if case == "codec":
                 state["averaging"]["groups"][0]["dtype"] = "float16"
-                session_state.load_state_dict(state)
+                elche.load_state_dict(state)
             for _ in loader:
-                session_state.state_dict()
+                elche.state_dict()
     except ElcheError as error:
         return str(error)
     finally:

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import elche
-from elche import session
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_calibration, auto_policy
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import failing_together
 from tests.comm.averaging.cases.overlap_cases import meeting
 from tests.comm.model_buffers.cases.buffer_cases import (
     Cached,
@@ -172,7 +172,7 @@ def _again(grows_on: int) -> tuple[str, dict[str, torch.Tensor]]:
     model: Any = Cached()
     policies, error = ["sync", "cadence"], ""
     try:
-        with session.failing_together():
+        with failing_together():
             for policy in policies:
                 optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
                 loader: Any = DataLoader(Vectors(24), batch_size=6)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import elche
-from elche import session
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session import start
 from tests.comm.norm.cases.sync_batch_norm_cases import train_with_setup
 from tests.distributed.cases.tasks import Task, build, difference, identical, plain
 from tests.distributed.test_sync import FOUR_TO_ONE
@@ -99,7 +99,7 @@ def _said_at_setup(policy: str, prepare: str) -> list[str]:
         elche.convert_sync_batchnorm(model)
     model.train(prepare != "freeze")
     lines: list[str] = []
-    with mock.patch.object(session, "_write_stderr", lines.append):
+    with mock.patch.object(start, "write_line", lines.append):
         elche.setup(model, optimizer, loader, policy=policy)
         elche.shutdown()
     return lines
@@ -132,7 +132,7 @@ def _by_hand_then_setup() -> list[float]:
     replica = elche.Replica.wrap(torch.nn.Linear(2, 2))
     elche.barrier()
     elche.shutdown()
-    with pytest.raises(elche.CommunicationError, match="has ended on rank"):
+    with pytest.raises(elche.errors.CommunicationError, match="has ended on rank"):
         replica.check_equal()
     state = train_with_setup(dataclasses.replace(TASK, samples=20, epochs=1))
     return [float(group.rank == int(os.environ["RANK"])), float(state["0.bias"].sum())]

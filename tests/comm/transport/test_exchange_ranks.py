@@ -28,7 +28,7 @@ def _sums(transport: str, sides: int, messages: int) -> list[torch.Tensor]:
         optimizer,
         loader,
         policy="cadence",
-        transport=elche.TransportConfig(kind=transport),
+        transport=elche.config.TransportConfig(kind=transport),
     )
     run = session.current_run()
     assert run is not None

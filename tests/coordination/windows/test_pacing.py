@@ -168,8 +168,8 @@ def test_auto_predicts_the_windows_that_are_run(
 
 @pytest.mark.parametrize("guard", [True, False])
 def test_the_guard_shortens_windows_where_ranks_come_apart(guard: bool) -> None:
-    windows = WindowConfig(anchor=16, max_anchor=16)
-    config = RunConfig(policy="cadence", windows=windows, guard=guard)
+    windows = WindowConfig(anchor=16, max_anchor=16, guard=guard)
+    config = RunConfig(policy="cadence", windows=windows)
     made = Pacing(config, [0, 1], overlapped=False)
     for window, divergence in enumerate([0.02] * 10 + [0.2, 0.4]):
         reduction = Reduction(window, [0, 1])

@@ -93,6 +93,6 @@ def mixed_models() -> str:
         model = converted() if this_place().rank == 0 else build("cnn")
         try:
             DistributedDataParallel(model)
-        except elche.MismatchError as error:
+        except elche.errors.MismatchError as error:
             return str(error)
     return ""

@@ -19,12 +19,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import elche
-from elche import session
 from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.run import Run
 from elche.runtime.windows.synchroniser import Synchroniser
+from elche.session.process import current_run
 from tests.distributed.cases.meetings import Meeting
 from tests.distributed.cases.survive_cases import (
     Death,
@@ -100,14 +100,14 @@ def train(
         loader,
         policy="auto",
         epochs=EPOCHS,
-        windows=elche.WindowConfig(outer=elche.OuterConfig(optimizer="average")),
+        windows=elche.WindowConfig(outer=elche.config.OuterConfig(optimizer="average")),
         **{"timeout_s": 60.0, **options},
     )
     meet, hits = Meeting("barrier", folder, rank), dict[str, Callable[[], object]]()
     for death in deaths:
         if death.rank == rank:
             hits[death.place] = plan(death, folder, meet)
-    run, policies = session.current_run(), list[str]()
+    run, policies = current_run(), list[str]()
     assert run is not None
     if rank == late:
         lack_last_sum(run)

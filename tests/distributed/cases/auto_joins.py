@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import elche
-from elche import session
+from elche.session.process import current_run, failing_together
 from tests.distributed.cases.auto_deaths import BATCH, BUILDING, SAMPLES, Ones, Visited
 from tests.distributed.cases.joining_cases import (
     ENOUGH_BATCHES,
@@ -52,7 +52,7 @@ class AutoGrown(Grown):
 
 def grow(growth: AutoGrowing) -> AutoGrown:
     """Trains until all newcomers have, or are gone."""
-    with session.failing_together():
+    with failing_together():
         return _grow(growth, int(os.environ["RANK"]))
 
 
@@ -77,10 +77,10 @@ def _grow(growth: AutoGrowing, rank: int) -> AutoGrown:
         policy="auto",
         schedulers=[schedule],
         copies=[copy],
-        windows=elche.WindowConfig(outer=elche.OuterConfig(optimizer="average")),
+        windows=elche.WindowConfig(outer=elche.config.OuterConfig(optimizer="average")),
         **{"timeout_s": 60.0, "leave_out": False, **dict(growth.options)},
     )
-    run, policies, batches, epochs = session.current_run(), list[str](), 0, 0
+    run, policies, batches, epochs = current_run(), list[str](), 0, 0
     assert run is not None
     with Path(growth.folder, f"log{rank}.txt").open("w") as log:
         for epoch in elche.epochs(MOST_EPOCHS):

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import elche
-from elche import session
 from elche.runtime.epochs.window_epoch import WindowEpoch
+from elche.session.process import current_run
 from tests.distributed.cases.auto_deaths import Ones, Visited
 from tests.distributed.cases.meetings import Meeting
 from tests.distributed.cases.survive_cases import Death, Indices, plan_death
@@ -30,7 +30,7 @@ def train(
     loader: Any = DataLoader(Indices(SAMPLES), batch_size=BATCH, shuffle=True)
     more: dict[str, Any] = {}
     if policy != "sync":
-        average = elche.OuterConfig(optimizer="average")
+        average = elche.config.OuterConfig(optimizer="average")
         more["windows"] = elche.WindowConfig(outer=average)
     model, optimizer, loader = elche.setup(
         *(model, optimizer, loader), policy=policy, timeout_s=60.0, **more
@@ -38,7 +38,7 @@ def train(
     for death in deaths:
         if death.rank == rank:
             plan_death(death, "", Meeting("barrier", "", rank))
-    run = session.current_run()
+    run = current_run()
     for _ in elche.epochs(epochs):
         for index in loader:
             in_windows = isinstance(run._epochs.under_way, WindowEpoch)

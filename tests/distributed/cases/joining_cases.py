@@ -15,11 +15,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import elche
-from elche import session
 from elche.checkpoint.keeper import CheckpointKeeper
 from elche.coordination.protocol.events import EpochOpened, JoinReady
+from elche.runtime.process.launchers import launch_facts
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows.regrouping import Regrouping
+from elche.session.process import failing_together
 from tests.distributed.cases.survive_cases import (
     Counter,
     Death,
@@ -94,7 +95,7 @@ class Plan:
 
 def grow(plan: Plan) -> Joined:
     """Trains; ranks above the founders' join when these are on their way."""
-    with session.failing_together():
+    with failing_together():
         try:
             return _grow(plan)
         finally:
@@ -102,7 +103,7 @@ def grow(plan: Plan) -> Joined:
 
 
 def _grow(plan: Plan) -> Joined:
-    rank, is_joiner = int(os.environ["RANK"]), "ELCHE_JOINS" in os.environ
+    rank, is_joiner = int(os.environ["RANK"]), launch_facts().joins
     word, ready = Path(plan.folder, "come"), Path(plan.folder, "ready")
     if is_joiner:
         wait_for(word)
@@ -130,7 +131,7 @@ def _grow(plan: Plan) -> Joined:
         timeout_s=60.0,
         windows=elche.WindowConfig(
             local_batch_size=4,
-            **({"outer": elche.OuterConfig(optimizer="slowmo")} | plan.windows),
+            **({"outer": elche.config.OuterConfig(optimizer="slowmo")} | plan.windows),
         ),
         **plan.options,
     )

@@ -19,7 +19,7 @@ model, optimizer, loader = elche.setup(
     model,
     optimizer,
     loader,
-    debug=elche.DebugConfig(deterministic="deterministic" in sys.argv),
+    debug=elche.config.DebugConfig(deterministic="deterministic" in sys.argv),
 )
 seen = Seen()
 elche.register_for_checkpointing(seen=seen)

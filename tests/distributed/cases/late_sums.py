@@ -19,7 +19,7 @@ from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.transport.exchange import GlooExchange
 from elche.coordination.protocol.instructions import Regroup
 from elche.runtime.windows.gradient_sync import GradientSync
-from elche.session import current_run
+from elche.session.process import current_run
 
 REDUCTION = 3
 PATIENCE_S = 50.0

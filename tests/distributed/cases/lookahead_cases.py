@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche import session
 from elche.errors import ElcheError
 from elche.runtime import run
+from elche.session.process import current_run, failing_together
 from tests.distributed.cases.user_loop_cases import FEATURES, POLICIES, Found, weights
 from tests.harness.settings import nested
 
@@ -67,7 +67,7 @@ def _on_rank(look: Look) -> Found:
     model, optimizer, loader = elche.setup(*_build(look), **settings)
     error = ""
     try:
-        with session.failing_together():
+        with failing_together():
             _train(look, model, optimizer, loader)
     except ElcheError as raised:
         error = f"{type(raised).__name__}: {raised}"
@@ -80,7 +80,7 @@ def iterated_twice(policy: str) -> str:
     settings = nested({"timeout_s": 60.0, **POLICIES.get(policy, {})})
     *_, loader = elche.setup(*_build(Look("plain", policy=policy)), **settings)
     try:
-        with session.failing_together():
+        with failing_together():
             return f"{len(list(zip(loader, loader, strict=False)))} pairs"
     except ElcheError as raised:
         return f"{type(raised).__name__}: {raised}"
@@ -93,7 +93,7 @@ def held_at_the_end(policy: str) -> list[str]:
     settings = nested({"timeout_s": 60.0, **POLICIES.get(policy, {})})
     model, optimizer, loader = elche.setup(*_build(Look("plain")), **settings)
     lines: list[str] = []
-    present = session.current_run()
+    present = current_run()
     assert present is not None
     present.notifications.emit = lines.append
     held = iter(loader)

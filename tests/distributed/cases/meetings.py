@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 import elche
 from elche.checkpoint.writer import CheckpointWriter
 from elche.coordination.protocol.events import BarrierReached
-from elche.process import process
 from elche.runtime.process.worker import Worker
+from elche.session.process import process
 from tests.distributed.cases.late_sums import PATIENCE_S, until
 
 SIZE = 150
@@ -132,6 +132,6 @@ class Meeting:
 def _outcome_of(writer: CheckpointWriter) -> str:
     try:
         writer.wait(PATIENCE_S)
-    except elche.CheckpointError as error:
+    except elche.errors.CheckpointError as error:
         return str(error)
     return "written"

@@ -200,7 +200,7 @@ class GradientWindows(Windows):
         for replica in self.ranks:
             replica.close()
         self._average_buffers(result, plan.buffers)
-        most = self.task.options.get("max_grad_norm")
+        most = self.task.options.get("windows_max_grad_norm")
         for replica in self.ranks:
             for parameter, total in zip(replica.parameters, self.sums, strict=True):
                 parameter.grad = None if total is None else total / weights

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche import session
 from elche.errors import ElcheError, MismatchError
 from elche.runtime.process.environment import read_placement
+from elche.session.process import current_run, failing_together
 from tests.harness.settings import nested
 
 BATCH = 4
@@ -66,7 +66,7 @@ def train(parting: Parting) -> str:
     )
     error = ""
     try:
-        with session.failing_together():
+        with failing_together():
             for batch, (x, y) in enumerate(loader):
                 F.cross_entropy(model(x), y).backward()
                 body_of(parting, is_last and batch >= parting.at, trained, model)
@@ -110,7 +110,7 @@ def body_of(parting: Parting, is_apart: bool, trained: Any, model: nn.Module) ->
     elif how == "frozen written":
         list(model.parameters())[1].add_(1e-3)
     elif how == "base":  # a fault of elche's own
-        run = session.current_run()
+        run = current_run()
         assert run is not None
         windows: Any = run._synchroniser.windows
         windows._averager._groups[0]._base_memory[3] += 1e-3

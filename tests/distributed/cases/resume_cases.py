@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche import session
 from elche.checkpoint.store import CheckpointStore
+from elche.session.process import failing_together
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.settings import nested
 
@@ -74,7 +74,7 @@ def train(
     model = torch.nn.Sequential(model[0], torch.nn.Dropout(dropout), *model[1:])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.97)
     seen, epochs, rates, batches = Seen(), [], [], 0
-    with session.failing_together():
+    with failing_together():
         model, optimizer, loader = elche.setup(
             model, optimizer, loader, schedulers=[scheduler], **nested(task.options)
         )
@@ -111,7 +111,7 @@ def train_early(task: Task, folder: str, save: int, *, resumes: bool) -> Trained
     """Trains; the next batch is asked for before the backward pass of the last one."""
     model, optimizer, loader = build(task)
     seen, batches = Seen(), 0
-    with session.failing_together():
+    with failing_together():
         model, optimizer, loader = elche.setup(
             model, optimizer, loader, **nested(task.options)
         )

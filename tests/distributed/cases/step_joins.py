@@ -16,9 +16,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import elche
-from elche import session
 from elche.checkpoint.keeper import CheckpointKeeper
 from elche.runtime.sync.step_members import StepMembers
+from elche.session.process import failing_together
 from tests.distributed.cases.joining_cases import (
     ENOUGH_BATCHES,
     MOST_EPOCHS,
@@ -88,7 +88,7 @@ def schedule_of(
 def grow(plan: StepGrowing) -> StepGrown:
     """Trains until all newcomers have, or are gone."""
     rank = int(os.environ["RANK"])
-    with session.failing_together():
+    with failing_together():
         try:
             return _grow(plan, rank)
         except Exception as error:  # who may be killed before it can say so

@@ -19,9 +19,9 @@ from torch.utils.data import (
 import elche
 from elche.checkpoint.store import CheckpointStore
 from elche.comm.transport.process_group import Group
-from elche.process import process
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.run import Run
+from elche.session.process import process
 from tests.distributed.cases.meetings import Meeting
 from tests.distributed.cases.survive_cases import (
     Counter,
@@ -97,7 +97,7 @@ def train(
     plain = Plain(samples)
     optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
     windows = elche.WindowConfig(
-        local_batch_size=4, outer=elche.OuterConfig(optimizer="average")
+        local_batch_size=4, outer=elche.config.OuterConfig(optimizer="average")
     )
     model, optimizer, loader = elche.setup(
         *(plain, optimizer, loader_of(kind, samples)),

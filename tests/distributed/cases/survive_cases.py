@@ -148,7 +148,7 @@ def count(
         windows=elche.WindowConfig(
             local_batch_size=4,
             max_anchor=4 if late[1] else 200,  # a late sum is no epoch's last one
-            **(windows or {"outer": elche.OuterConfig(optimizer="average")}),
+            **(windows or {"outer": elche.config.OuterConfig(optimizer="average")}),
         ),
         copies=copies,
         **options,

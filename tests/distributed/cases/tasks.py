@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import elche
-from elche import session, session_state
+from elche.session.process import current_run
 from tests.harness.settings import nested
 
 
@@ -205,7 +205,7 @@ def shared(task: Task, at_step: Callable[[], None] = lambda: None) -> Trace:
         options["weight_of"] = label_sum
     model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     trace = _loop(task, model, optimizer, loader, at_step)
-    run = session.current_run()
+    run = current_run()
     if run is not None:
         trace.shares = [each.shares for each in run.notifications.epoch_metrics]
         trace.busy_s = [each.busy_s for each in run.notifications.epoch_metrics]
@@ -233,13 +233,13 @@ def _loop(
         order: list[int] = []
         sizes: list[int] = []
         for number, (x, y, index, draw) in enumerate(loader):
-            run = session.current_run()
+            run = current_run()
             if run is None or run.samples_in_hand:
                 order += index.tolist()
                 sizes.append(len(x))
                 for i, value in zip(index.tolist(), draw.tolist(), strict=True):
                     trace.draws[epoch, i] = value
-            trace.progress.append(session_state.progress_samples())
+            trace.progress.append(elche.progress_samples())
             loss = loss_of(task.loop, model, x, y)
             is_bad = is_last and number == 1
             step_of(task.loop, number, loss, model, optimizer, scaler, is_bad=is_bad)

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche import session
 from elche.errors import ElcheError
+from elche.session.process import current_run, failing_together
 from tests.harness.settings import nested
 
 SAMPLES, BATCH, FEATURES = 48, 4, 6
@@ -115,12 +115,12 @@ def on_ranks(job: Job) -> Found:
         loader,
         **nested({"bucket_cap_mb": job.bucket_cap_mb, **POLICIES[job.policy]}),
     )
-    error, run, steps = "", session.current_run(), []
+    error, run, steps = "", current_run(), []
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
     assert run is not None
     reducer = run._synchroniser.reducer
     try:
-        with session.failing_together():
+        with failing_together():
             _train(job, model, optimizer, loader)
     except ElcheError as raised:
         error = str(raised)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import elche
 from elche.coordination.protocol.events import JoinReady
+from elche.runtime.process.launchers import launch_facts
 from tests.distributed.cases.joining_cases import wait_for
 from tests.distributed.cases.survive_cases import Indices, die, visit_events
 
@@ -28,7 +29,7 @@ def weigh(
         After each epoch: the world's size, the sizes of this rank's batches, and what
         each sample counted in the epoch.
     """
-    rank, joins = int(os.environ["RANK"]), "ELCHE_JOINS" in os.environ
+    rank, joins = int(os.environ["RANK"]), launch_facts().joins
     come, ready = Path(folder, "come"), Path(folder, f"ready{rank}")
     died = Path(folder, "died")
     if joins:
@@ -45,7 +46,7 @@ def weigh(
         policy=policy,
         loss_reduction="sum",
         timeout_s=60.0,
-        windows=elche.WindowConfig(outer=elche.OuterConfig(optimizer="average")),
+        windows=elche.WindowConfig(outer=elche.config.OuterConfig(optimizer="average")),
     )
     found: list[tuple[int, list[int], list[float]]] = []
     for epoch in elche.epochs(epochs):

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import elche
-from elche import session
 from elche.comm.transport.process_group import Group
 from elche.runtime.epochs import epoch_opening
 from elche.runtime.report.notifications import RunNotifications
+from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, Trace, build, shared
 from tests.distributed.virtual_clock import virtual_clock
 from tests.harness.settings import nested
@@ -35,7 +35,7 @@ def shared_over_slow_link(task: Task, sync_s: float) -> tuple[Trace, str]:
         return sync_s
 
     def spend() -> None:
-        run = session.current_run()
+        run = current_run()
         assert run is not None
         clock.advance(sample_s * run.samples_in_hand)
 
@@ -99,7 +99,7 @@ def share_with_slow_loader(policy: str, load_s: Sequence[float]) -> tuple[float,
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    run = session.current_run()
+    run = current_run()
     assert run is not None
     last = run.notifications.epoch_metrics[-1]
     share, sample_s = last.shares[rank], last.busy_s[rank] / last.rank_samples[rank]

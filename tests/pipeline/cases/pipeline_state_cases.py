@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche import session
 from elche.pipeline.pipeline import Pipeline
+from elche.session.process import current_run, failing_together
 from tests.pipeline.cases import pipeline_cut_cases as cut
 from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, loss_of
 
@@ -113,10 +113,10 @@ def leave_a_run_that_fails(of_trainer: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader: Any = DataLoader(TensorDataset(torch.zeros(8, 2)), 4)
     elche.setup(model, optimizer, loader)
-    run = session.current_run()
+    run = current_run()
     assert run is not None
     if of_trainer:
-        with suppress(ValueError), session.failing_together():
+        with suppress(ValueError), failing_together():
             raise ValueError
     run.worker.close(None)
 

@@ -13,7 +13,7 @@ import torch
 
 import elche
 from elche.pipeline.pipeline import Pipeline
-from elche.process import process
+from elche.session.process import process
 from tests.pipeline.cases.pipeline_cases import CALM, loss_of
 from tests.pipeline.cases.pipeline_state_cases import (
     EPOCHS,

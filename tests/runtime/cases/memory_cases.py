@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import elche
-from elche import session
+from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Numbered
 from tests.harness.settings import nested
 
@@ -73,7 +73,7 @@ class FailsInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Fails once."""
-        cls, run = FailsInBackward, session.current_run()
+        cls, run = FailsInBackward, current_run()
         if cls.seen is not None and not cls.seen.failures and len(gradient) > cls.most:
             assert run is not None
             reducer: Any = run._synchroniser.reducer
@@ -112,7 +112,7 @@ def fitted(options: Mapping[str, Any], epochs: int = 2, backward_most: int = 0) 
             raise
         if backward_most:
             out = model[1:](FailsInBackward.apply(out))
-        run = session.current_run()
+        run = current_run()
         if run is None or run.samples_in_hand:
             order.extend(index.tolist())
             seen.sizes.append(len(x))
@@ -125,7 +125,7 @@ def fitted(options: Mapping[str, Any], epochs: int = 2, backward_most: int = 0) 
         seen.cap = max(seen.cap, worker_cap())
 
     def worker_cap() -> int:
-        run = session.current_run()
+        run = current_run()
         return 0 if run is None else run.worker.max_samples
 
     trainer = elche.Trainer(
@@ -170,12 +170,12 @@ def looped(options: Mapping[str, Any], most: int = 0) -> Seen:
         Numbered(SAMPLES, dtype="float64"), BATCH, shuffle=True, generator=order
     )
     model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
-    with session.failing_together():  # as the hook of an uncaught exception does
+    with failing_together():  # as the hook of an uncaught exception does
         for _ in range(2):
             positions: list[int] = []
             batches = iter(loader)  # held: an error does not end it
             for x, y, index, _ in batches:
-                run = session.current_run()
+                run = current_run()
                 if run is None or run.samples_in_hand:
                     positions += index.tolist()
                     seen.sizes.append(len(x))

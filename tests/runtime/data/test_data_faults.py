@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import elche
-from elche import session
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run, failing_together
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -72,12 +72,12 @@ def _train(
         drop_last=drop_last,
     )
     seen: list[list[int]] = []
-    with session.failing_together():
+    with failing_together():
         model, optimizer, ours = elche.setup(model, optimizer, loader, policy=policy)
         for _ in range(2):
             seen.append([])
             for batch in ours:
-                run = session.current_run()
+                run = current_run()
                 if run is not None and run.samples_in_hand:
                     seen[-1] += batch[:, 0].int().tolist()
                 model(batch).mean().backward()
@@ -139,7 +139,7 @@ def _go_on(policy: str) -> None:
     data = Changing(32, elche.rank() == 1)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
-    with session.failing_together():
+    with failing_together():
         model, optimizer, ours = elche.setup(
             model, optimizer, DataLoader(data, 4), policy=policy
         )

@@ -84,7 +84,7 @@ class RankThread:
         options = {"policy": case.policy, "seed": 3} | transport | windows
         data = TensorDataset(torch.arange(SAMPLES), X, Y)
         self.training = Training(
-            config=RunConfig.from_options(options),
+            config=RunConfig(**options),
             model=self.model,
             optimizers=(optimizer_of(self.model),),
             loader=by_position(DataLoader(data, BATCH), None, case.ranks, 3),

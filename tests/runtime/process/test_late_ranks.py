@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche import session
 from elche.by_hand.replica import Replica, init_group
 from elche.comm.transport.exchange import SharedExchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import DeadlineError, ElcheError
 from elche.runtime.process import worker
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place
@@ -45,7 +45,7 @@ def _in_a_loop(folder: str, transport: str) -> str:
     model, optimizer, loader = build(Task())
     options: dict[str, Any] = {"policy": "sync", "transport": transport}
     model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
-    run = session.current_run()
+    run = current_run()
     assert run is not None
     for number, (x, y, *_) in enumerate(loader):
         if number == 2 and _is_late(folder, run.worker.group):

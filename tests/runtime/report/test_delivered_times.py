@@ -52,7 +52,7 @@ class Spent:
     loaded_s: float
     moved_s: float
     computed_s: float
-    told: elche.EpochMetrics
+    told: elche.monitor.EpochMetrics
 
 
 def _epoch(policy: str) -> Spent:

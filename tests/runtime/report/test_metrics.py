@@ -33,8 +33,8 @@ SAMPLES, EPOCHS = 200, 2
 class Seen:
     """What a rank saw of the metrics."""
 
-    windows: list[elche.WindowMetrics] = field(default_factory=list)
-    epochs: list[elche.EpochMetrics] = field(default_factory=list)
+    windows: list[elche.monitor.WindowMetrics] = field(default_factory=list)
+    epochs: list[elche.monitor.EpochMetrics] = field(default_factory=list)
 
 
 def _log(policy: str) -> Seen:
@@ -143,7 +143,7 @@ class Fitted:
 def _fit(policy: str) -> Fitted:
     """Trains with a rate so small that the loss stays what it was."""
     data = TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1))
-    seen: list[elche.WindowMetrics] = []
+    seen: list[elche.monitor.WindowMetrics] = []
     training = threading.current_thread()
     threads: set[bool] = set()
     checkpoints: list[tuple[int, int]] = []
@@ -156,7 +156,7 @@ def _fit(policy: str) -> Fitted:
         )
         return optimizer
 
-    def on_window(metrics: elche.WindowMetrics) -> None:
+    def on_window(metrics: elche.monitor.WindowMetrics) -> None:
         seen.append(metrics)
         threads.add(threading.current_thread() is training)
 
@@ -223,8 +223,8 @@ def test_what_a_broken_epoch_logged_is_in_no_other(
 class Part:
     """What was told of an epoch that was left early."""
 
-    metrics: elche.EpochMetrics
-    windows: list[elche.WindowMetrics]
+    metrics: elche.monitor.EpochMetrics
+    windows: list[elche.monitor.WindowMetrics]
     progress_samples: float
 
 

@@ -6,13 +6,12 @@ import pytest
 import torch.nn.functional as F
 
 import elche
-from elche import session
 from elche.coordination.protocol.instructions import PolicyChosen
 from elche.errors import ConfigError
-from elche.process import process
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.run_summary import RunFacts, RunSummary, summarise
+from elche.session.process import current_run, process
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 
@@ -33,7 +32,7 @@ def _summaries() -> list[RunSummary]:
                 optimizer.zero_grad()
             found.append(elche.summary())
         elche.shutdown()
-    assert session.current_run() is None
+    assert current_run() is None
     assert elche.summary() == found[-1]  # the run's is still there after its end
     return found
 

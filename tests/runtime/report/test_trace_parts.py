@@ -12,10 +12,10 @@ import pytest
 import elche
 from elche.errors import ConfigError
 from elche.monitor.trace import SYNC
-from elche.process import process
 from elche.runtime.report import trace_parts
 from elche.runtime.report.timeline import Timeline
 from elche.runtime.report.trace_parts import TRACE, join_parts, write_part
+from elche.session.process import process
 
 
 def timeline(rank: int, batches: int = 3) -> Timeline:

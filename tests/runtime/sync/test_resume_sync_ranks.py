@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche import session
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_calibration, auto_policy
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run
 from tests.distributed.cases.tasks import (
     Task,
     Trace,
@@ -117,7 +117,7 @@ def with_two_optimizers(task: Task) -> Trace:
     for _ in range(task.epochs):
         trace.orders.append([])
         for x, y, index, _ in loader:
-            run = session.current_run()
+            run = current_run()
             if run is None or run.samples_in_hand:
                 trace.orders[-1] += index.tolist()
             F.cross_entropy(model(x), y).backward()

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import elche
-from elche import session
 from elche.comm.model_buffers import known_buffers
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
 
@@ -121,7 +121,7 @@ def lines_of(policy: str, kinds: list[str]) -> list[list[str]]:
         said: list[str] = []
         with mock.patch.object(known_buffers, "_log") as log:
             model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
-            run = session.current_run()
+            run = current_run()
             assert run is not None
             run.notifications.emit = said.append
             _train(kind, model, loader, optimizer)

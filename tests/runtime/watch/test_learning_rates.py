@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
 import elche
-from elche import session
 from elche.coordination.auto import auto_calibration, auto_policy
 from elche.coordination.sync import step_grants
 from elche.errors import ConfigError
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.distributed.test_breaks_under_auto import Windows
 from tests.harness.rank_pool import RankPool
@@ -149,7 +149,7 @@ def _schedules(options: dict[str, Any] | None) -> Schedules:
         )
         for scheduler in schedulers[1:]:
             assert elche.follow(scheduler) is scheduler
-        run = session.current_run()
+        run = current_run()
     for epoch in range(EPOCHS):
         for number, (x, y, *_) in enumerate(loader):
             found.rates.append(one_cycle.get_last_lr()[0])

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche import session
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.session.process import failing_together
 from tests.distributed.cases.tasks import difference, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
@@ -247,7 +247,7 @@ def on_a_rank(policy: str, names: list[str]) -> list[tuple[str, State]]:
             loop.model, loop.optimizer, loop.loader, **nested(POLICIES[policy])
         )
         try:
-            with session.failing_together():
+            with failing_together():
                 run(loop)
         except ElcheError as raised:
             error = str(raised)

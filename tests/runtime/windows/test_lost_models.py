@@ -28,9 +28,9 @@ def with_options(**options: Any) -> Task:
 @pytest.mark.parametrize(
     ("loop", "options"),
     [
-        ("plain", {"non_finite": "leave_out"}),
+        ("plain", {}),
         ("plain", {"loss_reduction": "sum"}),
-        ("plain", {"weight_of": label_sum, "non_finite": "leave_out"}),
+        ("plain", {"weight_of": label_sum}),
         ("accumulates", {}),
         ("breaks", {}),
     ],
@@ -38,7 +38,7 @@ def with_options(**options: Any) -> Task:
 def test_the_run_stops_soon_and_names_whose_samples(
     ranks2: RankPool, loop: str, options: dict[str, Any]
 ) -> None:
-    """Whatever is asked for: nothing can be left out of a step of all ranks."""
+    """No part of a step of all ranks can be discarded."""
     task = with_options(**options)
     ends = ranks2.run(train_to_the_end, task, BAD, loop, case_setup=serve_in_thread)
     at = BAD // BATCH

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import cast, final
 
 from elche.cadence.chooser import Choice
-from elche.config import RunConfig
+from elche.config import PolicyName, RunConfig
 from elche.config_parts import OuterConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
@@ -45,7 +45,8 @@ def windows_config(
     if choice.is_alone:  # its windows only keep the others up to date
         average = OuterConfig(optimizer="average")
         windows = replace(windows, outer=average, max_anchor=LONGEST_ALONE)
-    return replace(config, policy=name, windows=windows, speed_hints=speed_hints)
+    policy = cast("PolicyName", name)
+    return replace(config, policy=policy, windows=windows, speed_hints=speed_hints)
 
 
 @final

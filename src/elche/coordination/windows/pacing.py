@@ -66,7 +66,7 @@ class Pacing:
         self._config = config
         self._ranks = list(ranks)
         self._overlapped = overlapped
-        self._guard = DivergenceGuard() if config.guard else None
+        self._guard = DivergenceGuard() if config.windows.guard else None
         self._may_grow = True
         self._taken_s: list[float] = []
         self._held_s: list[float] = []

@@ -4,7 +4,7 @@ An update that is not finite (NaN or Inf) has no weight: its batches are done an
 *discarded*, and are not trained on again. Its rank goes back to the common parameters
 and is *diverged* until it brings a finite update; meanwhile its windows have one batch,
 but where a plan gives their batches. A second such update in a row ends the run and
-names the rank, unless `RunConfig.non_finite` is "leave_out". Nothing can be left out
+names the rank, unless `WindowConfig.non_finite` is "leave_out". Nothing can be left out
 where the common parameters are not finite: that ends every run. Pure.
 """
 
@@ -43,12 +43,13 @@ def judge_update(state: WindowState, rank: int) -> None:
         "is not finite: it is discarded"
     )
     batches, was_diverged = state.diverged.discard(rank, part.trained)
-    if was_diverged and state.config.non_finite == "stop":
+    if was_diverged and state.config.windows.non_finite == "stop":
         raise NonFiniteError(
             f"the update of rank {rank} was not finite twice in a row, in epoch "
             f"{state.epoch} (batches {named(batches)}): look at these samples, the "
             "loss and the learning rate, or at the rank's device; "
-            "non_finite='leave_out' goes on without such updates",
+            "windows=elche.WindowConfig(non_finite='leave_out') continues without "
+            "such updates",
             rank,
             joined(batches),
         )

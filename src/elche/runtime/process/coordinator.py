@@ -47,7 +47,7 @@ from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.coordination.protocol.wire import to_wire
 from elche.runtime.coordinator_process.rank_connection import Hello, RankConnection
 from elche.runtime.process.launcher_watch import ignore_signals, is_running
-from elche.runtime.process.launchers import rank_environments
+from elche.runtime.process.launchers import LaunchFacts, rank_environments
 from elche.runtime.report.files import write_story
 
 logger = logging.getLogger(__name__)
@@ -369,7 +369,7 @@ def serve_in_thread(
     thread.start()
     try:
         environments = rank_environments(founders, address, key)
-        joining = {**environments[0], "ELCHE_JOINS": "1"}
+        joining = environments[0] | LaunchFacts(joins=True).environment()
         late = range(founders, world_size)
         yield [*environments, *({**joining, "RANK": str(rank)} for rank in late)]
     finally:

@@ -16,7 +16,7 @@ import torch
 from elche.comm.control.addresses import EVERYWHERE, parse_address
 from elche.errors import ConfigError
 from elche.runtime.emulation import EmulationConfig
-from elche.runtime.process.launchers import read_launcher
+from elche.runtime.process.launchers import launch_facts, read_launcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,8 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
     environment = read_launcher(environment)
     world_size = _int(environment, "WORLD_SIZE", 1)
     rank = _int(environment, "RANK", 0)
-    joins = environment.get("ELCHE_JOINS") == "1"
-    if not 0 <= rank < world_size and not (joins and rank >= world_size):
+    facts = launch_facts(environment)
+    if not 0 <= rank < world_size and not (facts.joins and rank >= world_size):
         raise ConfigError(
             f"expected 0 <= RANK < WORLD_SIZE, got {rank} of {world_size}"
         )
@@ -132,9 +132,9 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
             ms_per_sample=float(environment.get("ELCHE_MS_PER_SAMPLE", "1.25")),
             fixed_ms=float(environment.get("ELCHE_FIXED_MS", "0")),
             memory_samples=_int(environment, "ELCHE_MEMORY_SAMPLES", 0) or None,
-            joins=joins,
-            may_grow=environment.get("ELCHE_REJOIN") == "1",
-            resumes=environment.get("ELCHE_COORDINATOR_KEPT") == "1",
+            joins=facts.joins,
+            may_grow=facts.may_grow,
+            resumes=facts.resumes,
         )
     except ValueError as error:
         raise ConfigError(

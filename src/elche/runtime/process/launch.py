@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -23,8 +23,7 @@ from elche.comm.control.addresses import listen
 from elche.comm.control.key_file import KEY_BYTES
 from elche.errors import ConfigError
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
-from elche.runtime.process.launcher_watch import PIPE
-from elche.runtime.process.launchers import rank_environments
+from elche.runtime.process.launchers import LAUNCH, LaunchFacts, rank_environments
 from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.process.torch_store import TorchStore
@@ -32,13 +31,7 @@ from elche.runtime.report.files import write_story
 from elche.runtime.report.trace_parts import TRACE, join_parts
 
 LOOPBACK = "127.0.0.1"
-RESUMES = "ELCHE_COORDINATOR_KEPT"
-"""Tells ranks that the coordinator is started anew when it dies."""
-JOINS = "ELCHE_JOINS"
-"""Tells a rank that it is to join a run under way."""
-REJOIN = "ELCHE_REJOIN"
-"""Tells ranks that others may join them."""
-OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", JOINS, REJOIN, RESUMES
+OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", LAUNCH
 
 
 class Network(Protocol):
@@ -231,6 +224,8 @@ class _LaunchedRun:
         self._parts = tempfile.mkdtemp(prefix="elche-") if config.trace_path else None
         self._pipe = os.pipe()  # this process alone has the end that it holds
         self._output = RankOutput(config.on_line, display, self._have_met)
+        pipe, may_grow = self._pipe[0], bool(config.rejoin)
+        self._facts = LaunchFacts(pipe=pipe, may_grow=may_grow, resumes=True)
         own = self._variables()
         self._places: dict[int, int] = {}  # of each rank: whose device it has
         self._environments = [
@@ -242,10 +237,8 @@ class _LaunchedRun:
         """Variables of every rank's environment."""
         return {
             **(self._store.environment() if self._store else {}),
-            PIPE: str(self._pipe[0]),
-            RESUMES: "1",
+            **self._facts.environment(),
             **({TRACE: self._parts} if self._parts else {}),
-            **({REJOIN: "1"} if self._config.rejoin else {}),
         }
 
     def _have_met(self) -> bool:
@@ -284,7 +277,8 @@ class _LaunchedRun:
         has_more = len(self._places) < config.world_size + config.rejoin
         if has_more and not has_ended:
             new = len(self._places)
-            await self._start(new, self._places[rank], RANK=str(new), **{JOINS: "1"})
+            own = replace(self._facts, joins=True).environment()
+            await self._start(new, self._places[rank], RANK=str(new), **own)
 
     async def go(self) -> None:
         """Starts all ranks, and waits for their end."""

@@ -14,11 +14,12 @@ import stat
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from elche.runtime.process.launchers import launch_facts
 from elche.runtime.process.rank_output import write_whole_lines
 
-PIPE = "ELCHE_LAUNCHER_PIPE"
 PR_SET_PDEATHSIG = 1
 END_AFTER_S = 5.0
 """Within which a training thread that sees it as well may end by an error."""
@@ -26,8 +27,12 @@ END_AFTER_S = 5.0
 
 def watch_launcher(rank: int) -> None:
     """Begins to watch, where the launcher has handed a pipe to this process."""
-    descriptor = int(os.environ.pop(PIPE, "-1"))
-    if descriptor < 0 or not _is_pipe(descriptor):
+    facts = launch_facts()
+    descriptor = facts.pipe
+    if descriptor < 0:
+        return
+    os.environ.update(replace(facts, pipe=-1).environment())
+    if not _is_pipe(descriptor):
         return  # started by a rank, which keeps its pipe for itself
     write_whole_lines()
     wake_with_parent()

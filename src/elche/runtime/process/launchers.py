@@ -6,11 +6,17 @@ torchrun, Kubeflow's training operator and Ray Train set ``RANK``, ``WORLD_SIZE`
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Final
 
 from elche.comm.control.addresses import format_address
 from elche.errors import ConfigError
+
+LAUNCH: Final = "ELCHE_LAUNCH"
 
 # As Lightning does: jobs of one host at one time get different ports.
 _FIRST_PORT = 15000
@@ -115,3 +121,40 @@ def rank_environments(
         }
         for rank in range(world_size)
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchFacts:
+    """The launcher's arrangements for a rank.
+
+    Attributes:
+        pipe: descriptor that closes when the launcher ends; -1 without one.
+        joins: the rank joins a run under way.
+        may_grow: other ranks may join the run.
+        resumes: the coordinator is restarted when it dies.
+    """
+
+    pipe: int = -1
+    joins: bool = False
+    may_grow: bool = False
+    resumes: bool = False
+
+    def environment(self) -> dict[str, str]:
+        """The facts as a variable of a rank's environment."""
+        return {LAUNCH: json.dumps(asdict(self))}
+
+
+def launch_facts(environment: Mapping[str, str] = os.environ) -> LaunchFacts:
+    """Reads the facts; the defaults where no launcher of elche has started this rank.
+
+    Raises:
+        ConfigError: they are not of this version.
+    """
+    text = environment.get(LAUNCH, "{}")
+    try:
+        return LaunchFacts(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"expected {LAUNCH} as `elche run` of this version sets it, got {text!r}; "
+            "unset it"
+        ) from error

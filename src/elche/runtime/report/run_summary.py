@@ -43,7 +43,7 @@ class RunSummary:
         reduction_bytes: of memory that each rank holds for reductions.
         of: what the figures are of: the last epoch or window that has ended.
         samples_per_s: of the whole run; None before anything has ended.
-        efficiency: see `elche.Metrics.efficiency`.
+        efficiency: see `elche.monitor.Metrics.efficiency`.
         ranks: a line for each.
     """
 

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.comm.transport.process_group import Group
-from elche.config import RunConfig
+from elche.config import RunConfig, TrainerPolicyName
 from elche.errors import ConfigError, NonFiniteError
 from elche.runtime.rank_settings import refuse_sync_norms
 from elche.runtime.sync.delayed_steps import DelayedSteps
@@ -85,7 +86,7 @@ class Synchroniser:
         self._norm_group: Group | None = None
         self._signature: list[tuple[int, bool, torch.dtype | None]] = []
         self._watch = ParameterWatch(model)
-        self.policy = "sync" if config.policy == "auto" else config.policy
+        self.policy: str = "sync" if config.policy == "auto" else config.policy
         self.reducer: GradientReducer | None = None
         self.windows: WindowSync | None = None
         self.is_left_out = False
@@ -138,7 +139,8 @@ class Synchroniser:
             norms = bind_sync_batchnorm(self._model, self._norm_group)
             self._build_reducer(self._group, norms)
         else:
-            config = replace(self._config, policy=self.policy)
+            policy_name = cast("TrainerPolicyName", self.policy)
+            config = replace(self._config, policy=policy_name)
             self.windows = make_window_sync(
                 config,
                 self._trainable,
@@ -340,7 +342,7 @@ def make_window_sync(
             optimizer,
             window,
             buffers,
-            max_grad_norm=config.max_grad_norm,
+            max_grad_norm=config.windows.max_grad_norm,
             is_sum=config.loss_reduction == "sum",
         )
         sync.attach()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import elche
-from elche import session
+from elche.session.process import failing_together
 from tests.harness.settings import nested
 
 IGNORED = -100
@@ -245,7 +245,7 @@ def weigh_by(kind: str, options: dict[str, Any]) -> None:
     model, optimizer, loader = elche.setup(
         model, optimizer, loader, weight_of=weigh, **nested(options)
     )
-    with session.failing_together():
+    with failing_together():
         for batch in loader:
             masked_mean(model, batch).backward()
             optimizer.step()

@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elche
-from elche import session
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.transport.process_group import Group
 from elche.errors import ElcheError
+from elche.session.process import current_run, failing_together
 from tests.comm.averaging.cases.overlap_cases import all_changed, averager_of, joined
 from tests.comm.plans import plan
 from tests.harness.rank_main import this_place
@@ -163,7 +163,7 @@ def train(script: Script) -> Seen:
     log.setLevel(logging.INFO)
     error, policies = "", []
     try:
-        with session.failing_together():
+        with failing_together():
             model, optimizer, loader = elche.setup(
                 model, optimizer, loader, **nested(script.options)
             )
@@ -193,7 +193,7 @@ def train(script: Script) -> Seen:
 
 
 def _policy() -> str:
-    run = session.current_run()
+    run = current_run()
     return "" if run is None else run._synchroniser.policy
 
 

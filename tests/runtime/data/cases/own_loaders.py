@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import elche
-from elche import session
 from elche.errors import ElcheError
+from elche.session.process import current_run, failing_together
 
 SAMPLES, SIZE, EPOCHS, MEAN = 52, 8, 3, 3.0
 
@@ -180,7 +180,7 @@ def _train(model: Any, optimizer: Any, batches: Any, found: Found) -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        run = session.current_run()
+        run = current_run()
         if run is None or run.samples_in_hand:
             found.seen[-1] += number.tolist()
             found.sums[-1] += float(x.sum())
@@ -206,7 +206,7 @@ def on_ranks(kind: str, policy: str, workers: int = 0, loop: str = "") -> Found:
     """On this rank of a run, or on one device that draws by position."""
     (model, optimizer), loader, found = _parts(loop != ""), made(kind, workers), Found()
     try:
-        with session.failing_together():
+        with failing_together():
             model, optimizer, ours = elche.setup(
                 model, optimizer, loader, policy=policy, epochs=EPOCHS
             )

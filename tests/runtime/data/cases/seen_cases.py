@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche import session
 from tests.harness.rank_main import this_place
 from tests.harness.settings import nested
 
@@ -81,7 +80,7 @@ def watch(job: Job) -> list[Seen]:
                 model(x / job.samples).square().mean().backward()
                 optimizer.step()
     finally:
-        session.shutdown()
+        elche.shutdown()
     return seen
 
 
@@ -136,7 +135,7 @@ def slowed_for_a_while(folder: str) -> Shares:
                 if len(found) == 3 or steps - released_at == MOST_STEPS:
                     break
     finally:
-        session.shutdown()
+        elche.shutdown()
     return Shares(*[*found, 0.0, 0.0, 0.0][:3], steps - released_at)
 
 

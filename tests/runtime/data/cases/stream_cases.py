@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import elche
-from elche import session
+from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Numbered, Task, build
 from tests.harness.settings import nested
 
@@ -202,7 +202,7 @@ class _Kept(logging.Handler):
 
 def streamed(task: StreamTask) -> Streamed:
     """Trains on the stream on this rank of a run, or on one device."""
-    with session.failing_together():
+    with failing_together():
         return _streamed(task)
 
 
@@ -248,7 +248,7 @@ def _train(
     for epoch in range(task.epochs):
         order: list[int] = []
         for x, y, index, draw in loader:
-            run = session.current_run()
+            run = current_run()
             if run is None or run.samples_in_hand:
                 order += index.tolist()
                 for number, value in zip(index.tolist(), draw.tolist(), strict=True):

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 import tests.harness.uncompiled  # noqa: F401 - starts faster
+from elche.runtime.process.launchers import launch_facts
 
 own = elche.rank()
-is_joiner = "ELCHE_JOINS" in os.environ
+is_joiner = launch_facts().joins
 torch.manual_seed(0)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import elche
+from elche.runtime.process.launchers import launch_facts
 from elche.trainer.trainer_result import EpochRecord
 
 EPOCHS = 20
 WITHIN_S = 120.0
-own, is_joiner, losses = elche.rank(), "ELCHE_JOINS" in os.environ, 0
+own, is_joiner, losses = elche.rank(), launch_facts().joins, 0
 word = Path(sys.argv[1], "come")
 if is_joiner:
     word.touch()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from elche import Pipeline
+from elche.pipeline import Pipeline
 
 STEPS, SAVE_EVERY = 12, 3
 folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])

@@ -127,7 +127,7 @@ class Survived:
 
     ended: tuple[str, int | None, tuple[tuple[int, int], ...]]
     order: list[int]
-    metrics: elche.EpochMetrics | None
+    metrics: elche.monitor.EpochMetrics | None
     progress: float
     values: dict[str, torch.Tensor]
     discarded: list[str]

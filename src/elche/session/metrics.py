@@ -10,11 +10,11 @@ import torch
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError
 from elche.monitor.trace import Span
-from elche.process import process
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.report.run_summary import RunSummary, summarise
 from elche.runtime.report.trace_parts import save_timeline
 from elche.runtime.report.trackers import Tracker
+from elche.session.process import process
 
 
 def log_scalar(name: str, value: float | torch.Tensor) -> None:

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche import session_state
 from elche.errors import ConfigError
-from elche.process import process
 from elche.runtime.run import Run
 from elche.runtime.watch.followed_schedulers import check_scheduler
 from elche.runtime.watch.rate_watch import follows_progress
+from elche.session.process import process
+from elche.session.state import progress_samples
 
 Scheduler = TypeVar("Scheduler", bound=LRScheduler)
 
@@ -113,7 +113,7 @@ class ProgressLR:
         Raises:
             ConfigError: ``fn`` gave no finite number, or a negative one.
         """
-        progress = min(1.0, session_state.progress_samples() / self._total_samples)
+        progress = min(1.0, progress_samples() / self._total_samples)
         factor = self._fn(progress) * self._scale
         if not 0.0 <= factor < math.inf:
             raise ConfigError(

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from elche.errors import ConfigError
-from elche.process import process
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
+from elche.session.process import process
 
 STATE_VERSION = 2
 STATE_KEYS = {"version", "samples", "steps", "averaging"}

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from elche import session
 from elche.monitor.progress import open_progress
-from elche.process import process
 from elche.runtime.loader import RunLoader
+from elche.session import ranks
+from elche.session.process import process
 
 
 class _Bar(Protocol):
@@ -30,7 +30,7 @@ def print(*values: object, **options: Any) -> None:
         values: what to print.
         options: of Python's ``print``.
     """
-    if not session.is_main_process():
+    if not ranks.is_main_process():
         return
     tqdm = _tqdm() if process.has_bar else None
     if tqdm is None:
@@ -57,7 +57,7 @@ def progress(loader: Iterable[Any], **tqdm_options: Any) -> Iterator[Any]:
         tqdm_options: of ``tqdm``, such as ``desc``. Without tqdm all but ``desc``,
             ``total`` and ``disable`` mean nothing.
     """
-    if not session.is_main_process() or tqdm_options.get("disable"):
+    if not ranks.is_main_process() or tqdm_options.get("disable"):
         return iter(loader)
     return _shown(loader, tqdm_options)
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche import session_state
 from elche.errors import ConfigError
+from elche.session import learning_rate
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -54,7 +54,7 @@ def test_the_rate_is_a_function_of_progress_alone(
             optimizer = sgd()
             schedule = elche.ProgressLR(optimizer, math.cos, 20_000, scale=2.0)
             for at in (*steps, progress):
-                patch.setattr(session_state, "progress_samples", lambda at=at: at)
+                patch.setattr(learning_rate, "progress_samples", lambda at=at: at)
                 schedule.step()
             found += rates(optimizer)
     assert found == [found[0], 0.5 * (math.cos(progress / 20_000) * 2.0)]
@@ -62,7 +62,7 @@ def test_the_rate_is_a_function_of_progress_alone(
 
 def test_progress_ends_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch more than planned, or a window planned beyond the end."""
-    monkeypatch.setattr(session_state, "progress_samples", lambda: 150.0)
+    monkeypatch.setattr(learning_rate, "progress_samples", lambda: 150.0)
     seen: list[float] = []
 
     def note(progress: float) -> float:
@@ -74,7 +74,7 @@ def test_progress_ends_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_group_keeps_its_own_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_state, "progress_samples", lambda: 50.0)
+    monkeypatch.setattr(learning_rate, "progress_samples", lambda: 50.0)
     optimizer = sgd()
     schedule = elche.ProgressLR(optimizer, lambda progress: progress, 100)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.1})

@@ -8,8 +8,8 @@ from typing import Any
 
 from elche.checkpoint.keeper import CheckpointConfig
 from elche.errors import ConfigError
-from elche.process import process
 from elche.runtime.run import Run
+from elche.session.process import process, shutdown
 
 
 def epochs(count: int) -> Iterator[int]:
@@ -118,7 +118,6 @@ def _needs_run(call: str) -> None:
     has_failed = isinstance(run, Run) and run.worker.is_closed
     if run is not None and not has_failed:
         return
-    from elche import session
     from elche.pipeline.checkpoints.pipeline_state import PipelineState
     from elche.pipeline.checkpoints.saved_pipeline import begin_saving
 
@@ -130,7 +129,7 @@ def _needs_run(call: str) -> None:
             f"elche.{call}() needs a run: call elche.setup first, or make a Pipeline"
         )
     if has_failed:
-        session.shutdown()  # what comes is of the pipeline
+        shutdown()  # what comes is of the pipeline
     if pipe.passes.pauses is not process.checkpoints:
         process.checkpoints.end_run(has_failed=True)  # of a run that has failed
         begin_saving(pipe, process.checkpoints)

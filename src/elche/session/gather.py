@@ -9,9 +9,9 @@ import torch
 
 from elche.by_hand.manual_run import current_manual_run
 from elche.errors import ConfigError
-from elche.process import process
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
+from elche.session.process import process
 
 Tree = TypeVar("Tree")
 

@@ -1,0 +1,181 @@
+"""The active run of this process, at most one, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import ClassVar
+
+from elche.by_hand.manual_run import end_manual_run
+from elche.checkpoint.keeper import CheckpointKeeper
+from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
+from elche.errors import ConfigError, ElcheError
+from elche.runtime.emulation import EmulationHandle
+from elche.runtime.memory_limits import memory_hint
+from elche.runtime.process.environment import Placement, read_placement
+from elche.runtime.process.shutdown import (
+    counted_hint,
+    exit_watch,
+    failure_of,
+    watch_process,
+)
+from elche.runtime.report.metrics_view import MetricsView
+from elche.runtime.report.notifications import RunNotifications
+from elche.runtime.report.run_summary import RunFacts
+from elche.runtime.report.timeline import Timeline
+from elche.runtime.report.trackers import TrackedMetrics, Tracker
+from elche.runtime.run import Run
+from elche.runtime.single import SingleRun
+
+
+class Process:
+    """What this process has under way."""
+
+    run: Run | SingleRun | None = None
+    metrics: MetricsView | None = None
+    timeline: Timeline | None = None
+    notifications: RunNotifications | None = None
+    facts: RunFacts | None = None
+    trackers: ClassVar[list[Tracker]] = []
+
+    emulation: EmulationHandle | None = None
+    placement: Placement | None = None
+    checkpoints = CheckpointKeeper()
+    training: threading.Thread | None = None
+    """Trains with a `TrainingHandle`, if any does."""
+    hooked = False
+    has_bar = False
+    place: int | None = None
+    """Where ranks have died: this one's among the others, when the run had ended."""
+
+    def begin(self, run: Run | SingleRun, facts: RunFacts, timeline: Timeline) -> None:
+        """Takes the run that this process has under way from now on."""
+        self.run, self.metrics = run, MetricsView(run)
+        self.timeline, self.facts = timeline, facts
+        self.notifications = run.notifications
+        tracked = TrackedMetrics(self.trackers, run.steps_at)
+
+        def track(metrics: EpochMetrics | WindowMetrics) -> None:
+            if run.rank == 0:  # now: who was the first may have died
+                tracked.take(metrics)
+
+        run.notifications.on_metrics = track
+
+    def end(self) -> None:
+        """The run has ended: its metrics are kept, and its model may be forgotten."""
+        if self.metrics is not None:
+            self.metrics.end()
+        if self.notifications is not None:
+            self.notifications.on_metrics = None
+
+    def placed(self) -> Placement:
+        """Rank and device of this process, also where no run is active."""
+        return read_placement() if self.placement is None else self.placement
+
+    def trains_beside(self) -> bool:
+        """Whether another thread than this one trains."""
+        thread = self.training
+        return (
+            thread is not None
+            and thread.is_alive()
+            and thread is not threading.current_thread()
+        )
+
+
+process = Process()
+
+
+def current_run() -> Run | None:
+    """The run under way on several ranks, None on one."""
+    return process.run if isinstance(process.run, Run) else None
+
+
+def current_emulation() -> EmulationHandle | None:
+    """The emulated device that `setup` attached, None for a real one."""
+    return process.emulation
+
+
+def shutdown() -> None:
+    """Ends the run of this process: leaves, and closes group and channel.
+
+    Called at the exit of the interpreter and by the next `setup`. Ends the group of
+    `elche.init_group` too.
+
+    Raises:
+        ConfigError: a `TrainingHandle`'s thread trains.
+    """
+    refuse_beside()
+    end_manual_run()
+    run, process.run = process.run, None
+    try:
+        process.checkpoints.end_run(has_failed=run is None)
+        if run is not None:
+            if run.rank != process.placed().rank:
+                process.place = run.rank
+            run.leave()
+    finally:
+        emulation, process.emulation = process.emulation, None
+        if emulation is not None:
+            emulation.remove()
+        process.end()
+        process.placement = None
+
+
+def refuse_beside() -> None:
+    """Refuses another run beside one in a thread.
+
+    Raises:
+        ConfigError: a `TrainingHandle`'s thread trains.
+    """
+    if process.trains_beside():
+        raise ConfigError(
+            "a Trainer trains in a thread of this process, one run at a time; call "
+            "its handle's join() or stop() first"
+        )
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """Reports an exception that leaves the block to the other ranks."""
+    try:
+        yield
+    except BaseException as error:
+        _report_failure(error)
+        raise
+
+
+def write_line(line: str) -> None:
+    """Writes a line to stderr regardless of logging configuration."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def watch_exit() -> None:
+    """Leaves the run at exit, and reports an uncaught exception to the other ranks."""
+    if process.hooked:
+        return
+    process.hooked = True
+    exit_watch.attach()
+    watch_process(_report_failure, shutdown)
+
+
+def _report_failure(error: BaseException) -> None:
+    run = current_run()
+    if process.trains_beside():  # it ends when it is told, and closes everything
+        if run is not None:
+            with contextlib.suppress(ElcheError):
+                run.worker.send(failure_of(run.worker.rank, error))
+        return
+    if process.metrics is not None:
+        process.metrics.end()
+    if run is None:
+        return
+    process.run = None
+    hint = memory_hint(error, run.worker.rank, run.last_samples)
+    hint = hint or counted_hint(error, run.policy)
+    if hint:
+        write_line(f"elche: {hint}")
+    with contextlib.suppress(ElcheError):
+        run.close(failure_of(run.worker.rank, error, hint))

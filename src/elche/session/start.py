@@ -1,0 +1,181 @@
+"""The start of a run: placement, hooks, rank 0's headline."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elche.comm.tensors.kept_memory import keep_freed_memory
+from elche.config import DELAYED_SYNC
+from elche.errors import ConfigError
+from elche.runtime.data.batch_weights import BatchWeights
+from elche.runtime.data.stream_data import StreamView, by_position
+from elche.runtime.emulation import emulate
+from elche.runtime.loader import RunLoader, check_unstarted
+from elche.runtime.process.environment import Placement, read_placement
+from elche.runtime.process.launcher_watch import watch_launcher
+from elche.runtime.rank_settings import (
+    batch_norm_hint,
+    check_shared,
+    check_training,
+    fused_hint,
+    optimizers_of,
+)
+from elche.runtime.report.run_summary import RunFacts
+from elche.runtime.run import Run
+from elche.runtime.single import SingleRun
+from elche.runtime.training import SetupConfig, Training
+from elche.runtime.watch.model_copies import check_copies
+from elche.session import ranks
+from elche.session.process import process, shutdown, watch_exit, write_line
+
+logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar(
+    "Optimizer", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+)
+
+
+def set_up(
+    model: Model, optimizer: Optimizer, loader: DataLoader[Any], asked: SetupConfig
+) -> tuple[Model, Optimizer, RunLoader]:
+    """Implementation of `elche.setup`; ``asked`` holds its settings."""
+    if asked.config.policy == DELAYED_SYNC:
+        raise ConfigError(
+            "policy 'delayed_sync' takes the loop's steps later, so it needs a loop of "
+            "elche's own: use elche.Trainer, or choose policy='sync'"
+        )
+    optimizers = optimizers_of(optimizer)
+    check_training(model, optimizers, loader)
+    check_copies(asked.copies, model)
+    shutdown()
+    placement = read_placement()
+    process.placement = placement
+    watch_launcher(placement.rank)
+    training = _place(model, optimizers, loader, asked, placement)
+    run: Run | SingleRun
+    if placement.is_alone:
+        run = _begin_alone(training, asked, placement)
+    else:
+        check_shared(model, optimizers, training.loader, asked.config)
+        check_unstarted(loader)
+        watch_exit()
+        run = _begin_shared(training, asked, placement)
+    return model, optimizer, RunLoader(loader, training.loader, run)
+
+
+def _place(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    loader: DataLoader[Any],
+    asked: SetupConfig,
+    placement: Placement,
+) -> Training:
+    """Moves the model to this rank's device, and makes the loader's positions."""
+    of_batch = asked.weight_of
+    weights = None if of_batch is None else BatchWeights(of_batch, placement.rank)
+    if placement.device.type == "cuda":
+        torch.cuda.set_device(placement.device)
+    model.to(placement.device)
+    if placement.emulation is not None:
+        process.emulation = emulate(model, placement.emulation)
+    world_size, seed = placement.world_size, asked.config.seed
+    return Training(
+        config=asked.config,
+        model=model,
+        optimizers=optimizers,
+        loader=by_position(loader, asked.samples_per_epoch, world_size, seed),
+        weights=weights,
+        micro_batches=asked.micro_batches,
+        copies=asked.copies,
+        is_default=asked.is_default,
+        epochs=asked.epochs,
+        pauses=process.checkpoints,
+        delayed=asked.delayed,
+    )
+
+
+def _begin_alone(
+    training: Training, asked: SetupConfig, placement: Placement
+) -> SingleRun:
+    write_line(_single_line(placement))
+    keep_freed_memory()
+    run = SingleRun(training, placement.device)
+    run.notifications.emit = write_line
+    run.attach()
+    process.begin(run, _facts_alone(placement, asked), run.timeline)
+    process.checkpoints.begin_run(run, asked.schedulers, asked.stops)
+    process.checkpoints.register(_named(training.optimizers[1:]))
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)  # a checkpoint may still be written then, or a trace
+    return run
+
+
+def _begin_shared(training: Training, asked: SetupConfig, placement: Placement) -> Run:
+    config, dataset = asked.config, training.loader.dataset
+    run = Run.start(placement, training, asked.epochs)
+    process.begin(run, run.facts(), run.worker.timeline)
+    process.checkpoints.begin_run(
+        run,
+        asked.schedulers,
+        asked.stops,
+        cuts_at_stop=asked.delayed is not None,
+    )
+    process.checkpoints.register(_named(training.optimizers[1:]))
+    for scheduler in asked.schedulers:
+        run.follow(scheduler)
+    if isinstance(dataset, StreamView):
+        seed = torch.initial_seed() if config.seed is None else config.seed
+        dataset.join(run.worker.group, seed)
+    run.notifications.emit = _write_if_first
+    if placement.rank == 0:
+        write_line(run.headline())
+        fused = [fused_hint(each) for each in training.optimizers]
+        for hint in (batch_norm_hint(training.model, config.policy), *fused):
+            if hint:
+                write_line(hint)
+    return run
+
+
+def _named(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[str, torch.optim.Optimizer]:
+    """Optimizers beside the main one, by their names in a checkpoint."""
+    return {f"optimizer {index}": each for index, each in enumerate(optimizers, 2)}
+
+
+def _facts_alone(placement: Placement, asked: SetupConfig) -> RunFacts:
+    return RunFacts(
+        policy=asked.config.policy,
+        is_default=asked.is_default,
+        devices=(placement.device_name,),
+        memory_bytes=(placement.memory_bytes,),
+        transport="none, on one device",
+        reduction_bytes=0,
+    )
+
+
+def _single_line(placement: Placement) -> str:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if placement.speed is None and placement.device.type == "cpu":
+        return "elche: CPU"
+    line = f"elche: single device: {placement.device_name}"
+    if count > 1 and "ELCHE_COORDINATOR" not in os.environ:
+        line += f" ({count} devices are here; use all of them: elche run script.py)"
+    return line
+
+
+def _write_if_first(line: str) -> None:
+    """Writes a line for the user on the first rank that lives; others log it."""
+    if ranks.rank() == 0:
+        write_line(line)
+    else:
+        logger.info(line)

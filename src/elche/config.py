@@ -102,7 +102,7 @@ class RunConfig(SettingsGroup):
     def __post_init__(self) -> None:
         check_choice("policy", self.policy, get_args(TrainerPolicyName))
         check_choice("loss_reduction", self.loss_reduction, get_args(LossReduction))
-        if self.codec == "auto":
+        if str(self.codec) == "auto":
             raise ConfigError(NO_AUTO_CODEC)
         check_choice("codec", self.codec, CODECS)
         check_choice("shares", self.shares, get_args(Shares))

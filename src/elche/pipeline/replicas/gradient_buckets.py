@@ -77,7 +77,9 @@ class GradientBucket:
                 view.zero_()
             else:
                 view.copy_(as_numbers(gradient))
-        flat[self._numel :] = torch.tensor([one is not None for one in gradients])
+        flat[self._numel :] = torch.tensor(
+            [one is not None for one in gradients], device="cpu"
+        )
         self.begin_s = time.monotonic()
         try:
             self.exchange.begin(0)

@@ -26,7 +26,7 @@ from elche.coordination.agreement import (
 from elche.coordination.epochs import Epochs
 from elche.coordination.gathering import Barriers
 from elche.coordination.membership import Membership, as_members
-from elche.coordination.policies import build_policy
+from elche.coordination.policies import policy_chooser
 from elche.coordination.policy import Steps
 from elche.coordination.protocol.events import (
     BarrierReached,
@@ -265,8 +265,8 @@ class Coordinator:
                 kind="config",
             )
             return
-        policy = build_policy(as_members(joins), settings)
-        self._epochs = Epochs(policy, self._membership, self._story)
+        chooser = policy_chooser(as_members(joins), settings)
+        self._epochs = Epochs(chooser, self._membership, self._story)
         yield None
         yield from self._membership.begin(outlives=self._mortality.may_outlive)
 

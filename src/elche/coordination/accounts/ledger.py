@@ -191,11 +191,6 @@ class EpochLedger:
             self._pooled -= int(stop) - int(start)
             self._left_out.append((int(start), int(stop)))
 
-    def skip(self, batches: int) -> None:
-        """The first batches have been committed under another account."""
-        if batches:
-            self._settle(0, batches)
-
     def _settle(self, start: int, stop: int) -> None:
         """Pooled batches have been committed before."""
         self._take(start, stop)

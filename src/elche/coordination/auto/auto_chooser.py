@@ -148,8 +148,8 @@ class AutoChooser(PolicyChooser):
             self._measures.probe_s = self._measures.probe_s or sync_s
             self._sync.grant_singly(True)
         elif self._phase is not _Phase.FIXED:
-            if windows := self._windows:
-                self._measures.sync_s = windows.sync_s or self._measures.sync_s
+            known_s = 0.0 if self._windows is None else self._windows.sync_s
+            self._measures.sync_s = known_s or self._measures.sync_s or sync_s
             if self._phase is not _Phase.LEAVING or self._has_changed:
                 self._is_unsaid |= self._choose()
             self._carry_out(alike=alike)
@@ -176,6 +176,7 @@ class AutoChooser(PolicyChooser):
             self._phase = _Phase.FIXED
             self._is_unsaid = False
             self._share_among_all()
+        self._times.pop(rank, None)
 
     def add(self, member: Member) -> None:
         """A rank joins: of usual speed until it is measured, and the choice is anew."""
@@ -191,6 +192,7 @@ class AutoChooser(PolicyChooser):
             self._share_among_all()
         elif self._phase is _Phase.FIXED:
             self._phase = _Phase.STEPS if self._windows is None else _Phase.WINDOWS
+        self._measures.sync_s = 0.0  # probed anew, with who joined
         self._alone_since_s = -math.inf
 
     def _share_among_all(self) -> None:

@@ -7,9 +7,7 @@ predictions ask it; the simulator runs the same code.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, final
 
 from elche.errors import ConfigError
@@ -201,30 +199,35 @@ class RankTime:
         """
         if not (math.isfinite(busy) and busy > 0.0):
             raise ConfigError(f"a time must be positive and finite, got {busy!r}")
-        if self._most_recent == 1 and self.is_measured:
+        if self._most_recent > 1:
+            samples, busy = self._typical(samples, busy)
+        elif self._size:
             busy = min(busy, MAX_RISE * self.of(samples))
-        samples, busy = self._typical(samples, busy)
         if samples != self._size and self._size:
             self._tell_apart()
         self._size = samples
         self._largest = max(self._largest, samples)
         self._smallest = min(self._smallest or samples, samples)
-        shapes = SHAPES[: len(self._levels)]
-        costs = [busy / _load(shape, samples) for shape in shapes]
         if not self._levels[0]:
-            self._levels = costs
+            self._levels = [busy / samples]
             return
+        if len(self._levels) == 1:
+            costs = [busy / samples]
+        else:
+            costs = [busy / _load(shape, samples) for shape in SHAPES]
         ratios = [new / old for new, old in zip(costs, self._levels, strict=True)]
         # All levels follow alike: not the faster, the worse a shape has predicted.
         error = abs(ratios[self._shape] - 1.0)
-        is_known = len(self._recent) == self._most_recent
-        self._is_settled = is_known and error <= max(SETTLED, 2.0 * self._noise)
-        is_sure = self._most_recent > 1
-        jumps = is_sure and error > max(JUMP, MOST_DEVIATIONS * self._noise)
-        self._judge([abs(math.log(ratio)) for ratio in ratios])
-        if jumps:
-            self._levels = costs
-            return
+        if self._most_recent > 1:
+            is_known = len(self._recent) == self._most_recent
+            self._is_settled = is_known and error <= max(SETTLED, 2.0 * self._noise)
+            jumps = error > max(JUMP, MOST_DEVIATIONS * self._noise)
+            self._judge([abs(math.log(ratio)) for ratio in ratios])
+            if jumps:
+                self._levels = costs
+                return
+        else:
+            self._judge([abs(math.log(ratio)) for ratio in ratios])
         weight = min(max(error, MIN_ALPHA), MAX_ALPHA)
         for index, ratio in enumerate(ratios):
             self._levels[index] *= 1.0 + weight * (ratio - 1.0)
@@ -266,6 +269,9 @@ class RankTime:
     def _judge(self, errors: Sequence[float]) -> None:
         """Weighs the shapes by how well each has predicted a batch."""
         most = MOST_DEVIATIONS * self._noise
+        if len(errors) == 1:
+            self._note(errors[0], most)
+            return
         scale = TEMPER / self._noise**2
         against = [
             FADING * known + scale * min(error, most) ** 2
@@ -281,8 +287,12 @@ class RankTime:
         best = min(believed, key=weighed.__getitem__)
         if weighed[self._shape] > weighed[best] + CLEAR:
             self._shape = best
+        self._note(errors[best], most)
+
+    def _note(self, error: float, most: float) -> None:
+        """Follows the noise, by an error that counts at most so much."""
         squared = (1.0 - NOISE_WEIGHT) * self._noise**2
-        squared += NOISE_WEIGHT * min(errors[best], most) ** 2
+        squared += NOISE_WEIGHT * min(error, most) ** 2
         self._noise = max(LEAST_NOISE, math.sqrt(squared))
         self._untold *= 1.0 - NOISE_WEIGHT
 
@@ -310,17 +320,22 @@ class RankTime:
         return alike[(len(alike) - 1) // 2]
 
 
-class RankTimes(defaultdict[int, RankTime]):
+class RankTimes(dict[int, RankTime]):
     """Times of a run's ranks by their numbers, in seconds by samples.
 
-    One for all that schedules: what steps have shown, windows begin with.
+    One for all that schedules: what steps have shown, windows begin with. A rank that
+    is asked for the first time has no measurement.
 
     Args:
         recent: as of each `RankTime`.
     """
 
     def __init__(self, recent: int = RECENT_STEPS) -> None:
-        super().__init__(partial(RankTime, recent))
+        super().__init__()
+        self._most_recent = recent
+
+    def __missing__(self, rank: int) -> RankTime:
+        return self.setdefault(rank, RankTime(self._most_recent))
 
 
 def _load(shape: tuple[float, float], samples: float) -> float:

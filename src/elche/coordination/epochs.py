@@ -24,6 +24,7 @@ from elche.coordination.protocol.instructions import (
     EndEpoch,
     Instruction,
     MetricsReported,
+    PolicyChosen,
 )
 from elche.coordination.roster import refusal
 from elche.coordination.story import Story
@@ -190,7 +191,8 @@ class Epochs:
         return self._settle(self._policy.handle(event, now_s), now_s)
 
     def _settle(self, outcome: Outcome, now_s: float) -> Steps:
-        for note in outcome.notes:
+        chosen = (one for one in outcome.instructions if isinstance(one, PolicyChosen))
+        for note in (*outcome.notes, *(one.reason for one in chosen)):
             self._story.decided(note, now_s)
         if outcome.epoch_over:
             self.is_under_way = False

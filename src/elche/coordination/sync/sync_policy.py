@@ -57,8 +57,8 @@ class SyncPolicy(Policy):
         times: RankTimes | None = None,
     ) -> None:
         config = settings.config
-        self.watch: Callable[[Sequence[StepsDone], int], list[Instruction]]
-        self.watch = lambda _reports, _steps: []
+        self.watch: Callable[[Sequence[StepsDone], int], list[Instruction]] | None
+        self.watch = None
         self._members = {member.rank: member.horizon_batches for member in members}
         self._shares = StepShares(settings, self._members, times)
         self._left_out = LeftOutRanks(members, settings, self._shares)
@@ -319,7 +319,8 @@ class SyncPolicy(Policy):
             self._checks.compare({report.rank: report.checks for report in reports})
         if not (grant.is_settled or grant.left):
             told += self._measure(grant, reports)
-            told += self.watch(reports, grant.steps)
+            if self.watch is not None:
+                told += self.watch(reports, grant.steps)
         sync_s = max((report.sync_wait_s for report in reports), default=0.0)
         first, last, steps = min(self._members), grant.stop - 1, grant.steps
         return [*told, self._totals.close_window(last, now_s, first, sync_s, steps)]

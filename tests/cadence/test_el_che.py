@@ -460,7 +460,7 @@ def test_a_state_of_another_run_is_refused() -> None:
     che = el_che(2)
     report(che, [10.0, 40.0], sync_ms=50.0)
     state = che.state_dict()
-    anchor = state["anchor"]
+    anchor, time = state["anchor"], state["times"][0]
     with pytest.raises(ConfigError, match="of world size 2, this run has 3"):
         el_che(3).load_state_dict(state)
     for change, message in [
@@ -469,7 +469,10 @@ def test_a_state_of_another_run_is_refused() -> None:
         ({"anchor": {**anchor, "sync_ms": None}}, "cannot be read"),
         ({"anchor": {}}, "cannot be read"),
         ({"counts": [1.0]}, "does not describe 2 ranks"),
-        ({"ms_per_batch": [1.0, math.nan]}, "an estimate must be finite"),
+        ({"times": [{**time, "levels": [math.nan]}] * 2}, "a cost must be finite"),
+        ({"times": [{**time, "shape": 1}] * 2}, "a rank's time is not one"),
+        ({"times": [{}] * 2}, "cannot be read"),
+        ({"times": []}, "does not describe 2 ranks"),
         ({"ratios": {}}, "cannot be read"),
     ]:
         fresh = el_che(2)

@@ -11,25 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.cadence.balancer import Balancer, BalancerConfig
-from elche.cadence.time_model import TimeModel
+from elche.cadence.rank_time import RankTime
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 COST_S = 0.001
 Curve = Callable[[int], float]
 
 
-def learned(curve: Curve, noise: float, seed: int) -> TimeModel:
+def learned(curve: Curve, noise: float, seed: int) -> RankTime:
     """After sixty steps of all sizes."""
-    rng, model = random.Random(seed), TimeModel()
+    rng, model = random.Random(seed), RankTime()
     for _ in range(60):
         samples = rng.choice(SIZES)
         model.observe(samples, curve(samples) * rng.uniform(1 - noise, 1 + noise))
     return model
 
 
-def predicted(model: TimeModel, samples: int) -> float:
+def predicted(model: RankTime, samples: int) -> float:
     load = model.fixed_samples + max(samples, model.knee_samples)
-    return model.cost.value * load
+    return model.cost * load
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -56,7 +56,7 @@ def test_a_line_shows_no_knee(fixed: float, noise: float, seed: int) -> None:
 
 
 def test_no_knee_is_believed_beyond_the_largest_step() -> None:
-    model = TimeModel()
+    model = RankTime()
     for samples in (4, 1, 2) * 20:
         model.observe(samples, 0.1)
     assert model.knee_samples == 0.0

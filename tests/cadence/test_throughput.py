@@ -1,4 +1,4 @@
-"""The smoothed cost of a unit of work, hints, and ratios that hold steady."""
+"""Hints of speeds, costs that they complete, and ratios that hold steady."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elche.cadence.rank_time import RankTime
 from elche.cadence.throughput import (
     DOMINANCE_MARGIN,
     MAX_SPEED_RATIO,
-    CostEstimate,
     HeldRatios,
     check_reports,
     complete_costs,
@@ -22,64 +22,6 @@ from elche.cadence.throughput import (
 from elche.errors import ConfigError
 
 costs = st.floats(1e-6, 1e6)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        (10.0, 10.0, 10.0),  # no error, least weight
-        (10.0, 10.5, 10.05),  # 5 % error: weight 0.1
-        (10.0, 11.0, 10.1),  # 10 %: 0.1
-        (10.0, 15.0, 12.5),  # 50 %: 0.5
-        (10.0, 5.0, 7.5),
-        (10.0, 20.0, 18.0),  # 100 %: 0.8
-        (10.0, 1.0, 2.8),
-    ],
-)
-def test_smoothing_follows_the_reference(
-    old: float, new: float, expected: float
-) -> None:
-    estimate = CostEstimate()
-    assert not estimate.is_measured
-    estimate.observe(old)
-    assert estimate.value == old
-    estimate.observe(new)
-    assert estimate.value == pytest.approx(expected)
-
-
-@given(st.lists(costs, min_size=1, max_size=20))
-@settings(max_examples=100)
-def test_an_estimate_stays_within_what_was_seen(seen: list[float]) -> None:
-    estimate = CostEstimate()
-    for cost in seen:
-        estimate.observe(cost)
-    slack = 1e-12
-    assert min(seen) * (1 - slack) <= estimate.value <= max(seen) * (1 + slack)
-
-
-def test_a_threefold_change_is_followed_within_three_reports() -> None:
-    estimate = CostEstimate(10.0)
-    for _ in range(3):
-        estimate.observe(30.0)
-    assert estimate.value == pytest.approx(30.0, rel=0.12)
-
-
-def test_a_batch_that_hangs_counts_as_so_many_times_the_estimate() -> None:
-    free, limited = CostEstimate(10.0), CostEstimate(10.0, max_rise=4.0)
-    for estimate in (free, limited):
-        estimate.observe(100.0)
-    assert free.value == pytest.approx(82.0)
-    assert limited.value == pytest.approx(34.0)
-    limited.observe(5.0)  # a fall is never limited
-    assert limited.value == pytest.approx(0.8 * 5.0 + 0.2 * 34.0)
-
-
-@pytest.mark.parametrize("cost", [0.0, -1.0, math.nan, math.inf])
-def test_impossible_costs_are_refused(cost: float) -> None:
-    estimate = CostEstimate(2.0)
-    with pytest.raises(ConfigError, match="positive and finite"):
-        estimate.observe(cost)
-    assert estimate.value == 2.0
 
 
 @pytest.mark.parametrize(
@@ -116,11 +58,9 @@ def test_wrong_hints_are_refused(hints: object, message: str) -> None:
 
 
 def test_unmeasured_ranks_count_like_the_slowest_or_by_their_hint() -> None:
-    estimates = [CostEstimate(10.0), CostEstimate(40.0), CostEstimate()]
-    assert complete_costs(estimates, (1.0, 1.0, 1.0)) == [10.0, 40.0, 40.0]
-    assert complete_costs(estimates, (1.0, 0.25, 0.5)) == [10.0, 40.0, 20.0]
-    unknown = [CostEstimate(), CostEstimate()]
-    assert complete_costs(unknown, (1.0, 0.5)) == [1.0, 2.0]
+    assert complete_costs([10.0, 40.0, 0.0], (1.0, 1.0, 1.0)) == [10.0, 40.0, 40.0]
+    assert complete_costs([10.0, 40.0, 0.0], (1.0, 0.25, 0.5)) == [10.0, 40.0, 20.0]
+    assert complete_costs([0.0, 0.0], (1.0, 0.5)) == [1.0, 2.0]
 
 
 def test_near_equal_ranks_do_not_take_turns_as_the_reference() -> None:
@@ -194,11 +134,13 @@ def test_reports_name_the_rank_that_is_wrong() -> None:
 
 def test_equal_ranks_under_jitter_keep_their_ratio() -> None:
     rng = random.Random(7)
-    estimates = [CostEstimate(10.0), CostEstimate(10.0)]
+    estimates = [RankTime(recent=1), RankTime(recent=1)]
+    for estimate in estimates:
+        estimate.observe(1, 10.0)
     ratios = HeldRatios([10.0, 10.0])
     for _ in range(300):
         for estimate in estimates:
-            estimate.observe(10.0 * rng.uniform(0.95, 1.05))
-        ratios.follow([e.value for e in estimates])
+            estimate.observe(1, 10.0 * rng.uniform(0.95, 1.05))
+        ratios.follow([e.cost for e in estimates])
         assert ratios.reference == 0
         assert ratios.values == (1.0, 1.0)

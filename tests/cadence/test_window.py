@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.cadence.throughput import CostEstimate
+from elche.cadence.rank_time import RankTime
 from elche.cadence.window import should_close
 from elche.errors import ConfigError
 
@@ -60,13 +60,13 @@ def test_constant_batches_end_at_the_nearest_boundary(
 def test_a_window_always_closes_and_never_late_by_a_batch(
     taken: list[float], wall_s: float
 ) -> None:
-    expected, now_s, done, closed = CostEstimate(), 0.0, 0, False
+    expected, now_s, done, closed = RankTime(1), 0.0, 0, False
     while not closed:
         last_s = taken[done % len(taken)]
-        expected.observe(last_s)
+        expected.observe(1, last_s)
         now_s += last_s
         done += 1
-        closed = should_close(now_s, expected.value, wall_s, done)
+        closed = should_close(now_s, expected.cost, wall_s, done)
     assert now_s - last_s < wall_s * (1 + 1e-9)
 
 
@@ -87,7 +87,7 @@ def test_what_is_no_time_is_refused(
 
 def test_jittered_ranks_end_within_half_a_batch_of_each_other_on_average() -> None:
     rng = random.Random(3)
-    estimates = [CostEstimate(), CostEstimate()]
+    estimates = [RankTime(1), RankTime(1)]
     costs_s, wall_s = (0.01, 0.04), 0.4
     gaps = []
     for _ in range(200):
@@ -96,10 +96,10 @@ def test_jittered_ranks_end_within_half_a_batch_of_each_other_on_average() -> No
             now_s, done, closed = 0.0, 0, False
             while not closed:
                 last_s = cost_s * rng.uniform(0.7, 1.3)
-                expected.observe(last_s)
+                expected.observe(1, last_s)
                 now_s += last_s
                 done += 1
-                closed = should_close(now_s, expected.value, wall_s, done)
+                closed = should_close(now_s, expected.cost, wall_s, done)
             ends.append(now_s)
         gaps.append(abs(ends[0] - ends[1]))
     assert sum(gaps) / len(gaps) < 0.04 / 2

@@ -13,7 +13,7 @@ import pytest
 
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
-from elche.coordination.auto import auto_calibration, auto_policy
+from elche.coordination.auto import auto_chooser, first_choice
 from elche.coordination.sync import step_grants
 from tests.distributed.cases.auto_deaths import (
     BUILDING,
@@ -53,7 +53,7 @@ class Wanted:
 
     def fix_update(self, update: str) -> None: ...
 
-    def observe(self, cluster: MeasuredCluster) -> Choice:
+    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
         kind = self._left.pop(0) if len(self._left) > 1 else self._left[0]
         policy = "sync" if kind == ALONE else kind
         places = [cluster.world_size - 1] if kind == ALONE else None
@@ -64,7 +64,6 @@ class Wanted:
             left_out=tuple(r for r in cluster.ranks if alone and r not in alone),
             prediction=predict(policy, cluster, places),
             alternatives=(),
-            changed=True,
             reason="as the test wants",
         )
 
@@ -73,13 +72,12 @@ class Wanted:
 def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wanted]]:
     """Choices come as a test wants, after few measurements."""
 
-    def goes_on(calibration: Any, *_: Any) -> bool:
-        return bool(calibration._gauge.measurements < Wanted.steps)
+    def is_due(first: Any, *_: Any) -> bool:
+        return bool(first._measures.count >= Wanted.steps)
 
-    monkeypatch.setattr(auto_policy, "Chooser", Wanted)
-    monkeypatch.setattr(auto_calibration.Calibration, "_goes_on", goes_on)
+    monkeypatch.setattr(auto_chooser, "Chooser", Wanted)
+    monkeypatch.setattr(first_choice.FirstChoice, "is_due", is_due)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
-    monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 1)
     yield Wanted
     Wanted.choices, Wanted.steps = (WINDOWS,), 2
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from elche.coordination.auto import auto_policy
 from tests.distributed.cases.auto_deaths import SAMPLES
 from tests.distributed.cases.auto_joins import AutoGrowing, AutoGrown, grow
 from tests.distributed.cases.survive_cases import Death
@@ -93,7 +92,6 @@ def test_a_rank_joins_where_one_trains_alone(
     wanted: type[Wanted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is not the first one; all go back to steps with its optimizer's state."""
-    monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 10**9)
     wanted.choices = (ALONE, STEPS)
     growth = AutoGrowing(folder=str(tmp_path), called_in="async")
     ended = trained(growth)

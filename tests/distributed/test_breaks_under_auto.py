@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import elche
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
-from elche.coordination.auto import auto_calibration, auto_policy
+from elche.coordination.auto import auto_chooser, first_choice
 from elche.coordination.sync import step_grants
 from elche.errors import ElcheError
 from elche.runtime.epochs.window_epoch import WindowEpoch
@@ -37,14 +37,13 @@ class Windows:
     def fix_update(self, update: str) -> None:
         assert update == "parameters"
 
-    def observe(self, cluster: MeasuredCluster) -> Choice:
+    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
         return Choice(
             policy=self.policy,
             anchor=2,
             left_out=(),
             prediction=predict(self.policy, cluster),
             alternatives=(),
-            changed=True,
             reason="as the test wants",
         )
 
@@ -105,8 +104,8 @@ def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Windows are chosen when the first steps are measured."""
     monkeypatch.setattr(Windows, "policy", request.param)
-    monkeypatch.setattr(auto_policy, "Chooser", Windows)
-    monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
+    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
+    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     return str(request.param)
 

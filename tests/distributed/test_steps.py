@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elche
-from elche.coordination.auto import auto_calibration, auto_policy
+from elche.coordination.auto import auto_chooser, first_choice
 from elche.coordination.sync import step_grants
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
@@ -116,8 +116,8 @@ def test_windows_take_the_samples_of_as_many_steps(
     ranks2: RankPool, alone: Counted, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each once, those of the last epoch's first steps as well; all ranks end equal."""
-    monkeypatch.setattr(auto_policy, "Chooser", Windows)
-    monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
+    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
+    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     task = dataclasses.replace(TASK, options={"policy": policy})
     ranks = ranks2.run(
@@ -213,8 +213,8 @@ def test_an_average_is_updated_as_often_as_steps_are_taken(
 ) -> None:
     """Also in the last epoch, of which there are only the first steps."""
     # Once it lacked one where windows took over in an epoch with a short last batch.
-    monkeypatch.setattr(auto_policy, "Chooser", Windows)
-    monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
+    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
+    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     found = ranks2.run(_averaged, policy, case_setup=serve_in_thread, env=FOUR_TO_ONE)
     assert found == [STEPS, STEPS]

@@ -15,7 +15,6 @@ from elche.coordination.protocol.instructions import (
     BeginEpoch,
     EndEpoch,
     MetricsReported,
-    SwitchPolicy,
 )
 from elche.monitor.live_run import LiveRun
 from elche.monitor.rank_table import RANKS_SHOWN, RankLine, rank_table
@@ -120,8 +119,7 @@ def test_rates_are_of_the_last_seconds(windows: list[Window]) -> None:
 
 def test_epochs_and_policies_follow_each_other() -> None:
     view = seen(begin(), window(1.0, (80, 20), (1.0, 1.0)))
-    view.see(SwitchPolicy(rank=0, epoch=0, step=3, policy="async", window=3, cut=(1,)))
-    assert "epoch 0 (async)" in view.lines()[0]
+    assert "epoch 0 (sync)" in view.lines()[0]
     view.see(end())
     assert not view.is_training
     assert "left" not in view.lines()[0]

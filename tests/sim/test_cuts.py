@@ -76,7 +76,8 @@ def test_a_cut_leaves_what_nobody_has_trained_on(
     assert all(one.left and not one.is_early for one in ends[:-1])
     left, is_early = ends[-1].left, ends[-1].is_early
     assert is_early == bool(left) <= (True in is_ends)
-    assert len(ends) <= 1 + is_ends.count(False)
+    own = policy == "auto"  # which cuts it for windows
+    assert len(ends) <= 1 + is_ends.count(False) + own
     rest = EpochRest.whole(BatchSizes(cluster.run.sizes))
     for one in ends:
         rest = rest.after(one)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
+from elche.cadence.rank_time import RankTime
 from elche.cadence.share_sizes import MAX_SIZES, ShareSizes, SplitChoice
 from elche.cadence.split import passes_of, split_in_micro_batches
 from elche.cadence.split import split_for_makespan as split_for_makespan
@@ -19,7 +20,6 @@ from elche.cadence.throughput import (
 from elche.cadence.throughput import (
     BalancerConfig as BalancerConfig,
 )
-from elche.cadence.time_model import TimeModel
 from elche.errors import ConfigError
 
 MAX_KEPT_SIZES = 16
@@ -50,6 +50,8 @@ class Balancer:
 
     Args:
         config: the settings.
+        times: of the ranks, in seconds by samples, to go on with and to feed; None:
+            none is measured yet.
     """
 
     __slots__ = (
@@ -68,10 +70,12 @@ class Balancer:
         "_tried",
     )
 
-    def __init__(self, config: BalancerConfig) -> None:
+    def __init__(
+        self, config: BalancerConfig, times: Sequence[RankTime] | None = None
+    ) -> None:
         self._config = config
         self._speeds = relative_speeds(config.speed_hints, config.world_size)
-        self._models = [TimeModel() for _ in range(config.world_size)]
+        self._models = [*times] if times else [RankTime() for _ in self._speeds]
         self._kept_without: dict[frozenset[int], dict[int, tuple[int, ...]]] = {}
         self._spared: frozenset[int] = frozenset()
         self._tried = self._reports = 0
@@ -103,7 +107,7 @@ class Balancer:
     @property
     def is_calibrated(self) -> bool:
         """Whether a rank has been measured."""
-        return any(model.cost.is_measured for model in self._models)
+        return any(model.is_measured for model in self._models)
 
     def report(self, samples: Sequence[int], busy_s: Sequence[float]) -> None:
         """Takes in one measured step of all ranks.
@@ -204,7 +208,7 @@ class Balancer:
         patient = 1.0 + TRIAL_COST * steps
         longer = min(patient, 1.0 + MOST_TRIAL)
         for rank in (*served[self._tried :], *served[: self._tried]):
-            if not self._models[rank].cost.is_measured:
+            if not self._models[rank].is_measured:
                 continue  # it had no part so far: the one it has now shows enough
             part, room = kept[rank], longest / ends[rank]
             hoped = int(self._models[rank].most_samples(part, TRIAL_IDLE * room))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 from elche.cadence.convergence import UPDATES
@@ -14,7 +14,6 @@ from elche.cadence.goodput import (
     MeasuredCluster,
     Prediction,
 )
-from elche.cadence.throughput import CostEstimate
 from elche.errors import ConfigError
 
 MARGIN = 0.025
@@ -23,13 +22,9 @@ SAMPLE_COST_SAFETY = 1.5
 """Safety factor on the sample cost of windows: about what the intervals of the table
 allow at two and four ranks. Steps of ``sync``, and of one device, cost none."""
 PATIENCE = 2
-"""Observations in a row that a change takes."""
-SWITCH_HYSTERESIS = 1.1
-"""Hysteresis: a switch needs 1.1 times the gain predicted at the last choice."""
-SETTLING = 10
-"""Observations that may correct what the others promised at that time."""
-JITTER = 1.1 / 0.9
-"""The most by which times that are wrong by 10 % correct it."""
+"""Choices in a row that a change inside an epoch takes."""
+SWITCH_GAIN = 0.1
+"""Gain for which a choice is left that is faster than the fastest device alone."""
 BELOW_ONE_GAIN = 0.02
 """Gain for which a run leaves a choice that is slower than the fastest device, if it
 can come back."""
@@ -52,7 +47,6 @@ class Choice:
         left_out: ranks that cost more than they bring, ascending.
         prediction: of this choice.
         alternatives: of the other policies on the ranks that they suit best.
-        changed: whether this differs in policy or ranks from the choice before.
         reason: what was picked and why, in a sentence.
     """
 
@@ -61,7 +55,6 @@ class Choice:
     left_out: tuple[int, ...]
     prediction: Prediction
     alternatives: tuple[Prediction, ...]
-    changed: bool
     reason: str
 
     @property
@@ -120,44 +113,24 @@ class Chooser:
     the best number of them, the slowest left out first, and never so many that the
     fastest device alone would be faster.
 
-    Measured times are smoothed as El Che's are: jitter is nearly ignored, a link that
-    becomes ten times slower is believed at once. A choice then stays until, in
-    `PATIENCE` observations in a row, another one is clearly better, and by a tenth
-    better than it promised to be when the choice was made (as far as the next
-    observations confirm or correct that): jitter of 10 % undoes no choice. A choice
-    that is slower than the fastest device alone is left for a gain of 2 %; ``sync`` for
-    that device alone, from where there is no way back to ``sync``, for the margin.
+    A choice then stays until another one is better by a tenth: jitter of the measured
+    times undoes none. A choice that is slower than the fastest device alone is left for
+    a gain of 2 %; ``sync`` for that device alone, from where there is no way back to
+    ``sync`` within the epoch, for the margin.
 
     Args:
         leaves_out: leave out ranks that cost more than they bring.
     """
 
-    __slots__ = (
-        "_age",
-        "_current",
-        "_doubt",
-        "_fixed_s",
-        "_leaves_out",
-        "_most",
-        "_policies",
-        "_promised",
-        "_ranks",
-        "_rival",
-        "_seconds",
-        "_seen",
-        "_sync_s",
-    )
+    __slots__ = ("_current", "_leaves_out", "_members", "_policies", "_rival", "_seen")
 
     def __init__(self, *, leaves_out: bool = True) -> None:
         self._leaves_out = leaves_out
         self._policies = tuple(UPDATES)
+        self._members: tuple[int, ...] = ()
         self._current: _Option | None = None
-        self._doubt = 0.0
-        self._promised: dict[str, float] = {}
-        self._most: dict[str, float] = {}
-        self._rival = ""
-        self._seen = self._age = 0
-        self._restart(())
+        self._rival: tuple[str, frozenset[int]] | None = None
+        self._seen = 0
 
     def fix_update(self, update: str) -> None:
         """From the first commit on, only policies that average the same are left.
@@ -180,40 +153,38 @@ class Chooser:
             )
         self._policies = left
 
-    def observe(self, cluster: MeasuredCluster) -> Choice:
-        """Takes in what was measured, and answers what to run.
+    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
+        """Predicts goodput, and answers what to run.
 
         Args:
             cluster: the ranks of the run, also those that are left out now. With
                 other ranks than before the choice is made anew.
+            patience: choices in a row that must agree on a change.
 
         Returns:
             The choice; its anchor follows the measurements, its policy and ranks change
             only as the class says.
         """
-        cluster = self._smoothed(cluster)
-        self._doubt = cluster.doubt
+        if tuple(cluster.ranks) != self._members:
+            self._members, self._current, self._seen = tuple(cluster.ranks), None, 0
         fleet = Fleet(cluster, drops=self._leaves_out)
         options = [self._sized(fleet, policy) for policy in self._policies]
         before = self._present(cluster, options)
-        rival = None if before is None else self._rival_of(before, options)
-        due = rival is not None and self._seen >= PATIENCE
-        chosen = before or self._preferred(options)
-        if rival is not None and due:
-            chosen = rival
-        changed = self._current is None or not chosen.is_as(self._current)
-        if changed:
-            self._promised = {o.policy: o.goodput / chosen.goodput for o in options}
-            self._most = {p: JITTER * value for p, value in self._promised.items()}
-            self._rival, self._seen, self._age = "", 0, 0
+        chosen = before or self._preferred(options, cluster.doubt)
+        better = [o for o in options if before is not None and self._beats(o, before)]
+        if better:
+            rival = self._preferred(better, cluster.doubt)
+            key = rival.policy, frozenset(rival.ranks)
+            self._seen = self._seen + 1 if key == self._rival else 1
+            self._rival = key
+            if self._seen >= patience:
+                chosen = rival
+        if not better or chosen is not before:
+            self._rival, self._seen = None, 0
         self._current = chosen
-
         left_out = _left_out(cluster, fleet, chosen)
-        reason = self._reason(chosen, options, fleet, left_out)
-        if rival is not None and not due:
-            reason += f"; {rival.policy} {rival.goodput:.2f} is clearly better, seen "
-            reason += f"{self._seen} of {PATIENCE} times"
-        elif before is not None and changed:
+        reason = self._reason(chosen, options, fleet, left_out, cluster.doubt)
+        if before is not None and chosen is not before:
             reason += f"; until now {before.policy} on {_so_many(before.ranks)}, "
             reason += f"{before.goodput:.2f}"
         return Choice(
@@ -224,7 +195,6 @@ class Chooser:
             alternatives=tuple(
                 o.prediction for o in options if o.policy != chosen.policy
             ),
-            changed=changed,
             reason=reason,
         )
 
@@ -240,51 +210,25 @@ class Chooser:
         size = next(s for s in sizes if fleet.predict(policy, s).goodput >= least)
         return _Option(fleet.predict(policy, size), fleet.ranks[:size])
 
-    def _preferred(self, options: Sequence[_Option]) -> _Option:
+    def _preferred(self, options: Sequence[_Option], doubt: float) -> _Option:
         """The best one, or ``sync`` where nothing is clearly better."""
         best = max(options, key=lambda option: option.goodput)
         for option in options:
-            if option.policy == "sync" and not self._clearly(best, option):
+            if option.policy == "sync" and not _is_clear(best, option, doubt):
                 return option
         return best
 
-    def _clearly(self, option: _Option, other: _Option) -> bool:
-        """Better by the margin, and than steps even at worst.
-
-        Than one device by more than what its measured times may be wrong by.
-        """
-        if other.policy == "sync" and option.goodput_at_worst < other.goodput:
-            return False
-        margin = MARGIN if len(other.ranks) > 1 else max(MARGIN, self._doubt)
-        return option.goodput >= (1.0 + margin) * other.goodput
-
     def _beats(self, option: _Option, present: _Option) -> bool:
-        """Whether to leave the present choice for this option, if that lasts."""
+        """Whether to leave the present choice for this option."""
         if option.is_as(present):
             return False
+        gain = SWITCH_GAIN
         if present.goodput < 1.0:
             for_good = option.policy == "sync" and len(option.ranks) == 1
             gain = MARGIN if for_good else BELOW_ONE_GAIN
             if len(option.ranks) == len(present.ranks) == 1:
                 gain = OTHER_DEVICE_GAIN
-            return option.goodput >= (1.0 + gain) * present.goodput
-        least = max(1.0 + MARGIN, SWITCH_HYSTERESIS * self._promised[option.policy])
-        return option.goodput >= least * present.goodput
-
-    def _rival_of(self, present: _Option, options: Sequence[_Option]) -> _Option | None:
-        """What should replace the present choice; counts how often in a row it did."""
-        self._age += 1
-        for option in options if self._age < SETTLING else ():
-            promise = min(option.goodput / present.goodput, self._most[option.policy])
-            self._promised[option.policy] = max(promise, self._promised[option.policy])
-        better = [option for option in options if self._beats(option, present)]
-        if not better:
-            self._rival, self._seen = "", 0
-            return None
-        rival = self._preferred(better)
-        self._seen = self._seen + 1 if rival.policy == self._rival else 1
-        self._rival = rival.policy
-        return rival
+        return option.goodput >= (1.0 + gain) * present.goodput
 
     def _present(
         self, cluster: MeasuredCluster, options: Sequence[_Option]
@@ -300,30 +244,13 @@ class Chooser:
         size = len(current.ranks)
         return _Option(fleet.predict(current.policy, size), current.ranks)
 
-    def _smoothed(self, cluster: MeasuredCluster) -> MeasuredCluster:
-        if tuple(cluster.ranks) != self._ranks:
-            self._restart(tuple(cluster.ranks))
-        return replace(
-            cluster,
-            seconds_per_sample=_follow(self._seconds, cluster.seconds_per_sample),
-            fixed_s=_follow(self._fixed_s, cluster.fixed_s),
-            sync_s=_follow(self._sync_s, [cluster.sync_s])[0],
-        )
-
-    def _restart(self, ranks: tuple[int, ...]) -> None:
-        self._ranks = ranks
-        self._seconds = [CostEstimate() for _ in ranks]
-        self._fixed_s = [CostEstimate() for _ in ranks]
-        self._sync_s = [CostEstimate()]
-        self._current = None
-        self._rival, self._seen = "", 0
-
     def _reason(
         self,
         chosen: _Option,
         options: Sequence[_Option],
         fleet: Fleet,
         left_out: Sequence[int],
+        doubt: float,
     ) -> str:
         said = f"{chosen.policy} on {_so_many(chosen.ranks)}: {_figures(chosen)}"
         if len(chosen.ranks) == 1 < len(fleet.ranks):
@@ -333,7 +260,7 @@ class Chooser:
             said += f"; {other.policy} {other.goodput:.2f}"
             if len(other.ranks) != len(chosen.ranks):
                 said += f" on {_so_many(other.ranks)}"
-        if not any(self._clearly(other, chosen) for other in others):
+        if not any(_is_clear(other, chosen, doubt) for other in others):
             better = [o.policy for o in others if o.goodput > chosen.goodput]
             said += ", not clearly better" if better else ""
         if left_out:
@@ -374,14 +301,15 @@ def _sizes(fleet: Fleet) -> list[int]:
     return sizes
 
 
-def _follow(estimates: list[CostEstimate], measured: Sequence[float]) -> list[float]:
-    """Smooths each measured time; 0 is none, and forgets what was before."""
-    for place, value in enumerate(measured):
-        if value > 0.0:
-            estimates[place].observe(value)
-        else:
-            estimates[place] = CostEstimate()
-    return [estimate.value for estimate in estimates]
+def _is_clear(option: _Option, other: _Option, doubt: float) -> bool:
+    """Whether one is better by the margin, and than steps even at worst.
+
+    Than one device by more than what its measured times may be wrong by.
+    """
+    if other.policy == "sync" and option.goodput_at_worst < other.goodput:
+        return False
+    margin = MARGIN if len(other.ranks) > 1 else max(MARGIN, doubt)
+    return option.goodput >= (1.0 + margin) * other.goodput
 
 
 def _left_out(

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from elche.cadence.anchor import Anchor
+from elche.cadence.rank_time import RankTime
 from elche.cadence.throughput import (
-    MAX_RISE,
-    CostEstimate,
     HeldRatios,
     SpeedHints,
     check_int,
@@ -120,6 +119,9 @@ class ElChe:
 
     Args:
         config: the settings.
+        times: of the ranks, in seconds by samples, to go on with and to feed; None:
+            none is measured yet.
+        batch_samples: of a batch in these windows; 1 where batches are the unit.
     """
 
     __slots__ = (
@@ -128,20 +130,25 @@ class ElChe:
         "_costs",
         "_counts",
         "_ratios",
+        "_samples",
         "_speeds",
     )
 
-    def __init__(self, config: ElCheConfig) -> None:
+    def __init__(
+        self,
+        config: ElCheConfig,
+        times: Sequence[RankTime] | None = None,
+        batch_samples: int = 1,
+    ) -> None:
         self._config = config
         minimum = config.anchor if config.min_anchor is None else config.min_anchor
         self._anchor = Anchor(
             config.anchor, minimum, config.max_anchor, config.overhead_target
         )
         self._speeds = relative_speeds(config.speed_hints, config.world_size)
-        self._costs = [
-            CostEstimate(max_rise=MAX_RISE) for _ in range(config.world_size)
-        ]
-        self._ratios = HeldRatios(complete_costs(self._costs, self._speeds))
+        self._costs = [*times] if times else [RankTime(1) for _ in self._speeds]
+        self._samples = batch_samples
+        self._ratios = HeldRatios(self._batch_ms())
         self._counts: list[float] = []
         self._apply(limit=None)
 
@@ -200,17 +207,29 @@ class ElChe:
     @property
     def ms_per_batch(self) -> tuple[float, ...]:
         """Smoothed delivered milliseconds per batch; 0.0 where not measured."""
-        return tuple(cost.value for cost in self._costs)
+        return tuple(1e3 * cost.of(self._samples) for cost in self._costs)
+
+    def _batch_ms(self) -> list[float]:
+        """Milliseconds per batch of every rank, measured or not."""
+        return complete_costs(self.ms_per_batch, self._speeds)
+
+    def set_batch_samples(self, samples: int) -> None:
+        """Batches have so many samples from now on.
+
+        Raises:
+            ConfigError: the number is no integer of at least 1.
+        """
+        before, self._samples = self._samples, check_int("samples", samples, 1)
+        if self.is_calibrated and samples != before:
+            self._ratios.follow(self._batch_ms())
+            self._apply(limit=None)
 
     @property
     def anchor_wall_ms(self) -> float:
         """Milliseconds that the coming window should last; 0.0 if uncalibrated."""
         if not self.is_calibrated:
             return 0.0
-        return (
-            self.anchor
-            * complete_costs(self._costs, self._speeds)[self._ratios.reference]
-        )
+        return self.anchor * self._batch_ms()[self._ratios.reference]
 
     def batches(self, rank: int) -> int:
         """Batches of one rank in the coming window.
@@ -250,8 +269,8 @@ class ElChe:
         limit = self._config.max_batch_diff if self.is_calibrated else None
         newcomer = any(not self._costs[rank].is_measured for rank, _, _ in reports)
         for rank, batches, spent_ms in reports:
-            self._costs[rank].observe(spent_ms / batches)
-        costs = complete_costs(self._costs, self._speeds)
+            self._costs[rank].observe(self._samples, spent_ms / batches / 1e3)
+        costs = self._batch_ms()
         if newcomer:
             self._ratios = HeldRatios(costs)
         else:
@@ -279,8 +298,7 @@ class ElChe:
         check_measure("least_ms", least_ms)
         if not self.is_calibrated:
             return
-        costs = complete_costs(self._costs, self._speeds)
-        batch_ms = costs[self._ratios.reference]
+        batch_ms = self._batch_ms()[self._ratios.reference]
         least = min(math.ceil(least_ms / batch_ms - _ROUNDING), MAX_LEAST)
         if self._anchor.make_room(max(1, least)):
             self._apply(self._config.max_batch_diff)
@@ -343,12 +361,15 @@ class ElChe:
             clamped[rank] += 1
         return tuple(clamped)
 
-    def resized(self, kept: Sequence[int | None]) -> ElChe:
+    def resized(
+        self, kept: Sequence[int | None], times: Sequence[RankTime] | None = None
+    ) -> ElChe:
         """El Che of another membership, with what is known of those that stay.
 
         Args:
             kept: for each rank of the new membership the rank that it is here, None
-                for one that is new and not measured.
+                for one that is new.
+            times: of the new ones among them; None: they are not measured.
 
         Raises:
             ConfigError: no rank is left, or there is no such rank.
@@ -358,13 +379,13 @@ class ElChe:
                 raise ConfigError(f"rank must be 0 to {self.world_size - 1}, got {old}")
         speeds = tuple(1.0 if old is None else self._speeds[old] for old in kept)
         config = replace(self._config, world_size=len(kept), speed_hints=speeds)
-        other = ElChe(config)
-        other._anchor = self._anchor.restored(self._anchor.state_dict())
-        other._costs = [
-            CostEstimate(0.0 if old is None else self._costs[old].value, MAX_RISE)
-            for old in kept
+        fresh = times or [RankTime(1) for _ in kept]
+        costs = [
+            new if old is None else self._costs[old]
+            for old, new in zip(kept, fresh, strict=True)
         ]
-        other._ratios = HeldRatios(complete_costs(other._costs, other._speeds))
+        other = ElChe(config, costs, self._samples)
+        other._anchor = self._anchor.restored(self._anchor.state_dict())
         other._apply(limit=None)
         return other
 
@@ -373,7 +394,8 @@ class ElChe:
         return {
             "world_size": self.world_size,
             "anchor": self._anchor.state_dict(),
-            "ms_per_batch": [cost.value for cost in self._costs],
+            "batch_samples": self._samples,
+            "times": [cost.state_dict() for cost in self._costs],
             "ratios": self._ratios.state_dict(),
             "counts": list(self._counts),
         }
@@ -397,7 +419,8 @@ class ElChe:
             )
         try:
             anchor = self._anchor.restored(state["anchor"])
-            costs = [CostEstimate(ms, MAX_RISE) for ms in state["ms_per_batch"]]
+            costs = [RankTime.from_state_dict(each) for each in state["times"]]
+            samples = check_int("batch_samples", state["batch_samples"], 1)
             ratios = HeldRatios.from_state_dict(state["ratios"])
             counts = [check_measure("a count", count) for count in state["counts"]]
         except (KeyError, TypeError) as error:
@@ -406,7 +429,7 @@ class ElChe:
             raise ConfigError(f"El Che's state does not describe {size} ranks")
         longer = anchor.enabled and state["anchor"]["value"] > anchor.value
         self._anchor, self._costs, self._ratios = anchor, costs, ratios
-        self._counts = counts
+        self._counts, self._samples = counts, samples
         if longer:
             self._apply(limit=None)
 

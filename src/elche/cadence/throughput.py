@@ -1,4 +1,4 @@
-"""Cost of a unit of work on a rank: measured, smoothed, hinted."""
+"""Speeds of all ranks: hints, costs that complete them, ratios held steady."""
 
 from __future__ import annotations
 
@@ -10,21 +10,6 @@ from typing import Any, TypeAlias, final
 
 from elche.errors import ConfigError
 
-# Delivered times are smoothed in four places, which see different things of them:
-# - `CostEstimate`, of batches of one size: by each rank batch by batch, as it must end
-#   its window without asking; by El Che window by window and for all ranks, where a
-#   batch that hangs must not count in full; by the chooser, of what the gauge finds.
-# - `TimeModel`, of steps whose size changes with the shares: all shapes follow by the
-#   same weight, and a spike is left out, as shares move at once.
-# - The gauge of ``auto``: medians while it learns, sums since the last look after that,
-#   because policies are compared by all that was measured, not by the last of it.
-# - `HeldRatios`, of El Che's estimates: steady where these are not.
-MIN_ALPHA = 0.1
-"""Weight of a new measurement that agrees with the estimate (jitter)."""
-MAX_ALPHA = 0.8
-"""Weight of a new measurement that is far from the estimate (a real change)."""
-MAX_RISE = 4.0
-"""El Che counts a measurement as at most so many times the estimate."""
 MAX_SPEED_RATIO = 1e6
 """Ranks further apart than this are scheduled as if exactly this far apart."""
 TIME_RANGE = (1e-30, 1e30)
@@ -37,64 +22,6 @@ DOMINANCE_MARGIN = 0.10
 """How much slower than the reference a rank must be to become the reference."""
 
 SpeedHints: TypeAlias = Mapping[int, float] | Sequence[float] | None
-
-
-def adaptive_weight(relative_error: float) -> float:
-    """Weight of a measurement that is so far from the estimate."""
-    return min(max(relative_error, MIN_ALPHA), MAX_ALPHA)
-
-
-@final
-class CostEstimate:
-    """Error-adaptive moving average of a positive cost (time per unit of work).
-
-    The first measurement is taken as it is. A later one enters with the weight
-    ``alpha = clamp(|new - old| / old, 0.1, 0.8)``: jitter is nearly ignored, a
-    changed speed is followed within two or three measurements. The rule is that
-    of flodl 0.4.0's El Che, but that a rise may be limited: one batch that hangs
-    must not make the next window as long.
-
-    Args:
-        value: the estimate to start from; 0.0 means "not measured yet".
-        max_rise: a measurement counts as at most so many times the estimate.
-
-    Raises:
-        ConfigError: the value is negative or not finite.
-    """
-
-    __slots__ = ("_max_rise", "_value")
-
-    def __init__(self, value: float = 0.0, max_rise: float = math.inf) -> None:
-        self._value = check_measure("an estimate", value)
-        self._max_rise = max_rise
-
-    @property
-    def value(self) -> float:
-        """The smoothed cost in the unit of what was observed; 0.0 before any."""
-        return self._value
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether there is an estimate."""
-        return self._value > 0.0
-
-    def observe(self, cost: float) -> None:
-        """Takes in one measurement.
-
-        Args:
-            cost: time per unit of work, positive and finite, always in one unit.
-
-        Raises:
-            ConfigError: the cost is zero, negative or not finite.
-        """
-        if not (math.isfinite(cost) and cost > 0.0):
-            raise ConfigError(f"a cost must be positive and finite, got {cost!r}")
-        if not self.is_measured:
-            self._value = float(cost)
-            return
-        cost = min(cost, self._max_rise * self._value)
-        alpha = adaptive_weight(abs(cost - self._value) / self._value)
-        self._value = alpha * cost + (1.0 - alpha) * self._value
 
 
 @final
@@ -214,9 +141,7 @@ def relative_speeds(hints: SpeedHints, world_size: int) -> tuple[float, ...]:
     return tuple(max(speed / fastest, 1.0 / MAX_SPEED_RATIO) for speed in speeds)
 
 
-def complete_costs(
-    estimates: Sequence[CostEstimate], speeds: Sequence[float]
-) -> list[float]:
+def complete_costs(measured: Sequence[float], speeds: Sequence[float]) -> list[float]:
     """Costs of all ranks, those not measured yet filled in from their hints.
 
     A rank without a measurement costs ``k / speed``, with the largest ``k`` that
@@ -224,23 +149,16 @@ def complete_costs(
     so that nobody waits for a stranger. Without any measurement ``k`` is 1.
 
     Args:
-        estimates: one per rank.
+        measured: of each rank; 0.0 where there is no measurement.
         speeds: relative speed per rank, from ``relative_speeds``.
 
     Returns:
         One positive cost per rank, none more than ``MAX_SPEED_RATIO`` times the
         cheapest.
     """
-    known = [
-        e.value * speed
-        for e, speed in zip(estimates, speeds, strict=True)
-        if e.is_measured
-    ]
-    scale = max(known, default=1.0)
-    costs = [
-        e.value if e.is_measured else scale / speed
-        for e, speed in zip(estimates, speeds, strict=True)
-    ]
+    pairs = [*zip(measured, speeds, strict=True)]
+    scale = max((cost * speed for cost, speed in pairs if cost), default=1.0)
+    costs = [cost or scale / speed for cost, speed in pairs]
     cheapest = min(costs)
     return [min(cost, cheapest * MAX_SPEED_RATIO) for cost in costs]
 

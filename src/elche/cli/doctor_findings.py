@@ -118,7 +118,7 @@ def predictions(
         sync_s=max(rank.reduction_s for rank in ranks),
     )
     found = [predict(policy, cluster) for policy in UPDATES]
-    return found, Chooser().observe(cluster).reason
+    return found, Chooser().choose(cluster).reason
 
 
 def findings(

@@ -10,6 +10,7 @@ from elche.coordination.fatal_losses import LossLimits
 from elche.coordination.gathering import EpochEnding
 from elche.coordination.membership import Membership, as_members
 from elche.coordination.policy import EpochTotals, Outcome, Policy, Steps
+from elche.coordination.policy_chooser import PolicyChooser
 from elche.coordination.protocol.events import (
     EpochCut,
     EpochLeft,
@@ -24,6 +25,7 @@ from elche.coordination.protocol.instructions import (
     EndEpoch,
     Instruction,
     MetricsReported,
+    PolicyChosen,
 )
 from elche.coordination.roster import refusal
 from elche.coordination.story import Story
@@ -34,7 +36,7 @@ class Epochs:
     """Where a run stands in its epochs.
 
     Args:
-        policy: decides inside an epoch.
+        chooser: owns the policy, which decides inside an epoch.
         membership: who takes part.
         story: records decisions.
 
@@ -43,8 +45,10 @@ class Epochs:
         is_under_way: whether it has not ended yet.
     """
 
-    def __init__(self, policy: Policy, membership: Membership, story: Story) -> None:
-        self._policy = policy
+    def __init__(
+        self, chooser: PolicyChooser, membership: Membership, story: Story
+    ) -> None:
+        self._chooser = chooser
         self._membership = membership
         self._story = story
         self.number = -1
@@ -53,6 +57,11 @@ class Epochs:
         self._is_cut = self._is_end = False
         self._before: EpochTotals | None = None
         self._ending = EpochEnding()
+
+    @property
+    def _policy(self) -> Policy:
+        """The policy in force."""
+        return self._chooser.policy
 
     @property
     def is_opening(self) -> bool:
@@ -67,7 +76,7 @@ class Epochs:
     @property
     def loss_limits(self) -> LossLimits:
         """Losses of ranks that the policy does not survive now."""
-        return self._policy.loss_limits
+        return self._chooser.loss_limits
 
     @property
     def is_paused(self) -> bool:
@@ -124,8 +133,9 @@ class Epochs:
                 return  # it opens the epoch again when it has regrouped
             raise ProtocolError("rank 0 opened the epoch without batch sizes")
         rates = {opened.rates for opened in self._opened.values()}
-        self._policy.prepare_epoch(
+        self._chooser.prepare(
             max(opened.probe_s for opened in self._opened.values()),
+            now_s,
             # In windows each rank's schedulers go on by themselves to the epoch's end.
             alike=len(rates) == 1 and not speaker.continues,
         )
@@ -141,11 +151,11 @@ class Epochs:
             policy=self._policy.name,
             window=self._policy.first_window,
             cut=self._policy.cut.to_wire(),
-            state_from=self._policy.state_from,
+            state_from=self._chooser.state_from,
         )
         for rank in sorted(ranks):
             yield replace(begun, rank=rank)
-        outcome = self._policy.begin_epoch(self.number, sizes, now_s)
+        outcome = self._chooser.begin_epoch(self.number, sizes, now_s)
         if self._before is not None and speaker.continues:
             self._policy.totals.follow(self._before)
         self._before = None
@@ -176,7 +186,8 @@ class Epochs:
         return self._settle(self._policy.handle(event, now_s), now_s)
 
     def _settle(self, outcome: Outcome, now_s: float) -> Steps:
-        for note in outcome.notes:
+        chosen = (one for one in outcome.instructions if isinstance(one, PolicyChosen))
+        for note in (*outcome.notes, *(one.reason for one in chosen)):
             self._story.decided(note, now_s)
         if outcome.epoch_over:
             self.is_under_way = False
@@ -210,7 +221,7 @@ class Epochs:
     def lose(self, rank: int) -> list[Instruction]:
         """A rank is gone; returns what was held back until it was heard of."""
         self._opened.pop(rank, None)
-        self._policy.remove(rank)
+        self._chooser.remove(rank)
         return self._ending.confirm(rank)
 
     def make_room(self) -> list[Instruction]:
@@ -229,7 +240,7 @@ class Epochs:
             joins, told = membership.admit_ready()
             for member in as_members(joins):
                 self._story.decided("joins", now_s, member.rank)
-                self._policy.add(member)
+                self._chooser.add(member)
             yield from told
 
     def arrived(self, event: Regrouped) -> None:

@@ -45,7 +45,6 @@ class EpochTotals:
         self._book = MetricsBook(world_size)
         self._book.begin_epoch(epoch, now_s)
         self._world_size = world_size
-        self.first_window = 0
         self.sync_s = 0.0
         self.windows = 0
         self._before: EpochTotals | None = None
@@ -59,7 +58,7 @@ class EpochTotals:
         if report.rank >= self._world_size:
             self._world_size = report.rank + 1
             self._book.grow(self._world_size)
-        self._book.add(self.first_window + window, report)
+        self._book.add(window, report)
 
     @property
     def samples(self) -> int:
@@ -88,7 +87,6 @@ class EpochTotals:
         """
         self.sync_s += sync_s
         self.windows += count
-        window += self.first_window
         brought = self._book.close_window(window, now_s, count)
         return MetricsReported(
             rank=reader,
@@ -160,19 +158,6 @@ class Policy(ABC):
     def make_room(self, wanted: bool) -> list[Instruction]:
         """Ranks wait to be taken in, or no more: what is begun, or not, for that."""
         return []
-
-    def prepare_epoch(self, sync_s: float, *, alike: bool) -> None:  # noqa: B027
-        """An epoch is about to begin.
-
-        Args:
-            sync_s: what one reduction of the model takes, where ranks measured it.
-            alike: all ranks' optimizers would take the same step.
-        """
-
-    @property
-    def state_from(self) -> int | None:
-        """Whose optimizer state all take before the epoch; None: each has its own."""
-        return None
 
     @property
     def first_window(self) -> int:

@@ -29,7 +29,7 @@ from elche.coordination.epochs import Epochs
 from elche.coordination.fatal_losses import RunFacts, fatal_loss, fatal_setting
 from elche.coordination.gathering import Barriers
 from elche.coordination.membership import Membership, as_members
-from elche.coordination.policies import build_policy
+from elche.coordination.policies import policy_chooser
 from elche.coordination.policy import Steps
 from elche.coordination.protocol.events import (
     BarrierReached,
@@ -227,8 +227,8 @@ class Coordinator:
                 kind="config",
             )
             return
-        policy = build_policy(as_members(joins), settings)
-        self._epochs = Epochs(policy, self._membership, self._story)
+        chooser = policy_chooser(as_members(joins), settings)
+        self._epochs = Epochs(chooser, self._membership, self._story)
         yield from self._membership.begin(survives=not self._fatal_setting)
 
     def _go_on_after_end(self, now_s: float) -> list[Instruction]:

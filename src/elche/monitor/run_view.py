@@ -15,7 +15,6 @@ from elche.coordination.protocol.instructions import (
     EndEpoch,
     Instruction,
     MetricsReported,
-    SwitchPolicy,
 )
 from elche.monitor.rank_table import RankLine, rank_table, waiting_parts
 
@@ -49,8 +48,6 @@ class RunView:
                 self._total = sum(size * count for size, count in message.sizes)
             self._epoch, self._policy = message.epoch, message.policy
             self.is_training = True
-        elif isinstance(message, SwitchPolicy):
-            self._policy = message.policy
         elif isinstance(message, EndEpoch):
             self.is_training = False
         elif isinstance(message, MetricsReported) and message.window >= 0:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn
 
-from elche.cadence.throughput import CostEstimate
+from elche.cadence.rank_time import RankTime
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes, Range
 from elche.coordination.accounts.epoch_parts import EpochRest
 from elche.coordination.agreement import Settings
@@ -105,7 +105,7 @@ class Rank:
         self.rest = EpochRest.whole(self.whole)
         self.generation = 0
         self.sums: RankHistory = sim.history.ranks[rank]
-        self.batch_cost = CostEstimate()
+        self.batch_cost = RankTime(1)
         self.sizes = BatchSizes(())
         self.reduced = -1
         self.changed: set[int] = set()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import Event, Failed, RankLost, Tick
 from elche.coordination.protocol.instructions import (
     BeginEpoch,
@@ -17,7 +17,6 @@ from elche.coordination.protocol.instructions import (
     PolicyChosen,
     Reduce,
     Regroup,
-    SwitchPolicy,
     Welcome,
 )
 from elche.coordination.state import Coordinator
@@ -148,18 +147,7 @@ class Simulation(World):
         """A rank's epoch, or a part of it."""
         self._began.setdefault((rank.run, begin.epoch), set()).add(rank.rank)
         if begin.policy == "sync":
-            steps = SimulatedSyncEpoch(rank, begin)
-            end = yield from steps.train()
-            if end is not None:
-                return end
-            switch = steps.switch
-            assert switch is not None
-            begin = replace(
-                begin, policy=switch.policy, window=switch.window, cut=switch.cut
-            )
-            rank.sizes = rank.sizes.cut_by(BatchCut(*switch.cut))
-            inbox = self.engine.processes[rank.rank].inbox
-            inbox.extendleft(reversed(steps.later))
+            return (yield from SimulatedSyncEpoch(rank, begin).train())
         return (yield from SimulatedWindowEpoch(rank, begin).train())
 
     def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
@@ -235,7 +223,7 @@ class Simulation(World):
         for instruction in told:
             if isinstance(instruction, PolicyChosen):
                 self.history.choices.append((now_s, instruction))
-            elif isinstance(instruction, (BeginEpoch, SwitchPolicy)):
+            elif isinstance(instruction, BeginEpoch):
                 self.history.begin_phase(instruction.policy, now_s)
 
     def ended(self, rank: int, by_abort: bool) -> None:

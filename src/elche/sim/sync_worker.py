@@ -27,7 +27,6 @@ from elche.coordination.protocol.instructions import (
     PolicyChosen,
     RankLeft,
     Regroup,
-    SwitchPolicy,
 )
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.coordination.sync.nonfinite import NonFiniteRecord
@@ -69,9 +68,6 @@ class _Computed:
 class SimulatedSyncEpoch:
     """Trains on this rank's share of every global batch of an epoch, or a part of it.
 
-    Ends early, with ``switch`` set, where windows take over (``auto``); instructions
-    that came after that are ``later``.
-
     Args:
         rank: whose epoch.
         begin: the coordinator's word that it begins.
@@ -91,12 +87,10 @@ class SimulatedSyncEpoch:
         self._members_before = rank.sim.groups[rank.generation]
         self._lost = LostRanks()
         self._break_at = rank.sim.break_at(rank.rank, begin.epoch)
-        self.switch: SwitchPolicy | None = None
-        self.later: list[Instruction] = []
         rank.reduced = -1
 
-    def train(self) -> Generator[Any, Any, EndEpoch | None]:
-        """To its end; None: windows take over."""
+    def train(self) -> Generator[Any, Any, EndEpoch]:
+        """Trains to its end."""
         rank = self._rank
         while True:
             rank.take_all(self._handle)
@@ -110,9 +104,6 @@ class SimulatedSyncEpoch:
                 break
             elif self._in_hand is not None:
                 yield from self._reduce(self._in_hand)
-            elif self.switch is not None and self.switch.step <= rank.reduced + 1:
-                self._report()
-                return None
             elif self._is_over or not self._loader.has_work:
                 yield from self._wait()
             else:
@@ -350,12 +341,6 @@ class SimulatedSyncEpoch:
 
     def _handle(self, instruction: Instruction) -> None:
         rank = self._rank
-        if self.switch is not None:
-            self.later.append(instruction)
-            return
-        if isinstance(instruction, SwitchPolicy):
-            self.switch = instruction
-            return
         if isinstance(instruction, EndEpoch):
             self._end = instruction
             return

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elche.coordination.auto import auto_policy
+from elche.coordination.auto import auto_chooser
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.comm.gradients.cases.weight_cases import (
     Ended,
@@ -110,8 +110,8 @@ def test_auto_switches_between_policies(
     ranks2: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In step, then rank 1 alone in windows, then in step again."""
-    monkeypatch.setattr(auto_policy, "Chooser", Scripted)
-    monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 2)
+    monkeypatch.setattr(auto_chooser, "Chooser", Scripted)
+    monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 2)
     options = {"policy": "auto", "max_anchor": 20}
     job = Job(samples=960, batch_size=8, epochs=4, options=options)
     ends = ranks2.run(on_ranks, job, case_setup=serve_in_thread)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import elche
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
-from elche.coordination.auto import auto_calibration, auto_policy
+from elche.coordination.auto import auto_chooser, first_choice
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import failing_together
@@ -74,7 +74,7 @@ def chooser_of(*script: tuple[str, tuple[int, ...]]) -> type[Any]:
         def fix_update(self, update: str) -> None:
             """Whatever it is, it is as the test wants."""
 
-        def observe(self, cluster: MeasuredCluster) -> Choice:
+        def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
             """The next of them; the last one stays."""
             policy, ranks = self._left[0]
             if len(self._left) > 1:
@@ -85,7 +85,6 @@ def chooser_of(*script: tuple[str, tuple[int, ...]]) -> type[Any]:
                 left_out=tuple({0, 1}.difference(ranks)),
                 prediction=predict(policy, cluster, ranks),
                 alternatives=(),
-                changed=True,
                 reason=f"as the test wants: {policy} on {ranks}",
             )
 
@@ -96,10 +95,10 @@ def run(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch, chooser: type[Any], script: Script
 ) -> list[Seen]:
     """The script under a chooser that does as it is told."""
-    monkeypatch.setattr(auto_policy, "Chooser", chooser)
-    monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 1)
-    monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 1)
-    monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
+    monkeypatch.setattr(auto_chooser, "Chooser", chooser)
+    monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 1)
+    monkeypatch.setattr(auto_chooser, "RETURN_COST", 1e9)
+    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     return pool.run(train, script, case_setup=serve_in_thread)
 
 

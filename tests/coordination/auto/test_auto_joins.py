@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from elche.cadence.chooser import Choice, Chooser
 from elche.cadence.goodput import MeasuredCluster, predict
-from elche.coordination.auto import auto_policy
-from elche.coordination.auto.auto_policy import AutoPolicy
+from elche.coordination.auto import auto_chooser
+from elche.coordination.auto.auto_chooser import AutoChooser
 from elche.coordination.protocol.events import EpochCut, Event, JoinReady, StepsDone
 from elche.coordination.protocol.instructions import (
     BeginEpoch,
@@ -23,7 +23,6 @@ from elche.coordination.protocol.instructions import (
     OpenWindow,
     PolicyChosen,
     Reduce,
-    SwitchPolicy,
     Welcome,
 )
 from elche.coordination.sync import step_grants
@@ -51,7 +50,7 @@ class Wanted:
     def fix_update(self, update: str) -> None:
         self._update = update
 
-    def observe(self, cluster: MeasuredCluster) -> Choice:
+    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
         kind = self._left.pop(0) if len(self._left) > 1 else self._left[0]
         if self._update == "parameters":
             kind = WINDOWS
@@ -67,7 +66,6 @@ class Wanted:
                 policy, cluster, [cluster.world_size - 1] if is_alone else None
             ),
             alternatives=(),
-            changed=True,
             reason="as the test wants",
         )
 
@@ -106,10 +104,6 @@ class Trainer(Member):
             return self.open(0, continues=False, sizes=((BATCH, LENGTH),))
         if isinstance(told, GrantSteps):
             self.granted += [told] * (told.stop > told.start)
-            return []
-        if isinstance(told, SwitchPolicy):
-            assert not self.granted
-            self.window, self.leases, self.reduced = told.window, [], told.window - 1
             return []
         if isinstance(told, CloseWindow) and not self.is_open:
             return []  # it has closed by itself
@@ -184,17 +178,18 @@ class Growing(Meeting):
         super().__init__(plan_of("auto", founders=founders, leave_out=False))
 
     @property
-    def policy(self) -> AutoPolicy:
-        """What the core decides by."""
+    def phase(self) -> str:
+        """What the ranks do."""
         assert self.core._epochs is not None
-        policy = self.core._epochs._policy
-        assert isinstance(policy, AutoPolicy)
-        return policy
+        chooser = self.core._epochs._chooser
+        assert isinstance(chooser, AutoChooser)
+        is_alone = chooser._is_alone and chooser._phase.name == "WINDOWS"
+        return ALONE if is_alone else chooser._phase.name
 
     def ready(self, rank: int) -> None:
         """A rank that has come is ready, if the run goes on."""
         if not self.core.is_finished:
-            reach(f"joins while {self.policy._phase.name}")
+            reach(f"joins while {self.phase}")
             self.say(JoinReady(rank=rank))
 
     def check(self) -> None:
@@ -208,10 +203,9 @@ class Growing(Meeting):
 @pytest.fixture(autouse=True)
 def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wanted]]:
     """Choices come as a test wants, after few measurements."""
-    monkeypatch.setattr(auto_policy, "Chooser", Wanted)
+    monkeypatch.setattr(auto_chooser, "Chooser", Wanted)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
-    monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 1)
-    monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 4)
+    monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 4)
     yield Wanted
     Wanted.choices = (STEPS,)
 
@@ -219,7 +213,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wanted]]:
 MOVES = st.lists(
     st.sampled_from([0, 0, 0, 1, 1, 1, 2, 3, "cut", "comes", "is ready"]), min_size=16
 )
-PHASES = ("CALIBRATING", "STEPS", "WINDOWS", "ALONE", "FIXED")
+PHASES = ("MEASURING", "STEPS", "WINDOWS", ALONE, "FIXED")
 
 
 @pytest.mark.reaches(*(f"joins while {phase}" for phase in PHASES))
@@ -266,20 +260,20 @@ def chosen(meeting: Meeting) -> list[str]:
 def until(meeting: Growing, phase: str) -> None:
     """All train until the run is in this phase."""
     for _ in range(50 * LENGTH):
-        if meeting.policy._phase.name == phase:
+        if meeting.phase == phase:
             return
         for rank in list(meeting.members):
             meeting.move(rank)
-    raise AssertionError(meeting.policy._phase)
+    raise AssertionError(meeting.phase)
 
 
 @pytest.mark.parametrize(
     ("choices", "phase", "then"),
     [
-        ((STEPS,), "CALIBRATING", "CALIBRATING"),
-        ((STEPS,), "STEPS", "TRIAL"),
-        ((STEPS, ALONE, STEPS), "LEAVING", "TRIAL"),
-        ((ALONE, STEPS), "ALONE", "ALONE"),
+        ((STEPS,), "MEASURING", "MEASURING"),
+        ((STEPS,), "STEPS", "STEPS"),
+        ((STEPS, ALONE, STEPS), "LEAVING", "STEPS"),
+        ((ALONE, STEPS), ALONE, ALONE),
         ((WINDOWS,), "WINDOWS", "WINDOWS"),
     ],
 )
@@ -298,19 +292,19 @@ def test_what_follows_a_join(
         for rank in (0, 1):
             meeting.move(rank)
     assert meeting.members[2].starts
-    assert meeting.policy._phase.name == then
+    assert meeting.phase == then
     meeting.check()
-    assert then == "ALONE" or meeting.members[2].seen  # type: ignore[attr-defined]
+    assert then == ALONE or meeting.members[2].seen  # type: ignore[attr-defined]
 
 
 def test_a_run_that_began_alone_is_measured_when_another_joins() -> None:
     """It had nothing to choose from."""
     meeting = Growing(1)
     meeting.move(0)
-    assert meeting.policy._phase.name == "FIXED"
+    assert meeting.phase == "FIXED"
     meeting.come(1)
     meeting.ready(1)
-    until(meeting, "CALIBRATING")
+    until(meeting, "MEASURING")
     until(meeting, "STEPS")
     assert chosen(meeting) == ["sync"]
     meeting.check()
@@ -330,5 +324,5 @@ def cluster(*ranks: int, slow: int) -> MeasuredCluster:
 def test_another_rank_in_place_of_a_dead_one_is_chosen_for_anew() -> None:
     """As many ranks are not the same: it stayed left out as the dead one had been."""
     chooser = Chooser()
-    assert chooser.observe(cluster(0, 1, slow=1)).left_out == (1,)
-    assert chooser.observe(cluster(0, 2, slow=-1)).left_out == ()
+    assert chooser.choose(cluster(0, 1, slow=1)).left_out == (1,)
+    assert chooser.choose(cluster(0, 2, slow=-1)).left_out == ()

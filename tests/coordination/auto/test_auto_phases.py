@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -13,19 +12,15 @@ from elche.cadence.goodput import MeasuredCluster, predict
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.auto import auto_policy
-from elche.coordination.auto.auto_policy import AutoPolicy, _Phase
+from elche.coordination.auto import auto_chooser
+from elche.coordination.auto.auto_chooser import AutoChooser, _Phase
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import (
     EpochLeft,
     StepsDone,
     WindowReduced,
 )
-from elche.coordination.protocol.instructions import (
-    GrantSteps,
-    Instruction,
-    SwitchPolicy,
-)
+from elche.coordination.protocol.instructions import GrantSteps, Instruction
 from elche.coordination.sync import step_grants
 from elche.sim.cluster import Cluster as SimulatedCluster
 from tests.sim.checks import simulate
@@ -46,7 +41,7 @@ class Turns:
     def fix_update(self, update: str) -> None:
         assert update == "gradients"
 
-    def observe(self, cluster: MeasuredCluster) -> Choice:
+    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
         is_alone = self._left.pop(0)
         return Choice(
             policy="sync",
@@ -54,7 +49,6 @@ class Turns:
             left_out=tuple(cluster.ranks[1:]) if is_alone else (),
             prediction=predict("sync", cluster, [0] if is_alone else None),
             alternatives=(),
-            changed=True,
             reason="as the test wants",
         )
 
@@ -68,30 +62,29 @@ class Windows:
     def fix_update(self, update: str) -> None:
         assert update == "parameters"
 
-    def observe(self, cluster: MeasuredCluster) -> Choice:
+    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
         return Choice(
             policy="async",
             anchor=2,
             left_out=(),
             prediction=predict("async", cluster),
             alternatives=(),
-            changed=True,
             reason="as the test wants",
         )
 
 
 @pytest.fixture
-def policy(monkeypatch: pytest.MonkeyPatch) -> AutoPolicy:
+def auto(monkeypatch: pytest.MonkeyPatch) -> AutoChooser:
     """Of two ranks; windows are better by far once anything is measured."""
-    monkeypatch.setattr(auto_policy, "Chooser", Windows)
+    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
     members = [Member(rank, "CPU", 3) for rank in range(2)]
-    return AutoPolicy(members, Settings(config=RunConfig(policy="auto"), epochs=2))
+    return AutoChooser(members, Settings(config=RunConfig(policy="auto"), epochs=2))
 
 
-def begin(policy: AutoPolicy, epoch: int, sync_s: float) -> list[GrantSteps]:
-    policy.prepare_epoch(sync_s, alike=True)
+def begin(auto: AutoChooser, epoch: int, sync_s: float) -> list[GrantSteps]:
+    auto.prepare(sync_s, 0.0, alike=True)
     sizes = BatchSizes.of([BATCH] * STEPS)
-    return granted(policy.begin_epoch(epoch, sizes, 0.0).instructions)
+    return granted(auto.begin_epoch(epoch, sizes, 0.0).instructions)
 
 
 def granted(told: list[Instruction]) -> list[GrantSteps]:
@@ -115,44 +108,59 @@ def done(grant: GrantSteps, rank: int, shown_s: float = 0.09) -> StepsDone:
     )
 
 
-def test_windows_do_not_take_over_an_epoch_that_a_loop_has_left(
-    policy: AutoPolicy,
+def test_an_epoch_is_not_cut_for_windows_where_a_loop_has_left_it(
+    auto: AutoChooser,
 ) -> None:
     """They are chosen when the last rank has run what was granted, which is all."""
-    (first,) = begin(policy, 0, sync_s=0.5)
+    (first,) = begin(auto, 0, sync_s=0.5)
+    policy = auto.policy
     policy.handle(done(first, 0), 1.0)
     (warm,) = granted(policy.handle(done(first, 1), 1.0).instructions)
     policy.handle(done(warm, 0), 1.0)
     policy.handle(EpochLeft(rank=0, epoch=0, step=2), 1.0)
-    chosen = policy.handle(done(warm, 1), 1.0)
-    assert policy._phase is _Phase.LEAVING
-    assert not any(isinstance(each, SwitchPolicy) for each in chosen.instructions)
-    taken = WindowReduced(
-        rank=0, epoch=0, window=0, sync_s=0.1, wait_s=0.0, divergence=0.0, adopted_at=0
-    )
-    assert not policy.handle(taken, 1.0).epoch_over
-    assert policy.handle(replace(taken, rank=1), 1.0).epoch_over
-    assert not begin(policy, 1, sync_s=0.5)
-    assert (policy.name, policy._phase) == ("async", _Phase.WINDOWS)
+    assert not policy.handle(done(warm, 1), 1.0).epoch_over
+    assert auto._phase is _Phase.LEAVING
+    for rank in range(2):
+        outcome = policy.handle(taken(rank, 0), 1.0)
+    assert outcome.epoch_over
+    assert policy.has_left(0)
+    assert not begin(auto, 1, sync_s=0.5)
+    assert (auto.policy.name, auto._phase) == ("async", _Phase.WINDOWS)
+
+
+def test_the_epoch_is_cut_for_windows_after_the_steps_that_were_granted(
+    auto: AutoChooser,
+) -> None:
+    (first,) = begin(auto, 0, sync_s=0.5)
+    steps = auto.policy
+    for rank in range(2):
+        told = steps.handle(done(first, rank), 1.0).instructions
+    (warm,) = granted(told)
+    for rank in range(2):
+        outcome = steps.handle(done(warm, rank), 1.0)
+    assert outcome.epoch_over
+    assert steps.is_cut
+    assert steps.positions_left == ((2 * BATCH, STEPS * BATCH),)
+    begin(auto, 0, sync_s=0.5)
+    assert auto.policy.name == "async"
 
 
 def test_without_a_rank_the_other_takes_all_steps_and_nothing_is_chosen(
-    policy: AutoPolicy,
+    auto: AutoChooser,
 ) -> None:
     """While they were measured, they were granted one by one."""
-    (first,) = begin(policy, 0, sync_s=0.0001)
-    told = [policy.handle(done(first, rank, 0.0), 1.0) for rank in range(2)]
+    (first,) = begin(auto, 0, sync_s=0.0001)
+    told = [auto.policy.handle(done(first, rank, 0.0), 1.0) for rank in range(2)]
     (second,) = granted(told[1].instructions)
-    assert (second.start, policy._phase) == (1, _Phase.CALIBRATING)
-    lose(policy, 1, 1, [0])
-    waiting = begin(policy, 0, sync_s=0.0001)
+    assert (second.start, auto._phase) == (1, _Phase.MEASURING)
+    lose(auto, 1, 1, [0])
+    waiting = begin(auto, 0, sync_s=0.0001)
     assert len(waiting) > 1
     while waiting:
-        outcome = policy.handle(done(waiting.pop(0), 0), 1.0)
+        outcome = auto.policy.handle(done(waiting.pop(0), 0), 1.0)
         waiting += granted(outcome.instructions)
-        assert not any(isinstance(each, SwitchPolicy) for each in outcome.instructions)
         assert outcome.epoch_over == (not waiting)
-    assert (policy.name, policy._phase) == ("sync", _Phase.FIXED)
+    assert (auto.policy.name, auto._phase) == ("sync", _Phase.FIXED)
 
 
 @pytest.fixture
@@ -160,12 +168,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Phases of the policy, one after the other."""
     phases: list[str] = []
 
-    def note(policy: AutoPolicy, name: str, value: object) -> None:
-        object.__setattr__(policy, name, value)
+    def note(auto: AutoChooser, name: str, value: object) -> None:
+        object.__setattr__(auto, name, value)
         if isinstance(value, _Phase):
             phases.append(value.name)
 
-    monkeypatch.setattr(AutoPolicy, "__setattr__", note)
+    monkeypatch.setattr(AutoChooser, "__setattr__", note)
     return phases
 
 
@@ -181,11 +189,8 @@ def a_link_that_comes_back() -> SimulatedCluster:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (a_slow_link, "CALIBRATING LEAVING WINDOWS"),
-        (
-            a_link_that_comes_back,
-            "CALIBRATING STEPS LEAVING ALONE TRIAL LEAVING ALONE TRIAL STEPS",
-        ),
+        (a_slow_link, "MEASURING LEAVING WINDOWS"),
+        (a_link_that_comes_back, "MEASURING STEPS LEAVING WINDOWS STEPS"),
     ],
 )
 def test_phases_follow_each_other_as_drawn(
@@ -197,78 +202,81 @@ def test_phases_follow_each_other_as_drawn(
 
 
 @pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch) -> AutoPolicy:
+def three(monkeypatch: pytest.MonkeyPatch) -> AutoChooser:
     """Of three ranks; windows are better by far once anything is measured."""
-    monkeypatch.setattr(auto_policy, "Chooser", Windows)
+    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
     members = [Member(rank, "CPU", 3) for rank in range(3)]
-    return AutoPolicy(members, Settings(config=RunConfig(policy="auto"), epochs=2))
+    return AutoChooser(members, Settings(config=RunConfig(policy="auto"), epochs=2))
 
 
-def lose(policy: AutoPolicy, rank: int, step: int, others: list[int]) -> None:
+def taken(rank: int, step: int) -> WindowReduced:
+    """A rank holds the model after a step."""
+    return WindowReduced(
+        rank=rank,
+        epoch=0,
+        window=step,
+        sync_s=0.0,
+        wait_s=0.0,
+        divergence=0.0,
+        adopted_at=0,
+    )
+
+
+def lose(auto: AutoChooser, rank: int, step: int, others: list[int]) -> None:
     """A rank dies as in a launcher's run: its part is missing from a step on."""
-    policy.remove(rank)
+    auto.remove(rank)
+    policy = auto.policy
     for other in others:
         policy.arrived(other, ((rank, step),))
     outcome = policy.regrouped(dict.fromkeys(others, step - 1), 1.0)
     assert not outcome.epoch_over
     for other in others:
-        taken = WindowReduced(
-            rank=other,
-            epoch=0,
-            window=step - 1,
-            sync_s=0.0,
-            wait_s=0.0,
-            divergence=0.0,
-            adopted_at=0,
-        )
-        outcome = policy.handle(taken, 1.0)
+        outcome = policy.handle(taken(other, step - 1), 1.0)
     assert outcome.epoch_over
     assert policy.is_cut
     assert policy.positions_left == ((step * BATCH, STEPS * BATCH),)
     assert policy.steps_left == STEPS - step
 
 
-def test_steps_are_measured_on_where_a_rank_has_died(three: AutoPolicy) -> None:
+def test_steps_are_measured_on_where_a_rank_has_died(three: AutoChooser) -> None:
     """What was measured of the others counts; the choice is of them alone."""
     (first,) = begin(three, 0, sync_s=0.0001)
     for rank in range(3):
-        three.handle(done(first, rank, 0.0), 1.0)
+        three.policy.handle(done(first, rank, 0.0), 1.0)
     lose(three, 1, 1, [0, 2])
-    assert three._phase is _Phase.CALIBRATING
+    assert three._phase is _Phase.MEASURING
     waiting = begin(three, 0, sync_s=0.0001)
-    while three._phase is _Phase.CALIBRATING:
+    while three._phase is _Phase.MEASURING:
         step = waiting.pop(0)
         assert step.shares[1] == 0
         for rank in (0, 2):
-            waiting += granted(three.handle(done(step, rank), 1.0).instructions)
-    assert three._chosen.now.prediction.world_size == 2
+            waiting += granted(three.policy.handle(done(step, rank), 1.0).instructions)
+    assert three._chosen.prediction.world_size == 2
 
 
-@pytest.mark.parametrize(
-    ("last", "phase"), [(True, _Phase.ALONE), (False, _Phase.TRIAL)]
-)
+@pytest.mark.parametrize("last", [True, False])
 def test_a_death_before_one_rank_trains_alone(
-    last: bool, phase: _Phase, monkeypatch: pytest.MonkeyPatch
+    last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others choose anew: it does all the same, or steps are tried again."""
+    """The others choose anew: it does all the same, or steps go on."""
     monkeypatch.setattr(Turns, "alone", (False, True, last))
-    monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 4)
+    monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 4)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
-    monkeypatch.setattr(auto_policy, "Chooser", Turns)
+    monkeypatch.setattr(auto_chooser, "Chooser", Turns)
     members = [Member(rank, "CPU", 3) for rank in range(4)]
-    policy = AutoPolicy(members, Settings(config=RunConfig(policy="auto"), epochs=2))
-    waiting, step = begin(policy, 0, sync_s=0.0001), 0
-    while policy._phase is not _Phase.LEAVING:
+    auto = AutoChooser(members, Settings(config=RunConfig(policy="auto"), epochs=2))
+    waiting, step = begin(auto, 0, sync_s=0.0001), 0
+    while auto._phase is not _Phase.LEAVING:
         step = waiting[0].stop
         for rank in range(4):
-            told = policy.handle(done(waiting[0], rank, 0.0), 1.0).instructions
+            told = auto.policy.handle(done(waiting[0], rank, 0.0), 1.0).instructions
             waiting += granted(told)
         waiting.pop(0)
     assert waiting, "nothing is granted ahead"
-    lose(policy, 1, step, [0, 2, 3])
-    begun = begin(policy, 0, sync_s=0.0001)
-    assert policy._phase is phase
-    assert bool(begun) == (phase is _Phase.TRIAL)
-    if phase is _Phase.ALONE:
-        assert policy._switch.idle == {2, 3}
-        assert policy.loss_limits.sole_holders == {0}
+    lose(auto, 1, step, [0, 2, 3])
+    begun = begin(auto, 0, sync_s=0.0001)
+    assert auto._phase is (_Phase.WINDOWS if last else _Phase.STEPS)
+    assert bool(begun) != last
+    if last:
+        assert auto.policy.idle == {2, 3}  # type: ignore[union-attr]
+        assert auto.loss_limits.sole_holders == {0}

@@ -13,8 +13,9 @@ from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings, settings_of
 from elche.coordination.auto.windows_advice import ADVICE_GRANTS, advice
-from elche.coordination.policies import build_policy
-from elche.coordination.policy import Member, Policy
+from elche.coordination.policies import policy_chooser
+from elche.coordination.policy import Member
+from elche.coordination.policy_chooser import PolicyChooser
 from elche.coordination.protocol.events import Join, StepsDone
 from elche.coordination.protocol.instructions import (
     GrantSteps,
@@ -29,10 +30,12 @@ KEEPING = RunConfig(leave_out=False)
 DEFAULT = Settings(config=KEEPING, is_default=True)
 
 
-def run_steps(policy: Policy, exposed_s: float, steps: int = 200) -> list[Instruction]:
+def run_steps(
+    chooser: PolicyChooser, exposed_s: float, steps: int = 200
+) -> list[Instruction]:
     """What two ranks receive in an epoch: a sample takes 1 ms, or 2 on rank 1."""
     sizes = BatchSizes.of([BATCH] * steps)
-    told = list(policy.begin_epoch(0, sizes, 0.0).instructions)
+    told = list(chooser.begin_epoch(0, sizes, 0.0).instructions)
     grants = [each for each in told if isinstance(each, GrantSteps) and not each.rank]
     while grants:
         grant = grants.pop(0)
@@ -51,7 +54,7 @@ def run_steps(policy: Policy, exposed_s: float, steps: int = 200) -> list[Instru
                 warm=grant.start > 0,
                 backward_passes=grant.stop,
             )
-            new = policy.handle(report, 0.0).instructions
+            new = chooser.policy.handle(report, 0.0).instructions
             told += new
             grants += [g for g in new if isinstance(g, GrantSteps) and not g.rank]
     return told
@@ -67,12 +70,12 @@ def said(told: list[Instruction]) -> list[PolicyChosen]:
 
 def test_it_is_said_once_and_changes_nothing_else() -> None:
     """A reduction that shows for seven times a step."""
-    told = run_steps(build_policy(members(), DEFAULT), exposed_s=0.3)
+    told = run_steps(policy_chooser(members(), DEFAULT), exposed_s=0.3)
     (line,) = said(told)
     assert line.rank == 0
     assert line.is_advice
     assert line.reason.startswith("policy='async' is predicted to train ")
-    named = build_policy(members(), Settings(config=KEEPING))
+    named = policy_chooser(members(), Settings(config=KEEPING))
     plain = run_steps(named, exposed_s=0.3)
     assert [each for each in told if each is not line] == plain
 
@@ -91,7 +94,7 @@ def test_it_is_said_once_and_changes_nothing_else() -> None:
 def test_otherwise_it_is_silent(
     settings: Settings, exposed_s: float, steps: int
 ) -> None:
-    assert not said(run_steps(build_policy(members(), settings), exposed_s, steps))
+    assert not said(run_steps(policy_chooser(members(), settings), exposed_s, steps))
 
 
 @pytest.mark.reaches("a line", "silence")

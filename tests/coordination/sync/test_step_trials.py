@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.policies import build_policy
-from elche.coordination.policy import Member, Policy
+from elche.coordination.policies import policy_chooser
+from elche.coordination.policy import Member
+from elche.coordination.policy_chooser import PolicyChooser
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
 from elche.coordination.sync.sync_policy import SyncPolicy
@@ -28,9 +29,11 @@ Time = Callable[[int, int, int], float]
 """Seconds of a step: of a rank, with so many samples, at its number."""
 
 
-def run_epoch(policy: Policy, sizes: BatchSizes, step_s: Time) -> list[GrantSteps]:
-    """Grants of an epoch of steps, until it ends or another policy takes over."""
-    seen = grants(policy.begin_epoch(0, sizes, 0.0).instructions)
+def run_epoch(
+    chooser: PolicyChooser, sizes: BatchSizes, step_s: Time
+) -> list[GrantSteps]:
+    """Grants of an epoch of steps, until it ends or is cut for another policy."""
+    seen = grants(chooser.begin_epoch(0, sizes, 0.0).instructions)
     run = 0
     while run < len(seen):
         grant = seen[run]
@@ -49,8 +52,8 @@ def run_epoch(policy: Policy, sizes: BatchSizes, step_s: Time) -> list[GrantStep
                 warm=grant.start > 0,
                 backward_passes=grant.stop,
             )
-            seen += grants(policy.handle(report, 0.0).instructions)
-            policy.check()
+            seen += grants(chooser.policy.handle(report, 0.0).instructions)
+            chooser.policy.check()
     return seen
 
 
@@ -75,7 +78,7 @@ def test_a_throttled_rank_gets_its_share_back_through_trials_of_one_step(
 
     rng = random.Random(0)
     policy = SyncPolicy(members(2), Settings(config=RunConfig(**nested(options))))
-    seen = run_epoch(policy, BatchSizes.of([BATCH] * 1200), step_s)
+    seen = run_epoch(PolicyChooser(policy), BatchSizes.of([BATCH] * 1200), step_s)
     assert seen[-1].stop == 1200
     if options:
         assert {grant.shares for grant in seen} == {(32, 32)}
@@ -92,7 +95,7 @@ def test_a_trial_is_a_single_step_and_the_next_one_comes_later() -> None:
     config = RunConfig(speed_hints=(1.0, 0.1))
     policy = SyncPolicy(members(2), Settings(config=config))
     sizes = BatchSizes.of([8] * 800)
-    seen = run_epoch(policy, sizes, step_s)
+    seen = run_epoch(PolicyChooser(policy), sizes, step_s)
     long = [grant for grant in seen if grant.start >= 2 * HORIZON]
     tried = [grant for grant in long if grant.stop == grant.start + 1]
     assert tried
@@ -142,8 +145,8 @@ def test_each_rank_has_samples_wherever_the_batch_allows_it(
     agreed = Settings(
         config=RunConfig(policy=policy, leave_out=False), min_share_samples=least
     )
-    runs = build_policy(members(world), agreed)
-    runs.prepare_epoch(1e-4, alike=True)
+    runs = policy_chooser(members(world), agreed)
+    runs.prepare(1e-4, 0.0, alike=True)
     for grant in run_epoch(runs, BatchSizes.of(sizes), step_s):
         total = sum(grant.shares)
         assert {total} == set(sizes[grant.start : grant.stop])
@@ -163,7 +166,9 @@ def test_fixed_shares_keep_columns_on_their_rank(
     config = RunConfig(shares="fixed", speed_hints=hints)
     policy = SyncPolicy(members(2), Settings(config=config))
     sizes = BatchSizes.of([16] * 300 + [13, 1])
-    seen = run_epoch(policy, sizes, lambda rank, share, step: 0.001 * (1 + 9 * rank))
+    seen = run_epoch(
+        PolicyChooser(policy), sizes, lambda rank, share, step: 0.001 * (1 + 9 * rank)
+    )
     first = (12, 4) if hints else (8, 8)
     assert {grant.shares for grant in seen if grant.stop <= 300} == {first}
     assert [grant.shares for grant in seen[-2:]] == [(first[0], 13 - first[0]), (1, 0)]

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elche.cadence.throughput import CostEstimate
+from elche.cadence.rank_time import RankTime
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.protocol.events import (
     EpochOpened,
@@ -203,7 +203,7 @@ class Rank:
 
     def __init__(self, world: World, rank: int, overlapped: bool) -> None:
         self._world, self._rank = world, rank
-        cost = CostEstimate()
+        cost = RankTime(1)
         self.loop = WindowLoop(cost, overlapped=overlapped, reduced=-1)
         self.common: list[int] = []
         self._overlapped = overlapped

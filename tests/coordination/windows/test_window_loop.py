@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.cadence.throughput import CostEstimate
+from elche.cadence.rank_time import RankTime
 from elche.coordination.protocol.instructions import (
     Adopt,
     CloseWindow,
@@ -29,6 +29,13 @@ from elche.coordination.windows.window_loop import (
 )
 from elche.errors import ProtocolError
 from tests.harness.reached import reach
+
+
+def timed(batch_s: float) -> RankTime:
+    """Of a rank whose batches take so long."""
+    known = RankTime(recent=1)
+    known.observe(1, batch_s)
+    return known
 
 
 def opened(window: int = 0, **changes: Any) -> OpenWindow:
@@ -64,7 +71,7 @@ def reduction(window: int = 0) -> Reduce:
 
 
 def overlapped(**changes: Any) -> WindowLoop:
-    loop = WindowLoop(CostEstimate(0.5), overlapped=True)
+    loop = WindowLoop(timed(0.5), overlapped=True)
     loop.handle(opened(**changes), 0.0)
     loop.trained(0.5)
     return loop
@@ -168,7 +175,7 @@ def test_a_lease_that_comes_meanwhile_is_trained_on() -> None:
 def test_only_a_rank_that_trained_without_a_plan_begins_at_its_end(
     changes: dict[str, Any], batches: int, begins: bool
 ) -> None:
-    loop = WindowLoop(CostEstimate(0.5), overlapped=True)
+    loop = WindowLoop(timed(0.5), overlapped=True)
     loop.handle(opened(**changes), 0.0)
     for _ in range(batches):
         loop.trained(0.5)
@@ -192,7 +199,7 @@ def test_a_window_begins_when_the_last_rank_has_ended_the_one_before(
     last_closed_s: float, ends_s: float
 ) -> None:
     """Or a rank that is a little quicker comes to be a whole window ahead of others."""
-    loop = WindowLoop(CostEstimate(0.1), overlapped=True)
+    loop = WindowLoop(timed(0.1), overlapped=True)
     loop.handle(opened(), 0.0)
     assert ends_at(loop, 0.0) == pytest.approx(1.0)
     loop.closed(1.0)
@@ -210,7 +217,7 @@ def test_a_window_begins_when_the_last_rank_has_ended_the_one_before(
 
 def blocking() -> WindowLoop:
     """A rank under ``cadence`` that has closed its window."""
-    loop = WindowLoop(CostEstimate(0.5), overlapped=False)
+    loop = WindowLoop(timed(0.5), overlapped=False)
     loop.handle(opened(), 0.0)
     loop.closed(1.0)
     return loop
@@ -280,7 +287,7 @@ def test_a_live_graph_holds_back_what_changes_parameters(
     is_overlapped: bool, planned: int, runs: list[int]
 ) -> None:
     """To the next boundary without one, and for three windows at most."""
-    loop = WindowLoop(CostEstimate(0.1), overlapped=is_overlapped)
+    loop = WindowLoop(timed(0.1), overlapped=is_overlapped)
     loop.handle(opened(wall_s=0.1 * planned, planned_batches=planned), 0.0)
     now_s, held = 0.0, 0
     live = [is_live for run in runs for is_live in (False, *[True] * run)]
@@ -319,7 +326,7 @@ def carry_out(loop: WindowLoop, done: Do, now_s: float, planned: int) -> None:
 
 
 def test_without_work_a_live_graph_waits_a_moment_for_a_lease() -> None:
-    loop = WindowLoop(CostEstimate(0.1), overlapped=False)
+    loop = WindowLoop(timed(0.1), overlapped=False)
     loop.handle(opened(), 0.0)
     loop.trained(0.1)
     looked = loop.next(2.0, has_work=False, is_live=True)

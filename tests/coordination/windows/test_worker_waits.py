@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from elche.cadence.throughput import CostEstimate
+from elche.cadence.rank_time import RankTime
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import BatchesDone, Event, WindowClosed
 from elche.coordination.protocol.instructions import (
@@ -154,7 +154,7 @@ def epoch_of(prefetched: int) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
         feed,  # type: ignore[arg-type]
         positions,
         Sync(),  # type: ignore[arg-type]
-        WindowLoop(CostEstimate(), overlapped=False),
+        WindowLoop(RankTime(1), overlapped=False),
         EpochHooks(
             lambda error: None,
             lambda: None,

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
-from elche.cadence.throughput import CostEstimate
+from elche.cadence.rank_time import RankTime
 from elche.comm.averaging.consensus_distance import SyncResult
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import BatchesDone, WindowClosed, WindowReduced
@@ -87,7 +87,7 @@ def epoch_of(sync: Sync) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
     shell = Shell()
     feed = ScriptedFeed(shell, 1)
     positions = EpochPositions(list(range(80)), BatchSizes(((8, 10),)), 0, None)
-    loop = WindowLoop(CostEstimate(), overlapped=sync.is_overlapped)
+    loop = WindowLoop(RankTime(1), overlapped=sync.is_overlapped)
     graphs = LiveGraph(nn.Identity())
     hooks = EpochHooks(lambda e: None, lambda: None, lambda w: (), lambda: 0.0, graphs)
     epoch = WindowEpoch(*cast(Any, (shell, feed, positions, sync, loop, hooks)))

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 import elche
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
-from elche.coordination.auto import auto_calibration, auto_policy
+from elche.coordination.auto import auto_chooser, first_choice
+from elche.coordination.auto.auto_chooser import AutoChooser
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import (
@@ -49,7 +50,7 @@ class Scripted:
     def fix_update(self, update: str) -> None:
         assert update == "gradients"
 
-    def observe(self, cluster: MeasuredCluster) -> Choice:
+    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
         """The next choice: alone at the second and third observation."""
         self.observed += 1
         ranks = [1] if 2 <= self.observed <= 3 else [0, 1]
@@ -59,7 +60,6 @@ class Scripted:
             left_out=tuple({0, 1}.difference(ranks)),
             prediction=predict("sync", cluster, ranks),
             alternatives=(),
-            changed=True,
             reason=f"as the test wants: {ranks}",
         )
 
@@ -67,19 +67,19 @@ class Scripted:
 @pytest.fixture
 def returned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Choices are scripted; who had trained alone whenever all went on in step."""
-    monkeypatch.setattr(auto_policy, "Chooser", Scripted)
-    monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 2)
-    monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 1)
-    monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
+    monkeypatch.setattr(auto_chooser, "Chooser", Scripted)
+    monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 2)
+    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     returned: list[int] = []
-    go_back = auto_policy.AutoPolicy._return_to_steps
+    monkeypatch.setattr(auto_chooser, "RETURN_COST", 1e9)
+    carry_out = AutoChooser._carry_out
 
-    def note(policy: auto_policy.AutoPolicy) -> None:
-        go_back(policy)
-        assert policy.state_from is not None
-        returned.append(policy.state_from)
+    def note(auto: AutoChooser, *, alike: bool) -> None:
+        carry_out(auto, alike=alike)
+        if auto.state_from is not None:
+            returned.append(auto.state_from)
 
-    monkeypatch.setattr(auto_policy.AutoPolicy, "_return_to_steps", note)
+    monkeypatch.setattr(AutoChooser, "_carry_out", note)
     return returned
 
 

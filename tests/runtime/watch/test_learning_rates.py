@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
 import elche
-from elche.coordination.auto import auto_calibration, auto_policy
+from elche.coordination.auto import auto_chooser, first_choice
 from elche.coordination.sync import step_grants
 from elche.errors import ConfigError
 from elche.runtime.epochs.window_epoch import WindowEpoch
@@ -176,8 +176,8 @@ def _schedules(options: dict[str, Any] | None) -> Schedules:
 @pytest.fixture
 def leaves_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` goes to windows inside the first epoch."""
-    monkeypatch.setattr(auto_policy, "Chooser", Windows)
-    monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
+    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
+    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable
 from itertools import chain
 from typing import Any
 
-from elche.cadence.throughput import CostEstimate
+from elche.cadence.rank_time import RankTime
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.accounts.epoch_parts import PartRanges
@@ -64,7 +64,7 @@ class WindowRank:
         self._members = list(range(founders))
         self._part = PartRanges(((0, seat.sizes.num_samples),))
         self._is_due = self._opens = False
-        self._cost = CostEstimate()
+        self._cost = RankTime(1)
         self.generation, self.reduced = 0, -1
         self.common: Positions = ()
         self.is_new = self._is_part = rank >= founders

@@ -153,15 +153,6 @@ class BatchSizes:
         """The same epoch, its global batches cut in this way."""
         return BatchSizes(self.runs, cut)
 
-    def first_of(self, global_batch: int) -> int:
-        """The first batch of a global batch; past the last one, their number."""
-        batch = 0
-        for samples, count in self.runs:
-            done = min(count, global_batch)
-            batch += done * self.cut.parts_of(samples)
-            global_batch -= done
-        return batch
-
     def _run(self, batch: int) -> int:
         run = bisect_right(self._ends, batch)
         if batch < 0 or run == len(self._ends):

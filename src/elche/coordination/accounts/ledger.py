@@ -148,14 +148,6 @@ class EpochLedger:
         """What no rank holds."""
         return tuple(self._pool)
 
-    def skip(self, batches: int) -> None:
-        """The first batches have been committed under another account."""
-        if batches:
-            self._take(0, batches)
-            self._pooled -= batches
-            self._committed.append((0, batches))
-            self._committed_samples += self.sizes.samples_in(0, batches)
-
     def _take(self, start: int, stop: int) -> None:
         """Takes batches out of the middle of the pool; counts stay as they were."""
         for at, (begin, end) in enumerate(self._pool):

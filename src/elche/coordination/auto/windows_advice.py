@@ -1,4 +1,4 @@
-"""The default policy, with one line on what windows would bring. Pure.
+"""The default policy's one line on what windows would bring. Pure.
 
 What they would bring on these devices and this link is predicted as ``auto`` predicts,
 but from the steps that ``sync`` takes anyway: nothing is probed and no share changed
@@ -14,13 +14,15 @@ from typing import final
 
 from elche.cadence.chooser import Chooser
 from elche.cadence.goodput import BACKWARD_SHARE, MeasuredCluster, predict
+from elche.cadence.rank_time import RankTimes
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.auto.auto_choice import RunLength
-from elche.coordination.auto.auto_gauge import Gauge
+from elche.coordination.auto.measures import Measures
+from elche.coordination.auto.run_length import RunLength
 from elche.coordination.policy import Member, Outcome
-from elche.coordination.protocol.events import Event, StepsDone
-from elche.coordination.protocol.instructions import PolicyChosen
+from elche.coordination.policy_chooser import PolicyChooser
+from elche.coordination.protocol.events import StepsDone
+from elche.coordination.protocol.instructions import Instruction, PolicyChosen
 from elche.coordination.sync.sync_policy import SyncPolicy
 
 ADVICE_GRANTS = 16
@@ -30,8 +32,8 @@ ADVICE_GAIN = 1.1
 
 
 @final
-class AdvisedSync(SyncPolicy):
-    """``sync``, chosen by nobody: measures some steps and says once what windows bring.
+class AdvisedSync(PolicyChooser):
+    """``sync`` by default: measures some steps and says once what windows bring.
 
     Args:
         members: all ranks, in order.
@@ -39,59 +41,52 @@ class AdvisedSync(SyncPolicy):
     """
 
     def __init__(self, members: Sequence[Member], settings: Settings) -> None:
-        super().__init__(members, settings)
-        least, kind = settings.min_share_samples, settings.optimizer_kind
-        self._gauge: Gauge | None = Gauge(settings.config, len(members), least, kind)
+        times = RankTimes()
+        self._sync = SyncPolicy(members, settings, times)
+        super().__init__(self._sync)
+        self._ranks = [member.rank for member in members]
+        self._measures: Measures | None = Measures(settings, times)
         self._length = RunLength(settings.epochs)
         self._batch_size = 0
+        self._sync.watch = self._watch
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
-        """Grants the first steps."""
-        if self._gauge is not None:
-            length = replace(
-                self._length, begun_epochs=epoch + 1, epoch_batches=sizes.num_batches
-            )
-            self._gauge.begin_epoch(float(length.epochs * sizes.num_batches))
-            self._batch_size = sizes.runs[0][0]
+        """Starts an epoch, or the rest of one."""
+        self._length.begin_epoch(epoch, sizes)
+        self._batch_size = sizes.runs[0][0]
         return super().begin_epoch(epoch, sizes, now_s)
-
-    def handle(self, event: Event, now_s: float) -> Outcome:
-        """Takes an event; adds the line when enough is measured."""
-        outcome = super().handle(event, now_s)
-        if self._left_out.ranks:
-            self._gauge = None  # it waits for reports of all ranks
-        said = self._measured(event) if isinstance(event, StepsDone) else ""
-        if said:
-            rank = min(self._members)
-            line = PolicyChosen(
-                rank=rank, policy=self.name, reason=said, is_advice=True
-            )
-            outcome.instructions.insert(0, line)
-        return outcome
 
     def remove(self, rank: int) -> None:
         """A rank is gone: what was measured is of another membership."""
-        self._gauge = None
+        self._measures = None
         super().remove(rank)
 
     def add(self, member: Member) -> None:
         """A rank joins: what was measured is of another membership."""
-        self._gauge = None
+        self._measures = None
         super().add(member)
 
-    def _measured(self, event: StepsDone) -> str:
-        """The line, when all ranks have run enough; "" before and ever after."""
-        gauge = self._gauge
-        reports = gauge.reported(event) if gauge is not None else []
-        if gauge is None or not reports or not gauge.took_steps(reports):
-            return ""
-        if gauge.measurements == ADVICE_GRANTS // 2:
-            gauge.learn(0.0)  # how steps vary, which later waits are freed of
-        if gauge.measurements < ADVICE_GRANTS:
-            return ""
-        self._gauge = None
-        gauge.learn(0.0)
-        return advice(gauge.cluster(self._batch_size))
+    def _watch(self, reports: Sequence[StepsDone], steps: int) -> list[Instruction]:
+        """The line, when all ranks have run enough; nothing before and ever after."""
+        measures = self._measures
+        if self._sync.left_out:
+            self._measures = None  # it measures steps of all ranks
+        if measures is None or not all(report.warm for report in reports):
+            return []
+        measures.take(reports, steps)
+        if measures.count < ADVICE_GRANTS:
+            return []
+        self._measures = None
+        batches = float(max(1, self._length.batches))
+        cluster = measures.cluster(self._ranks, self._batch_size, batches)
+        reason = advice(cluster)
+        line = PolicyChosen(
+            rank=min(self._ranks),
+            policy=self._sync.name,
+            reason=reason,
+            is_advice=True,
+        )
+        return [line] if reason else []
 
 
 def advice(cluster: MeasuredCluster) -> str:
@@ -105,7 +100,7 @@ def advice(cluster: MeasuredCluster) -> str:
     longest_s = shown_s + BACKWARD_SHARE * step_s
     hidden = 1.0 - shown_s / longest_s
     cluster = replace(cluster, sync_s=longest_s, hidden=hidden)
-    choice = Chooser(leaves_out=False).observe(cluster)
+    choice = Chooser(leaves_out=False).choose(cluster)
     gain = choice.prediction.goodput / predict("sync", cluster).goodput
     if choice.policy == "sync" or gain < ADVICE_GAIN:
         return ""

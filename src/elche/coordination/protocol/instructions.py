@@ -55,21 +55,6 @@ class PolicyChosen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchPolicy:
-    """From ``step`` of this epoch on there are windows under ``policy``.
-
-    They cut what is left of it by ``cut``.
-    """
-
-    rank: int
-    epoch: int
-    step: int
-    policy: str
-    window: int
-    cut: Cut
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GrantSteps:
     """``sync``: the steps ``start <= step < stop``, split by ``shares`` per rank.
 
@@ -303,7 +288,6 @@ Instruction = (
     Welcome
     | BeginEpoch
     | PolicyChosen
-    | SwitchPolicy
     | GrantSteps
     | LeaveOut
     | RankLeft

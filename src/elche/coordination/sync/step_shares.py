@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import final
 
 from elche.cadence.balancer import Balancer, BalancerConfig
+from elche.cadence.rank_time import RankTimes
 from elche.cadence.split import clip_split
 from elche.cadence.throughput import SpeedHints
 from elche.coordination.agreement import Settings
@@ -19,13 +20,20 @@ class StepShares:
     Args:
         settings: what the ranks agreed on.
         ranks: the members.
+        times: of the ranks, to go on with and to feed.
 
     Attributes:
         is_fixed: shares do not follow measured times.
     """
 
-    def __init__(self, settings: Settings, ranks: Iterable[int]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        ranks: Iterable[int],
+        times: RankTimes | None = None,
+    ) -> None:
         config = settings.config
+        self._times = RankTimes() if times is None else times
         self._places = _places(ranks)
         self._caps = {rank: cap for rank, cap in enumerate(config.caps) if cap}
         self._accumulates = settings.micro_batches
@@ -137,7 +145,8 @@ class StepShares:
                 speed_hints=hints,
                 max_samples=[self._caps.get(rank) for rank in self._places],
                 accumulates=self._accumulates,
-            )
+            ),
+            [self._times[rank] for rank in self._places],
         )
 
 

@@ -9,8 +9,9 @@ shorter may be left out (`elche.coordination.sync.left_out`). Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
+from elche.cadence.rank_time import RankTimes
 from elche.coordination.accounts.batch_ranges import BatchSizes, Range, joined
 from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.agreement import Settings
@@ -43,18 +44,29 @@ class SyncPolicy(Policy):
     Args:
         members: all ranks, in order.
         settings: what the ranks agreed on.
+        times: of the ranks, to go on with and to feed.
+
+    Attributes:
+        watch: sees each grant's reports, and steps in it, before others are granted;
+            its instructions are sent.
     """
 
-    def __init__(self, members: Sequence[Member], settings: Settings) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        settings: Settings,
+        times: RankTimes | None = None,
+    ) -> None:
         config = settings.config
+        self.watch: Callable[[Sequence[StepsDone], int], list[Instruction]] | None
+        self.watch = None
         self._members = {member.rank: member.horizon_batches for member in members}
-        self._shares = StepShares(settings, self._members)
+        self._shares = StepShares(settings, self._members, times)
         self._left_out = LeftOutRanks(members, settings, self._shares)
         self._grants = StepGrants(members, settings, self._shares, self._left_out)
         self._handover = ModelHandover()
         self._is_deterministic = config.debug.deterministic
-        self._is_stopping = self._makes_room = self._is_paused = False
-        self._is_cut = False
+        self._makes_room = self._is_paused = self._is_cut = False
         self._epoch = -1
         self._totals = EpochTotals(-1, self._grants.world_size, 0.0)
         self._left = EarlyEnd(config.policy)
@@ -110,8 +122,7 @@ class SyncPolicy(Policy):
         if self._left:
             outcome.instructions += self._say_none()
             return self._end_early(outcome, now_s)
-        may_leave = self._left_out.is_leaving and not self._is_stopping
-        if may_leave and self.is_drained and ledger.pooled:
+        if self._left_out.is_leaving and self.is_drained and ledger.pooled:
             outcome.instructions += self._left_out.leave(now_s)
             self._handover.leave_out()
         outcome.instructions += self._top_up()
@@ -162,24 +173,14 @@ class SyncPolicy(Policy):
         )
 
     @property
-    def granted_until(self) -> int:
-        """The first step that has not been granted."""
-        return self._grants.until
-
-    @property
     def is_drained(self) -> bool:
         """Whether all ranks have run every granted step, and none has left early."""
         busy = self._grants or self._is_paused or self._handover.adopting
         return not (busy or self._left)
 
-    def stop_granting(self) -> list[GrantSteps]:
-        """Grants no more steps in this epoch: another policy takes over."""
-        self._is_stopping = True
-        return self._say_none()
-
-    def grant_again(self) -> None:
-        """From the next event or epoch on grants steps again."""
-        self._is_stopping = False
+    def cut_short(self) -> None:
+        """Ends the epoch when granted steps are done: another policy has the rest."""
+        self._is_cut = True
 
     def grant_singly(self, wanted: bool) -> None:
         """Grants a step only when the last one is done, though loaders wait for it.
@@ -318,6 +319,8 @@ class SyncPolicy(Policy):
             self._checks.compare({report.rank: report.checks for report in reports})
         if not (grant.is_settled or grant.left):
             told += self._measure(grant, reports)
+            if self.watch is not None:
+                told += self.watch(reports, grant.steps)
         sync_s = max((report.sync_wait_s for report in reports), default=0.0)
         first, last, steps = min(self._members), grant.stop - 1, grant.steps
         return [*told, self._totals.close_window(last, now_s, first, sync_s, steps)]
@@ -346,7 +349,7 @@ class SyncPolicy(Policy):
         return self._left_out.measured(reports, steps, pooled)
 
     def _top_up(self) -> list[GrantSteps]:
-        holds = self._is_stopping or self._makes_room or self._is_paused
+        holds = self._makes_room or self._is_paused
         if holds or self._is_cut or self._left:
             return self._say_none()
         return self._grants.top_up(self._active)

@@ -83,11 +83,6 @@ class Leasing:
         return max(LOOKAHEAD_S, LOOKAHEAD_PER_RANK_S * len(self._paces))
 
     @property
-    def left_s(self) -> float:
-        """How long the pooled work lasts; 0.0 while speeds are not known."""
-        return self._ledger.pooled / self._rate if self._is_timed else 0.0
-
-    @property
     def work_s(self) -> float:
         """How long pooled and leased work lasts; 0.0 while speeds are not known."""
         work = self._ledger.pooled + self._ledger.total_leased

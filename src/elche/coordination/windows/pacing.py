@@ -10,7 +10,9 @@ from elche.cadence.alignment import aligned_anchor
 from elche.cadence.divergence import DivergenceGuard
 from elche.cadence.el_che import ElChe, ElCheConfig
 from elche.cadence.overlapped import ROOM, BatchTimes, anchor_for, best_anchor
+from elche.cadence.rank_time import RankTimes
 from elche.config import RunConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.windows.reductions import Reduction
 from elche.coordination.windows.window_book import Part
 
@@ -54,6 +56,7 @@ class Pacing:
         config: the run's settings.
         ranks: the members, in order.
         overlapped: reductions overlap with the next window.
+        times: of the ranks, to go on with and to feed.
     """
 
     def __init__(
@@ -62,13 +65,17 @@ class Pacing:
         ranks: Sequence[int],
         *,
         overlapped: bool,
+        times: RankTimes | None = None,
     ) -> None:
         self._config = config
+        self._counts_samples = times is not None  # which others feed as well
+        self._times = RankTimes(recent=1) if times is None else times
         self._ranks = list(ranks)
         self._overlapped = overlapped
         self._guard = DivergenceGuard() if config.windows.guard else None
         self._may_grow = True
         self._taken_s: list[float] = []
+        self._blocking_s: list[float] = []
         self._held_s: list[float] = []
         self._late_batches: list[float] = []
         self._pace: Pace | None = None
@@ -85,7 +92,8 @@ class Pacing:
                 * (OVERLAPPED_TARGET if overlapped else 1.0),
                 max_batch_diff=given.max_batch_diff,
                 speed_hints=config.speed_hints,
-            )
+            ),
+            [self._times[rank] for rank in self._ranks],
         )
 
     @property
@@ -99,6 +107,14 @@ class Pacing:
         el_che = self.el_che
         return el_che.enabled and not (el_che.is_calibrated or el_che.has_speed_hint)
 
+    def begin_epoch(self, sizes: BatchSizes) -> None:
+        """Batches are cut anew."""
+        if not self._counts_samples:
+            return
+        self._pace = None
+        local = [sizes.cut.largest_of(samples) for samples, _ in sizes.runs]
+        self.el_che.set_batch_samples(max(local, default=1))
+
     def batch_s(self) -> dict[int, float]:
         """Delivered seconds per batch of each rank; 0.0 where not measured."""
         costs = self.el_che.ms_per_batch
@@ -107,10 +123,15 @@ class Pacing:
     def change(self, ranks: Sequence[int]) -> None:
         """The membership has changed."""
         self._pace = None
-        for measured in (self._taken_s, self._held_s, self._late_batches):
+        for measured in (
+            *(self._taken_s, self._blocking_s),
+            *(self._held_s, self._late_batches),
+        ):
             measured.clear()
         old = {rank: at for at, rank in enumerate(self._ranks)}
-        self.el_che = self.el_che.resized([old.get(rank) for rank in ranks])
+        self.el_che = self.el_che.resized(
+            [old.get(rank) for rank in ranks], [self._times[rank] for rank in ranks]
+        )
         self._ranks = list(ranks)
 
     def measure(
@@ -144,6 +165,7 @@ class Pacing:
             window_s = self.el_che.anchor_wall_ms / 1e3
             busy = [r for r, part in parts.items() if part.batches and r not in idle]
             cost_s, wait_s = last.cost_s(busy)
+            self._blocking_s = [*self._blocking_s, cost_s][-REDUCTIONS_KEPT:]
             self._note_adoption(last, cost_s, idle)
             sync_s = cost_s + max(0.0, wait_s - WAIT_TOLERANCE * window_s)
         ordered = [Part() if rank in idle else parts[rank] for rank in self._ranks]
@@ -160,6 +182,12 @@ class Pacing:
             f"anchor {before} -> {self.el_che.anchor}: a synchronisation costs "
             f"{sync_s * 1e3:.1f} ms of a window of {self.el_che.anchor_wall_ms:.0f} ms"
         )
+
+    @property
+    def measured_sync_s(self) -> float:
+        """Seconds of a reduction, overlapped or not; 0.0 before any is measured."""
+        taken_s = self._taken_s or self._blocking_s
+        return median_low(taken_s) if taken_s else 0.0
 
     @property
     def reduction_s(self) -> float | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from elche.cadence.throughput import CostEstimate
+from elche.cadence.rank_time import RankTime
 from elche.cadence.window import should_close
 from elche.coordination.protocol.instructions import (
     Adopt,
@@ -105,7 +105,7 @@ class WindowLoop:
     """
 
     def __init__(
-        self, batch_cost: CostEstimate, *, overlapped: bool, reduced: int = -1
+        self, batch_cost: RankTime, *, overlapped: bool, reduced: int = -1
     ) -> None:
         self._batch_cost = batch_cost
         self._overlapped = overlapped
@@ -265,7 +265,7 @@ class WindowLoop:
         self.batches += 1
         self._held_batches += self._is_held_back
         if busy_s is not None:
-            self._batch_cost.observe(busy_s)
+            self._batch_cost.observe(1, busy_s)
 
     def closed(self, now_s: float, *, is_finite: bool = True) -> None:
         """The window's end has been reported, with finite parameters or not."""
@@ -420,7 +420,7 @@ class WindowLoop:
         if plan.wall_s is None:
             return False
         return should_close(
-            now_s - self._opened_s, self._batch_cost.value, plan.wall_s, self.batches
+            now_s - self._opened_s, self._batch_cost.cost, plan.wall_s, self.batches
         )
 
     def _hold(self, now_s: float, why: str) -> Action:

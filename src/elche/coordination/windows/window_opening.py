@@ -17,8 +17,6 @@ from elche.coordination.windows.window_state import WindowState
 
 CALIBRATION_BATCHES = 32
 """Most batches of a rank in the window in which speeds are measured."""
-TRIAL_TAIL = 10.0
-"""A batch on trial must be over when a tenth of what is left of the epoch is."""
 
 
 def open_windows(state: WindowState, ranks: Sequence[int]) -> Iterator[Instruction]:
@@ -70,21 +68,6 @@ def lease(
     yield from state.leasing.feed_first(now_s)
     ran_out = had and not state.ledger.pooled
     yield from close_idle(state, state.members if ran_out else ranks)
-
-
-def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
-    """Leases one batch to a rank that is given no work, if that delays no end.
-
-    Args:
-        state: of the epoch.
-        rank: one of `WindowState.idle`.
-        batch_s: what a batch took it last.
-    """
-    busy = state.is_paused or state.life.is_draining or state.ledger.leased(rank)
-    if busy or state.leasing.left_s < TRIAL_TAIL * batch_s:
-        return []
-    start, stop = state.ledger.lease(rank, 1)
-    return [GrantBatches(rank=rank, epoch=state.epoch, start=start, stop=stop)]
 
 
 def grant_planned(state: WindowState) -> list[Instruction]:

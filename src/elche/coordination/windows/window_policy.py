@@ -18,9 +18,9 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
 from itertools import chain
 
+from elche.cadence.rank_time import RankTimes
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchCut, BatchSizes
 from elche.coordination.accounts.metrics import RankReport
@@ -50,25 +50,9 @@ from elche.coordination.windows.window_opening import (
     next_window,
     open_windows,
     permits,
-    try_out,
 )
 from elche.coordination.windows.window_state import WindowState
 from elche.errors import ProtocolError
-
-
-@dataclass(frozen=True, slots=True)
-class TakenOver:
-    """What another policy has done of an epoch.
-
-    Attributes:
-        batches: the first so many global ones are committed.
-        totals: what the ranks did for them.
-        progress_samples: of the whole run so far.
-    """
-
-    batches: int
-    totals: EpochTotals
-    progress_samples: int
 
 
 class WindowPolicy(Policy):
@@ -82,6 +66,7 @@ class WindowPolicy(Policy):
         first_window: number of the first window; ranks know what they hold by it.
         cut_for: how it cuts global batches into the local ones that ranks train on,
             by the ranks that are in the run; None: not at all.
+        times: of the ranks, to go on with and to feed.
     """
 
     def __init__(
@@ -92,10 +77,12 @@ class WindowPolicy(Policy):
         idle: frozenset[int] = frozenset(),
         first_window: int = 0,
         cut_for: Callable[[Collection[int]], BatchCut] | None = None,
+        *,
+        times: RankTimes | None = None,
     ) -> None:
         self._cut_for = cut_for
         self.name = config.policy
-        self._state = WindowState(config, members, idle, first_window)
+        self._state = WindowState(config, members, idle, first_window, times)
         self._planner = ReductionPlanner(config, epochs)
 
     @property
@@ -114,6 +101,16 @@ class WindowPolicy(Policy):
     def first_window(self) -> int:
         """The number of the next window."""
         return self._state.book.window
+
+    @property
+    def first_anchor(self) -> int:
+        """Anchor that the windows were begun with."""
+        return self._state.config.windows.anchor
+
+    @property
+    def sync_s(self) -> float:
+        """Seconds of a reduction, as it was last measured; 0.0 before."""
+        return self._state.pacing.measured_sync_s
 
     @property
     def idle(self) -> frozenset[int]:
@@ -138,26 +135,6 @@ class WindowPolicy(Policy):
     def start_from(self, progress_samples: int) -> None:
         """So many samples of the run were trained on under another policy."""
         self._state.start_from(progress_samples)
-
-    def take_over(
-        self, epoch: int, sizes: BatchSizes, now_s: float, done: TakenOver
-    ) -> Outcome:
-        """Goes on with an epoch of which another policy has committed the beginning."""
-        state, sizes = self._state, sizes.cut_by(self.cut)
-        state.reset(sizes, epoch, now_s)
-        state.take_over(sizes.first_of(done.batches), done.totals)
-        done.totals.first_window = done.batches
-        state.start_from(done.progress_samples)
-        return self._outcome(self._begin(list(state.members), now_s))
-
-    def try_out(self, rank: int, batch_s: float) -> list[Instruction]:
-        """Leases a batch to an idle rank, so that it is timed again.
-
-        Args:
-            rank: which.
-            batch_s: what a batch took it last.
-        """
-        return try_out(self._state, rank, batch_s)
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event of the epoch under way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from elche.cadence.rank_time import RankTimes
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.copy_updates import CopySamples
@@ -30,6 +31,7 @@ class WindowState:
         members: all ranks, in order.
         idle: ranks that are given no work.
         first_window: number of the first window.
+        times: of the ranks, to go on with and to feed.
 
     Attributes:
         is_paused: the membership has changed: nothing begins until all members are in
@@ -43,12 +45,19 @@ class WindowState:
         members: Sequence[Member],
         idle: frozenset[int] = frozenset(),
         first_window: int = 0,
+        times: RankTimes | None = None,
     ) -> None:
         self.config = config
         self.idle = idle
         self.is_overlapped = config.policy == "async"
         self.members = {member.rank: member for member in members}
-        self.pacing = Pacing(config, list(self.members), overlapped=self.is_overlapped)
+        overlapped, known = self.is_overlapped, None
+        if times is not None:  # an idle rank is none that windows are paced by
+            known = RankTimes()
+            known.update((r, times[r]) for r in self.members if r not in idle)
+        self.pacing = Pacing(
+            config, list(self.members), overlapped=overlapped, times=known
+        )
         self.epoch = -1
         self.diverged = DivergedRanks()
         self.progress_samples = 0
@@ -66,6 +75,7 @@ class WindowState:
         self.checks = ModelChecks(f"after window {{at}} of epoch {epoch}")
         self.totals = EpochTotals(epoch, max(self.members, default=0) + 1, now_s)
         self.life = EpochLife()
+        self.pacing.begin_epoch(sizes)
         self.is_paused = False
         self.reductions = Reductions()
         self._last_pace: tuple[int, Pace | None] = (-1, None)
@@ -115,11 +125,6 @@ class WindowState:
     def start_from(self, progress_samples: int) -> None:
         """So many samples of the run were trained on under another policy."""
         self.progress_samples = progress_samples
-
-    def take_over(self, batches: int, totals: EpochTotals) -> None:
-        """The epoch's first batches were committed under another policy."""
-        self.ledger.skip(batches)
-        self.totals = totals
 
     def plan_samples(self, window: int, planned_samples: int) -> int:
         """Notes how many a window is planned to be of.

@@ -11,10 +11,10 @@ from typing import Any, final
 
 import torch
 
-from elche.cadence.throughput import CostEstimate
+from elche.cadence.rank_time import RankTime
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
-from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import EpochCut, Failed
 from elche.coordination.protocol.instructions import BeginEpoch
 from elche.coordination.sync.nonfinite import NonFiniteRecord
@@ -94,7 +94,7 @@ class EpochExecution:
         self._opening = opening
         self._members = members
         self._batches: LeasedBatches | None = None
-        self._batch_cost = CostEstimate()
+        self._batch_cost = RankTime(1)
         self._lag_steps = int(training.delayed is not None)
         self._numbers = NonFiniteRecord(self._lag_steps)
         self._pending_error: ElcheError | None = None
@@ -208,33 +208,26 @@ class EpochExecution:
         run, observer = self.under_way, self._observer
         assert run is not None
         try:
-            while True:
-                if isinstance(run, WindowEpoch):
-                    self._synchroniser.refuse_nan(self._opening.epoch)
-                tracked = None if torch.is_grad_enabled() else batches_tracked()
-                with contextlib.closing(run.batches()) as batches:
-                    for batch in batches:
-                        exit_watch.code = None  # a loop that goes on was not left
-                        observer.graphs.thread = threading.get_ident()
-                        observer.begin_batch(batch, run.samples_in_hand)
-                        try:
-                            yield batch
-                        except GeneratorExit:
-                            self._end_by_exit()
-                            raise
-                        if tracked is not None and not observer.graphs.has_graph:
-                            refuse_statistics(tracked)
-                        tracked = None
-                        observer.batch_done()
-                        self._ask_for_cut()
-                if isinstance(run, WindowEpoch) or run.switch is None:
-                    return
-                run = self.under_way = self._switched(run)
+            if isinstance(run, WindowEpoch):
+                self._synchroniser.refuse_nan(self._opening.epoch)
+            tracked = None if torch.is_grad_enabled() else batches_tracked()
+            with contextlib.closing(run.batches()) as batches:
+                for batch in batches:
+                    exit_watch.code = None  # a loop that goes on was not left
+                    observer.graphs.thread = threading.get_ident()
+                    observer.begin_batch(batch, run.samples_in_hand)
+                    try:
+                        yield batch
+                    except GeneratorExit:
+                        self._end_by_exit()
+                        raise
+                    if tracked is not None and not observer.graphs.has_graph:
+                        refuse_statistics(tracked)
+                    tracked = None
+                    observer.batch_done()
+                    self._ask_for_cut()
         except GeneratorExit:
-            self._observer.steps.has_left = True
-            if isinstance(run, SyncEpoch) and run.switch is not None and not run.end:
-                run = self.under_way = self._switched(run)
-                run.leave(is_known=True)
+            observer.steps.has_left = True
             raise
         except NonFiniteError as error:
             self._pending_error = named = self._worker.name_samples(error)
@@ -312,26 +305,6 @@ class EpochExecution:
         is_fixed = config.debug.deterministic or config.shares == "fixed"
         return not is_fixed and any(map(is_compiled, modules))
 
-    def _switched(self, before: SyncEpoch) -> WindowEpoch:
-        """Windows take over what is left of the epoch, in batches of their own."""
-        part, switch = self._part, before.switch
-        assert part is not None
-        assert switch is not None
-        whole, sizes, policy = part.positions.sizes, part.sizes, switch.policy
-        positions = part.positions.cut_by(BatchCut(*switch.cut))
-        self._worker.name_samples = partial(with_samples, positions=positions)
-        self._observer.graphs.moved(policy)
-        self._opening.build(policy, partial(self._synchroniser.build, policy))
-        epoch = self._windows(positions, switch.window)
-        left = whole.samples_in(switch.step, whole.num_batches)  # a tail is a step, too
-        done = sizes.batches_in(sizes.num_samples - left)  # in earlier parts as well
-        self._observer.copies.begin_epoch(
-            round(self._observer.steps.of_epoch - done), left
-        )
-        for instruction in before.later:
-            epoch.handle(instruction)
-        return epoch
-
     def _windows(self, positions: EpochPositions, window: int) -> WindowEpoch:
         sync, observer = self._synchroniser.windows, self._observer
         assert sync is not None
@@ -339,9 +312,9 @@ class EpochExecution:
         assert self._part is not None
         sync.rebase()
         observer.schedulers.begin_windows()
-        observer.copies.begin_epoch(
-            observer.steps.of_epoch, self._part.sizes.num_samples
-        )
+        sizes, left = self._part.sizes, self._part.positions.sizes.num_samples
+        done = sizes.batches_in(sizes.num_samples - left)  # a tail is a step, too
+        observer.copies.begin_epoch(round(observer.steps.of_epoch - done), left)
         loop = WindowLoop(
             self._batch_cost, overlapped=sync.is_overlapped, reduced=window - 1
         )

@@ -123,10 +123,10 @@ class WindowEpoch:
         finally:
             self._graphs.end_epoch()
 
-    def leave(self, *, is_known: bool = False) -> None:
-        """The loop broke off, or had before this began, which ``is_known``."""
+    def leave(self) -> None:
+        """The loop broke off, or had before this began."""
         try:
-            self._leave(is_known)
+            self._leave()
         except ElcheError as error:
             self._hooks.on_error(error)
 
@@ -400,7 +400,7 @@ class WindowEpoch:
         self._reports.void()
         self._not_begun = 0
 
-    def _leave(self, is_known: bool) -> None:
+    def _leave(self) -> None:
         """The loop broke off: commit what was trained, and end the epoch for all."""
         if self._worker.is_closed:
             return
@@ -422,8 +422,7 @@ class WindowEpoch:
         )
         self._discard()
         left = EpochLeft(rank=self._worker.rank, epoch=epoch, step=self._loop.batches)
-        if not is_known:
-            self._worker.send(left)
+        self._worker.send(left)
         while not self._is_stop(action := self._next()):
             self._carry_out(action)
         self._end()

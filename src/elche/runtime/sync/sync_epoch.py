@@ -19,7 +19,6 @@ from elche.coordination.protocol.instructions import (
     LeaveOut,
     RankLeft,
     Regroup,
-    SwitchPolicy,
 )
 from elche.coordination.protocol.messages import Runs
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace
@@ -50,9 +49,6 @@ TOO_EARLY = (
 
 class SyncEpoch:
     """Hands out this rank's share of every global batch.
-
-    Ends early, with ``switch`` set, where windows take over (``auto``); instructions
-    that came after that are ``later``.
 
     Args:
         worker: this rank's shell.
@@ -89,8 +85,6 @@ class SyncEpoch:
         self._is_leaving = self._is_left_out = False
         self._joins: JoinPasses | None = None
         self.end: EndEpoch | None = None
-        self.switch: SwitchPolicy | None = None
-        self.later: list[Instruction] = []
         self.samples_done = 0
         self.samples_in_hand = 0
         self.weight_in_hand = 0.0
@@ -204,7 +198,7 @@ class SyncEpoch:
         self._account.leave(in_hand, wait_s, passes, apart)
         if broken is not None:
             raise broken  # most likely this rank fails; others do not wait for it
-        while self.end is None and self.switch is None:
+        while self.end is None:
             self._worker.receive(self.handle, "the other ranks to end the epoch")
             self._join_passes()
 
@@ -262,12 +256,11 @@ class SyncEpoch:
     def _next(self, number: int) -> tuple[Step, Any] | None:
         """The next batch; waits only if its grant has not come.
 
-        None: see `switch`, or the epoch ends here because a rank has left it.
+        None: the epoch ends here, because it is cut or a rank has left it.
         """
         while not self._is_over(number):
             got = self._leased.take()
-            is_over = self.end is not None or self.switch is not None
-            if self._worker.is_due and not is_over:
+            if self._worker.is_due and self.end is None:
                 self.regroup()
                 if self._dead.is_over(number):
                     break
@@ -277,8 +270,7 @@ class SyncEpoch:
                 return got
             self._report()
             waits = self._granted_until <= number and not self._leased.has_work
-            is_over = self.end is not None or self.switch is not None
-            is_over |= self._worker.is_due
+            is_over = self.end is not None or self._worker.is_due
             if is_over or not waits:  # drawing may have brought it
                 continue
             is_early = self._account.is_early and len(self._open_steps) < 2
@@ -296,9 +288,7 @@ class SyncEpoch:
 
     def _is_over(self, number: int) -> bool:
         """Whether this rank runs no step of this number, and none after it."""
-        is_switched = self.switch is not None and number >= self.switch.step
-        is_lost = self._dead.last is not None and number > self._dead.last
-        return self.end is not None or is_switched or is_lost
+        return self.end is not None or self._dead.is_over(number)
 
     def _await_end(self) -> None:
         """All steps are run; where ranks have died, says so."""
@@ -314,10 +304,6 @@ class SyncEpoch:
         """Takes a grant, or the end of the epoch."""
         if isinstance(instruction, Regroup):
             self._worker.hear_of(instruction)
-        elif self.switch is not None:
-            self.later.append(instruction)
-        elif isinstance(instruction, SwitchPolicy):
-            self.switch = instruction
         elif isinstance(instruction, EndEpoch):
             self.end = instruction
         elif isinstance(instruction, RankLeft):

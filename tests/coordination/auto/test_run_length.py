@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.agreement import Settings
-from elche.coordination.auto.auto_choice import USUAL_EPOCHS
-from elche.coordination.auto.auto_policy import AutoPolicy
-from elche.coordination.policy import Member
+from elche.coordination.auto.run_length import USUAL_EPOCHS, RunLength
 
 SIZES = BatchSizes.of([32] * 100 + [8])
 
@@ -29,8 +25,8 @@ SIZES = BatchSizes.of([32] * 100 + [8])
 def test_it_is_as_long_as_was_said_or_ten_epochs_or_twice_what_was_begun(
     said: int | None, begun: int, expected: int
 ) -> None:
-    members = [Member(rank, "cpu", 2) for rank in range(2)]
-    settings = Settings(config=RunConfig(policy="auto"), epochs=said)
-    policy = AutoPolicy(members, settings)
-    policy.begin_epoch(begun, SIZES, 0.0)
-    assert policy._length.batches == expected * 101
+    length = RunLength(said)
+    length.begin_epoch(begun, SIZES)
+    length.begin_epoch(begun, BatchSizes.of([32] * 7))  # the rest of the same
+    assert length.batches == expected * 101
+    assert ("assuming" in str(length)) == (said is None)

@@ -1,0 +1,344 @@
+"""Time of a rank's batch as a function of its samples, with its spread. Pure.
+
+The one estimator of a rank's speed. The balancer, El Che, exclusion, ``auto`` and its
+predictions ask it; the simulator runs the same code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from elche.errors import ConfigError
+
+MIN_ALPHA = 0.1
+"""Weight of a new measurement that agrees with the estimate (jitter)."""
+MAX_ALPHA = 0.8
+"""Weight of a new measurement that is far from the estimate (a real change)."""
+SHAPES: tuple[tuple[float, float], ...] = (
+    (0.0, 0.0),
+    *((2.0**power, 0.0) for power in range(-1, 17)),
+    *((0.0, 2.0**power) for power in range(2, 11)),
+)
+"""Fixed costs and knees among which is chosen, counted in samples: lines, and devices
+that are full from the knee on. Both at once are not told apart from either.
+"""
+MOST_FIXED = 9.0
+"""Largest fixed cost that is believed, in samples of the largest step that was seen."""
+CLEAR = 3.5
+"""Evidence against a shape that is believed, as a difference of log likelihoods."""
+KNEE_PENALTY = 3.5
+"""Evidence that a knee must have beyond any line's."""
+MOST_EVIDENCE = 20.0
+"""Evidence is kept up to this, so that a shape that has changed is found again."""
+FADING = 0.998
+"""What a report leaves of older evidence, so that a wrong one is tried again."""
+TEMPER = 0.25
+"""Of a squared deviation; 0.5 were right if the steps before did not deviate too."""
+MOST_DEVIATIONS = 4.0
+"""Most standard deviations that one step counts as evidence."""
+USUAL_NOISE = 0.2
+"""Relative standard deviation of a step's time, before any is measured."""
+LEAST_NOISE = 0.01
+"""Relative standard deviation below which none is believed."""
+NOISE_WEIGHT = 0.15
+"""Weight of a step in the noise."""
+RECENT_STEPS = 3
+"""Steps of which only the one of median cost is taken in: a spike is none."""
+MAX_RISE = 4.0
+"""Factor by which a single measurement may exceed the estimate at most."""
+SETTLED = 0.1
+"""Relative error of a prediction from which on a rank's speed is taken to change."""
+JUMP = 0.3
+"""Relative error from which on a rank's speed has changed and is taken as it is now."""
+SPREAD = 1.25
+"""Sizes that differ by this factor tell a fixed part from that of the samples."""
+LIKE_SIZE = 0.20
+"""Relative difference of sizes up to which two steps can be compared."""
+
+
+@final
+class RankTime:
+    """Time of a batch: ``cost * (fixed_samples + max(samples, knee_samples))``.
+
+    The shape (``fixed_samples``: the fixed part, counted in samples; or
+    ``knee_samples``: a smaller batch takes as long as one of these) and the level
+    (``cost``: time per sample) are learned apart, since what slows a device down
+    scales both. The level follows every measurement by an error-adaptive average:
+    ``alpha = clamp(|new - old| / old, 0.1, 0.8)``, so jitter is nearly ignored and a
+    changed speed is followed within two or three measurements. A straggler must not
+    count in full. Where steps are timed, of the last three of about one size only that
+    of median cost counts: a changed speed is noticed one step later, and a level that
+    is far off is then replaced at once. Where each measurement counts (``recent=1``: a
+    window's mean, or the last batch before a window's end), a rise is limited instead.
+
+    A batch of another size than those before is predicted well by some shapes and
+    badly by others: that is the evidence. Batches of one size and a changed speed are
+    none, and what was learned before stays. The shape changes only where evidence
+    against it is clear; at first it is 0, proportional. Levels and evidence of all
+    shapes are kept only from the second size on.
+
+    Any unit of work and of time will do, as long as it stays the same.
+
+    Args:
+        recent: measurements of which the one of median cost counts.
+    """
+
+    __slots__ = (
+        "_against",
+        "_is_settled",
+        "_largest",
+        "_levels",
+        "_most_recent",
+        "_noise",
+        "_recent",
+        "_shape",
+        "_size",
+        "_smallest",
+        "_untold",
+    )
+
+    def __init__(self, recent: int = RECENT_STEPS) -> None:
+        self._levels = [0.0]
+        self._against = [0.0]
+        self._shape = 0
+        self._size = self._smallest = self._largest = 0
+        self._noise = USUAL_NOISE
+        self._untold = 1.0
+        self._most_recent = recent
+        self._recent: list[tuple[int, float]] = []
+        self._is_settled = False
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is an estimate."""
+        return self._levels[0] > 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last batch took about what was predicted."""
+        return self._is_settled
+
+    @property
+    def cost(self) -> float:
+        """Time per sample beyond the fixed part; 0.0 before any measurement."""
+        return self._levels[self._shape]
+
+    @property
+    def fixed_samples(self) -> float:
+        """Fixed part of a batch, in samples that take as long; at least 0."""
+        return SHAPES[self._shape][0]
+
+    @property
+    def knee_samples(self) -> float:
+        """Samples below which a batch takes no less time; 0 for a line."""
+        return SHAPES[self._shape][1]
+
+    @property
+    def spread(self) -> float:
+        """Relative standard deviation of a batch's time; 0.0 before two were measured.
+
+        The noise began at what is usual, which has this weight left.
+        """
+        usual = self._untold * USUAL_NOISE**2
+        told = max(0.0, self._noise**2 - usual)
+        return math.sqrt(told / (1.0 - self._untold)) if self._untold < 1.0 else 0.0
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether batches of sizes that differ tell what is fixed of them."""
+        return self._largest >= SPREAD * self._smallest > 0
+
+    @property
+    def last_samples(self) -> int:
+        """Samples of the last batch; 0 before any measurement."""
+        return self._size
+
+    def line(self, ranks: Sequence[RankTime] = ()) -> tuple[float, float]:
+        """Fixed time of a batch and time per sample, by the likeliest of all lines.
+
+        Bolder than the shape that predicts, which changes only on clear evidence.
+
+        Args:
+            ranks: whose evidence counts as well: a fixed part is of about as many
+                samples on all devices, unless this rank clearly shows that it is not.
+        """
+        lines = [i for i in self._believed(math.inf) if not SHAPES[i][1]]
+        told = [each._against for each in ranks if len(each._against) > 1]
+        best = min(lines, key=self._against.__getitem__)
+        common = min(lines, key=lambda i: sum(against[i] for against in told))
+        if not told or self._against[common] > self._against[best] + CLEAR:
+            common = best
+        return self._levels[common] * SHAPES[common][0], self._levels[common]
+
+    def of(self, samples: float) -> float:
+        """Expected time of a batch of so many samples."""
+        return self.cost * _load(SHAPES[self._shape], samples)
+
+    def most_samples(self, samples: int, factor: float) -> float:
+        """Of a batch that may take so many times the time, as far as was shown.
+
+        Args:
+            samples: of a batch as it was seen.
+            factor: by what the larger batch may take longer.
+        """
+        self._tell_apart()
+        shapes = [SHAPES[index] for index in self._believed(CLEAR)]
+        return max(_load(shape, samples) * factor - shape[0] for shape in shapes)
+
+    def observe(self, samples: int, busy: float) -> None:
+        """Takes in one batch, or the mean of several alike.
+
+        Args:
+            samples: samples of the batch, at least 1.
+            busy: its delivered time without waiting for others, positive and finite.
+
+        Raises:
+            ConfigError: the time is zero, negative or not finite.
+        """
+        if not (math.isfinite(busy) and busy > 0.0):
+            raise ConfigError(f"a time must be positive and finite, got {busy!r}")
+        if self._most_recent > 1:
+            samples, busy = self._typical(samples, busy)
+        elif self._size:
+            busy = min(busy, MAX_RISE * self.of(samples))
+        if samples != self._size and self._size:
+            self._tell_apart()
+        self._size = samples
+        self._largest = max(self._largest, samples)
+        self._smallest = min(self._smallest or samples, samples)
+        if not self._levels[0]:
+            self._levels = [busy / samples]
+            return
+        if len(self._levels) == 1:
+            costs = [busy / samples]
+        else:
+            costs = [busy / _load(shape, samples) for shape in SHAPES]
+        ratios = [new / old for new, old in zip(costs, self._levels, strict=True)]
+        # All levels follow alike: not the faster, the worse a shape has predicted.
+        error = abs(ratios[self._shape] - 1.0)
+        if self._most_recent > 1:
+            is_known = len(self._recent) == self._most_recent
+            self._is_settled = is_known and error <= max(SETTLED, 2.0 * self._noise)
+            jumps = error > max(JUMP, MOST_DEVIATIONS * self._noise)
+            self._judge([abs(math.log(ratio)) for ratio in ratios])
+            if jumps:
+                self._levels = costs
+                return
+        else:
+            self._judge([abs(math.log(ratio)) for ratio in ratios])
+        weight = min(max(error, MIN_ALPHA), MAX_ALPHA)
+        for index, ratio in enumerate(ratios):
+            self._levels[index] *= 1.0 + weight * (ratio - 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was learned, as values that JSON keeps exactly."""
+        state = {name[1:]: getattr(self, name) for name in self.__slots__}
+        return {**state, "recent": [list(batch) for batch in self._recent]}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> RankTime:
+        """Makes what ``state_dict`` described.
+
+        Raises:
+            ConfigError: the state holds impossible values.
+            KeyError: the state lacks something.
+        """
+        levels = [float(level) for level in state["levels"]]
+        if not all(math.isfinite(level) and level >= 0.0 for level in levels):
+            raise ConfigError(f"a cost must be finite and not negative, got {levels}")
+        known = cls()
+        for name in cls.__slots__:
+            setattr(known, name, state[name[1:]])
+        known._levels, known._against = levels, list(state["against"])
+        known._recent = [(samples, busy) for samples, busy in state["recent"]]
+        is_one = len(levels) == len(known._against)
+        if not is_one or known._shape not in range(len(levels)):
+            raise ConfigError("the state of a rank's time is not one of this class")
+        return known
+
+    def _tell_apart(self) -> None:
+        """Keeps all shapes from now on: of one size they are all alike."""
+        if len(self._levels) > 1:
+            return
+        busy = self._levels[0] * self._size
+        self._levels = [busy / _load(shape, self._size) for shape in SHAPES]
+        self._against = [0.0] * len(SHAPES)
+
+    def _judge(self, errors: Sequence[float]) -> None:
+        """Weighs the shapes by how well each has predicted a batch."""
+        most = MOST_DEVIATIONS * self._noise
+        if len(errors) == 1:
+            self._note(errors[0], most)
+            return
+        scale = TEMPER / self._noise**2
+        against = [
+            FADING * known + scale * min(error, most) ** 2
+            for known, error in zip(self._against, errors, strict=True)
+        ]
+        least = min(against)
+        self._against = [min(each - least, MOST_EVIDENCE) for each in against]
+        believed = self._believed(math.inf)
+        weighed = [
+            against + (KNEE_PENALTY if knee else 0.0)
+            for against, (_, knee) in zip(self._against, SHAPES, strict=False)
+        ]
+        best = min(believed, key=weighed.__getitem__)
+        if weighed[self._shape] > weighed[best] + CLEAR:
+            self._shape = best
+        self._note(errors[best], most)
+
+    def _note(self, error: float, most: float) -> None:
+        """Follows the noise, by an error that counts at most so much."""
+        squared = (1.0 - NOISE_WEIGHT) * self._noise**2
+        squared += NOISE_WEIGHT * min(error, most) ** 2
+        self._noise = max(LEAST_NOISE, math.sqrt(squared))
+        self._untold *= 1.0 - NOISE_WEIGHT
+
+    def _believed(self, evidence: float) -> list[int]:
+        """Shapes that are possible, with less evidence against them than this.
+
+        A knee is where larger batches were seen: before it no cost shows.
+        """
+        most = MOST_FIXED * self._largest
+        return [
+            index
+            for index, ((fixed, knee), against) in enumerate(
+                zip(SHAPES, self._against, strict=False)
+            )
+            if (fixed <= most and knee < self._largest)
+            and (against < evidence or index == self._shape)
+        ]
+
+    def _typical(self, samples: int, busy: float) -> tuple[int, float]:
+        """The batch of median cost among the last ones of about this size."""
+        self._recent = [*self._recent, (samples, busy)][-self._most_recent :]
+        alike = [s for s in self._recent if abs(s[0] - samples) <= LIKE_SIZE * samples]
+        shape = SHAPES[self._shape]
+        alike.sort(key=lambda step: step[1] / _load(shape, step[0]))
+        return alike[(len(alike) - 1) // 2]
+
+
+class RankTimes(dict[int, RankTime]):
+    """Times of a run's ranks by their numbers, in seconds by samples.
+
+    One for all that schedules: what steps have shown, windows begin with. A rank that
+    is asked for the first time has no measurement.
+
+    Args:
+        recent: as of each `RankTime`.
+    """
+
+    def __init__(self, recent: int = RECENT_STEPS) -> None:
+        super().__init__()
+        self._most_recent = recent
+
+    def __missing__(self, rank: int) -> RankTime:
+        return self.setdefault(rank, RankTime(self._most_recent))
+
+
+def _load(shape: tuple[float, float], samples: float) -> float:
+    """Time of a batch, in samples."""
+    fixed, knee = shape
+    return fixed + (samples if samples > knee else knee)

@@ -1,0 +1,349 @@
+"""``auto``: measures the first steps, then runs the policy of most predicted goodput.
+
+A run begins under ``sync``, which leaves the optimisation as it is. Its first steps
+tell what a batch costs every rank; what a reduction costs was probed when the group was
+formed. Then goodput is predicted (`elche.cadence.goodput`) and a policy chosen
+(`elche.cadence.chooser`): ``sync`` goes on, or the epoch is cut and its rest runs in
+windows of averaged parameters; after that the update rule is fixed. Where ``sync`` is
+slower than the fastest device, that one trains in windows of its own, which is no other
+rule, and the others follow it. The choice is made again where an epoch begins, and
+under ``sync`` also inside it. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import cast, final
+
+from elche.cadence.chooser import PATIENCE, Choice, Chooser
+from elche.cadence.goodput import MeasuredCluster, predict
+from elche.cadence.rank_time import RankTimes
+from elche.config import PolicyName, RunConfig
+from elche.config_parts import OuterConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.agreement import Settings
+from elche.coordination.auto.first_choice import FirstChoice
+from elche.coordination.auto.measures import Measures
+from elche.coordination.auto.run_length import RunLength
+from elche.coordination.fatal_losses import LossLimits
+from elche.coordination.policy import Member, Outcome
+from elche.coordination.policy_chooser import PolicyChooser
+from elche.coordination.protocol.events import StepsDone
+from elche.coordination.protocol.instructions import Instruction, PolicyChosen
+from elche.coordination.sync.sync_policy import SyncPolicy
+from elche.coordination.windows.window_policy import WindowPolicy
+
+OBSERVED_GRANTS = 16
+"""Grants of steps between two choices."""
+ALONE_ANCHOR = 20
+"""Batches in a window of a device that trains alone."""
+LONGEST_ALONE = 1 << 20
+"""Upper bound on those windows; the last one runs to the epoch's end, so that one
+device waits for one reduction there, not for two."""
+ANOTHER_ANCHOR = 2
+"""Factor by which the length of overlapped windows must be wrong to rebuild them."""
+RETURN_COST = 0.01
+"""Part of the time on one device that steps of all may take if they are no better."""
+
+
+class _Phase(Enum):
+    """What the ranks do, and what may come of it.
+
+    ==========================================  ======================  =============
+    event                                       from                    to
+    ==========================================  ======================  =============
+    the choice is ``sync``                      MEASURING               STEPS
+    the choice is windows, or one rank alone    MEASURING, STEPS        LEAVING
+    an epoch, or the rest of one, begins        LEAVING                 WINDOWS
+    an epoch begins, ``sync`` is chosen, all
+    optimizers are alike                        WINDOWS, of one rank    STEPS
+    one rank is left                            any                     FIXED
+    a rank joins before a choice was made       MEASURING, FIXED        MEASURING
+    a rank joins after it                       FIXED                   STEPS, WINDOWS
+    ==========================================  ======================  =============
+
+    Other windows may be chosen where an epoch begins.
+    """
+
+    MEASURING = "steps are measured for a first choice"
+    STEPS = "steps, because they were chosen"
+    LEAVING = "the steps that are granted already; then windows"
+    WINDOWS = "windows of averaged parameters, or of one rank alone"
+    FIXED = "one rank is left: nothing is chosen"
+
+
+@final
+class AutoChooser(PolicyChooser):
+    """Chooses by predicted goodput, and again as measurements change.
+
+    Args:
+        members: all ranks, in order.
+        settings: what the ranks agreed on.
+    """
+
+    policy: SyncPolicy | WindowPolicy
+
+    def __init__(self, members: Sequence[Member], settings: Settings) -> None:
+        self._times = RankTimes()
+        self._sync = SyncPolicy(members, settings, self._times)
+        super().__init__(self._sync)
+        self._settings = settings
+        self._config = settings.config
+        self._members = {member.rank: member for member in members}
+        self._phase = _Phase.MEASURING if len(members) > 1 else _Phase.FIXED
+        self._sync.watch = self._watch
+        self._measures = Measures(settings, self._times)
+        self._first = FirstChoice(self._measures)
+        self._chooser = self._new_chooser()
+        self._choice: Choice | None = None
+        self._averages_gradients = True
+        self._length = RunLength(settings.epochs)
+        self._batch_size = self._samples = self._next_window = 0
+        self._alone_since_s = 0.0
+        self._is_unsaid = False  # a choice that was made between epochs
+        self._has_changed = False  # the membership, since an epoch or a part began
+        self._now_s = 0.0
+
+    def _new_chooser(self) -> Chooser:
+        # A rank that trains nothing would be the slowest one that others wait for.
+        may_lead = self._config.windows.max_batch_diff is None
+        return Chooser(leaves_out=may_lead and self._config.leave_out)
+
+    @property
+    def _windows(self) -> WindowPolicy | None:
+        return self.policy if isinstance(self.policy, WindowPolicy) else None
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether one rank trains in place of ``sync``."""
+        return self._windows is not None and self._averages_gradients
+
+    @property
+    def _chosen(self) -> Choice:
+        assert self._choice is not None, self._phase
+        return self._choice
+
+    @property
+    def _wants_windows(self) -> bool:
+        return self._chosen.carried_out_by != "sync"
+
+    def _cluster(self) -> MeasuredCluster:
+        batches = float(max(1, self._length.batches))
+        return self._measures.cluster([*self._members], self._batch_size, batches)
+
+    @property
+    def loss_limits(self) -> LossLimits:
+        """Limits of the policy in force, and the rank that trains alone."""
+        limits, windows = super().loss_limits, self._windows
+        if windows is None or not self._is_alone:
+            return limits
+        return replace(limits, sole_holders=self._members.keys() - windows.idle)
+
+    def prepare(self, sync_s: float, now_s: float, *, alike: bool) -> None:
+        """An epoch, or the rest of one, is about to begin: the policy may change."""
+        self.state_from, self._now_s = None, now_s
+        self._samples += self.policy.totals.samples
+        if self._phase is _Phase.MEASURING:
+            self._measures.probe_s = self._measures.probe_s or sync_s
+            self._sync.grant_singly(True)
+        elif self._phase is not _Phase.FIXED:
+            known_s = 0.0 if self._windows is None else self._windows.sync_s
+            self._measures.sync_s = known_s or self._measures.sync_s or sync_s
+            if self._phase is not _Phase.LEAVING or self._has_changed:
+                self._is_unsaid |= self._choose()
+            self._carry_out(alike=alike)
+        self._has_changed = False
+
+    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
+        """Starts an epoch, or the rest of one, under the policy in force."""
+        self._length.begin_epoch(epoch, sizes)
+        self._batch_size = max(sizes.runs, key=lambda run: run[1])[0]
+        outcome = super().begin_epoch(epoch, sizes, now_s)
+        if self._is_unsaid:
+            outcome.instructions += self._announce()
+        return outcome
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone: the others choose anew where an epoch begins."""
+        del self._members[rank]
+        self._has_changed = True
+        self._sync.remove(rank)
+        windows = self._windows
+        if windows is not None:
+            windows.remove(rank)
+        if len(self._members) < 2 or (self._is_alone and windows and not windows.idle):
+            self._phase = _Phase.FIXED
+            self._is_unsaid = False
+            self._share_among_all()
+        self._times.pop(rank, None)
+
+    def add(self, member: Member) -> None:
+        """A rank joins: of usual speed until it is measured, and the choice is anew."""
+        self._members[member.rank] = member
+        self._has_changed = True
+        self._sync.add(member)
+        if windows := self._windows:  # built without it: they have no work for it
+            windows.add(member, is_idle=True)
+        if self._choice is None:
+            self._phase = _Phase.MEASURING
+            self._measures.begin_anew()
+            self._first.begin_anew()
+            self._share_among_all()
+        elif self._phase is _Phase.FIXED:
+            self._phase = _Phase.STEPS if self._windows is None else _Phase.WINDOWS
+        self._measures.sync_s = 0.0  # probed anew, with who joined
+        self._alone_since_s = -math.inf
+
+    def _share_among_all(self) -> None:
+        """Steps are granted ahead, in shares of all."""
+        self._sync.grant_singly(False)
+        self._sync.spare(())
+
+    def _watch(self, reports: Sequence[StepsDone], steps: int) -> list[Instruction]:
+        """Measures steps before ``sync`` grants more of them."""
+        measures = self._measures
+        if self._phase is _Phase.MEASURING:
+            measures.take(reports, steps)
+            return self._choose_first(reports)
+        if self._phase is not _Phase.STEPS:
+            return []
+        if all(report.warm for report in reports):
+            measures.take(reports, steps)
+        if measures.count < OBSERVED_GRANTS:
+            return []
+        measures.settle()
+        told = self._announce() if self._choose(PATIENCE) else []
+        return [*told, *self._stay_or_leave()]
+
+    def _choose_first(self, reports: Sequence[StepsDone]) -> list[Instruction]:
+        """The first choice, if a further step would cost more than it tells."""
+        cluster = self._cluster()
+        spared = self._first.spared(cluster)
+        if self._first.is_due(reports, cluster, spared):
+            chooser = self._new_chooser()
+            choice = chooser.choose(cluster)
+            if self._first.accepts(choice):
+                self._choice, self._chooser = choice, chooser
+                self._averages_gradients = choice.is_alone or not self._wants_windows
+                averaged = "gradients" if self._averages_gradients else "parameters"
+                chooser.fix_update(averaged)
+                self._measures.settle()
+                self._share_among_all()
+                return [*self._announce(), *self._stay_or_leave()]
+            spared = ()  # steps that are the choice by what is known cost nothing
+        self._sync.spare(spared)
+        return []
+
+    def _choose(self, patience: int = 1) -> bool:
+        """Evaluates the choice again; whether that changed it."""
+        before = self._chosen
+        self._choice = self._chooser.choose(self._cluster(), patience)
+        return not before.is_carried_out_as(self._chosen)
+
+    def _stay_or_leave(self) -> list[Instruction]:
+        """Steps go on if they are the choice, else the epoch is cut.
+
+        Ranks that ``sync`` leaves out do not hold the model that windows begin with:
+        then it ends first.
+        """
+        sync, choice = self._sync, self._chosen
+        if self._wants_windows and not sync.leaves_out:
+            self._phase = _Phase.LEAVING
+            sync.cut_short()
+        elif self._phase is _Phase.MEASURING:
+            self._phase = _Phase.STEPS
+            with_s = predict("sync", self._cluster()).window_s
+            without_s = choice.prediction.window_s
+            return [*sync.leave_out(choice.left_out, with_s, without_s)]
+        return []
+
+    def _carry_out(self, *, alike: bool) -> None:
+        """Brings the policy in line with the choice, where an epoch begins."""
+        choice, windows = self._chosen, self._windows
+        if self._wants_windows:
+            if windows is None or self._is_outdated(windows):
+                self._begin_windows()
+        elif windows is None:
+            self._phase = _Phase.STEPS
+        # In steps ranks must do the same, so their optimizers must be the same.
+        elif alike and self._may_return(choice):
+            (self.state_from,) = self._members.keys() - windows.idle
+            self._next_window = windows.first_window
+            self.policy, self._phase = self._sync, _Phase.STEPS
+        else:
+            self._is_unsaid = False
+
+    def _is_outdated(self, windows: WindowPolicy) -> bool:
+        """Whether the windows run otherwise than was chosen since."""
+        choice = self._chosen
+        if (windows.name, windows.idle) != (
+            choice.carried_out_by,
+            frozenset(choice.left_out),
+        ):
+            return True
+        anchors = sorted((choice.anchor, windows.first_anchor))
+        overlapped = windows.name == "async" and not choice.is_alone
+        return overlapped and anchors[1] >= ANOTHER_ANCHOR * anchors[0]
+
+    def _may_return(self, choice: Choice) -> bool:
+        """Whether steps of all would cost little of the time on one device."""
+        ahead = max(member.horizon_batches for member in self._members.values()) + 2
+        cost_s = (OBSERVED_GRANTS + ahead) * choice.prediction.window_s
+        return (self._now_s - self._alone_since_s) * RETURN_COST >= cost_s
+
+    def _begin_windows(self) -> None:
+        """Windows as chosen run from now on, with the times that were measured.
+
+        They cut batches for the ranks of the run, excluded ones as well: local steps
+        stay as large as they were. One rank alone takes batches whole.
+        """
+        choice = self._chosen
+        if windows := self._windows:
+            self._next_window = windows.first_window
+        self._sync.keep_all()
+        self.policy = WindowPolicy(
+            windows_config(self._config, choice),
+            [*self._members.values()],
+            self._settings.epochs,
+            idle=frozenset(choice.left_out),
+            first_window=self._next_window,
+            cut_for=None if choice.is_alone else self._settings.cut_for,
+            times=self._times,
+        )
+        self.policy.start_from(self._samples)
+        self._alone_since_s = self._now_s
+        self._phase = _Phase.WINDOWS
+
+    def _announce(self) -> list[Instruction]:
+        """Reports the choice in a line; windows pay less in short runs."""
+        self._is_unsaid = False
+        choice = self._chosen
+        reason = f"{choice.reason}; {self._length}"
+        if self._wants_windows and not choice.is_alone:
+            samples = self._cluster().batch_size
+            reason += f"; steps of {samples} samples"
+        first, name = min(self._members), choice.carried_out_by
+        return [PolicyChosen(rank=first, policy=name, reason=reason)]
+
+
+def windows_config(config: RunConfig, choice: Choice) -> RunConfig:
+    """The run's settings, under the chosen policy.
+
+    Args:
+        config: of the run.
+        choice: what windows are to do.
+    """
+    name, most = choice.carried_out_by, max(1, config.windows.max_anchor)
+    anchor = min(ALONE_ANCHOR if choice.is_alone else choice.anchor, most)
+    windows = replace(config.windows, anchor=anchor)
+    if name == "async":  # shorter ones would end before their reduction
+        lowest = max(anchor, min(windows.min_anchor, most))
+        windows = replace(windows, min_anchor=lowest)
+    if choice.is_alone:  # its windows only keep the others up to date
+        average = OuterConfig(optimizer="average")
+        windows = replace(windows, outer=average, max_anchor=LONGEST_ALONE)
+    policy = cast("PolicyName", name)
+    return replace(config, policy=policy, windows=windows, speed_hints=None)

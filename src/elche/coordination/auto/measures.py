@@ -1,0 +1,184 @@
+"""Measurements of a cluster under ``sync``: its ranks' times, and a reduction's. Pure.
+
+The ranks' times are those by which shares are balanced; the reduction was probed when
+the group was formed, and is then inferred from the part of it that shows in steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import final
+
+from elche.cadence.goodput import BACKWARD_SHARE, MeasuredCluster, expected_most
+from elche.cadence.rank_time import RankTime, RankTimes
+from elche.coordination.accounts.local_batches import local_cut
+from elche.coordination.agreement import Settings
+from elche.coordination.protocol.events import StepsDone
+
+MOST_HIDDEN = 0.95
+"""Part of a reduction beyond which it cannot be told from the rest of a step."""
+LEAST_JITTER = 0.05
+"""Least relative deviation of a step that a doubt is based on."""
+DOUBT = 2.0
+"""Standard errors of the ranks' times by which a prediction may be wrong."""
+ONE_SIZE_DOUBT = 0.25
+"""The same where steps of one size were run, or none was warm."""
+FIXED_PRIOR = 1.0 / 3.0
+"""Fixed part of a whole batch's time where no rank has run two sizes."""
+KEPT_STEPS = 64
+"""Steps whose visible reductions count."""
+LEAST_S = 1e-9
+
+
+@final
+class Measures:
+    """Times of the ranks and of a reduction.
+
+    Args:
+        settings: what the ranks agreed on.
+        times: of the ranks, which the policies feed.
+
+    Attributes:
+        count: grants of warm steps that were measured, since the last choice.
+        probe_s: a reduction as it was probed.
+        sync_s: a reduction as it is now.
+    """
+
+    def __init__(self, settings: Settings, times: RankTimes) -> None:
+        self._config = settings.config
+        self._optimizer = settings.optimizer_kind
+        self.few = max(1, settings.min_share_samples)
+        self._times = times
+        self._cold: dict[int, RankTime] = {}
+        self._shown_s: list[float] = []
+        self._hidden = self._step_s = 0.0
+        self._is_learned = False
+        self.probe_s = self.sync_s = 0.0
+        self.count = 0
+
+    def begin_anew(self, probe_s: float = 0.0) -> None:
+        """Other ranks: steps are measured anew."""
+        self._shown_s.clear()
+        self._cold.clear()
+        self.probe_s = self.sync_s = probe_s
+        self.count = 0
+
+    def settle(self) -> None:
+        """A choice was made: what hides of a reduction stays as it is."""
+        self._is_learned = True
+        self._shown_s.clear()
+        self.count = 0
+
+    def take(self, reports: Sequence[StepsDone], steps: int) -> None:
+        """Takes in the reports of a grant of all who take part.
+
+        One that was not warm is no measure; before any other it tells the ranks' times.
+        A reduction looks cheaper beside those, so where it seems too dear it is.
+        """
+        if not all(report.warm for report in reports):
+            for report in reports if not self.count else ():
+                self._cold[report.rank] = RankTime()
+                samples = report.samples // steps or self.few
+                self._cold[report.rank].observe(samples, max(report.busy_s, LEAST_S))
+        else:
+            self._cold.clear()
+            self.count += 1
+        self._step_s = max(report.busy_s for report in reports) / steps
+        shown_s = min(report.sync_wait_s for report in reports) / steps
+        # Over several steps no rank is always the last: each waits for the others.
+        spread = self._jitter * (1.0 - 1.0 / math.sqrt(steps))
+        shown_s -= spread * expected_most(len(reports)) * self._step_s
+        if self.count:
+            self._shown_s = [*self._shown_s, max(0.0, shown_s)][-KEPT_STEPS:]
+        self._infer(max(0.0, shown_s))
+
+    def _infer(self, shown_s: float) -> None:
+        """A reduction, and how much of it hides under backward."""
+        shown_s = median(self._shown_s or [shown_s])
+        if not self._is_learned:
+            self.sync_s = max(self.probe_s, shown_s, LEAST_S)
+            self._hidden = min(1.0 - shown_s / self.sync_s, MOST_HIDDEN)
+        else:
+            hidden_s = shown_s * self._hidden / (1.0 - self._hidden)
+            self.sync_s = shown_s + min(hidden_s, BACKWARD_SHARE * self._step_s)
+
+    @property
+    def _jitter(self) -> float:
+        spreads = [t.spread for t in self._times.values() if t.is_measured]
+        return median(spreads) if spreads else 0.0
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether steps of sizes that differ tell what is fixed of them."""
+        return any(time.has_sizes for time in self._times.values())
+
+    @property
+    def doubt(self) -> float:
+        """Relative error that a first choice, by few steps, may have."""
+        if self._is_learned:
+            return 0.0
+        if not self.has_sizes:
+            return ONE_SIZE_DOUBT
+        jitter = max(LEAST_JITTER, self._jitter)
+        # The fastest device's whole batch, by which all gains are, was half of them.
+        return DOUBT * jitter * math.sqrt(2.0 / max(1, self.count))
+
+    def cluster(
+        self, ranks: Sequence[int], batch_size: int, run_batches: float
+    ) -> MeasuredCluster:
+        """The ranks as they are now.
+
+        Args:
+            ranks: of the run, in order.
+            batch_size: samples of a global batch; windows would train on parts of it.
+            run_batches: global batches of the run.
+        """
+        lines = self._lines(ranks, batch_size)
+        cut = local_cut(self._config.windows, len(ranks), self.few)
+        return MeasuredCluster(
+            ranks=tuple(ranks),
+            seconds_per_sample=[max(LEAST_S, cost) for _, cost in lines],
+            fixed_s=[fixed_s for fixed_s, _ in lines],
+            batch_size=cut.largest_of(batch_size),
+            sync_batch_size=batch_size,
+            sync_s=self.sync_s,
+            hidden=self._hidden,
+            jitter=self._jitter,
+            overhead_target=self._config.windows.overhead_target,
+            max_anchor=max(1, self._config.windows.max_anchor),
+            min_share_samples=self.few,
+            run_batches=run_batches,
+            doubt=self.doubt,
+            optimizer=self._optimizer,
+        )
+
+    def _lines(
+        self, ranks: Sequence[int], batch_size: int
+    ) -> list[tuple[float, float]]:
+        """Fixed seconds and seconds per sample of each rank.
+
+        A rank whose steps had one size is taken to have the fixed part of the others;
+        where no rank shows one, much of each step is: else one device, which runs more
+        samples, would look slow beside all of them. A rank that is not measured is as
+        the others usually are.
+        """
+        times: Mapping[int, RankTime] = self._cold or self._times
+        found: dict[int, tuple[float, float]] = {}
+        measured = {r: times[r] for r in ranks if r in times and times[r].is_measured}
+        seen = [time for time in measured.values() if time.has_sizes]
+        lines = [time.line(seen) for time in seen]
+        fixed = FIXED_PRIOR / (1.0 - FIXED_PRIOR) * batch_size
+        if lines:
+            fixed = median(fixed_s / cost for fixed_s, cost in lines)
+        for rank, time in measured.items():
+            samples = time.last_samples
+            cost = time.of(samples) / (fixed + samples)
+            is_seen = time.has_sizes
+            found[rank] = time.line(seen) if is_seen else (fixed * cost, cost)
+        usual = (
+            median(fixed_s for fixed_s, _ in found.values()) if found else 0.0,
+            median(cost for _, cost in found.values()) if found else LEAST_S,
+        )
+        return [found.get(rank, usual) for rank in ranks]

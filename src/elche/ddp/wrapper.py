@@ -400,11 +400,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         for name in OF_HOOK:
             state.pop(name)
         state[COMM_HOOKS] = []
-        state["_at_hosts"] = group.timeout_s, group.shares_host, group.pids
+        state["at_hosts"] = group.timeout_s, group.shares_host, group.pids
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        timeout_s, shares_host, pids = state.pop("_at_hosts")
+        timeout_s, shares_host, pids = state.pop("at_hosts")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         group = as_group(None, timeout_s)
         group.shares_host = shares_host

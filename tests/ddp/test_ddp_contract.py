@@ -160,6 +160,7 @@ def test_what_cannot_be_wrapped_is_refused(
         ("added to a sum", r"a pass of weight 3 after one of 4 under no_sync\(\) can"),
         ("static", r"the first backward pass, which must not be in no_sync\(\)"),
         ("set_group", r"ConfigError: set_group\(\) was removed: wrap the module again"),
+        ("buffer hook", r"ConfigError: buffers are broadcast after a backward pass"),
         ("two hooks", r"ConfigError: a communication hook was registered before"),
         ("elche's group", r"expected process_group to be a torch\.distributed process"),
         ("joined static", r"join_step\(\) does not know which parameters a static"),

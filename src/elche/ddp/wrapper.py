@@ -378,6 +378,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             "set_group() was removed: wrap the module again in the new process group"
         )
 
+    def _register_buffer_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: torch would call such a hook before a forward pass.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "buffers are broadcast after a backward pass, without hooks; give "
+            "forward_sync_buffers=False and broadcast them in the loop"
+        )
+
     def will_sync_module_buffers(self) -> bool:
         """Torch broadcasts buffers before a forward pass; here after a backward one."""
         return False
@@ -389,11 +400,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         for name in OF_HOOK:
             state.pop(name)
         state[COMM_HOOKS] = []
-        state["group at hosts"] = group.timeout_s, group.shares_host, group.pids
+        state["at_hosts"] = group.timeout_s, group.shares_host, group.pids
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        timeout_s, shares_host, pids = state.pop("group at hosts")
+        timeout_s, shares_host, pids = state.pop("at_hosts")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         group = as_group(None, timeout_s)
         group.shares_host = shares_host

@@ -34,7 +34,7 @@ DELAYED_SYNC = "delayed_sync"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(SettingsGroup):
-    """What every rank of a run must agree on.
+    """Settings of a run, equal on every rank.
 
     Attributes:
         policy: ``"sync"``, the default (gradients reduced at every batch, shares of
@@ -164,7 +164,7 @@ class RunConfig(SettingsGroup):
             )
 
     def _check_planned(self) -> None:
-        """What follows measured times cannot be planned."""
+        """Refuses a plan with settings that follow measured times."""
         if not self.debug.deterministic:
             return
         if self.policy == "auto":
@@ -190,7 +190,7 @@ class RunConfig(SettingsGroup):
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether a window reduces gradients."""
+        """True if a window reduces gradients."""
         return self.policy == "cadence" and self.windows.update == "gradients"
 
     def as_dict(self) -> dict[str, Any]:

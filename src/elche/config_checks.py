@@ -76,7 +76,7 @@ def check_known(names: Iterable[str], known: Collection[str], where: str = "") -
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a number, and no bool."""
+    """True if it is a number, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

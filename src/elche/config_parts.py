@@ -160,7 +160,7 @@ class WindowConfig(SettingsGroup):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig(SettingsGroup):
-    """How tensors travel between ranks.
+    """Transport of tensors between ranks.
 
     Attributes:
         kind: ``"auto"`` lets ranks of one host that compute on the CPU sum in

@@ -42,7 +42,7 @@ class CommunicationError(ElcheError, RuntimeError):
 
 
 class NonFiniteError(ElcheError):
-    """What a rank learned was not finite twice in a row, or the model is lost.
+    """A rank's update was not finite twice in a row, or the model is lost.
 
     Attributes:
         rank: where it happened.

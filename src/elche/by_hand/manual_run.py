@@ -29,7 +29,7 @@ from elche.runtime.versions import installed_versions
 
 @final
 class ManualRun:
-    """What a rank holds of a run without a loader; made by :meth:`start`.
+    """A run without a loader on one rank; made by :meth:`start`.
 
     Args:
         group: of all ranks.
@@ -121,7 +121,7 @@ def _join(placement: Placement, config: RunConfig) -> Join:
 
 
 class _Process:
-    """What this process has under way."""
+    """Manual run of this process."""
 
     run: ManualRun | None = None
     hooked = False

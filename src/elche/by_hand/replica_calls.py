@@ -66,7 +66,7 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a rank is about to do.
+    """Next call of a rank, announced to the others.
 
     Attributes:
         what: in words, the same on every rank.

@@ -57,7 +57,7 @@ class Anchor:
 
     @property
     def enabled(self) -> bool:
-        """Whether El Che is on."""
+        """True if El Che is on."""
         return self.maximum > 0
 
     @property
@@ -156,7 +156,7 @@ class Anchor:
             self._value, self._raised_from = self._start(), None
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, as values that JSON keeps exactly."""
+        """Learned state, as values that JSON keeps exactly."""
         return {
             "value": self._value,
             "raised_from": self._raised_from,

@@ -27,11 +27,11 @@ MAX_KEPT_SIZES = 16
 IDLE = 0.5
 """Part of a step below which a rank's time shows that its share is far too small."""
 WAKE_GAIN = 0.1
-"""What giving more to such a rank counts, where it gains less."""
+"""Factor on the gain of giving more samples to a rank without work."""
 TRIAL_IDLE = 0.9
 """Part of a step below which a rank's time makes a larger share worth a trial."""
 TRIAL_COST = 0.02
-"""What trials may cost: part of the time of the steps between two of them."""
+"""Budget of trials: fraction of the time of the steps between two of them."""
 TRIAL_STEPS = 32
 """Fewest steps between two trials."""
 MOST_TRIAL = 2.0
@@ -106,7 +106,7 @@ class Balancer:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether a rank has been measured."""
+        """True if a rank has been measured."""
         return any(model.is_measured for model in self._models)
 
     def report(self, samples: Sequence[int], busy_s: Sequence[float]) -> None:
@@ -312,7 +312,7 @@ class Balancer:
         return relative, [model.fixed_samples for model in self._models]
 
     def _end_of(self, times: _Times) -> Callable[[int, int], float]:
-        """When a rank is through with a part; 0.0 without one."""
+        """Time (s) at which a rank ends a part; 0.0 without one."""
         costs, fixed = times
         knees = [model.knee_samples for model in self._models]
 
@@ -324,7 +324,7 @@ class Balancer:
         return end
 
     def _ends(self, parts: Sequence[int], times: _Times) -> list[float]:
-        """When each rank is through with its part."""
+        """Time (s) at which each rank ends its part."""
         return [*map(self._end_of(times), range(self.world_size), parts)]
 
     def _gain(self, split: Sequence[int], kept: Sequence[int], times: _Times) -> float:

@@ -32,14 +32,14 @@ OTHER_DEVICE_GAIN = 0.25
 """The same for another device alone: what a whole batch takes it was extrapolated."""
 ROUNDING = 1e-9
 NAMED_RANKS = 4
-"""So many left out ranks a reason names; of more it gives the number."""
+"""Most excluded ranks that a reason names; beyond, it gives their number."""
 MAX_SIZES = 32
 """Up to so many ranks each number of the fastest is tried, beyond only jumps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What ``auto`` runs now.
+    """Current choice of ``auto``.
 
     Attributes:
         policy: ``"sync"``, ``"cadence"`` or ``"async"``.
@@ -59,7 +59,7 @@ class Choice:
 
     @property
     def is_alone(self) -> bool:
-        """Whether one of several ranks trains alone."""
+        """True if one of several ranks trains alone."""
         return self.prediction.world_size == 1 and bool(self.left_out)
 
     @property
@@ -68,7 +68,7 @@ class Choice:
         return "async" if self.is_alone else self.policy
 
     def is_carried_out_as(self, other: Choice) -> bool:
-        """Whether nothing changes between them but perhaps the anchor."""
+        """True if nothing changes between them but perhaps the anchor."""
         return (self.carried_out_by, self.left_out) == (
             other.carried_out_by,
             other.left_out,
@@ -219,7 +219,7 @@ class Chooser:
         return best
 
     def _beats(self, option: _Option, present: _Option) -> bool:
-        """Whether to leave the present choice for this option."""
+        """True if to leave the present choice for this option."""
         if option.is_as(present):
             return False
         gain = SWITCH_GAIN
@@ -302,7 +302,7 @@ def _sizes(fleet: Fleet) -> list[int]:
 
 
 def _is_clear(option: _Option, other: _Option, doubt: float) -> bool:
-    """Whether one is better by the margin, and than steps even at worst.
+    """True if one is better by the margin, and than steps even at worst.
 
     Than one device by more than what its measured times may be wrong by.
     """

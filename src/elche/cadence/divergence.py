@@ -26,7 +26,7 @@ Above 1.86 noise of ±30 % never looks like a rise."""
 CEILING = 1.0
 """Too much whatever was usual: as far from the consensus as that is from zero."""
 NUDGE_FACTOR = 0.5
-"""What a nudge multiplies the anchor with."""
+"""Factor of a nudge on the anchor."""
 SETTLE_WINDOWS = 3
 """First windows, in which only non-finite contributions shorten anything."""
 HOLD_WINDOWS = 8
@@ -36,12 +36,12 @@ MAX_HOLD_WINDOWS = 64
 NEGLIGIBLE = 1e-4
 """Divergences below this count as this."""
 NAMED_RANKS = 4
-"""So many ranks a reason names; of more it gives the number."""
+"""Most ranks that a reason names; beyond, it gives their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the guard says after a synchronisation.
+    """Verdict of the guard after a synchronisation.
 
     Attributes:
         hold: the anchor may not grow now.
@@ -87,7 +87,7 @@ class _Seen:
     broken: tuple[int, ...]
 
     def in_words(self, rises: float, usual: float) -> str:
-        """What was seen; ``usual`` is 0.0 when nothing is known yet."""
+        """Description of the divergence; ``usual`` is 0.0 when nothing is known yet."""
         if self.broken:
             return f"the contribution of {_ranks(self.broken)} is not finite"
         compared = f", {rises:.2f} times the usual {usual:.3g}" if usual > 0.0 else ""
@@ -197,7 +197,7 @@ class DivergenceGuard:
         return min(_lower_median(levels), _lower_median(levels[-RECENT_WINDOWS:]))
 
     def _judge(self, seen: _Seen, rises: float) -> tuple[bool, bool]:
-        """Whether the level is above the ceiling, and whether the window is too far."""
+        """True if the level is above the ceiling, and whether the window is too far."""
         above = seen.level >= CEILING
         if self._windows < SETTLE_WINDOWS:
             return above, bool(seen.broken)

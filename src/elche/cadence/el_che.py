@@ -31,7 +31,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElCheConfig:
-    """What the user sets of El Che; checked when made.
+    """Settings of El Che, checked when made.
 
     Attributes:
         world_size: number of ranks; 1 is legal and trivial.
@@ -159,7 +159,7 @@ class ElChe:
 
     @property
     def enabled(self) -> bool:
-        """Whether El Che is on; when off (``max_anchor=0``) every count is 1."""
+        """True if El Che is on; when off (``max_anchor=0``) every count is 1."""
         return self._anchor.enabled
 
     @property
@@ -196,12 +196,12 @@ class ElChe:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether a rank has been measured."""
+        """True if a rank has been measured."""
         return any(cost.is_measured for cost in self._costs)
 
     @property
     def has_speed_hint(self) -> bool:
-        """Whether the user's hints make the ranks differ before measurement."""
+        """True if the user's hints make the ranks differ before measurement."""
         return len(set(self._speeds)) > 1
 
     @property

@@ -42,7 +42,7 @@ MAX_FIXED_SAMPLES = 1e9
 BACKWARD_SHARE = 2.0 / 3.0
 """Part of a step under which a reduction of gradients can hide."""
 BOUNDARY_WAIT_BATCHES = 0.25
-"""What a blocking window of many ranks loses at its end, in batches of the slowest."""
+"""Loss at the end of a blocking window of many ranks, in batches of the slowest."""
 ANYWHERE = 0.29
 """Standard deviation, in batches, of a boundary that may be anywhere within a batch."""
 LAST_CLOSER_BATCHES = 0.25
@@ -58,7 +58,7 @@ ALIGNED_RANKS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCluster:
-    """What was measured of a cluster, and the settings that its pace depends on.
+    """Measurements of a cluster, and the settings that its pace depends on.
 
     Attributes:
         seconds_per_sample: of each rank, delivered: data, transfer and compute.
@@ -164,7 +164,7 @@ class MeasuredCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a policy would do on a cluster.
+    """Predicted throughput of a policy on a cluster.
 
     Attributes:
         policy: its name.
@@ -265,7 +265,7 @@ class Fleet:
         self._predicted: dict[tuple[str, int], Prediction] = {}
 
     def predict(self, policy: str, size: int) -> Prediction:
-        """What ``policy`` would do on the ``size`` fastest of the ranks.
+        """Predicts ``policy`` on the ``size`` fastest of the ranks.
 
         Raises:
             ConfigError: there is no such policy, or there are not so many ranks.
@@ -406,7 +406,7 @@ class Fleet:
 def predict(
     policy: str, cluster: MeasuredCluster, ranks: Sequence[int] | None = None
 ) -> Prediction:
-    """What a policy would do on a cluster, or on some of its ranks.
+    """Predicts a policy on a cluster, or on some of its ranks.
 
     ``sync`` ends a step with its last part and with what of the reduction does not hide
     under backward. ``cadence`` loses the reduction, and what ranks wait because whole

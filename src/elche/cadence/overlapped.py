@@ -25,7 +25,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """What matters of the seconds that each rank's batches take, however many ranks.
+    """Summary of the seconds per batch of all ranks, of the same size for any number.
 
     Attributes:
         ranks: how many there are.
@@ -41,7 +41,7 @@ class BatchTimes:
 
     @classmethod
     def of(cls, batch_s: Sequence[float]) -> BatchTimes:
-        """Of the seconds of a batch of each rank.
+        """Summary of the seconds per batch of each rank.
 
         Raises:
             ConfigError: there are none, or one is not positive and finite.
@@ -54,7 +54,7 @@ class BatchTimes:
 
 @dataclass(frozen=True, slots=True)
 class OverlappedWindow:
-    """What overlapped windows of one length are like.
+    """Properties of overlapped windows of one length.
 
     Attributes:
         window_s: seconds from the end of one to that of the next.

@@ -154,7 +154,7 @@ class ActivationPeak:
 
 @final
 class PinTrial:
-    """Whether staging batches in pinned memory is cheaper for the training thread.
+    """True if staging batches in pinned memory is cheaper for the training thread.
 
     Copying into pinned memory makes the transfer itself asynchronous, but it is a copy
     in the training thread; which of the two takes longer depends on the machine. The
@@ -169,12 +169,12 @@ class PinTrial:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is decided."""
+        """True if it is decided."""
         return min(self._seen.values()) >= PIN_ROUNDS
 
     @property
     def pin(self) -> bool:
-        """Whether to pin the next batch."""
+        """True if to pin the next batch."""
         if self.is_over:
             return self._best[True] < self._best[False]
         return self._seen[True] <= self._seen[False]

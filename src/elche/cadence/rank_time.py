@@ -33,9 +33,9 @@ KNEE_PENALTY = 3.5
 MOST_EVIDENCE = 20.0
 """Evidence is kept up to this, so that a shape that has changed is found again."""
 FADING = 0.998
-"""What a report leaves of older evidence, so that a wrong one is tried again."""
+"""Factor of a report on older evidence, so that a wrong one is tried again."""
 TEMPER = 0.25
-"""Of a squared deviation; 0.5 were right if the steps before did not deviate too."""
+"""Factor on a squared deviation; 0.5 is right for independent steps."""
 MOST_DEVIATIONS = 4.0
 """Most standard deviations that one step counts as evidence."""
 USUAL_NOISE = 0.2
@@ -112,12 +112,12 @@ class RankTime:
 
     @property
     def is_measured(self) -> bool:
-        """Whether there is an estimate."""
+        """True if there is an estimate."""
         return self._levels[0] > 0.0
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last batch took about what was predicted."""
+        """True if the last batch took about what was predicted."""
         return self._is_settled
 
     @property
@@ -147,7 +147,7 @@ class RankTime:
 
     @property
     def has_sizes(self) -> bool:
-        """Whether batches of sizes that differ tell what is fixed of them."""
+        """True if batches of sizes that differ tell what is fixed of them."""
         return self._largest >= SPREAD * self._smallest > 0
 
     @property

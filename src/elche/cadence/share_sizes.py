@@ -17,7 +17,7 @@ from typing import NamedTuple, final
 from elche.cadence.split import pick_sizes, split_from_sizes
 
 MAX_SIZES = 8
-"""As many as Dynamo compiles a function for at most."""
+"""Dynamo's limit of compiled versions of a function."""
 PRICES = (0.0, 0.0, 0.1, 0.2, 0.4, 0.8, 3.0)
 """Steps that must have been lost, by the sizes that a rank has had; the eighth is kept
 for the batch at an epoch's end, whose split is the first of its kind.
@@ -60,7 +60,7 @@ class ShareSizes:
 
     @property
     def used(self) -> list[list[int]]:
-        """Of each rank."""
+        """Sizes that each rank has used."""
         return [list(sizes) for sizes in self._used]
 
     def use(self, split: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ class ShareSizes:
     def is_worth(
         self, fresh: Sequence[int], gain: float, steps: int, is_settled: bool
     ) -> bool:
-        """Whether a split is worth its new sizes by now.
+        """True if a split is worth its new sizes by now.
 
         Args:
             fresh: the split.

@@ -248,7 +248,7 @@ def fluid_step_s(
 def whole_sample_bound(
     batch: int, sample_s: Sequence[float], batch_s: Sequence[float]
 ) -> tuple[float, int | None] | None:
-    """What whole samples leave of a batch's speed, and a batch that is large enough.
+    """Fraction of speed that whole samples leave, and a batch that is large enough.
 
     Returns:
         The part left, and the first doubling of the batch from which on less than

@@ -17,16 +17,16 @@ TIME_RANGE = (1e-30, 1e30)
 DEAD_ZONE = 0.10
 """A fresh ratio is replaced when the measured one is further away than this."""
 DEAD_ZONE_FLOOR = 0.03
-"""What the dead zone of a long-held ratio shrinks to."""
+"""Least dead zone of a long-held ratio."""
 DOMINANCE_MARGIN = 0.10
-"""How much slower than the reference a rank must be to become the reference."""
+"""Margin by which a rank must be slower than the reference to become it."""
 
 SpeedHints: TypeAlias = Mapping[int, float] | Sequence[float] | None
 
 
 @final
 class HeldRatios:
-    """How many times faster than the slowest rank every rank is, held steady.
+    """Speed of each rank over the slowest rank's, with a dead zone.
 
     The slowest rank is the *reference*, of ratio 1. It keeps its place until
     another rank is 10 % slower, so near-equal ranks do not take turns. A ratio is
@@ -69,7 +69,7 @@ class HeldRatios:
             self._held[rank] = 1 if leaves else self._held[rank] + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What is held, as values that JSON keeps exactly."""
+        """Held ratios, as values that JSON keeps exactly."""
         return {
             "reference": self._reference,
             "values": list(self._values),
@@ -233,7 +233,7 @@ def check_reports(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancerConfig:
-    """What the user sets of the balancer; checked when made.
+    """Settings of the balancer, checked when made.
 
     Attributes:
         world_size: number of ranks.

@@ -10,7 +10,7 @@ from elche.errors import ConfigError
 def should_close(
     elapsed_s: float, batch_s: float, wall_s: float, batches_done: int
 ) -> bool:
-    """Whether a window ends at this batch boundary.
+    """True if a window ends at this batch boundary.
 
     It ends at the boundary nearest to its planned length: now, if one more batch
     would end further from ``wall_s`` than now; when both are as near, one more

@@ -44,7 +44,7 @@ def _same_kind(tree: Mapping[Any, Any], held: dict[Any, Any]) -> Any:
 
 
 def random_state(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
-    """Of Python's, torch's and numpy's generators, and of those given by name."""
+    """Generator states of Python, torch and numpy, and of generators by name."""
     numpy = sys.modules.get("numpy")
     kind, own, gauss = random.getstate()
     cuda = torch.cuda.get_rng_state() if _has_cuda() else None

@@ -25,17 +25,17 @@ class SavedState(Protocol):
 
     @property
     def path(self) -> Path:
-        """What errors call it."""
+        """Folder or file that errors name."""
 
     @property
     def manifest(self) -> Manifest:
-        """What it holds."""
+        """Manifest of the checkpoint."""
 
     def shared(self) -> Any:
-        """What all ranks held in common."""
+        """State that is common to all ranks."""
 
     def of_rank(self, rank: int) -> Any:
-        """What only one rank held."""
+        """State of one rank."""
 
     def model(self) -> dict[str, torch.Tensor]:
         """The model alone."""
@@ -171,7 +171,7 @@ class Contents:
         return {**shared, "run": run, "epochs": epochs}
 
     def _bound(self, first: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """What windows have left on each rank: rank 0's where steps are common now."""
+        """Window state of this rank; rank 0's where the ranks take common steps now."""
         if not self.parts.is_common:
             return own
         named = self.registered
@@ -236,14 +236,14 @@ def _is_tensor(value: Any) -> bool:
 
 
 def is_bound(each: Any) -> bool:
-    """Whether it moves with the model, as torch's own and its like do."""
+    """True if it moves with the model, as torch's own and its like do."""
     module = type(each).__module__.split(".")[0]
     has_parameters = hasattr(each, "parameters") or hasattr(each, "param_groups")
     return module == "torch" or has_parameters or hasattr(each, "optimizer")
 
 
 def _without_common(averaging: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What only one rank holds of averaging."""
+    """Averaging state that is a rank's own."""
     if averaging is None:
         return None
     groups = [{**each, "momentum": None, "base": None} for each in averaging["groups"]]

@@ -32,12 +32,12 @@ _CODES: Final = {
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }
-"""What safetensors calls the dtypes that it knows; the others are stored as bytes."""
+"""Names that safetensors gives to dtypes; other dtypes are stored as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file holds.
+    """Length and digest of one file.
 
     Attributes:
         num_bytes: its length.
@@ -139,7 +139,7 @@ def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> File
 
 
 def packed_tensors(tensors: Mapping[str, Tensor]) -> bytearray:
-    """What `write_tensors` would write."""
+    """The bytes that `write_tensors` would write."""
     whole = bytearray()
     for chunk in _tensor_chunks(tensors):
         whole += chunk
@@ -147,14 +147,14 @@ def packed_tensors(tensors: Mapping[str, Tensor]) -> bytearray:
 
 
 def unpacked_tensors(raw: bytearray) -> dict[str, Tensor]:
-    """What `packed_tensors` made, as `read_tensors` would read it."""
+    """Tensors of bytes that `packed_tensors` made, as `read_tensors` returns them."""
     from safetensors.torch import load
 
     return load(bytes(raw))
 
 
 def is_native(dtype: Any) -> bool:
-    """Whether safetensors has a word for a dtype."""
+    """True if safetensors has a word for a dtype."""
     return _name_of(dtype) in _CODES
 
 

@@ -60,7 +60,7 @@ class HandedOver:
 
 
 def packed(held: Captured, info: Mapping[str, Any]) -> list[bytearray]:
-    """What one rank has captured, as messages.
+    """Messages that carry one rank's captured state.
 
     Raises:
         ConfigError: something in it cannot be stored.
@@ -81,7 +81,7 @@ def refused(why: str) -> list[bytearray]:
 
 
 def unpacked(messages: list[bytearray]) -> HandedOver:
-    """What came, as a checkpoint.
+    """A checkpoint made of received messages.
 
     Raises:
         MismatchError: the rank that was to send it could not.

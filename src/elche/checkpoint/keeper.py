@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 AT_EXIT_S: Final = 60.0
 FAILED_S: Final = 3.0
-"""So long a process that ends, or has failed, waits for what is being written."""
+"""Grace period (s) for a checkpoint being written when the process exits or fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class CheckpointConfig:
 
     @staticmethod
     def from_environment() -> CheckpointConfig | None:
-        """What the launcher asks for, if anything.
+        """The configuration that the launcher has set, or None.
 
         Raises:
             ConfigError: a variable is no number.
@@ -213,26 +213,26 @@ class CheckpointKeeper(Pauses):
 
     @property
     def is_active(self) -> bool:
-        """Whether checkpoints may be made inside epochs."""
+        """True if checkpoints may be made inside epochs."""
         return self._is_used
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether the loop is over `elche.epochs`."""
+        """True if the loop is over `elche.epochs`."""
         return self._counts_epochs
 
     def wants_cut(self) -> bool:
-        """Whether a checkpoint was asked for, or is due."""
+        """True if a checkpoint was asked for, or is due."""
         return bool(self._asked) or self._is_due or self.wants_end()
 
     def wants_end(self) -> bool:
-        """Whether the run is to end with a last checkpoint."""
+        """True if the run is to end with a last checkpoint."""
         is_cut = self._config is not None or self._cuts_at_stop
         return is_cut and self._stops is not None and bool(self._stops.reason)
 
     @property
     def ends_by_cut(self) -> bool:
-        """Whether a run that is asked to end cuts the epoch under way."""
+        """True if a run that is asked to end cuts the epoch under way."""
         is_cut = self._config is not None or self._cuts_at_stop
         return is_cut and self._current.can_cut
 

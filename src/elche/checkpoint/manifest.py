@@ -21,7 +21,7 @@ MANIFEST: Final = "manifest.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a complete checkpoint consists of.
+    """Contents of a complete checkpoint.
 
     Attributes:
         name: of the checkpoint, and of its folder.

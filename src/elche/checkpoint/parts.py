@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 SHARED: Final = "shared"
 MODEL_FILE: Final = "model.safetensors"
 MODEL_PART: Final = "model-rank"
-"""How the files of a model begin that ranks write in parts."""
+"""Prefix of the model files that ranks write in parts."""
 
 Records = dict[str, FileRecord]
-"""What was written, by file name."""
+"""Written files, by name."""
 
 
 def part_of_rank(rank: int) -> str:
-    """What a rank's files are called, without their endings."""
+    """Name of a rank's files, without suffix."""
     return f"rank{rank}"
 
 
@@ -67,7 +67,7 @@ def write_part(
 
 
 def written_part(folder: Path, rank: int, run_id: str) -> Records | None:
-    """What a rank has written; None as long as it has not.
+    """Records of the files that a rank has written; None until it has.
 
     Raises:
         CheckpointError: it says that it cannot, or what it wrote cannot be read.

@@ -21,7 +21,7 @@ class SavedContents(Protocol):
 
 
 class SavedRun(Protocol):
-    """What checkpoints need of a run; `Run`, `SingleRun` and a pipeline's have it."""
+    """Interface of a run to checkpoints; `Run`, `SingleRun` and pipelines have it."""
 
     @property
     def rank(self) -> int:
@@ -37,18 +37,18 @@ class SavedRun(Protocol):
 
     @property
     def is_in_epoch(self) -> bool:
-        """Whether an epoch is under way."""
+        """True if an epoch is under way."""
 
     @property
     def can_cut(self) -> bool:
-        """Whether it can be interrupted."""
+        """True if it can be interrupted."""
 
     @property
     def notifications(self) -> RunNotifications:
         """Lines for the user."""
 
     def agree(self, make: Callable[[], str], what: str) -> str:
-        """What rank 0 makes, on every rank."""
+        """The text that rank 0 makes, on every rank."""
 
     def heeds_signals(self, heeds: bool) -> None:
         """Tells the launcher whether this rank ends by itself after a signal."""
@@ -57,7 +57,7 @@ class SavedRun(Protocol):
         """Refuses a checkpoint where nobody knows what is left of the epoch."""
 
     def described(self) -> dict[str, Any]:
-        """What a manifest says of the run: samples or steps among it."""
+        """Progress for the manifest: samples or steps among it."""
 
     def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
         """Goes on from a checkpoint's state."""

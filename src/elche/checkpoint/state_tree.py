@@ -26,7 +26,7 @@ Json: TypeAlias = Any
 KIND: Final = "$"
 MOST_DEPTH: Final = 100
 MODEL: Final = "model"
-"""What a node says of a tensor that lies in the model's own file."""
+"""Marker of a tensor that is stored in the model's own file."""
 _TAKEN = (
     "dicts with keys of str, int and the like, lists, tuples, bool, int, float, "
     "complex, str, bytes, None, dense tensors, numpy arrays and numbers"
@@ -240,7 +240,7 @@ def _all_str(items: Mapping[Any, Any]) -> bool:
 
 
 def _memory(value: Tensor) -> tuple[Any, ...] | None:
-    """What two tensors have in common that are the same; None for empty ones."""
+    """Identity of a tensor's memory, equal where it is shared; None for empty ones."""
     if value.layout != torch.strided or value.is_meta or not value.numel():
         return None
     flags = (value.is_conj(), value.is_neg())

@@ -71,7 +71,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """What it is called; later ones have higher numbers."""
+        """Name of the folder; later checkpoints have higher numbers."""
         return self.manifest.name
 
     def check(self) -> None:
@@ -109,13 +109,13 @@ class Checkpoint:
         return found
 
     def shared(self) -> StateTree:
-        """What all ranks held in common."""
+        """State that is common to all ranks."""
         return self._part(SHARED)
 
     def of_rank(
         self, rank: int, pick: Callable[[Any], Any] = lambda tree: tree
     ) -> StateTree:
-        """What only one rank held.
+        """State of one rank.
 
         Args:
             rank: it.

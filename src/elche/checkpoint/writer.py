@@ -91,13 +91,13 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether one is being written: another would wait, and hold its copies."""
+        """True if one is being written: another would wait, and hold its copies."""
         with self._changed:
             return bool(self._jobs)
 
     @property
     def failure(self) -> str | None:
-        """Why the last one could not be written; None if it could."""
+        """Reason why the last checkpoint could not be written; None if it could."""
         with self._changed:
             return self._failure
 

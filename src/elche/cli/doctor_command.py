@@ -80,7 +80,7 @@ def _exit_code(found: Sequence[Finding]) -> int:
 
 
 def read_machine() -> MachineFacts:
-    """What this machine, its torch and this environment are."""
+    """Facts of this machine, its torch and this environment."""
     accelerators = []
     if torch.cuda.is_available():
         accelerators.append("rocm" if torch.version.hip else "cuda")

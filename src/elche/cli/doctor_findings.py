@@ -20,7 +20,7 @@ PLACES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "ELCHE_COORDINATOR")
 
 
 class Severity(Enum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     BROKEN = "broken"
     WARNING = "warning"
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """What was read of this machine and this environment.
+    """Facts of this machine and this environment.
 
     Attributes:
         versions: of elche, python and torch.
@@ -64,7 +64,7 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What was measured of a rank, while all ranks measured.
+    """Measurements of a rank, while all ranks measured.
 
     Attributes:
         rank: in the run.

@@ -30,7 +30,7 @@ ROUNDS = 5
 MOST_S = 2.0
 """After so long no round is repeated."""
 STATE_BYTES = 16
-"""Of a parameter: itself, its gradient and two moments of Adam, in float32."""
+"""Bytes per parameter: itself, its gradient and two moments of Adam, in float32."""
 USABLE = 0.8
 """Part of the free memory that is counted on."""
 

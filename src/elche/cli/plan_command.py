@@ -34,7 +34,7 @@ from elche.schedule.planning.planner import plan_pipeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPipelineConfig:
-    """What ``elche plan pipeline`` was asked.
+    """Options of ``elche plan pipeline``.
 
     Attributes:
         path: TOML file of model and devices.

@@ -87,7 +87,7 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
 
 
 def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
-    """What to start; those of `RestartConfig` are left in the options.
+    """Launch configuration; the options of `RestartConfig` stay in ``options``.
 
     Args:
         words: the script and its arguments.

@@ -38,12 +38,12 @@ from elche.schedule.timing import Timing, simulate
 
 SHOWN_PEAKS = 16
 RANKS, MICROBATCHES, TIMES = 4, 8, (1.0, 1.0, 1.0)
-"""Where neither an option nor a file says it."""
+"""Defaults without an option or a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """What ``elche schedule`` was asked.
+    """Options of ``elche schedule``.
 
     Attributes:
         name: of the schedule, ``auto``, or a CSV file of actions.
@@ -154,7 +154,7 @@ def plan(config: ScheduleConfig) -> tuple[Schedule, PipelineCosts]:
 
 
 def figures(schedule: Schedule, timing: Timing) -> dict[str, Any]:
-    """What the JSON holds."""
+    """Figures for the JSON."""
     return {
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,

@@ -30,7 +30,7 @@ _STORY = re.compile(r"all|rank:[0-9]+|lease:([0-9]+/)?[0-9]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateConfig:
-    """What ``elche simulate`` was asked.
+    """Options of ``elche simulate``.
 
     Attributes:
         cluster: the file that describes it.
@@ -123,7 +123,7 @@ def load_cluster(path: Path, policy: str | None = None) -> Cluster:
 
 
 def story_of(core: Coordinator, wanted: str) -> list[str]:
-    """What was said and decided about a rank or a batch.
+    """Messages and decisions about a rank or a batch.
 
     Args:
         core: the coordinator, after the run.

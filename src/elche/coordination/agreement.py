@@ -140,7 +140,7 @@ def what_differs(joins: Sequence[Join]) -> str:
 
 
 def disagreement(joins: Sequence[Join]) -> str:
-    """Why these ranks, which are all, cannot train together; "" if they can."""
+    """Reason why all ranks cannot train together; "" if they can."""
     difference = what_differs(joins)
     if difference:
         return difference
@@ -154,7 +154,7 @@ def disagreement(joins: Sequence[Join]) -> str:
 
 
 def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
-    """What ranks do not agree on at the beginning of an epoch, in words, or ""."""
+    """Difference between ranks at the beginning of an epoch, or ""."""
     lowest = min(opened)
     first = opened[lowest]
     for rank, other in sorted(opened.items()):
@@ -185,7 +185,7 @@ def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
 
 
 def left_before(opened: EpochOpened, left: Mapping[int, Left]) -> str:
-    """Why a rank cannot open an epoch when others have left the run, in words."""
+    """Reason why a rank cannot open an epoch after others have left the run."""
     for rank, last in sorted(left.items()):
         if last.batches and last.steps:
             per_step = last.samples / last.steps

@@ -33,7 +33,7 @@ from elche.errors import MismatchError, ProtocolError
 
 
 class Epochs:
-    """Where a run stands in its epochs.
+    """Progress of a run through its epochs.
 
     Args:
         chooser: owns the policy, which decides inside an epoch.
@@ -65,12 +65,12 @@ class Epochs:
 
     @property
     def is_opening(self) -> bool:
-        """Whether ranks have opened the next epoch and wait for the others."""
+        """True if ranks have opened the next epoch and wait for the others."""
         return bool(self._opened)
 
     @property
     def withholds(self) -> bool:
-        """Whether ranks have not received the end of the epoch yet."""
+        """True if ranks have not received the end of the epoch yet."""
         return self._ending.withholds
 
     @property
@@ -80,7 +80,7 @@ class Epochs:
 
     @property
     def is_paused(self) -> bool:
-        """Whether all ranks wait to go on with an epoch that was cut."""
+        """True if all ranks wait to go on with an epoch that was cut."""
         has_all = self._opened.keys() >= self._membership.ranks
         return self._before is not None and not self.is_under_way and has_all
 
@@ -215,7 +215,7 @@ class Epochs:
         yield from outcome.instructions
 
     def heard(self, event: Event) -> list[Instruction]:
-        """What was held back until a rank's next message."""
+        """Instructions that were held back until a rank's next message."""
         return self._ending.heard(event)
 
     def lose(self, rank: int) -> list[Instruction]:
@@ -258,15 +258,15 @@ class Epochs:
             yield from self.cut(now_s)
 
     def owes(self, rank: int) -> bool:
-        """Whether the epoch under way cannot end without a rank."""
+        """True if the epoch under way cannot end without a rank."""
         return self.is_under_way and self._policy.owes(rank)
 
     def release(self, now_s: float) -> list[Instruction]:
-        """What was held back for ranks that have left, and is long enough."""
+        """Instructions held back for ranks that have left, whose delay is over."""
         return self._ending.release(now_s)
 
     def waiting_to_open(self) -> str:
-        """Who is missing to begin the next epoch, in words."""
+        """Ranks that are missing to begin the next epoch, in words."""
         members = self._membership
         missing = sorted(members.ranks - set(self._opened))
         if members.is_short and not missing:

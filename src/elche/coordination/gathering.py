@@ -19,7 +19,7 @@ class Barriers:
         self._there: dict[str, dict[int, BarrierReached]] = {}
 
     def __bool__(self) -> bool:
-        """Whether anybody waits."""
+        """True if anybody waits."""
         return bool(self._there)
 
     def reach(self, event: BarrierReached) -> None:
@@ -51,7 +51,7 @@ class Barriers:
         return told
 
     def waiting_for(self, members: Set[int]) -> str:
-        """Who is missing at the first of them, in words."""
+        """Ranks that are missing at the first collective, in words."""
         name, there = next(iter(self._there.items()))
         return f"ranks {sorted(members - there.keys())} at barrier {name!r}"
 
@@ -70,7 +70,7 @@ class EpochEnding:
 
     @property
     def withholds(self) -> bool:
-        """Whether ranks have not received the end of the epoch yet."""
+        """True if ranks have not received the end of the epoch yet."""
         return bool(self._held)
 
     def end(
@@ -84,13 +84,13 @@ class EpochEnding:
         return [one for one in told if one.rank in left]
 
     def heard(self, event: Event) -> list[Instruction]:
-        """What was held back, once every rank that left has been heard of again."""
+        """Held back instructions, once every rank that left has reported again."""
         if self._held and isinstance(event, (EpochOpened, BarrierReached, Left)):
             return self.confirm(event.rank)
         return []
 
     def release(self, now_s: float) -> list[Instruction]:
-        """What was held back, once that is long ago."""
+        """Held back instructions, once their delay is over."""
         if not self._held or now_s - self._since_s < WELL_AFTER_S:
             return []
         self._unconfirmed = set()

@@ -27,7 +27,7 @@ LAUNCHER: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the coordinator took.
+    """Event that the coordinator received.
 
     Attributes:
         source: the rank in whose stream it came, or `LAUNCHER`; both are counted. None:

@@ -42,7 +42,7 @@ class Liveness:
         self._stacks[rank], self._waits[rank] = stack, waits
 
     def late(self) -> str:
-        """Where ranks are that others have long been waiting for, in words, or ""."""
+        """Places of ranks that others have long been waiting for, in words, or ""."""
         if not any(self._waits.values()):
             return ""
         stacks = sorted(self._stacks.items())

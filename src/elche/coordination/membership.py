@@ -54,27 +54,27 @@ class Membership:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every rank has left."""
+        """True if every rank has left."""
         return self.left.keys() >= self.ranks
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks that the run begins with have joined."""
+        """True if all ranks that the run begins with have joined."""
         return len(self._joins) >= self._world_size
 
     @property
     def is_joining(self) -> bool:
-        """Whether some have, and are waiting for the others."""
+        """True if some have, and are waiting for the others."""
         return 0 < len(self._joins) < self._world_size
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a rank waits for the next run."""
+        """True if a rank waits for the next run."""
         return bool(self._early)
 
     @property
     def has_changed(self) -> bool:
-        """Whether other ranks take part than at the start."""
+        """True if other ranks take part than at the start."""
         return self.roster.generation > self._first_generation
 
     @property
@@ -83,7 +83,7 @@ class Membership:
         return sorted(self.ranks - set(self._joins))
 
     def hears(self, event: Event) -> bool:
-        """Whether events of this rank count; one that waits to join may go."""
+        """True if events of this rank count; one that waits to join may go."""
         if isinstance(event, _OF_NO_RANK) or event.rank in self.ranks:
             return True
         if isinstance(event, (Failed, JoinReady, Left, RankLost)):
@@ -99,7 +99,7 @@ class Membership:
         return RankState.MEMBER if rank in self.ranks else RankState.WAITING
 
     def comes_early(self, join: Join) -> bool:
-        """Whether a rank joins too early for the next run, and waits."""
+        """True if a rank joins too early for the next run, and waits."""
         is_early = join.rank in self.left
         if is_early:
             self._early.append(join)
@@ -123,11 +123,11 @@ class Membership:
 
     @property
     def devices(self) -> dict[int, str]:
-        """Of each rank that has joined."""
+        """Device of each rank that has joined."""
         return {rank: join.device for rank, join in self._joins.items()}
 
     def joined(self) -> list[Join]:
-        """What the ranks that the run begins with said of themselves, in order."""
+        """Join messages of the ranks that the run begins with, in order."""
         return [self._joins[rank] for rank in range(self._world_size)]
 
     def begin(self, *, survives: bool) -> list[Welcome]:
@@ -189,12 +189,12 @@ class Membership:
 
     @property
     def is_short(self) -> bool:
-        """Whether fewer ranks are there than there must be."""
+        """True if fewer ranks are there than there must be."""
         return len(self.ranks) < self.min_ranks
 
     @property
     def awaits_cut(self) -> bool:
-        """Whether ranks wait to be taken in, or are waited for, in a cut epoch."""
+        """True if ranks wait to be taken in, or are waited for, in a cut epoch."""
         is_wanted = bool(self.roster.ready) or self.is_short
         return is_wanted and not (self.left or self.roster.pending)
 
@@ -225,5 +225,5 @@ class Membership:
 
 
 def as_members(joins: Sequence[Join]) -> list[Member]:
-    """What a policy knows of ranks."""
+    """Members as a policy knows them."""
     return [Member(join.rank, join.device, join.horizon_batches) for join in joins]

@@ -32,7 +32,7 @@ A table for each of 10,000 ranks would be three gigabytes at every epoch's end.
 
 
 class EpochTotals:
-    """What the ranks did in an epoch, for its reports.
+    """Work of the ranks in an epoch, for its reports.
 
     Args:
         epoch: the epoch.
@@ -140,7 +140,7 @@ class Member:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a policy answers: instructions, whether the epoch is over, and why."""
+    """Answer of a policy: instructions, and if and why the epoch is over."""
 
     instructions: list[Instruction] = field(default_factory=list)
     epoch_over: bool = False
@@ -148,12 +148,12 @@ class Outcome:
 
 
 class Policy(ABC):
-    """When the ranks of one run come together, and who trains on what."""
+    """Decides when ranks synchronise, and which rank trains on which batches."""
 
     name = "sync"
-    """What it runs now."""
+    """Name of the policy in force."""
     cut = WHOLE_BATCHES
-    """How it cuts the epoch's batches."""
+    """Cut of the epoch's batches."""
 
     def make_room(self, wanted: bool) -> list[Instruction]:
         """Ranks wait to be taken in, or no more: what is begun, or not, for that."""
@@ -167,7 +167,7 @@ class Policy(ABC):
     @property
     @abstractmethod
     def totals(self) -> EpochTotals:
-        """What the ranks did in the epoch under way, or the last one."""
+        """Totals of the current epoch, or the last one."""
 
     @property
     @abstractmethod
@@ -181,7 +181,7 @@ class Policy(ABC):
 
     @property
     def is_cut(self) -> bool:
-        """Whether the policy itself has ended the epoch with some of it left."""
+        """True if the policy itself has ended the epoch with some of it left."""
         return False
 
     @property
@@ -222,11 +222,11 @@ class Policy(ABC):
         raise TransitionError(f"{type(self).__name__} has one membership", [])
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank's loop has left the epoch early."""
+        """True if a rank's loop has left the epoch early."""
         return False
 
     def owes(self, rank: int) -> bool:
-        """Whether the epoch under way cannot end without a rank."""
+        """True if the epoch under way cannot end without a rank."""
         return True
 
     @abstractmethod

@@ -76,7 +76,7 @@ class Deadline:
         )
 
     def _is_waiting(self, epochs: Epochs | None) -> bool:
-        """Whether somebody waits for somebody: between epochs ranks may be idle."""
+        """True if somebody waits for somebody: between epochs ranks may be idle."""
         if self._membership.is_joining or self._barriers:
             return True
         return epochs is not None and (
@@ -84,7 +84,7 @@ class Deadline:
         )
 
     def doing(self, epochs: Epochs | None) -> str:
-        """What the run does now, in words."""
+        """Current activity of the run, in words."""
         if epochs is None and not self._membership.is_joining:
             return "in a Pipeline, or before elche.setup"
         if epochs is None:
@@ -112,7 +112,7 @@ class RunEnd:
 
     @property
     def reason(self) -> str | None:
-        """Why the run was ended; None: it was not."""
+        """Reason of the run's end; None before it."""
         return None if self._sent is None else self._sent.reason
 
     def abort(
@@ -166,7 +166,7 @@ class RunEnd:
         return [replace(abort, rank=rank) for rank in told]
 
     def answer(self, event: Event) -> list[Instruction]:
-        """What an event leads to after the end."""
+        """Instructions for an event after the end."""
         if isinstance(event, (Left, RankLost)):
             self._membership.left[event.rank] = Left(rank=event.rank)
         elif isinstance(event, (Join, EpochOpened, BarrierReached)):

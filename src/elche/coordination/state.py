@@ -112,7 +112,7 @@ class Coordinator:
 
     @property
     def devices(self) -> dict[int, str]:
-        """Of each rank that has joined."""
+        """Device of each rank that has joined."""
         return self._membership.devices
 
     @property
@@ -122,17 +122,17 @@ class Coordinator:
 
     @property
     def doing(self) -> str:
-        """What the run does now, in words."""
+        """Current activity of the run, in words."""
         return self._deadline.doing(self._epochs)
 
     @property
     def aborted(self) -> str | None:
-        """Why the run was ended; None: it was not."""
+        """Reason of the run's end; None before it."""
         return self._end.reason
 
     @property
     def why_closed(self) -> str:
-        """Why no rank can join the run now, in words; "" if one can."""
+        """Reason why no rank can join the run now; "" if one can."""
         if self._epochs is None or self._membership.left or self.aborted is not None:
             return "that has not begun, or is at its end"
         setting = self._fatal_setting
@@ -175,7 +175,7 @@ class Coordinator:
         return self._story.of_rank(rank)
 
     def lease_story(self, batch: int, epoch: int | None = None) -> list[str]:
-        """Where a batch was leased and trained on; None is the epoch begun last."""
+        """Ranks that leased and trained a batch; None is the epoch begun last."""
         if epoch is None:
             epoch = -1 if self._epochs is None else self._epochs.number
         return self._story.of_batch(batch, epoch)

@@ -56,7 +56,7 @@ class Story:
         ]
 
     def of_batch(self, batch: int, epoch: int) -> list[str]:
-        """Where a batch was leased and trained on."""
+        """Ranks that leased and trained a batch."""
         return [
             _line(entry)
             for entry in self._entries

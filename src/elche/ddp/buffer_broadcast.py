@@ -40,7 +40,7 @@ class BufferBroadcast:
         self._exchange: tuple[float, Exchange] | None = None
 
     def is_written(self) -> bool:
-        """Whether this rank wrote a buffer since the last broadcast."""
+        """True if this rank wrote a buffer since the last broadcast."""
         names = [name for name, _ in self._model.named_buffers()]
         return any(names[at] not in self._ignored for at in self._watch.written())
 

@@ -167,7 +167,7 @@ def as_group(process_group: Any, timeout_s: float | None) -> TorchGroup:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process of this host is no more, or only waits to be collected."""
+    """True if a process of this host is no more, or only waits to be collected."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()[0] in "ZX"

@@ -91,12 +91,12 @@ class PassWeights:
 
     @property
     def is_expected(self) -> bool:
-        """Whether a forward pass has ended whose backward pass has not begun."""
+        """True if a forward pass has ended whose backward pass has not begun."""
         return self._expected is not None
 
     @property
     def is_open(self) -> bool:
-        """Whether a backward pass is under way that counts."""
+        """True if a backward pass is under way that counts."""
         return self._current is not None
 
     def give(self, weight: float) -> None:
@@ -134,7 +134,7 @@ class PassWeights:
                 output.register_hook(count)
 
     def is_local(self) -> bool:
-        """Whether the backward pass under way is one to accumulate.
+        """True if the backward pass under way is one to accumulate.
 
         torch reduces one if a forward pass before it, outside of ``no_sync()``, had no
         backward pass.

@@ -235,7 +235,7 @@ class WeightedReduction:
         return known[1]
 
     def _is_there(self, message: _Message) -> bool:
-        """Whether its sum can be taken without waiting."""
+        """True if its sum can be taken without waiting."""
         assert self._control is not None
         has_weights = self._factor is not None or self._control.poll()
         return has_weights and message.exchange.poll()

@@ -9,7 +9,7 @@ from torch.utils.data import RandomSampler, Sampler
 
 
 def split_edges(batch_size: int, shares: Sequence[float]) -> list[int]:
-    """Where each rank's part of a batch begins and ends: ``len(shares) + 1`` edges."""
+    """Bounds of each rank's part of a batch: ``len(shares) + 1`` edges."""
     total = sum(shares)
     return [round(batch_size * sum(shares[:r]) / total) for r in range(len(shares) + 1)]
 

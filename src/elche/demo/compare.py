@@ -39,7 +39,7 @@ OnProgress = Callable[[int, float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What a comparison runs on: emulated devices, or real ones.
+    """Devices of a comparison: emulated or real ones.
 
     Attributes:
         speeds: relative speeds of emulated devices; empty for real ones.
@@ -74,12 +74,12 @@ class Devices:
 
     @property
     def count(self) -> int:
-        """How many devices."""
+        """Number of devices."""
         return len(self.speeds or self.names)
 
     @property
     def emulated(self) -> bool:
-        """Whether they are emulated."""
+        """True if they are emulated."""
         return bool(self.speeds)
 
     def nominal_samples_per_s(self, batch_size: int) -> tuple[float, ...]:
@@ -100,7 +100,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class ContenderRun:
-    """What one contender's run left.
+    """Result of one contender's run.
 
     Attributes:
         name: the contender.
@@ -198,7 +198,7 @@ def whole_batches(
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Description of the machine of the figures."""
     return {
         "cores": os.cpu_count() or 1,
         "torch": torch.__version__,

@@ -58,7 +58,7 @@ PROGRESS_EVERY_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class ContenderSpec:
-    """What a contender trains on.
+    """Kind, data and settings of a contender.
 
     Attributes:
         kind: one of `KINDS`; ``solo`` trains alone on every rank that it is given.
@@ -298,7 +298,7 @@ class Contender:
             group["lr"] = rate * learning_rate_scale(progress)
 
     def _reports(self) -> bool:
-        """Whether this rank evaluates and reports progress: rank 0, or alone."""
+        """True if this rank evaluates and reports progress: rank 0, or alone."""
         return self._rank == 0 or self.spec.kind == "solo"
 
     def _evaluate(self) -> None:

@@ -35,7 +35,7 @@ PROBE_SAMPLES = 32_000
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What the demo does.
+    """Settings of the demo.
 
     Attributes:
         out: directory for table, picture and trace; made if absent.

@@ -29,7 +29,7 @@ _SECONDS, _SAMPLES = 0, 1
 
 
 class DemoOutcome:
-    """What the contenders achieved, compared.
+    """Results of the contenders, compared.
 
     Args:
         devices: what they ran on.

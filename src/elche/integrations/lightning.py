@@ -72,7 +72,7 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether what is logged with ``sync_dist=True`` is reduced."""
+        """True if what is logged with ``sync_dist=True`` is reduced."""
         return bool(self.world_size > 1)
 
     @override

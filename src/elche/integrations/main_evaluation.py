@@ -18,7 +18,7 @@ _END = "the end of rank 0's evaluation"
 
 @final
 class MainEvaluation:
-    """What rank 0 finds, on every rank; the others wait as long as it goes on.
+    """Evaluation on rank 0, with the result on every rank; the others wait for it.
 
     Args:
         group: of the ranks.

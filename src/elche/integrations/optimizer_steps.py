@@ -36,7 +36,7 @@ class StepBatch(NamedTuple):
 
 
 def items_of(batch: StepBatch) -> float:
-    """What the part weighs among those of the other ranks; for ``weight_of``."""
+    """Weight of the part among those of the other ranks; for ``weight_of``."""
     return sum(batch.items)
 
 
@@ -207,7 +207,7 @@ class StepEpochs:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an epoch has not come to its end."""
+        """True if an epoch has not come to its end."""
         return self._left >= 0
 
     def leave(self) -> None:

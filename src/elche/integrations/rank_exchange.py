@@ -29,7 +29,7 @@ DTYPES = tuple(
 
 @final
 class RankExchange:
-    """What ranks tell each other beside gradients; made on all ranks together.
+    """Exchange of values beside gradients; made on all ranks together.
 
     Args:
         world_size: ranks of the run; a single one exchanges nothing.
@@ -74,7 +74,7 @@ class RankExchange:
         return (total / self._world_size if is_mean else total).to(value.device)
 
     def decide(self, decision: bool, needs_all: bool = True) -> bool:
-        """Whether all ranks say so, or any."""
+        """True if all ranks say so, or any."""
         count = int(self.reduce(torch.tensor(int(decision), device="cpu"), "sum"))
         return count == self._world_size if needs_all else count > 0
 

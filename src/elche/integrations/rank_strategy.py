@@ -57,7 +57,7 @@ class RankStrategy(ABC):
 
     @property
     def accelerator(self) -> Any:
-        """That of this rank's device, whatever devices other ranks have."""
+        """Accelerator of this rank's device, whatever devices other ranks have."""
         return self._accelerator
 
     @accelerator.setter
@@ -67,11 +67,11 @@ class RankStrategy(ABC):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the rank that writes."""
+        """True if this is the rank that writes."""
         return self.global_rank == 0
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks say so, or any."""
+        """True if all ranks say so, or any."""
         return self.ranks().decide(decision, all)
 
     def all_gather(
@@ -89,7 +89,7 @@ class RankStrategy(ABC):
         return self.ranks().broadcast(obj, src)
 
     def ranks(self) -> RankExchange:
-        """What ranks tell each other; at the first use all ranks form a group."""
+        """Exchange between ranks; at the first use all ranks form a group."""
         if self._exchange is None:
             self._exchange = RankExchange(self.world_size, self._config.timeout_s)
         return self._exchange

@@ -38,7 +38,7 @@ class StepLosses:
         self._losses.append(torch.zeros((), device="cpu"))
 
     def add(self, loss: torch.Tensor) -> None:
-        """What a micro-batch adds to the mean loss of this rank's part; no wait."""
+        """Adds a micro-batch to the mean loss of this rank's part, without a wait."""
         self._losses[-1] = self._losses[-1].to(loss.device) + loss
 
     def take(self) -> float:

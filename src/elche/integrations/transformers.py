@@ -116,7 +116,7 @@ class ElcheTrainerMixin(_Base):
             )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; the run ends with it, on all ranks."""
+        """Trains as the Trainer does; the run ends with it, on all ranks."""
         with failing_together():
             result = super().train(*args, **kwargs)
         shutdown()
@@ -124,7 +124,7 @@ class ElcheTrainerMixin(_Base):
         return result
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, on one rank only."""
+        """Searches as the Trainer does, on one rank only."""
         if read_placement().world_size > 1:
             raise ConfigError(
                 "hyperparameter_search would draw other parameters on each rank; run "
@@ -209,7 +209,7 @@ class ElcheTrainerMixin(_Base):
         return loss
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of a micro-batch, which may be empty."""
+        """Operations of a micro-batch, which may be empty."""
         return int(super().floating_point_ops(inputs)) if inputs else 0
 
     def store_flos(self) -> None:
@@ -256,7 +256,7 @@ class ElcheTrainerMixin(_Base):
         return made[0] if made else EvalLoopOutput(None, None, metrics, samples)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; in training the other ranks hear that it goes on."""
+        """Predicts as the Trainer does; in training it notifies the other ranks."""
         if self._main_evaluation is not None:
             self._main_evaluation.tick()
         return super().prediction_step(*args, **kwargs)

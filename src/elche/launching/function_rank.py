@@ -76,7 +76,7 @@ def _begin_rank(environment: Mapping[str, str], output: Connection | None) -> No
 
 
 def _is_fork() -> bool:
-    """Whether this process is the fork of a notebook."""
+    """True if this process is the fork of a notebook."""
     return multiprocessing.get_start_method() == "fork"
 
 

@@ -39,7 +39,7 @@ PROCESS = "elche-rank-"
 
 
 class Returned(NamedTuple):
-    """What a rank's function returned, or the error that ended it."""
+    """Return value of a rank's function, or the error that ended it."""
 
     value: Any = None
     error: str = ""
@@ -302,7 +302,7 @@ def _check_place() -> None:
 
 
 def _is_defined_in_notebook(main: Callable[..., Any]) -> bool:
-    """Whether no fresh process could import it."""
+    """True if no fresh process could import it."""
     return main.__module__ == "__main__" and not hasattr(
         sys.modules["__main__"], "__file__"
     )

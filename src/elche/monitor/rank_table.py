@@ -10,7 +10,7 @@ RANKS_SHOWN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLine:
-    """What is known of one rank; None: nothing yet.
+    """State of one rank; None for values not known yet.
 
     Attributes:
         rank: which.

@@ -55,7 +55,7 @@ class RunView:
 
     @property
     def samples_per_s(self) -> float:
-        """Of the run, lately; 0 before anything is known."""
+        """Recent throughput of the run; 0 before it is known."""
         duration_s = math.fsum(window.duration_s for window in self._recent)
         samples = sum(window.samples for window in self._recent)
         return samples / duration_s if duration_s > 0 else 0.0
@@ -74,7 +74,7 @@ class RunView:
         return left / rate if rate > 0 else None
 
     def lines(self) -> list[str]:
-        """What is shown: a line for the run, and the table of its ranks."""
+        """Lines on the screen: one for the run, and the table of its ranks."""
         done = min(1.0, self._samples / self._total) if self._total else 0.0
         full = round(done * BAR_CELLS)
         bar = "━" * full + "╌" * (BAR_CELLS - full)

@@ -21,7 +21,7 @@ _NORMAL_95 = 1.959964
 
 @dataclass(frozen=True, kw_only=True)
 class ContenderResult:
-    """What one way of training achieved; None where it was not measured.
+    """Results of one way of training; None where it was not measured.
 
     Attributes:
         name: the contender, for example ``solo-0``, ``ddp`` or ``elche-sync``.
@@ -184,7 +184,7 @@ def student_t_95(degrees_of_freedom: int) -> float:
 def time_to_loss(
     curve: Sequence[tuple[float, float]], target_loss: float
 ) -> float | None:
-    """When a curve first reaches a loss, interpolated between its points.
+    """Time or samples at which a curve first reaches a loss, by interpolation.
 
     Args:
         curve: (time, loss) in order of time; samples may stand for the time.

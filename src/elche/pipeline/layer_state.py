@@ -132,7 +132,7 @@ def load_state(
 
 
 def _form(value: Any) -> str:
-    """What must be alike where a value is copied into another."""
+    """Form of a value that must be equal where it is copied into another."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{list(value.shape)}{' on meta' if value.is_meta else ''}"

@@ -128,17 +128,17 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return self._parts.given.device
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has the first stage, and reads the batch."""
+        """True if this rank has the first stage, and reads the batch."""
         return self.schedule.placement[0] == self.rank
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage, and reads the target."""
+        """True if this rank has the last stage, and reads the target."""
         return self.schedule.placement[-1] == self.rank
 
     @property
@@ -158,7 +158,7 @@ class Pipeline:
 
     @property
     def stages(self) -> Mapping[int, StageBackward]:
-        """What runs this rank's stages, by index."""
+        """This rank's stages, by index."""
         return self._parts.stages
 
     @property

@@ -31,7 +31,7 @@ REMOVED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
-    """How a pipeline is cut, checked and waited for.
+    """Cut, checks and deadlines of a pipeline.
 
     Attributes:
         loss_reduction: what loss_fn does over the samples of a microbatch. Gradients

@@ -134,11 +134,11 @@ class Stage:
         }
 
     def takes(self, keyword: str) -> bool:
-        """Whether a layer may take a keyword."""
+        """True if a layer may take a keyword."""
         return any(one.takes_all or keyword in one.names for one in self._keywords)
 
     def names(self, keyword: str) -> bool:
-        """Whether a layer's forward names a keyword."""
+        """True if a layer's forward names a keyword."""
         return any(keyword in one.names for one in self._keywords)
 
     def run(
@@ -229,7 +229,7 @@ def _keywords(module: nn.Module) -> _Keywords:
 
 
 def changes_in_place(stage: Stage) -> bool:
-    """Whether a stage has layers that say so, such as ``nn.ReLU(inplace=True)``."""
+    """True if a stage has layers that say so, such as ``nn.ReLU(inplace=True)``."""
     return any(
         getattr(one, "inplace", False) is True
         for top in stage.modules

@@ -36,7 +36,7 @@ FORWARD_FRACTION = 1 / 3
 
 @dataclass(frozen=True)
 class EmulationConfig:
-    """How fast an emulated device is.
+    """Speed of an emulated device.
 
     Attributes:
         speed: relative to the reference device of speed 1; 0.25 is four times

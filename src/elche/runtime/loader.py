@@ -12,7 +12,7 @@ from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 
 STATE_CALLS = ("state_dict", "load_state_dict")
-"""Of torchdata's StatefulDataLoader."""
+"""Methods of torchdata's StatefulDataLoader."""
 
 
 def check_unstarted(loader: DataLoader[Any]) -> None:

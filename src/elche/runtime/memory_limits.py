@@ -18,7 +18,7 @@ from elche.runtime.windows.window_sync import WindowSync
 
 @final
 class RankHost:
-    """What a rank of a run does about a batch in parts (:class:`micro_batches.Host`).
+    """Host of micro-batches in a run of ranks (:class:`micro_batches.Host`).
 
     Args:
         synchroniser: reduces the batch's gradients, or its window.
@@ -95,7 +95,7 @@ def check_caps(training: Training, world_size: int, least_samples: int) -> None:
 
 
 def memory_hint(error: BaseException, rank: int, samples: int) -> str:
-    """What to do about a device that ran out of memory in the user's loop, or ""."""
+    """Advice for a device that ran out of memory in the user's loop, or ""."""
     if not isinstance(error, torch.cuda.OutOfMemoryError) or samples < 2:
         return ""
     return (

@@ -31,7 +31,7 @@ QUANTISED = frozenset({"bitsandbytes", "torchao"})
 FUSED = (torch.optim.AdamW, torch.optim.Adam)
 """Optimizers whose fused kernel, on CUDA and on the CPU, saves most of a step."""
 FUSED_PARAMETERS = 1_000_000
-"""Of fewer, a step is short anyway."""
+"""Least number of parameters for the hint: the steps of fewer are short."""
 
 
 def describe(training: Training, epochs: int | None) -> Settings:
@@ -279,7 +279,7 @@ def min_share_samples(model: nn.Module) -> int:
 
 
 def batch_norm_hint(model: nn.Module, policy: str) -> str:
-    """What BatchNorm layers do where ranks share each batch, or ""."""
+    """Line about BatchNorm layers where ranks share each batch, or ""."""
     trained = [name for name, layer in _plain_norms(model).items() if layer.training]
     if not trained or policy not in ("sync", "auto"):
         return ""
@@ -293,7 +293,7 @@ def batch_norm_hint(model: nn.Module, policy: str) -> str:
 
 
 def fused_hint(optimizer: torch.optim.Optimizer) -> str:
-    """That the optimizer's steps could be shorter on this device, or "".
+    """Line about an optimizer with shorter steps on this device, or "".
 
     Under ``sync`` every rank takes every step whatever its share, so the optimizer's
     time is what more ranks do not divide.

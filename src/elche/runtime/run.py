@@ -56,7 +56,7 @@ UNSTEPPED = (
 
 
 class Run:
-    """What a rank holds of the run; made by :meth:`start`.
+    """A run on one rank; made by :meth:`start`.
 
     Args:
         worker: this rank's shell, its group formed.
@@ -164,7 +164,7 @@ class Run:
 
     @property
     def samples_done(self) -> float:
-        """As `progress_samples`, for who shows it and sets nothing by it."""
+        """Samples of `progress_samples`, for display only."""
         return self._samples_resumed + self._epochs.progress_samples
 
     @property
@@ -174,16 +174,16 @@ class Run:
         return self._epochs.progress_steps
 
     def steps_left(self, steps: int) -> int:
-        """How many of so many steps of the whole run are still to be taken."""
+        """Steps of the whole run that are still to be taken."""
         return self._observer.steps.left(steps)
 
     @property
     def was_left_early(self) -> bool:
-        """Whether any rank's loop has left the last epoch before its end."""
+        """True if any rank's loop has left the last epoch before its end."""
         return bool(self.reports) and self.reports[-1].is_early
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank's run holds between epochs beside model and optimizer.
+        """State of this rank's run between epochs, beside model and optimizer.
 
         Raises:
             ProtocolError: the parameters have moved since the last one ended.
@@ -232,16 +232,16 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """How many live."""
+        """Number of living ranks."""
         return len(self.worker.members)
 
     @property
     def timeout_s(self) -> float:
-        """How long a rank waits for others."""
+        """Deadline (s) of a wait for others."""
         return self.config.timeout_s
 
     def agree(self, make: Callable[[], str], what: str) -> str:
-        """What rank 0 makes, on every rank; called by all of them."""
+        """The text that rank 0 makes, on every rank; called by all of them."""
         return self.collectives.agree(make, what)
 
     can_cut = True
@@ -250,11 +250,11 @@ class Run:
         """Nothing refuses a checkpoint inside an epoch."""
 
     def parts(self) -> RunParts:
-        """What a checkpoint is made of; between epochs, or where one is cut."""
+        """Parts of a checkpoint; between epochs, or where one is cut."""
         return self._epochs.parts(self.state_dict())
 
     def described(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says of the run."""
+        """Progress for a checkpoint's manifest."""
         return {
             "samples": self._samples_resumed + self._epochs.samples_kept,
             "steps": self._epochs.progress_steps,
@@ -275,11 +275,11 @@ class Run:
 
     @property
     def is_new(self) -> bool:
-        """Whether this rank is to join a run under way, and has not yet."""
+        """True if this rank is to join a run under way, and has not yet."""
         return self.worker.is_new
 
     def hand_over(self) -> dict[str, Any]:
-        """What ranks that join get beside a checkpoint's contents.
+        """State for ranks that join, beside a checkpoint's contents.
 
         Raises:
             ConfigError: the loop does something that cannot be handed over.
@@ -315,12 +315,12 @@ class Run:
 
     @property
     def is_in_epoch(self) -> bool:
-        """Whether the loop is inside an epoch."""
+        """True if the loop is inside an epoch."""
         return self._epochs.under_way is not None
 
     @property
     def meets_in_forward(self) -> bool:
-        """Whether ranks meet in forward passes, so that none can leave alone."""
+        """True if ranks meet in forward passes, so that none can leave alone."""
         reducer = self._synchroniser.reducer
         if reducer is None or not isinstance(self._epochs.under_way, SyncEpoch):
             return False
@@ -328,7 +328,7 @@ class Run:
 
     @property
     def host(self) -> RankHost:
-        """What this rank does about a batch that is run in micro-batches."""
+        """Host of a batch that is run in micro-batches."""
         return RankHost(self._synchroniser, self.worker)
 
     @property
@@ -339,7 +339,7 @@ class Run:
 
     @property
     def weight_in_hand(self) -> float:
-        """What the batch in hand weighs in means: its samples, or as the user says."""
+        """Weight of the current batch in means: its samples, or ``weight_of``."""
         under_way = self._epochs.under_way
         return 0.0 if under_way is None else under_way.weight_in_hand
 
@@ -350,7 +350,7 @@ class Run:
 
     @property
     def reports(self) -> list[EndEpoch]:
-        """What the coordinator said of each epoch that has ended."""
+        """Reports of the coordinator on each finished epoch."""
         return self._epochs.reports
 
     def headline(self) -> str:
@@ -365,7 +365,7 @@ class Run:
         return headline(facts, self._synchroniser.trained_bytes, steps)
 
     def facts(self) -> RunFacts:
-        """What a summary of the run begins with."""
+        """Facts of the run, for its summary."""
         codec = self.config.codec
         coded = "" if codec == "fp32" else f", codec {codec}"
         return RunFacts(

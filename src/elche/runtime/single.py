@@ -100,7 +100,7 @@ class SingleRun:
         return self.progress_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """What this run holds between epochs: its progress, as nothing is averaged."""
+        """State of this run between epochs: its progress, as nothing is averaged."""
         return {
             "samples": self.progress_samples,
             "steps": float(self.progress_steps),
@@ -116,11 +116,11 @@ class SingleRun:
 
     @property
     def timeout_s(self) -> float:
-        """How long a checkpoint may take to write."""
+        """Deadline (s) for writing a checkpoint."""
         return self._training.config.timeout_s
 
     def agree(self, make: Callable[[], str], what: str) -> str:
-        """What is made: there is no other rank."""
+        """The text that this rank makes: there is no other rank."""
         return make()
 
     def heeds_signals(self, heeds: bool) -> None:
@@ -131,7 +131,7 @@ class SingleRun:
 
     @property
     def can_cut(self) -> bool:
-        """Whether it is known what is left of the epoch."""
+        """True if it is known what is left of the epoch."""
         return self._course is not None
 
     def check_cut(self) -> None:
@@ -155,7 +155,7 @@ class SingleRun:
         return self.progress_samples - (0 if course is None else course.open_samples)
 
     def parts(self) -> RunParts:
-        """What a checkpoint is made of; between epochs, or where one is cut."""
+        """Parts of a checkpoint; between epochs, or where one is cut."""
         training, course = self._training, self._course
         others = course is not None
         return RunParts(
@@ -180,7 +180,7 @@ class SingleRun:
         )
 
     def described(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says of the run."""
+        """Progress for a checkpoint's manifest."""
         config = self._training.config
         return {
             "samples": self._samples_kept,
@@ -233,13 +233,13 @@ class SingleRun:
 
     @property
     def weight_in_hand(self) -> float:
-        """What the batch in hand weighs in means; 0 outside the loop."""
+        """Weight of the current batch in means; 0 outside the loop."""
         if not self.is_in_epoch or self._training.weights is None:
             return float(self.samples_in_hand)
         return self._weight
 
     def steps_left(self, steps: int) -> int:
-        """How many of so many steps of the whole run are still to be taken."""
+        """Steps of the whole run that are still to be taken."""
         return max(0, math.ceil(steps - self.progress_steps))
 
     def epoch(self, steps: int = -1) -> Iterator[Any]:
@@ -281,12 +281,12 @@ class SingleRun:
 
     @property
     def iterates_loader(self) -> bool:
-        """Whether batches come from the user's own loader, whose state is theirs."""
+        """True if batches come from the user's own loader, whose state is theirs."""
         return not self._has_positions
 
     @property
     def _has_positions(self) -> bool:
-        """Whether samples are drawn by position, not as the loader comes to them."""
+        """True if samples are drawn by position, not as the loader comes to them."""
         data, pauses = self._loader.dataset, self._training.pauses
         if isinstance(data, IterableDataset):
             return False  # nobody knows its length

@@ -22,7 +22,7 @@ from elche.runtime.watch.followed_schedulers import check_scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """What a checkpoint is made of, as a rank holds it.
+    """Parts of a checkpoint on one rank.
 
     Attributes:
         model: what is trained.
@@ -57,16 +57,16 @@ def generators_of(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
 
 
 class Pauses:
-    """Where an epoch pauses; nowhere, but for what a subclass says."""
+    """Pauses of an epoch; none, unless a subclass adds them."""
 
     @property
     def is_active(self) -> bool:
-        """Whether it ever does."""
+        """True if it ever does."""
         return False
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether the loop is over `elche.epochs`."""
+        """True if the loop is over `elche.epochs`."""
         return False
 
     def begin_pass(self) -> bool:
@@ -74,11 +74,11 @@ class Pauses:
         return True
 
     def wants_cut(self) -> bool:
-        """Whether rank 0 is to have the epoch cut; asked at every batch."""
+        """True if rank 0 is to have the epoch cut; asked at every batch."""
         return False
 
     def wants_end(self) -> bool:
-        """Whether this rank is to have it cut, and left; asked likewise."""
+        """True if this rank is to have it cut, and left; asked likewise."""
         return False
 
     def cut(self, *, is_end: bool) -> None:
@@ -89,7 +89,7 @@ class Pauses:
         """
 
     def hand_over(self, group: Group, source: int, is_new: bool) -> None:
-        """Where an epoch is cut ranks join: one sends them all; with all ranks.
+        """Sends the state to ranks that join where an epoch is cut; with all ranks.
 
         Args:
             group: of all that are there now.
@@ -101,7 +101,7 @@ class Pauses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetupConfig:
-    """What `elche.setup` and the `Trainer` are asked for beside the objects to train.
+    """Options of `elche.setup` and the `Trainer`, beside the objects to train.
 
     Attributes:
         config: the run's settings.
@@ -139,7 +139,7 @@ class SetupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What the user has given this rank to train.
+    """Model, optimizer, data and options of this rank.
 
     Attributes:
         config: the agreed settings.
@@ -170,7 +170,7 @@ class Training:
 
     @property
     def policy(self) -> str:
-        """As the user has named it."""
+        """Policy, as the user has named it."""
         return self.config.policy if self.delayed is None else DELAYED_SYNC
 
     @property

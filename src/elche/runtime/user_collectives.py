@@ -41,7 +41,7 @@ class UserCollectives:
         self._rows_of = -1
 
     def agree(self, make: Callable[[], str], what: str) -> str:
-        """What rank 0 makes, on every rank; called by all of them."""
+        """The text that rank 0 makes, on every rank; called by all of them."""
         return self.barrier(what, make)
 
     def barrier(self, name: str, make: Callable[[], str] = str) -> str:

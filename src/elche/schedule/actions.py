@@ -14,7 +14,7 @@ from elche.errors import ConfigError
 
 
 class Kind(str, Enum):
-    """What an action does.
+    """Kind of an action.
 
     ``SEND_F`` and ``SEND_B`` carry the stage that sends (its output, or the gradient of
     its input), ``RECV_F`` and ``RECV_B`` the stage that receives.
@@ -59,7 +59,7 @@ class StageAction:
 
     @property
     def is_compute(self) -> bool:
-        """Whether it computes, rather than sends or receives."""
+        """True if it computes, rather than sends or receives."""
         return self.kind in COMPUTE_KINDS
 
 
@@ -81,7 +81,7 @@ def parse_action(text: str) -> StageAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What each rank runs in one step, in order.
+    """Actions of each rank in one step, in order.
 
     Attributes:
         name: of the generator, or of the file it was read from.
@@ -121,7 +121,7 @@ class Schedule:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether sends and receives are in the lists."""
+        """True if sends and receives are in the lists."""
         return any(not one.is_compute for row in self.actions for one in row)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

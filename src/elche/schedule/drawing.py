@@ -27,7 +27,7 @@ _CODES = {
 
 
 def legend(schedule: Schedule) -> str:
-    """What the letters of `draw` mean, as far as the schedule has them.
+    """Meaning of the letters of `draw` that the schedule has.
 
     Args:
         schedule: that is drawn.

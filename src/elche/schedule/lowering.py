@@ -164,7 +164,7 @@ def _partner(one: StageAction) -> StageAction:
 
 
 def _is_made(send: StageAction, done: set[StageAction]) -> bool:
-    """Whether what a send carries has been computed."""
+    """True if what a send carries has been computed."""
     kinds = _FORWARDS if send.kind is Kind.SEND_F else _BACKWARDS
     return any(StageAction(send.stage, kind, send.microbatch) in done for kind in kinds)
 

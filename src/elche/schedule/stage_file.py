@@ -34,7 +34,7 @@ _STAGE_KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDefaults:
-    """What the file need not say.
+    """Defaults of a stage file.
 
     Attributes:
         num_ranks: ranks; None takes the highest that a stage names, plus one.

@@ -19,13 +19,13 @@ from elche.schedule.planning.layer_costs import total_of
 _KINDS = (Kind.FORWARD, Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 StageTimes = tuple[float, float, float, float]
-"""Of F, B, I and W, in this order; 0.0 for one that did not run."""
+"""Times of F, B, I and W, in this order; 0.0 for one that did not run."""
 
 
 def times_of(
     trace: Sequence[tuple[StageAction, float, float]], waited: Sequence[float]
 ) -> dict[int, StageTimes]:
-    """What the stages of one rank took in a step: means over the microbatches.
+    """Times of one rank's stages in a step: means over the microbatches.
 
     A step lasts as long as all of them together, the slow first ones too: medians leave
     those out, and forecast too little. A message keeps its rank busy, too; its time
@@ -54,7 +54,7 @@ def times_of(
 
 
 def usual_times(steps: Sequence[Mapping[int, StageTimes]]) -> dict[int, StageTimes]:
-    """What stages take in most of several steps: medians, so that no odd step counts.
+    """Medians of stage times over several steps, so that no odd step counts.
 
     Args:
         steps: the times of the same stages in each.
@@ -140,5 +140,5 @@ def _measured(planned: StageCost, times: StageTimes) -> StageCost:
 
 
 def _parts(costs: PipelineCosts) -> list[tuple[float, float]]:
-    """Of each stage, forward and the rest."""
+    """Times of each stage: forward and the rest."""
     return [(one.forward, total_of(one) - one.forward) for one in costs.stages]

@@ -35,7 +35,7 @@ def tables(raw: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number, and no truth value."""
+    """True if it is a number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

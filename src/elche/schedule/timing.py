@@ -26,7 +26,7 @@ from elche.schedule.validation import check_schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What a step costs. Times in the unit of the costs.
+    """Times of a step, in the unit of the costs.
 
     Attributes:
         makespan: from the first action of all ranks to the last one's end.

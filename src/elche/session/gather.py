@@ -90,7 +90,7 @@ def gather(rows: Tree) -> Tree:
 
 
 def any(flag: bool | torch.Tensor) -> bool:
-    """Whether this holds on at least one rank; the same answer on every rank.
+    """True if this holds on at least one rank; the same answer on every rank.
 
     To stop by hand together: ``if elche.any(loss_is_bad): break``. Every rank calls it
     equally often: between epochs, or inside the loop under ``sync``, where it costs a

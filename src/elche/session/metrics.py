@@ -44,7 +44,7 @@ def log_scalar(name: str, value: float | torch.Tensor) -> None:
 
 
 def batch_weight() -> float:
-    """What the batch in hand counts on this rank: samples, or as ``weight_of`` says.
+    """Weight of the current batch on this rank: samples, or ``weight_of``.
 
     Under ``sync`` a batch with fewer samples than there are ranks (than two for each
     with BatchNorm layers) leaves some ranks without any. Such a rank runs its loop body
@@ -101,7 +101,7 @@ def epoch_metrics(
 
 
 def timeline(path: str | Path | None = None) -> list[Span]:
-    """What this rank did so far: waits for data, batches, synchronisations.
+    """Timeline of this rank: waits for data, batches, synchronisations.
 
     Times are of the host's monotonic clock, which its ranks share. The newest 200,000
     batches are kept. ``elche run --trace FILE`` writes that of all ranks.

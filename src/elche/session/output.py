@@ -17,7 +17,7 @@ from elche.session.process import process
 
 class _Bar(Protocol):
     def move(self, done: float) -> None:
-        """So much is done by now."""
+        """Sets the progress."""
 
     def close(self) -> None:
         """Gives the terminal back."""

@@ -31,7 +31,7 @@ from elche.runtime.single import SingleRun
 
 
 class Process:
-    """What this process has under way."""
+    """Manual run of this process."""
 
     run: Run | SingleRun | None = None
     metrics: MetricsView | None = None
@@ -48,7 +48,7 @@ class Process:
     hooked = False
     has_bar = False
     place: int | None = None
-    """Where ranks have died: this one's among the others, when the run had ended."""
+    """Position of this rank among the survivors when the run ended."""
 
     def begin(self, run: Run | SingleRun, facts: RunFacts, timeline: Timeline) -> None:
         """Takes the run that this process has under way from now on."""
@@ -75,7 +75,7 @@ class Process:
         return read_placement() if self.placement is None else self.placement
 
     def trains_beside(self) -> bool:
-        """Whether another thread than this one trains."""
+        """True if another thread than this one trains."""
         thread = self.training
         return (
             thread is not None

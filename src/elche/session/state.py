@@ -34,7 +34,7 @@ def progress_steps() -> float:
 
 
 def state_dict() -> dict[str, Any]:
-    """What a run goes on from, beside the model and the optimizer; each rank's own.
+    """State to resume from, beside the model and the optimizer; each rank's own.
 
     The run's progress, where parameters are averaged the outer momentum, and a codec's
     residual. Call it between epochs, on every rank, save it beside the states

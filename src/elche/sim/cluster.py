@@ -146,7 +146,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What connects the ranks, and each of them with the coordinator.
+    """Link between the ranks, and from each of them to the coordinator.
 
     Attributes:
         latency_s: of any message.
@@ -262,7 +262,7 @@ class Break:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """What is trained, and how.
+    """Training of a simulated run: model, data and policy.
 
     Attributes:
         samples: of an epoch.

@@ -63,11 +63,11 @@ class Collective:
 
     @property
     def last_arrival_s(self) -> float:
-        """When the last member came."""
+        """Arrival time of the last member."""
         return max(end_s for _, end_s in self.arrived.values())
 
     def ends_s(self) -> float:
-        """When it ends, once all have arrived."""
+        """End of the collective, once all members have arrived."""
         ready_s = max(ready_s for ready_s, _ in self.arrived.values())
         return max(
             self.last_arrival_s + self.cost_s / self.parts, ready_s + self.cost_s
@@ -80,7 +80,7 @@ Script = Generator[Wait, Any, None]
 
 @dataclass(slots=True)
 class SimulatedProcess:
-    """What the engine knows of one rank's process."""
+    """State of one rank's process in the engine."""
 
     rank: int
     script: Script
@@ -195,7 +195,7 @@ class Engine:
         new: Callable[[], Collective],
         ready_s: float,
     ) -> Collective:
-        """As :meth:`arrive`; its first part was ready earlier."""
+        """Arrives as :meth:`arrive` does; the first part was ready earlier."""
         collective = self.collectives.get(key)
         if collective is None:
             collective = self.collectives[key] = new()
@@ -295,7 +295,7 @@ class Engine:
             self.at(self.now_s + wait, self._wake, process, process.turn, None)
 
     def _breaks_off(self, process: SimulatedProcess, wait: Collective) -> bool:
-        """Whether word has come that there is nothing more to wait for."""
+        """True if word has come that there is nothing more to wait for."""
         words = (Abort,) if process.rank in wait.done_s else (Abort, Regroup)
         return any(isinstance(item, words) for item in process.inbox)
 

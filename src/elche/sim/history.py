@@ -25,9 +25,9 @@ REGROUP = "regroup"
 START = "start"
 LEFT_OUT = "left out"
 CAUSES = (DATA, LEASE, WINDOW_END, REDUCTION, THROTTLE, REGROUP, START, LEFT_OUT)
-"""What a rank waits for: its loader, a lease or grant, other ranks to end a window or
-step, a reduction, the slowest rank to catch up, a new group, runs and epochs to begin,
-to take part in steps again.
+"""Causes of a rank's wait: its loader, a lease or grant, other ranks that end a window
+or step, a reduction, the slowest rank, a new group, the begin of runs and epochs,
+its readmission to steps.
 """
 SYNC_WAIT = "sync wait"
 
@@ -94,7 +94,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Recovery:
-    """How the run came through one change of its membership.
+    """One change of membership, and the time that it cost.
 
     Attributes:
         rank: who died or joined.
@@ -110,7 +110,7 @@ class Recovery:
 
 
 class History:
-    """What happened.
+    """Record of a simulated run.
 
     Args:
         details: keep who trained on what in which window, waits and plans.

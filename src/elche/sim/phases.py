@@ -16,7 +16,7 @@ from elche.sim.history import Phase
 from elche.sim.simulation import Simulation
 
 TRIALS = 0.01
-"""Who trained less than this part of what the busiest rank did was only timed."""
+"""Fraction of the busiest rank's samples below which a rank was only probed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceReport:
-    """What ``auto`` chose, when, and why."""
+    """Choice of ``auto``: policy, time and reason."""
 
     at_s: float
     policy: str
@@ -56,7 +56,7 @@ class ChoiceReport:
 
 
 def choices_of(sim: Simulation) -> tuple[ChoiceReport, ...]:
-    """What ``auto`` chose."""
+    """Choices of ``auto`` in a simulated run."""
     return tuple(
         ChoiceReport(at_s=at_s, policy=told.policy, reason=told.reason)
         for at_s, told in sim.history.choices
@@ -96,7 +96,7 @@ def run_batches(sim: Simulation) -> float:
 
 
 def _cut(sim: Simulation) -> BatchCut:
-    """How windows of the run cut its batches."""
+    """Cut of the run's batches into the local ones of windows."""
     run = sim.cluster.run
     ranks = sim.cluster.world_size
     return local_cut(run.config.windows, ranks, run.min_share_samples)

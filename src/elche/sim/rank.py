@@ -46,11 +46,11 @@ PROBES = 3
 FIRST_PROBED_BYTES, MOST_PROBED_BYTES = 2**14, 2**22
 PROBE_GROWTH = 8
 LONG_PROBE_S, MOST_PROBE_S = 0.05, 0.1
-"""How a rank measures a reduction (`elche.comm.transport.probe`)."""
+"""Durations (s) of a measured reduction (`elche.comm.transport.probe`)."""
 
 
 def join_of(cluster: Cluster, rank: int, device: Device, **changes: Any) -> Join:
-    """How a rank presents itself."""
+    """Join message of a rank."""
     run = cluster.run
     settings = Settings(
         config=run.config,
@@ -71,7 +71,7 @@ def join_of(cluster: Cluster, rank: int, device: Device, **changes: Any) -> Join
 
 
 class Rank:
-    """What a rank's process knows, and what all of its epochs share.
+    """State of a rank's process that all of its epochs share.
 
     Args:
         sim: the run.

@@ -181,7 +181,7 @@ def _report_of_rank(rank: int, sums: RankHistory, alive_s: float) -> SimulatedRa
 
 
 def _lags(every: Sequence[RankHistory]) -> dict[str, Any]:
-    """How late averages were adopted: mean and most, in batches and in seconds."""
+    """Delay until averages were adopted: mean and most, in batches and in seconds."""
     adoptions = max(1, sum(sums.adoptions for sums in every))
     return {
         "lag_batches": (

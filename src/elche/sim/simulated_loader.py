@@ -49,7 +49,7 @@ class Loader:
 
     @property
     def has_work(self) -> bool:
-        """Whether a batch is queued, loading or loaded."""
+        """True if a batch is queued, loading or loaded."""
         return bool(self._queued or self._loading)
 
     def push(self, batches: Iterable[Loaded], now_s: float) -> None:

@@ -35,7 +35,7 @@ S_PER_HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """What a simulation does beside running.
+    """Options of a simulation beside its run.
 
     Attributes:
         checks: assert the core's invariants after each event, and keep the account of
@@ -57,7 +57,7 @@ class Watch:
 
 @dataclass(slots=True)
 class CoordinatorLoad:
-    """What the coordinator had to do.
+    """Load of the coordinator.
 
     Attributes:
         events: that it handled.
@@ -134,7 +134,7 @@ class Simulation(World):
 
     @property
     def end_s(self) -> float:
-        """When the last rank ended."""
+        """Time at which the last rank ended."""
         ends = [sums.ended_s for sums in self.history.ranks.values()]
         return max((end for end in ends if end is not None), default=0.0)
 
@@ -171,7 +171,7 @@ class Simulation(World):
                 )
 
     def is_turned_away(self, rank: int) -> bool:
-        """Whether a rank waited to join until the run was over."""
+        """True if a rank waited to join until the run was over."""
         sums = self.history.ranks[rank]
         return (
             rank >= self.cluster.world_size

@@ -118,7 +118,7 @@ class SimulatedSyncEpoch:
 
     @property
     def _is_over(self) -> bool:
-        """Whether no step is run any more, as ranks have died."""
+        """True if no step is run any more, as ranks have died."""
         return self._lost.is_over(self._rank.reduced + 1)
 
     def _leave(self, cost: BatchCost) -> Script:

@@ -167,7 +167,7 @@ class SimulatedWindowEpoch:
         rank.history.wait(rank.rank, cause, began_s, rank.now_s)
 
     def _has_ended(self) -> bool:
-        """Whether what is waited for turned out to be the window's end."""
+        """True if what is waited for turned out to be the window's end."""
         inbox = self._engine.processes[self._rank.rank].inbox
         return any(isinstance(item, CloseWindow) for item in inbox)
 

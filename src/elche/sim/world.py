@@ -59,7 +59,7 @@ class World(ABC):
         self.engine.travel("up", event.rank, self.hear, event)
 
     def take(self, rank: int) -> Instruction | None:
-        """What a rank finds in its inbox.
+        """Next instruction in a rank's inbox, or None.
 
         Raises:
             AbortedError: it is told that the run ends.

@@ -47,7 +47,7 @@ def _lookup(name: str) -> Any:
 
 
 def bind(name: str, since: str, used_for: str, without: str, fallback: T) -> T:
-    """What torch has under a name, or the fallback after a warning."""
+    """Torch's object of this name, or the fallback after a warning."""
     try:
         found: T = _lookup(name)
         is_there = True
@@ -61,7 +61,7 @@ def bind(name: str, since: str, used_for: str, without: str, fallback: T) -> T:
 
 
 def has(name: str, since: str, used_for: str, without: str) -> bool:
-    """Whether torch has a name, after a warning where it has not."""
+    """True if torch has a name, after a warning where it has not."""
     bind(name, since, used_for, without, None)
     return INTERNALS[-1].is_there
 

@@ -64,7 +64,7 @@ _HAS_REDUCTION = has(
 
 
 def saved_reduction(node: Any) -> str:
-    """How a node of autograd's graph that is torch's own loss reduces it, or ""."""
+    """Reduction of a node of autograd's graph that is torch's own loss, or ""."""
     saved = getattr(node, "_saved_reduction", None) if _HAS_REDUCTION else None
     return ("none", "mean", "sum")[saved] if saved in (0, 1, 2) else ""
 
@@ -82,7 +82,7 @@ def mean_of_targets(node: Any) -> tuple[bool, int] | None:
 
 
 def backward_roots(thread: int) -> tuple[torch.Tensor, ...]:
-    """What a thread has called `torch.autograd.backward` with; () outside of it.
+    """Arguments of a thread's `torch.autograd.backward`; () outside of it.
 
     Of nested passes the outermost. Devices run hooks in threads of their own, while the
     one that called waits.
@@ -134,7 +134,7 @@ HAS_VERSION = has(
 )
 has("torch.nn.Module._compiled_call_impl", "2.1", _SPLIT, _FULL)
 CAN_SPLIT = all(each.is_there for each in INTERNALS if each.used_for == _SPLIT)
-"""Whether weight gradients may be deferred with this torch."""
+"""True if weight gradients may be deferred with this torch."""
 
 
 def attention_with(linear: Callable[..., torch.Tensor]) -> Callable[..., Any]:
@@ -161,7 +161,7 @@ def _copied(function: Any, **replaced: Any) -> Callable[..., Any]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` made a module, or ``module.compile()`` was called."""
+    """True if ``torch.compile`` made a module, or ``module.compile()`` was called."""
     is_made = type(module).__name__ == "OptimizedModule"
     return is_made or getattr(module, "_compiled_call_impl", None) is not None
 

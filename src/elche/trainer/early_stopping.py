@@ -91,7 +91,7 @@ class BestEpoch:
         return self._worse_epochs >= config.patience
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """State for a checkpoint."""
         return {
             "metric": self.metric,
             "state": self.state,

@@ -25,7 +25,7 @@ from elche.session.gather import gather_rows, map_rows
 from elche.session.process import process
 
 Values = float | torch.Tensor | dict[str, Any]
-"""What a batch is worth: a number, or several by name."""
+"""Result of a step on one batch: a number, or several by name."""
 
 
 def evaluate(
@@ -71,7 +71,7 @@ def predict(
     *,
     on: Literal["all", "main"] = "all",
 ) -> Any:
-    """What a function says of every sample of a loader, in the order of its data set.
+    """Results of a function for every sample of a loader, in the order of its data set.
 
     Divided as by `elche.evaluate`, and called where that is.
 
@@ -125,7 +125,7 @@ def evaluate_by(
     weights: BatchWeights | None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """As `evaluate`, with a step that is told what the batch weighs.
+    """Evaluates as `evaluate` does; the step also receives the weight of its batch.
 
     Args:
         step: as there, and called with the batch's weight.
@@ -220,7 +220,7 @@ class _Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks live that divided the batches; the same on all of them."""
+        """True if all ranks live that divided the batches; the same on all of them."""
         return len(self.speeds) == ranks.world_size()
 
     def done(self) -> bool:
@@ -242,7 +242,7 @@ class _Speeds:
     values: tuple[float, ...] = ()
 
     def of_rank_0(self, call: str) -> tuple[float, ...]:
-        """What rank 0 goes by: ranks that have measured other things must agree."""
+        """The speeds that rank 0 uses: ranks with other measurements must agree."""
         told: tuple[float, ...] = ()
         while len(told) != ranks.world_size():  # again, where a rank has died
             row = self._all() if ranks.rank() == 0 else ()
@@ -263,7 +263,7 @@ _speeds = _Speeds()
 
 
 def _training_speeds() -> tuple[float, ...]:
-    """What ranks delivered in the last epoch."""
+    """Samples per second of each rank in the last epoch."""
     view = process.metrics
     last = None if view is None else view.newest_epoch()
     return () if last is None else last.rank_samples_per_s

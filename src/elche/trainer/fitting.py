@@ -175,7 +175,7 @@ class Fitting:
         return not run.was_left_early
 
     def _is_to_stop(self) -> bool:
-        """Whether this rank leaves the loop here; all do where none can alone."""
+        """True if this rank leaves the loop here; all do where none can alone."""
         self._stops.check()
         if process.checkpoints.ends_by_cut:
             return False  # it ends by itself, on all ranks, where nothing is lost
@@ -186,7 +186,7 @@ class Fitting:
         return bool(gather_rows(mine, "Trainer.fit", is_of_batch=False).any())
 
     def _agreed(self, is_whole: bool) -> str:
-        """Why all ranks stop here; "" if they go on."""
+        """Reason why all ranks stop here; "" if they continue."""
         reason = self._stops.reason
         code = 1 + REASONS.index(reason) if reason else 0
         mine = torch.tensor([code], device="cpu")
@@ -238,7 +238,7 @@ class Fitting:
     def _rates(
         self, optimizer: torch.optim.Optimizer, total_samples: int
     ) -> ProgressLR | None:
-        """What sets the rate of every step; without a schedule it is scaled once."""
+        """Scheduler of the rate of every step; None scales it once."""
         schedule = self._config.lr_schedule
         factor = self._config.lr_factor(ranks.world_size())
         if schedule is not None:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingPhase(Enum):
-    """How far a training is.
+    """Phase of a training.
 
     ::
 

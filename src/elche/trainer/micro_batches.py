@@ -56,7 +56,7 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsConfig:
-    """How batches are divided.
+    """Division of batches.
 
     Attributes:
         max_samples: samples that the device holds at once; None if that is not known
@@ -229,7 +229,7 @@ class MicroBatches:
             self._host.limited(cap)
 
     def _why_whole(self, size: int, batch: Any, samples: int) -> str:
-        """Why ``size`` samples of a batch cannot be divided; "" if they can."""
+        """Reason why ``size`` samples of a batch cannot be divided; "" if they can."""
         layers = sync_batchnorm_layers(self._model).values()
         if any(layer.spans_ranks for layer in layers):
             return (
@@ -290,7 +290,7 @@ class _Moment:
 
 
 def meets_in_batches(model: nn.Module) -> bool:
-    """Whether ranks of a run meet in its forward pass, which has no parts then."""
+    """True if ranks of a run meet in its forward pass, which has no parts then."""
     return bool(sync_batchnorm_layers(model))
 
 

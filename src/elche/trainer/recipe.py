@@ -110,7 +110,7 @@ class Recipe:
         return model, optimizers, loader
 
     def weights(self) -> BatchWeights | None:
-        """What batches weigh; None: their samples."""
+        """Weights of batches; None: their numbers of samples."""
         weight_of = self.config.weight_of
         return None if weight_of is None else BatchWeights(weight_of, ranks.rank())
 

@@ -52,7 +52,7 @@ class TrainedEpochs:
         return keeper.epochs(config.epochs)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """State for a checkpoint."""
         records = [asdict(record) for record in self.records]
         return {"records": records, "best": self.best.state_dict()}
 

@@ -133,7 +133,7 @@ class Trainer:
         state: dict[str, Any] | None = None,
         on: Literal["all", "main"] = "all",
     ) -> Any:
-        """What the model says of every item, in order; see `elche.predict`.
+        """Predictions for every item, in order; see `elche.predict`.
 
         Args:
             dataset: map-style. Of a batch that is a pair the model gets the first part.

@@ -25,7 +25,7 @@ from elche.trainer.trainer_result import EpochRecord
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """What a `Trainer` trains on, and for how long.
+    """Data, duration and options of a `Trainer`.
 
     Attributes:
         dataset: items are ``(input, target)`` unless ``loss_fn`` takes the batch
@@ -129,7 +129,7 @@ class TrainerConfig:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the data set is an iterable one."""
+        """True if the data set is an iterable one."""
         return isinstance(self.dataset, IterableDataset)
 
     @property

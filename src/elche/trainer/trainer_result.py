@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRecord:
-    """What an epoch brought.
+    """Results of an epoch.
 
     Attributes:
         epoch: counted from 0.
@@ -47,7 +47,7 @@ class EpochRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """How the run went.
+    """Results of the whole run.
 
     Attributes:
         policy: the policy.
@@ -84,7 +84,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What `Trainer.fit` returns, the same on every rank (but see `EpochRecord`).
+    """Return value of `Trainer.fit`, the same on every rank (but see `EpochRecord`).
 
     Attributes:
         model_state: state dict of the consensus, on the CPU.

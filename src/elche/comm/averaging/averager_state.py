@@ -61,7 +61,7 @@ def blank(layouts: Sequence[tuple[str, int]]) -> dict[str, Any]:
 
 
 def misfit_of(state: object, layouts: Sequence[tuple[str, int]]) -> str:
-    """What is wrong with a state, whatever it is; "" if it fits.
+    """Description of the fault of a state of any type; "" if it fits.
 
     Args:
         state: what is to be loaded.
@@ -99,7 +99,7 @@ def misfit_of(state: object, layouts: Sequence[tuple[str, int]]) -> str:
 
 
 def _other_keys(value: object, keys: set[str]) -> str:
-    """What entries were expected, and what came instead; "" for a mapping of those."""
+    """Expected and received entries; "" for a mapping with the expected keys."""
     if not isinstance(value, Mapping):
         return f"entries {sorted(keys)}, got {type(value).__name__}"
     if set(value) == keys:
@@ -108,7 +108,7 @@ def _other_keys(value: object, keys: set[str]) -> str:
 
 
 def _misfit(value: Any, dtype: str, numel: int) -> str:
-    """What a value is instead of a vector; "" for one, and for None."""
+    """Description of a value that is not a vector; "" for a vector and for None."""
     if value is None:
         return ""
     if not isinstance(value, torch.Tensor):
@@ -120,7 +120,7 @@ def _misfit(value: Any, dtype: str, numel: int) -> str:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """Of what must be equal on all ranks; no momentum is the same as one of zeros."""
+    """Digest of the state that is equal on all ranks; no momentum counts as zeros."""
     digest = hashlib.sha256()
     for each in state["groups"]:
         for name in ("momentum", "base"):

@@ -73,12 +73,12 @@ class Averager:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all parameters are numbers; waits for them."""
+        """True if all parameters are numbers; waits for them."""
         return all_finite(self._parameters)
 
     @property
     def has_moved(self) -> bool:
-        """Whether the parameters are no longer the common ones; waits for them."""
+        """True if the parameters are no longer the common ones; waits for them."""
         return any(group.has_moved for group in self._groups)
 
     @torch.no_grad()
@@ -108,12 +108,12 @@ class Averager:
 
     @property
     def is_summed(self) -> bool:
-        """Whether the sums of parameters and buffers are here, and none is taken."""
+        """True if the sums of parameters and buffers are here, and none is taken."""
         is_here = all(group.is_summed for group in self._groups)
         return is_here and self._buffers.is_summed
 
     def has_sum(self, plan: Reduce) -> bool:
-        """Whether all sums of a reduction that was begun are here.
+        """True if all sums of a reduction that was begun are here.
 
         The group is about to be left: what is not here then does not come any more, as
         others may go on without it.
@@ -151,7 +151,7 @@ class Averager:
             self._end(is_own=False)
 
     def reconnect(self, group: Group) -> None:
-        """As :meth:`connect`, where the group before was of other ranks as well."""
+        """Connects as :meth:`connect`, after a group with other ranks."""
         self.connect(group)
         self._buffers.join_own()
 
@@ -211,7 +211,7 @@ class Averager:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """What a rank's committed state holds beside model and optimizer; copies.
+        """Copies of a rank's committed state beside model and optimizer.
 
         Of each group of parameters the outer momentum, this rank's residual of a codec,
         and the common parameters where those trained are of less precision. Only

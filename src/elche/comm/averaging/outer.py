@@ -28,7 +28,7 @@ KINDS = ("average", "nesterov", "slowmo")
 
 @dataclass(frozen=True, slots=True)
 class OuterStep:
-    """How a window's mean drift moves the common parameters.
+    """The outer optimizer: it moves the common parameters by a window's mean drift.
 
     Attributes:
         kind: ``"average"``, ``"nesterov"`` or ``"slowmo"``.

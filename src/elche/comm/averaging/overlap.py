@@ -36,7 +36,7 @@ from elche.errors import ProtocolError
 
 
 class _Phase(Enum):
-    """Where the one reduction is.
+    """Progress of the only reduction.
 
     =======================================  ==========================  ======
     call                                     from                        to
@@ -89,7 +89,7 @@ class OverlappedAverager(Averager):
         self._phase = _Phase.IDLE
 
     def state_dict(self) -> dict[str, Any]:
-        """What is held beside the model; nothing may be under way."""
+        """State beside the model; no reduction may be in progress."""
         self._expect("state_dict", *_AT_REST)
         return super().state_dict()
 
@@ -172,12 +172,12 @@ class OverlappedAverager(Averager):
 
     @property
     def is_sent(self) -> bool:
-        """Whether a drift has been sent, and the plan has not come."""
+        """True if a drift has been sent, and the plan has not come."""
         return self._phase is _Phase.SENT
 
     @property
     def is_begun(self) -> bool:
-        """Whether a reduction is under way."""
+        """True if a reduction is under way."""
         return self._phase is _Phase.BEGUN
 
     def _send(self) -> None:
@@ -187,7 +187,7 @@ class OverlappedAverager(Averager):
         self._phase = _Phase.SENT
 
     def poll(self) -> bool:
-        """Whether :meth:`adopt` would not wait.
+        """True if :meth:`adopt` would not wait.
 
         Raises:
             ProtocolError: no reduction is under way.

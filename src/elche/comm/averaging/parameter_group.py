@@ -109,7 +109,7 @@ class ParameterGroup(ParameterMemory):
         self._messages_sent += 1
 
     def replace(self, rule: OuterStep, consensus: ConsensusSums) -> None:
-        """When the sum is there: the parameters become θ_{k+1}."""
+        """Sets the parameters to θ_{k+1} when the sum has arrived."""
         scale = self._scale()
         for index in range(len(self._layout.segments)):
             self._step(index, scale, rule, consensus)
@@ -118,7 +118,7 @@ class ParameterGroup(ParameterMemory):
         self._layout.flush(self._base)
 
     def correct(self, rule: OuterStep, consensus: ConsensusSums) -> None:
-        """When the sum is there: adds θ_{k+1} − θ_r to what the parameters hold now.
+        """Adds θ_{k+1} − θ_r to the parameters when the sum has arrived.
 
         That is θ_r's drift from θ_k less the outer step.
         """
@@ -154,7 +154,7 @@ class ParameterGroup(ParameterMemory):
     def take_over(
         self, base: torch.Tensor, momentum: torch.Tensor | None, *, keeps: bool
     ) -> None:
-        """As :meth:`correct` or :meth:`replace`, with what was received.
+        """Does :meth:`correct` or :meth:`replace` with the received sum.
 
         Args:
             base: another rank's θ_{k+1}.
@@ -186,7 +186,7 @@ class ParameterGroup(ParameterMemory):
         self._message_counts()
 
     def _scale(self) -> float:
-        """What the sum is multiplied by for the mean: one over the weights' sum."""
+        """Factor from the sum to the mean: one over the sum of weights."""
         total = torch.zeros(1, dtype=self._layout.dtype, device="cpu")
         numel = self._layout.numel
         self.exchange.sum_into(numel, numel + 1, total)

@@ -74,7 +74,7 @@ class ParameterMemory:
 
     @property
     def _drift_is_sent(self) -> bool:
-        """Whether a drift of weight 1 needs no memory but that of its message."""
+        """True if a drift of weight 1 needs no memory but that of its message."""
         return self.exchange.keeps_contribution and self._weight in (0, 1)
 
     @property
@@ -108,7 +108,7 @@ class ParameterMemory:
 
     @property
     def is_summed(self) -> bool:
-        """Whether the sum of a message that was begun is here, and is not taken."""
+        """True if the sum of a message that was begun is here, and is not taken."""
         return self._is_begun and self.exchange.has_sum
 
     def retire(self) -> None:
@@ -151,7 +151,7 @@ class ParameterMemory:
         return changed
 
     def becomes_another(self) -> bool:
-        """Whether that makes messages of another dtype or length of the parameters."""
+        """True if that makes messages of another dtype or length of the parameters."""
         tensors, dtype = self._layout.tensors, self._layout.dtype
         numel = sum(tensor.numel() for tensor in tensors)
         kinds = {wire_dtype(tensor.dtype) for tensor in tensors}
@@ -163,7 +163,7 @@ class ParameterMemory:
         return dtype_name(self._layout.dtype), self._layout.numel
 
     def is_common(self, base: torch.Tensor | None) -> bool:
-        """Whether the parameters are these, in their own precision; waits for them.
+        """True if the parameters are these, in their own precision; waits for them.
 
         Args:
             base: common parameters, flat; None if the present ones count as that.
@@ -179,7 +179,7 @@ class ParameterMemory:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the parameters are no longer θ_k; waits for them."""
+        """True if the parameters are no longer θ_k; waits for them."""
         return not self.is_common(self._base_memory)
 
     def common(self) -> dict[int, torch.Tensor]:
@@ -223,7 +223,7 @@ class ParameterMemory:
             self._left_out = residual.clone() if bool(residual.any()) else None
 
     def _message_counts(self) -> None:
-        """What this rank sent last is in the model, as is what it left out before."""
+        """Marks this rank's last message, residual included, as part of the model."""
         self._is_begun = False
         if self._weight > 0.0:
             self._left_out = None
@@ -245,5 +245,5 @@ class ParameterMemory:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same numbers, in the same places none."""
+    """True if two tensors hold the same numbers, in the same places none."""
     return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -13,7 +13,7 @@ from typing import Final
 from elche.errors import CommunicationError, ConfigError
 
 EVERYWHERE: Final = ("0.0.0.0", "::", "")
-"""What can be listened on, and not be reached."""
+"""Addresses that can be listened on and not connected to."""
 GONE_AFTER_S: Final = 600.0
 """A host that does not confirm what is sent to it for so long is gone."""
 PROBE_AFTER_S: Final = 10
@@ -58,7 +58,7 @@ def parse_address(text: str, what: str) -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """As `parse_address` reads it."""
+    """The address in the form that `parse_address` reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -83,7 +83,7 @@ def own_address(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host reaches an address, or a name that can be looked up."""
+    """True if only this host reaches an address, or a name that can be looked up."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return ipaddress.ip_address(found[0][4][0]).is_loopback

@@ -46,9 +46,9 @@ _UNCOUNTED = frozenset({"Hello", "Beat", "StoreGet", "Ack", "Flush"})
 """Kinds of messages that are no part of a rank's stream."""
 AGAIN_S = 0.05
 MOST_REFUSALS = 3
-"""Of coordinators that answer and end the connection: they do not take this rank."""
+"""Most connections ended by coordinators before this rank counts as rejected."""
 FLUSH_S = 5.0
-"""For the coordinator to take a rank's last words."""
+"""Deadline (s) for the coordinator to receive a rank's last messages."""
 _NOTHING: Iterator[Instruction] = iter(())
 Waiting = TypeVar("Waiting")
 
@@ -286,7 +286,7 @@ class ControlChannel:
             self._send_whole(messages)
 
     def _keep(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Of what another coordinator may be asked to take."""
+        """Keeps messages that the next coordinator may need again."""
         for message in messages:
             if message["type"] not in _UNCOUNTED:
                 self._outbox.add(message)
@@ -442,5 +442,5 @@ class ControlChannel:
 
 
 def heeds_key(rank: int) -> str:
-    """Where a rank publishes whether it ends well by itself when it is signalled."""
+    """Store key of a rank that handles a signal by itself."""
     return f"heeds signals/{rank}"

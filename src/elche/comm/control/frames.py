@@ -29,7 +29,7 @@ TAG_BYTES = 16
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
 HELLO_WITHIN_S = 10.0
 HELLO_BYTES = 1 << 16
-"""Of all that comes before a connection has said who it is."""
+"""Most bytes received before a connection has identified itself."""
 
 _LENGTH = struct.Struct(">I")
 _SEQUENCE = struct.Struct(">Q")

@@ -10,6 +10,6 @@ KEY_BYTES: Final = 32
 
 
 def is_private(descriptor: int) -> bool:
-    """Whether an open file is this user's, and nobody else's to read or write."""
+    """True if an open file is this user's, and nobody else's to read or write."""
     status = os.fstat(descriptor)
     return status.st_uid == os.getuid() and not status.st_mode & 0o077

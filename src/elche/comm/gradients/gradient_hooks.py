@@ -60,7 +60,7 @@ class GradientHooks:
                 self._watch(index, parameter)
 
     def was_taken(self, index: int) -> bool:
-        """Whether a hook took the gradient that autograd had for a parameter.
+        """True if a hook took the gradient that autograd had for a parameter.
 
         Asked in the hook here, where ``p.grad`` is None: autograd comes by without a
         gradient, too (a function's backward returned None).
@@ -87,7 +87,7 @@ class GradientHooks:
         self._watches.append(node.register_prehook(look))
 
     def runs_last(self, index: int) -> bool:
-        """Whether no hook of the user's own follows; the next time none will."""
+        """True if no hook of the user's own follows; the next time none will."""
         parameter, handle = self._parameters[index], self._handles[index]
         hooks: Any = accumulated_hooks(parameter)
         if not hooks or next(reversed(hooks)) == handle.id or handle.id not in hooks:

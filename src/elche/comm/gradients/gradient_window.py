@@ -81,7 +81,7 @@ class _Accumulator:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the sums are numbers; waits for them."""
+        """True if the sums are numbers; waits for them."""
         return all_finite(self._sums)
 
     def send(self, samples: float, *, counts: bool) -> None:
@@ -161,7 +161,7 @@ class GradientWindow:
 
     @property
     def is_finite(self) -> bool:
-        """Whether what this rank has added up are numbers; waits for them."""
+        """True if what this rank has added up are numbers; waits for them."""
         return self._is_reduced or all(each.is_finite for each in self._sums)
 
     def build(self) -> None:
@@ -239,7 +239,7 @@ class GradientWindow:
 
     @property
     def is_summed(self) -> bool:
-        """Whether :meth:`finish` would return at once, and not raise."""
+        """True if :meth:`finish` would return at once, and not raise."""
         return all(each.exchange.has_sum for each in self._sums)
 
     def skip(self) -> None:

@@ -31,7 +31,7 @@ class StepPart(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """What of a backward pass is missing: ranks whose loop has left send zeros.
+    """Missing part of a backward pass: ranks whose loop has left send zeros.
 
     Attributes:
         samples: part of the samples.
@@ -44,7 +44,7 @@ class Lost(NamedTuple):
 
 @final
 class PartWeights:
-    """How this rank's gradients weigh, and what their sum is multiplied by.
+    """Weights of this rank's gradients, and the factor on their sum.
 
     Args:
         parameters: the trainable ones.
@@ -86,7 +86,7 @@ class PartWeights:
 
     @property
     def are_of_sums(self) -> bool:
-        """Whether losses are sums."""
+        """True if losses are sums."""
         return self._sums is not None
 
     def attach(self) -> None:
@@ -140,7 +140,7 @@ class PartWeights:
         return scale, self._by_user.wait_s
 
     def close_pass(self, lost: Lost) -> float:
-        """What the sum is multiplied by to be the mean of what is there."""
+        """Factor from the sum to the mean of the present parts."""
         if self._by_user is not None:
             return self._by_user.close_pass()
         missing = lost.samples if self._sums is None else lost.ranks

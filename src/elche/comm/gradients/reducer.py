@@ -122,12 +122,12 @@ class GradientReducer:
 
     @property
     def has_sums(self) -> bool:
-        """Whether ``p.grad`` is a sum over ranks since the last backward pass."""
+        """True if ``p.grad`` is a sum over ranks since the last backward pass."""
         return self._pass.has_sums
 
     @property
     def is_delayed(self) -> bool:
-        """Whether sums come one pass later."""
+        """True if sums come one pass later."""
         return self._is_delayed
 
     def drain(self) -> bool:
@@ -166,7 +166,7 @@ class GradientReducer:
         return self._pass.passes
 
     def takes(self, parameter: torch.Tensor) -> bool:
-        """Whether a step is under way whose gradients are complete."""
+        """True if a step is under way whose gradients are complete."""
         if self._part is None:
             self._reduced.strays.add(id(parameter))
         return self._part is not None and not self._holds
@@ -273,7 +273,7 @@ class GradientReducer:
 
     @property
     def is_joinable(self) -> bool:
-        """Whether :meth:`join_pass` can do without a forward pass."""
+        """True if :meth:`join_pass` can do without a forward pass."""
         return self._norms is None
 
     def correct_by(self, lost: Callable[[Any, int], Lost] | None) -> None:
@@ -318,7 +318,7 @@ class GradientReducer:
 
     @property
     def part_under_way(self) -> StepPart | None:
-        """Of the step whose backward pass has begun, and has no sums yet."""
+        """This rank's part of the step whose backward pass has begun without sums."""
         return self._part if self._pass.passes > self._pass.closed else None
 
     @property

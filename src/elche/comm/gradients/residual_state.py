@@ -20,7 +20,7 @@ KIND = "gradients"
 
 
 def is_of_gradients(state: object) -> bool:
-    """Whether a state is one of these."""
+    """True if a state is one of these."""
     groups = state.get("groups", ()) if isinstance(state, Mapping) else ()
     kinds = [isinstance(each, Mapping) and each.get("dtype") for each in groups]
     return kinds == [KIND]

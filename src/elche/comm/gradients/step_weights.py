@@ -96,7 +96,7 @@ class StepWeights:
         return self._weight / self._reference
 
     def close_pass(self) -> float:
-        """What the sum is multiplied by to be the mean."""
+        """Factor from the sum to the mean."""
         total = self._agreed()
         self._factor = 1.0
         if total != 0.0:

@@ -196,7 +196,7 @@ class BufferAverager:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Of a message."""
+        """Dtype of a message."""
         double = any(kind.dtype == torch.float64 for kind in self._known.kinds)
         return torch.float64 if double else torch.float32
 
@@ -209,7 +209,7 @@ class BufferAverager:
             buffer.copy_(self._last[index].view(buffer.shape))
 
     def _exchange_of(self, numel: int) -> Exchange:
-        """For messages of one size, made by all ranks when it changes.
+        """The exchange for messages of one size, made by all ranks when it changes.
 
         Sides take turns, so the last means stay while the next ones come.
         """

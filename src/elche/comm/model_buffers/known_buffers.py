@@ -35,7 +35,7 @@ _named: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class BufferKind:
-    """What a buffer was when messages were laid out.
+    """Shape and dtype of a buffer when messages were laid out.
 
     Attributes:
         shape: of it.
@@ -52,12 +52,12 @@ class BufferKind:
 
     @property
     def is_averaged(self) -> bool:
-        """Whether it becomes a mean; else it counts."""
+        """True if it becomes a mean; else it counts."""
         kind = self.dtype
         return kind == torch.bool or kind.is_floating_point or kind.is_complex
 
     def is_like(self, other: BufferKind) -> bool:
-        """Whether a message has the same room for both; their precision may differ."""
+        """True if a message has the same room for both; their precision may differ."""
         mine, theirs = (
             (kind.shape, kind.dtype.is_complex, kind.is_averaged)
             for kind in (self, other)
@@ -204,7 +204,7 @@ def norm_buffers(model: nn.Module, *, is_training: bool = False) -> set[int]:
 
 
 def _is_equal_everywhere(group: Group, text: str) -> bool:
-    """Whether all ranks have the same text; costs one small message."""
+    """True if all ranks have the same text; costs one small message."""
     digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
     digests = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
     digests[group.rank] = int.from_bytes(digest, "little", signed=True)
@@ -220,7 +220,7 @@ def _read(text: str) -> dict[str, BufferKind]:
 
 
 def _common(ranks: Sequence[Mapping[str, BufferKind]]) -> dict[str, BufferKind]:
-    """What all ranks hold alike, in the precision that is enough for each of them."""
+    """Buffers that all ranks have alike, each in a precision that is enough for all."""
     common = {}
     for name, kind in ranks[0].items():
         if not all(name in each and each[name].is_like(kind) for each in ranks):

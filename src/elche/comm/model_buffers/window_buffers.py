@@ -192,7 +192,7 @@ class WindowBuffers:
 
     @property
     def is_summed(self) -> bool:
-        """Whether all that was sent has been summed."""
+        """True if all that was sent has been summed."""
         return all(succeeded(sent.work) for sent in self._sent)
 
     @torch.no_grad()
@@ -227,7 +227,7 @@ class WindowBuffers:
             self._sent = [_Sent(indices, message, None)]
 
     def join_own(self) -> None:
-        """What any rank keeps as its own, all do; with all ranks of a new group."""
+        """Keeps as a rank's own what any rank of a new group keeps so."""
         flags = torch.zeros(len(self._known.kinds), dtype=torch.int64, device="cpu")
         if len(flags):
             flags[sorted(self._known.own)] = 1
@@ -235,7 +235,7 @@ class WindowBuffers:
             self._known.keep_own(flags.nonzero().flatten().tolist())
 
     def poll(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once."""
+        """True if :meth:`wait` would return, or raise, at once."""
         return all(sent.work.is_completed() for sent in self._sent)
 
     def wait(self) -> None:
@@ -310,7 +310,7 @@ class WindowBuffers:
         return True
 
     def _part(self, index: int, buffer: torch.Tensor) -> torch.Tensor | None:
-        """What this rank sends of a buffer; None of a counter that was not taken."""
+        """This rank's part of a buffer's sum; None for an untaken counter."""
         assert self._taken is not None
         taken = self._taken.get(index)
         if index in self._common:

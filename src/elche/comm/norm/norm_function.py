@@ -14,7 +14,7 @@ from elche.comm.norm.norm_scope import NormScope
 
 @dataclass(frozen=True, slots=True)
 class UnionStatistics:
-    """Of the union batch.
+    """Mean and variance of the union batch.
 
     Attributes:
         mean: per channel, in the precision of the arithmetic.

@@ -17,7 +17,7 @@ from elche.errors import CommunicationError, ConfigError
 
 @final
 class NormScope:
-    """What the SyncBatchNorm layers of one model share.
+    """State that the SyncBatchNorm layers of one model share.
 
     A copy of a layer shares it (`copy.deepcopy`); a pickled one is in no group.
 
@@ -64,7 +64,7 @@ class NormScope:
 
     @property
     def loss_weight(self) -> float | None:
-        """How this rank's losses weigh, as :meth:`weigh` has set it."""
+        """Weight of this rank's losses, as set by :meth:`weigh`."""
         return self._loss_weight
 
     def weigh(self, loss_weight: float | None) -> None:

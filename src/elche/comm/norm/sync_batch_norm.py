@@ -100,17 +100,17 @@ class SyncBatchNorm(BatchNormBase):
 
     @property
     def scope(self) -> NormScope:
-        """Who normalises together, and what the batch in hand weighs."""
+        """The ranks that normalise together, and the weight of the current batch."""
         return self._scope
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether other ranks take part in training mode."""
+        """True if other ranks take part in training mode."""
         return self._scope.world_size > 1
 
     @property
     def has_own_scope(self) -> bool:
-        """Whether it was made for a group of its own, which nothing replaces."""
+        """True if it was made for a group of its own, which nothing replaces."""
         return self._has_own_scope
 
     def _attach(self, scope: NormScope, name: str, *, is_own: bool) -> None:

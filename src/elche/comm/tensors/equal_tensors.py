@@ -35,7 +35,7 @@ def _form_of(name: str, tensor: torch.Tensor) -> bytes:
 
 
 def differing(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> list[int]:
-    """Which of these tensors are not equal to the bit on all ranks, by their index.
+    """Indices of the tensors that are not equal to the bit on all ranks.
 
     One that has another shape somewhere (a cache that grows) is not among them: it is
     each rank's own.

@@ -91,7 +91,7 @@ def cut(tensors: Sequence[torch.Tensor], limit: int) -> list[Segment]:
 
 
 class FlatLayout:
-    """Where each of some tensors lies in flat memory.
+    """Offsets of tensors in flat memory.
 
     Args:
         tensors: the tensors; others of the same shapes may take their places later
@@ -115,11 +115,11 @@ class FlatLayout:
 
     @property
     def is_staged(self) -> bool:
-        """Whether the tensors are copied as a whole, from and to a CUDA device."""
+        """True if the tensors are copied as a whole, from and to a CUDA device."""
         return self._stage is not None
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these tensors lie like those that the layout was made for."""
+        """True if these tensors lie like those that the layout was made for."""
         return self._key == _key(tensors)
 
     def changed(self) -> int | None:

@@ -18,7 +18,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def outputs_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
-    """As :func:`tensors_in`, and in attributes of objects (a distribution, say)."""
+    """Tensors of :func:`tensors_in`, and those in attributes of objects."""
     if isinstance(value, torch.Tensor):
         return [value]
     seen = set() if seen is None else seen
@@ -33,7 +33,7 @@ def outputs_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
 
 
 def items_of(value: Any) -> Iterable[Any] | None:
-    """What a container holds; None for anything else."""
+    """Items of a container; None for any other value."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, Mapping):

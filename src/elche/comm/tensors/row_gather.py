@@ -28,7 +28,7 @@ WORD_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class RowParts:
-    """Whose rows are where.
+    """Rows and the rank that has them.
 
     Attributes:
         first: this rank's first row among those of all.

@@ -39,7 +39,7 @@ def wrapped_module(model: nn.Module) -> str:
 
 
 def why_unshareable(tensor: torch.Tensor) -> str:
-    """What is wrong with a parameter or buffer, to stand after its name; "" if nothing.
+    """Fault of a parameter or buffer, to stand after its name; "" if there is none.
 
     Anything that would fail on the ranks that receive values, and leave the others
     waiting for them.
@@ -59,7 +59,7 @@ def why_unshareable(tensor: torch.Tensor) -> str:
 
 
 def why_not_plain(tensor: torch.Tensor) -> str:
-    """What torch does with a parameter by itself, to stand after its name; or ""."""
+    """Behaviour that torch adds to a parameter, to stand after its name; or ""."""
     if type(tensor.data).__name__ == "DTensor":
         return "is a DTensor, which is already distributed"
     if hasattr(tensor, STEPPED_IN_BACKWARD):

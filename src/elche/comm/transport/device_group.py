@@ -31,7 +31,7 @@ from elche.errors import CommunicationError, ConfigError, ElcheError
 from elche.torch_internals.groups import nccl_options
 
 TRIAL_S = 60.0
-"""How long forming and trying may take, less than any deadline of a run."""
+"""Deadline (s) of forming and trying a group, less than any deadline of a run."""
 TRIED_ELEMENTS = 1024
 TRIAL = "elche device trial"
 LATE = "it did not form in time"
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def serves(places: Sequence[tuple[str, str]], *, between_hosts: bool = False) -> bool:
-    """Whether NCCL can sum for these ranks.
+    """True if NCCL can sum for these ranks.
 
     Args:
         places: host and device of each rank; "" for a device that it cannot use.
@@ -86,7 +86,7 @@ def sum_of_ranks(made: Any, group: Group, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class DeviceGroupConfig:
-    """What a group among devices is made of.
+    """Members and deadlines of a group among devices.
 
     Attributes:
         timeout_s: deadline of forming and of a collective.
@@ -186,7 +186,7 @@ def end_at_once(made: Any) -> None:
 
 @final
 class _Meeting:
-    """Where ranks meet: in a file of rank 0's, or between hosts at a port of it.
+    """Rendezvous of the ranks: a file of rank 0's, or between hosts a port of it.
 
     Args:
         hosts: of the ranks.
@@ -304,7 +304,7 @@ class DeviceWork:
         self._group = group
 
     def is_completed(self) -> bool:
-        """Whether :meth:`wait` would not wait."""
+        """True if :meth:`wait` would not wait."""
         return bool(self._work.is_completed())
 
     def wait(self) -> None:

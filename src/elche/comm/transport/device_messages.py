@@ -162,7 +162,7 @@ class DeviceMessages:
     stream: SideStream
 
     def serves(self, rank: int, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these tensors may be sent to that rank from device to device."""
+        """True if these tensors may be sent to that rank from device to device."""
         here = all(one.device.type == self.device.type for one in tensors)
         return bool(tensors) and here and rank in self.partners
 

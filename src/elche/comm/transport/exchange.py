@@ -60,7 +60,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def result(self, side: int) -> torch.Tensor:
-        """Where the sum is after :meth:`finish`; flat."""
+        """Flat sum, valid after :meth:`finish`."""
 
     @abstractmethod
     def begin(self, side: int) -> None:
@@ -72,7 +72,7 @@ class Exchange(ABC):
 
     @property
     def is_collected(self) -> bool:
-        """Whether the sum is in :meth:`result` and :meth:`finish` has nothing to do."""
+        """True if the sum is in :meth:`result` and :meth:`finish` has nothing to do."""
         return False
 
     @property
@@ -82,7 +82,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def poll(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once."""
+        """True if :meth:`wait` would return, or raise, at once."""
 
     @abstractmethod
     def wait(self, what: str) -> None:
@@ -121,7 +121,7 @@ class Exchange(ABC):
 
     @property
     def has_sum(self) -> bool:
-        """Whether :meth:`wait` would return at once, and not raise."""
+        """True if :meth:`wait` would return at once, and not raise."""
         return False
 
     @abstractmethod
@@ -340,7 +340,7 @@ class SharedExchange(Exchange):
 
 
 def succeeded(work: Any) -> bool:
-    """Whether a collective has ended, and well."""
+    """True if a collective has ended, and well."""
     if not work.is_completed():
         return False
     try:
@@ -380,7 +380,7 @@ def open_exchange(
 
 
 def agree_to_share(group: Members, own: bool) -> bool:
-    """Whether all ranks may share memory with others of their hosts; with all of them.
+    """True if all ranks may share memory with others of their hosts; with all of them.
 
     Each on its own device, and processor: hosts may differ.
     """
@@ -390,7 +390,7 @@ def agree_to_share(group: Members, own: bool) -> bool:
 
 
 def can_share(device_name: str) -> bool:
-    """Whether a rank with this device may share memory with others of its host.
+    """True if a rank with this device may share memory with others of its host.
 
     Only on the CPU, and on processors that let other cores see writes in order.
     """

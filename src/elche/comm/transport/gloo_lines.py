@@ -75,7 +75,7 @@ class Inbox:
         self.count += 1
 
     def has(self, tag: int) -> bool:
-        """Whether a message with this tag has come."""
+        """True if a message with this tag has come."""
         return tag in self._by_tag
 
     def take(self, tag: int) -> Message:

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def spans_hosts(hosts: Sequence[str]) -> bool:
-    """Whether there are several hosts, and ranks that share one."""
+    """True if there are several hosts, and ranks that share one."""
     return 1 < len(set(hosts)) < len(hosts)
 
 
@@ -215,7 +215,7 @@ class HostExchange(Exchange):
 
     @property
     def is_offered(self) -> bool:
-        """Whether all ranks of this host have written it."""
+        """True if all ranks of this host have written it."""
         return not self._missing()
 
     @torch.no_grad()
@@ -282,7 +282,7 @@ class HostExchange(Exchange):
 
     @property
     def _total(self) -> torch.Tensor:
-        """Where this message is summed."""
+        """Memory in which this message is summed."""
         return self._sums[self._number % len(self._sums)]
 
     @property

@@ -166,7 +166,7 @@ class IncomingMemory(_MappedSlots):
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more comes."""
+        """True if nothing more comes."""
         return bool(self._words[_CLOSED])
 
     def read(self) -> Iterator[tuple[int, Message]]:

@@ -24,17 +24,17 @@ from elche.torch_internals.groups import gloo_options
 FORK_MAY_DEADLOCK = sys.version_info < (3, 10, 15) or (
     (3, 11) <= sys.version_info < (3, 11, 10)
 )
-"""Whether a forked process hangs if another thread enters Python meanwhile.
+"""True if a forked process hangs if another thread enters Python meanwhile.
 
 python/cpython#112275: the lock of the list of threads stays locked in the child.
 """
 LOOK_S = 0.005
 KEPT_TENSORS = 16
-"""How many collectives' tensors are kept from being given up by gloo's threads."""
+"""Collectives whose tensors are kept, so that gloo's threads do not free them."""
 
 
 class RendezvousChannel(Protocol):
-    """Where the ranks of a group tell each other their addresses.
+    """Store in which the ranks of a group publish their addresses.
 
     A control channel to the coordinator is one.
     """
@@ -90,7 +90,7 @@ class _Alone:
         return self
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> _Alone:
-        """It is rank 0's."""
+        """Returns the tensor: rank 0 is the only rank."""
         return self
 
     def is_completed(self) -> bool:
@@ -98,7 +98,7 @@ class _Alone:
         return True
 
     def wait(self) -> None:
-        """For nobody."""
+        """Returns at once: there is no other rank."""
 
     def shutdown(self) -> None:
         """Nothing was opened."""
@@ -141,7 +141,7 @@ class Group:
 
     @property
     def transport(self) -> str:
-        """What carries sums between its ranks."""
+        """Name of the transport between its ranks."""
         if self.world_size == 1:
             return "none, on one device"
         if self.devices is not None:
@@ -151,12 +151,12 @@ class Group:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a wait outside of gloo ends when a rank has died."""
+        """True if a wait outside of gloo ends when a rank has died."""
         return self.check is not _nothing
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was closed, or left."""
+        """True if it was closed, or left."""
         return self._process_group is None
 
     @staticmethod

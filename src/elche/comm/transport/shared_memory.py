@@ -26,7 +26,7 @@ _TOKEN = struct.Struct("q")
 
 
 class Members(Protocol):
-    """What an exchange needs of a process group."""
+    """Interface of a process group to an exchange."""
 
     rank: int
     world_size: int
@@ -163,5 +163,5 @@ def host_number() -> int:
 
 
 def may_share_memory() -> bool:
-    """Whether there is such memory, and other cores see writes to it in order."""
+    """True if there is such memory, and other cores see writes to it in order."""
     return platform.machine() in ORDERED_MACHINES and hasattr(os, "memfd_create")

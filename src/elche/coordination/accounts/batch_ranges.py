@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class BatchCut:
-    """How each global batch is cut into local batches: nearly equal, the larger first.
+    """Cut of each global batch into local ones: nearly equal, the larger first.
 
     Attributes:
         parts: local batches of a global one, at least.
@@ -45,7 +45,7 @@ class BatchCut:
         return -(-samples // self.parts_of(samples))
 
     def to_wire(self) -> tuple[int, ...]:
-        """As messages and records carry it."""
+        """Fields for messages and records."""
         return self.parts, self.most, self.least
 
 
@@ -160,7 +160,7 @@ class BatchSizes:
         return run
 
     def batches_in(self, samples: float) -> float:
-        """How many global batches the first samples fill; a part of one as a part.
+        """Number of global batches that the first samples fill, with fractions.
 
         All of them beyond the epoch's end.
         """
@@ -197,7 +197,7 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def without(ranges: Iterable[Range], others: Iterable[Range]) -> list[Range]:
-    """What of the ranges is in none of the others."""
+    """Parts of the ranges that are in none of the others."""
     found, taken = [], sorted(others)
     for start, stop in ranges:
         for first, last in (*taken, (stop, stop)):

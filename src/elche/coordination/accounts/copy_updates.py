@@ -60,7 +60,7 @@ class DueUpdates:
         self._rest = Fraction(0)
 
     def state_dict(self) -> list[int]:
-        """What is carried over."""
+        """State for the next part."""
         return [self._rest.numerator, self._rest.denominator]
 
     def load_state_dict(self, state: Sequence[int]) -> None:

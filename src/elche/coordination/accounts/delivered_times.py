@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class BatchCost:
-    """What one batch, or one step, took a rank.
+    """Time of one batch, or one step, on a rank.
 
     Not frozen, for then making one takes three times as long.
 
@@ -64,7 +64,7 @@ class BatchCost:
 
 @dataclass(slots=True)
 class DeliveredTimes:
-    """What a rank's batches took since its last report; attributes as of `BatchCost`.
+    """Time of a rank's batches since its last report; attributes of `BatchCost`.
 
     Attributes:
         batches: how many.

@@ -97,7 +97,7 @@ class PartRanges:
 
 @dataclass(frozen=True, slots=True)
 class EpochRest:
-    """What is left of an epoch that goes on in parts.
+    """Remainder of an epoch that is run in parts.
 
     Attributes:
         sizes: of the epoch's global batches.
@@ -124,7 +124,7 @@ class EpochRest:
         return self.sizes if is_whole else self.left.sizes_in(self.sizes)
 
     def after(self, end: EndEpoch) -> EpochRest:
-        """What is left when a part has ended."""
+        """Remainder after a part has ended."""
         steps = end.steps
         if self.steps and not steps:
             sizes, left = self.part_sizes, sum(stop - start for start, stop in end.left)
@@ -134,7 +134,7 @@ class EpochRest:
 
 
 def whole_end(parts: Sequence[EndEpoch]) -> EndEpoch:
-    """What was said of the parts of one epoch, as if it had not been cut."""
+    """Merged end of all parts of one epoch, as if it had not been cut."""
     return replace(
         parts[-1],
         samples=sum(part.samples for part in parts),

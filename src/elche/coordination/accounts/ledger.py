@@ -24,7 +24,7 @@ from elche.errors import ProtocolError, TransitionError
 
 @dataclass(slots=True)
 class _Holding:
-    """What one holder has: batches leased, trained, and offered to a window.
+    """Batches of one holder: leased, trained, and offered to a window.
 
     The last three with their samples, so that these are counted once.
     """
@@ -145,7 +145,7 @@ class EpochLedger:
         self._granted(holder, (start, stop))
 
     def pooled_ranges(self) -> tuple[Range, ...]:
-        """What no rank holds."""
+        """Ranges that no rank holds."""
         return tuple(self._pool)
 
     def _take(self, start: int, stop: int) -> None:
@@ -194,7 +194,7 @@ class EpochLedger:
         return samples
 
     def close(self, holder: int) -> None:
-        """What a holder has trained on belongs to the window that it ends now."""
+        """Assigns a holder's trained batches to the window that it ends now."""
         holding = self._holdings[holder]
         holding.closed.extend(holding.trained)
         holding.trained.clear()
@@ -256,7 +256,7 @@ class EpochLedger:
         return count
 
     def discard(self, holder: int) -> tuple[Range, ...]:
-        """What a holder has closed is done, and in no model; returns its batches."""
+        """Drops a holder's closed batches: done, and in no model. Returns them."""
         holding = self._holdings[holder]
         gone, holding.closed = tuple(holding.closed), []
         holding.closed_samples = 0

@@ -17,7 +17,7 @@ from elche.coordination.protocol.messages import Scalars
 from elche.errors import ProtocolError
 
 WINDOWS_KEPT = EPOCHS_KEPT = 1000
-"""How far a reader may fall behind before the oldest metrics are forgotten."""
+"""Most metrics kept for a reader; the oldest are dropped."""
 
 Kind = TypeVar("Kind", bound="Metrics")
 Number = TypeVar("Number", int, float)
@@ -58,7 +58,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """What the ranks did over some time; tuples of numbers have one per rank.
+    """Work of the ranks over some time; tuples of numbers have one per rank.
 
     In a run of many ranks only the first one is told of each; the others are told
     `totals`.
@@ -107,17 +107,17 @@ class Metrics:
 
     @property
     def samples(self) -> int:
-        """Of all ranks, those whose contribution is in the model."""
+        """Samples of all ranks whose contribution is in the model."""
         return sum(self.rank_samples)
 
     @property
     def samples_per_s(self) -> float:
-        """Of the whole run, by wall time; 0 where no time has passed."""
+        """Throughput of the whole run, by wall time; 0 where no time has passed."""
         return self.samples / self.duration_s if self.duration_s > 0 else 0.0
 
     @property
     def rank_samples_per_s(self) -> tuple[float, ...]:
-        """What each rank delivered while it was not in a synchronisation.
+        """Throughput of each rank outside of synchronisations.
 
         With what was discarded, which took its time as well.
         """
@@ -175,7 +175,7 @@ class Metrics:
 
     @property
     def non_finite(self) -> dict[str, int]:
-        """How many values of a scalar were not finite and left out, by name."""
+        """Number of values of each scalar that were not finite, by name."""
         return dict(self.left_out)
 
     def as_fields(self) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowMetrics(Metrics):
-    """What a window brought; see `Metrics` for the other attributes.
+    """Metrics of a window; see `Metrics` for the other attributes.
 
     Under ``sync``, where every step is a synchronisation, it covers the steps that the
     ranks reported together.
@@ -239,7 +239,7 @@ class WindowMetrics(Metrics):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochMetrics(Metrics):
-    """What an epoch brought; see `Metrics` for the attributes."""
+    """Metrics of an epoch; see `Metrics` for the attributes."""
 
 
 class MetricsBook:
@@ -266,7 +266,7 @@ class MetricsBook:
 
     @property
     def samples(self) -> int:
-        """Of the epoch so far, without what was discarded."""
+        """Samples of the epoch so far, without discarded ones."""
         accounts = (self._total, *self._open.values())
         return sum(sum(account.samples) for account in accounts)
 
@@ -338,7 +338,7 @@ class MetricsBook:
 
 
 class _Account:
-    """What was reported of one window, or of an epoch."""
+    """Reports of one window, or of an epoch."""
 
     def __init__(self, world_size: int) -> None:
         self.samples = [0] * world_size
@@ -392,7 +392,7 @@ class _Account:
             times_s += [0.0] * more
 
     def as_fields(self) -> dict[str, Any]:
-        """What `Metrics` is made of, except time and place."""
+        """Fields of `Metrics`, except time and place."""
         busy_s, data_wait_s, transfer_s, sync_wait_s = map(tuple, self.times_s)
         names = sorted(self.means)
         values = [(name, self.means[name].value) for name in names]
@@ -434,7 +434,7 @@ def _sums(mine: list[Number], theirs: list[Number]) -> list[Number]:
 
 
 def _no_nan(value: float) -> float:
-    """What is not a number counts as infinite, so that values can be compared."""
+    """The value, or infinity for NaN, so that values can be compared."""
     return math.inf if math.isnan(value) else value
 
 

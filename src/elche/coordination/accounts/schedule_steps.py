@@ -43,11 +43,11 @@ class ScheduleSteps:
         self.taken = ahead
 
     def skip(self, batches: float) -> None:
-        """So many batches of the epoch are done, and the schedule is where they end."""
+        """Starts after batches of the epoch that are done, schedule included."""
         self._skipped = batches
 
     def state_dict(self) -> dict[str, Any]:
-        """What is counted so far."""
+        """Counts so far."""
         return {
             "gaps": [list(each) for each in sorted(self._gaps.items())],
             "batches": self._batches,
@@ -70,12 +70,12 @@ class ScheduleSteps:
 
     @property
     def has_called(self) -> bool:
-        """Whether this rank's loop has called it in this epoch."""
+        """True if this rank's loop has called it in this epoch."""
         return self._calls > 0
 
     @property
     def is_called_for(self) -> bool:
-        """Whether the loop has called it more often than it stepped."""
+        """True if the loop has called it more often than it stepped."""
         return self._calls > self.taken
 
     @property
@@ -85,7 +85,7 @@ class ScheduleSteps:
 
     @property
     def report(self) -> tuple[int, int]:
-        """How often this rank's loop has called, and the period that this shows."""
+        """Number of calls of this rank's loop, and their period."""
         return self._calls, self._seen
 
     @property

@@ -118,7 +118,7 @@ class AutoChooser(PolicyChooser):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether one rank trains in place of ``sync``."""
+        """True if one rank trains in place of ``sync``."""
         return self._windows is not None and self._averages_gradients
 
     @property
@@ -277,7 +277,7 @@ class AutoChooser(PolicyChooser):
             self._is_unsaid = False
 
     def _is_outdated(self, windows: WindowPolicy) -> bool:
-        """Whether the windows run otherwise than was chosen since."""
+        """True if the windows run otherwise than was chosen since."""
         choice = self._chosen
         if (windows.name, windows.idle) != (
             choice.carried_out_by,
@@ -289,7 +289,7 @@ class AutoChooser(PolicyChooser):
         return overlapped and anchors[1] >= ANOTHER_ANCHOR * anchors[0]
 
     def _may_return(self, choice: Choice) -> bool:
-        """Whether steps of all would cost little of the time on one device."""
+        """True if steps of all would cost little of the time on one device."""
         ahead = max(member.horizon_batches for member in self._members.values()) + 2
         cost_s = (OBSERVED_GRANTS + ahead) * choice.prediction.window_s
         return (self._now_s - self._alone_since_s) * RETURN_COST >= cost_s

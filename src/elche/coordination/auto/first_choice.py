@@ -70,7 +70,7 @@ class FirstChoice:
         cluster: MeasuredCluster,
         spared: Sequence[int],
     ) -> bool:
-        """Whether a further step is not worth its cost.
+        """True if a further step is not worth its cost.
 
         Args:
             reports: of the step that all have run.
@@ -100,7 +100,7 @@ class FirstChoice:
         return cost > max(MEASURING_COST, worth)
 
     def accepts(self, choice: Choice) -> bool:
-        """Whether so few steps are enough for this choice."""
+        """True if so few steps are enough for this choice."""
         needed = LEAST_STEPS if choice.carried_out_by == "sync" else 1
         return choice.is_alone or self._measures.count >= needed
 

@@ -111,7 +111,7 @@ class Measures:
 
     @property
     def has_sizes(self) -> bool:
-        """Whether steps of sizes that differ tell what is fixed of them."""
+        """True if steps of sizes that differ tell what is fixed of them."""
         return any(time.has_sizes for time in self._times.values())
 
     @property

@@ -45,7 +45,7 @@ def brief(value: object) -> str:
 
 
 def _items(check: Check, value: Any) -> tuple[Any, ...]:
-    """As many as there are, all alike."""
+    """Items of a tuple of any length, each checked alike."""
     return tuple(map(check, _sequence(value)))
 
 

@@ -13,10 +13,10 @@ Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""
 
 Cut = tuple[int, ...]
-"""How windows cut global batches: the fields of a `BatchCut`."""
+"""Cut of global batches by windows: the fields of a `BatchCut`."""
 
 Scalars = tuple[tuple[str, float, float], ...]
-"""What users logged: (name, weighted sum, weight)."""
+"""Logged scalars: (name, weighted sum, weight)."""
 
 OwnPart = tuple[int, ...]
 """A rank's part of a step: epoch, step, backward pass in it, its first sample and one

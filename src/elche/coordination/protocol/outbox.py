@@ -24,7 +24,7 @@ class Outbox(Generic[Kept]):
         self._kept: deque[Kept] = deque()
 
     def __bool__(self) -> bool:
-        """Whether the other side may lack any."""
+        """True if the other side may lack any."""
         return bool(self._kept)
 
     def add(self, *messages: Kept) -> None:
@@ -38,5 +38,5 @@ class Outbox(Generic[Kept]):
             self.taken += 1
 
     def rest(self) -> list[Kept]:
-        """What it may lack."""
+        """Messages that the receiver may lack."""
         return [*self._kept]

@@ -30,15 +30,15 @@ from elche.coordination.sync.step_shares import StepShares
 LEAST_GAIN = 0.1
 """By which part steps must become shorter for a rank to be left out."""
 TRIAL_COST = 0.02
-"""What trials may cost: part of the time since the last one."""
+"""Budget of trials: fraction of the time since the last one."""
 CARRYING_S = 0.1
-"""What bringing the model to ranks left out takes, until it was measured."""
+"""Assumed time (s) of copying the model to excluded ranks, until measured."""
 EVERY_COUNT = 8
 """Up to so many ranks are considered one by one, more in powers of two."""
 
 
 class _Phase(Enum):
-    """What all ranks do, and what may come of it.
+    """Phases of an exclusion, with their transitions.
 
     ==========================================  ======================  =============
     event                                       from                    to
@@ -91,7 +91,7 @@ class _Exclusion:
 
 @final
 class LeftOutRanks:
-    """Who is left out of steps, and when that changes.
+    """Ranks that are excluded from steps, and the times of changes.
 
     Args:
         members: all ranks, in order.
@@ -331,7 +331,7 @@ class LeftOutRanks:
         return None
 
     def _is_worth(self, found: _Exclusion) -> bool:
-        """Whether it saves more in the epoch than taking over the model costs."""
+        """True if it saves more in the epoch than taking over the model costs."""
         saved_s = (self._steps_left - 1) * (found.with_s - found.without_s)
         return saved_s > 2 * self._carrying_s
 
@@ -341,7 +341,7 @@ class LeftOutRanks:
         return min(self._members)
 
     def _without(self, ranks: tuple[int, ...]) -> _Exclusion:
-        """What steps take now, and would without these ranks."""
+        """Step times with and without these ranks."""
         without_s = self._shares.step_s(self._samples, ranks)
         # What they took when these were left out before, or as it turned out for those
         # who are now: the last of several ranks is later than its mean. One that is
@@ -368,7 +368,7 @@ class LeftOutRanks:
             yield tuple(sorted((*self.ranks, *slowest[:count])))
 
     def _is_trial_due(self, now_s: float) -> bool:
-        """Whether some steps of all cost little of the time since the last trial."""
+        """True if some steps of all cost little of the time since the last trial."""
         chosen = self._chosen
         assert chosen is not None
         steps = SETTLING_GRANTS + TRIED_STEPS

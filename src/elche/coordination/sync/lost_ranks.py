@@ -18,7 +18,7 @@ from typing import NamedTuple, final
 
 
 class StepPlace(NamedTuple):
-    """Where a rank is.
+    """Position of a rank in its steps.
 
     Attributes:
         passes: backward passes of the run whose sums it has.
@@ -34,7 +34,7 @@ class StepPlace(NamedTuple):
     def at(
         passes: int, step: int, *, is_inside: bool, waits: int | None, passed: int
     ) -> StepPlace:
-        """Of a loop that was given a step last.
+        """Position of a loop that received a step last.
 
         Args:
             passes: whose sums it has.
@@ -52,7 +52,7 @@ class StepPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What all survivors do.
+    """Decision for all survivors.
 
     Attributes:
         source: place of one that has the sums of the last pass; None where all have.
@@ -109,16 +109,16 @@ class LostRanks:
         self.last = settlement.last
 
     def confirm(self) -> None:
-        """It was carried out; else another death lets them draw it again."""
+        """Confirms the decision; without it another death repeats it."""
         self._sure |= self.first.keys()
 
     @property
     def is_settled(self) -> bool:
-        """Whether any has, and the part ends early."""
+        """True if any has, and the part ends early."""
         return self.last is not None
 
     def is_over(self, step: int) -> bool:
-        """Whether a step is not run any more in this part."""
+        """True if a step is not run any more in this part."""
         return self.last is not None and step > self.last
 
     def to_wire(self) -> tuple[tuple[int, int], ...]:

@@ -17,7 +17,7 @@ from elche.errors import ProtocolError
 
 @final
 class ModelHandover:
-    """Who lacks the model in an epoch, and has yet to take it over.
+    """Ranks that lack the model in an epoch and have yet to adopt it.
 
     Attributes:
         adopting: members that take it over now, or run the steps that they have begun.

@@ -35,17 +35,17 @@ class Granted:
     lost: frozenset[int] = frozenset()
 
     def owes(self, rank: int) -> bool:
-        """Whether a member has yet to report them."""
+        """True if a member has yet to report them."""
         settled = self.is_settled or rank in self.left or rank in self.left_out
         return not settled and rank not in self.reports
 
     @property
     def steps(self) -> int:
-        """How many."""
+        """Number of steps."""
         return self.stop - self.start
 
     def work(self) -> list[RankReport]:
-        """What each rank did in them; of one that did not report, its samples."""
+        """Work of each rank in the steps; the samples of one that did not report."""
         done = []
         for rank, share in enumerate(self.shares):
             report = self.reports.get(rank)
@@ -73,7 +73,7 @@ class Granted:
 
 
 def report_of(event: StepsDone | EpochLeft) -> RankReport:
-    """What a rank did in steps, or since its last report if it leaves."""
+    """Work of a rank in steps, or since its last report if it leaves."""
     norm = event.parameter_norm if isinstance(event, StepsDone) else 0.0
     return RankReport(
         rank=event.rank,

@@ -70,7 +70,7 @@ class StepGauge:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough is measured."""
+        """True if enough is measured."""
         steps = sum(each.steps for each in self._recent)
         if self._is_trial:
             return steps >= TRIED_STEPS

@@ -76,7 +76,7 @@ class StepGrants:
         self._guesses = not is_known and len({member.device for member in members}) > 1
 
     def __bool__(self) -> bool:
-        """Whether any steps are under way."""
+        """True if any steps are under way."""
         return bool(self._granted)
 
     @property

@@ -44,11 +44,11 @@ class EarlyEnd:
         self._is_settled = False
 
     def __bool__(self) -> bool:
-        """Whether anybody has left."""
+        """True if anybody has left."""
         return bool(self._left)
 
     def __contains__(self, rank: int) -> bool:
-        """Whether this rank has."""
+        """True if this rank has."""
         return rank in self._left
 
     @property
@@ -110,7 +110,7 @@ class EarlyEnd:
         ]
 
     def begun(self, event: PassBegun, members: Iterable[int]) -> list[Instruction]:
-        """How far a rank is that stays; lets the others join when all have said so.
+        """Records a staying rank's progress; lets the others join after all reports.
 
         Raises:
             ProtocolError: it went on where another has left that cannot join it.
@@ -140,7 +140,7 @@ class EarlyEnd:
         ]
 
     def settle(self, members: Set[int], *, is_needed: bool) -> int | None:
-        """Whose model all take over when granted steps are done, once.
+        """Rank whose model all adopt when granted steps are done, once.
 
         It is that of a rank that has run all of them, or has left last.
 

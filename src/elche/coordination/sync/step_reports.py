@@ -47,7 +47,7 @@ class StepReports:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something to say."""
+        """True if there is something to say."""
         return self._due is not None
 
     def granted(self, grant: GrantSteps) -> None:
@@ -97,7 +97,7 @@ class StepReports:
         )
 
     def take(self) -> StepsDone | None:
-        """What is to be said now: the next backward pass begins, or nothing will."""
+        """Report to send now: the next backward pass begins, or none will."""
         due, self._due = self._due, None
         return due
 

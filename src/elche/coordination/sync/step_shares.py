@@ -151,5 +151,5 @@ class StepShares:
 
 
 def _places(ranks: Iterable[int]) -> dict[int, int]:
-    """Which of the balancer's ranks each member is."""
+    """Index of each member among the balancer's ranks."""
     return {rank: place for place, rank in enumerate(sorted(ranks))}

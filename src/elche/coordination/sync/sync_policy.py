@@ -136,14 +136,14 @@ class SyncPolicy(Policy):
         return outcome
 
     def _is_carrying(self, outcome: Outcome) -> bool:
-        """Whether ranks left out have yet to take over the model of this epoch."""
+        """True if ranks left out have yet to take over the model of this epoch."""
         last, members = self._grants.until - 1, self._members.keys()
         outcome.instructions += self._handover.end_epoch(members, self.left_out, last)
         return bool(self._handover.adopting)
 
     @property
     def totals(self) -> EpochTotals:
-        """What the ranks did in the epoch under way."""
+        """Totals of the current epoch."""
         return self._totals
 
     @property
@@ -153,12 +153,12 @@ class SyncPolicy(Policy):
 
     @property
     def is_cut(self) -> bool:
-        """Whether the epoch ends with some of it left."""
+        """True if the epoch ends with some of it left."""
         return self._is_cut
 
     @property
     def steps_left(self) -> int:
-        """As many steps as were not run, where ranks have died; else 0."""
+        """Steps that were not run after ranks have died; else 0."""
         return max(1, self._grants.ledger.pooled) if self._lost else 0
 
     @property
@@ -174,7 +174,7 @@ class SyncPolicy(Policy):
 
     @property
     def is_drained(self) -> bool:
-        """Whether all ranks have run every granted step, and none has left early."""
+        """True if all ranks have run every granted step, and none has left early."""
         busy = self._grants or self._is_paused or self._handover.adopting
         return not (busy or self._left)
 
@@ -202,7 +202,7 @@ class SyncPolicy(Policy):
 
     @property
     def leaves_out(self) -> bool:
-        """Whether some ranks are left out of steps, or about to be."""
+        """True if some ranks are left out of steps, or about to be."""
         return bool(self.left_out) or self._left_out.is_leaving
 
     @property
@@ -276,7 +276,7 @@ class SyncPolicy(Policy):
             assert self._totals.samples == self._grants.ledger.used_samples - returned
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank's loop has left the epoch early."""
+        """True if a rank's loop has left the epoch early."""
         return rank in self._left
 
     def waiting_for(self) -> str:

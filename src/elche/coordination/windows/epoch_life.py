@@ -45,16 +45,16 @@ class EpochLife:
 
     @property
     def is_draining(self) -> bool:
-        """Whether nothing is leased any more, and the epoch ends early."""
+        """True if nothing is leased any more, and the epoch ends early."""
         return self._phase in (EpochPhase.DRAINING, EpochPhase.DRAINED)
 
     @property
     def is_final(self) -> bool:
-        """Whether the last window has ended."""
+        """True if the last window has ended."""
         return self._phase in (EpochPhase.LAST, EpochPhase.DRAINED)
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank's loop has broken off."""
+        """True if a rank's loop has broken off."""
         return rank in self._left
 
     def leave(self, rank: int) -> None:
@@ -72,7 +72,7 @@ class EpochLife:
         self._move(_END, "a window cannot be the last one")
 
     def go_on(self) -> None:
-        """It was not the last one: there is work again."""
+        """Continues after a window that was not the last: there is work again."""
         self._move(_GO_ON, "an epoch cannot go on")
 
     def _move(self, moves: dict[EpochPhase, EpochPhase], refusal: str) -> None:

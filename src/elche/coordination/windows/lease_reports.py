@@ -45,7 +45,7 @@ class LeaseReports:
         return True
 
     def take(self, window: int) -> BatchesDone | None:
-        """What is done of a lease since it was last asked for, in this window."""
+        """Unreported batches of a lease in this window; None without any."""
         times, self._times = self._times, DeliveredTimes()
         if not times.batches:
             return None
@@ -64,5 +64,5 @@ class LeaseReports:
         )
 
     def void(self) -> None:
-        """What is left of the leases goes back."""
+        """Returns the remaining batches of the leases."""
         self._leases.clear()

@@ -26,7 +26,7 @@ those are slow), and each batch that is held when a rank is suddenly slow waits 
 LOOKAHEAD_PER_RANK_S = 1e-3
 MAX_AHEAD = 64
 STALE_ENTRIES = 4
-"""So many entries per rank may be kept, most of them out of date."""
+"""Most entries per rank that are kept, stale ones included."""
 
 _Entry: TypeAlias = tuple[float, int, int]
 """A time, a rank, and the version of its pace that it is of."""
@@ -34,7 +34,7 @@ _Entry: TypeAlias = tuple[float, int, int]
 
 @dataclass(slots=True)
 class _Pace:
-    """What is known of one rank's speed and position."""
+    """Speed and position of one rank."""
 
     horizon_batches: int
     batch_s: float
@@ -84,7 +84,7 @@ class Leasing:
 
     @property
     def work_s(self) -> float:
-        """How long pooled and leased work lasts; 0.0 while speeds are not known."""
+        """Duration of pooled and leased work (s); 0.0 while speeds are not known."""
         work = self._ledger.pooled + self._ledger.total_leased
         return work / self._rate if self._is_timed else 0.0
 
@@ -202,7 +202,7 @@ class Leasing:
         return max(1, (pace.horizon_batches + 1 + self._extra(pace)) // 2)
 
     def _in_time(self, rank: int, now_s: float) -> int:
-        """How many batches more a rank ends about when all work ends."""
+        """Number of batches that a rank can still end by about the end of all work."""
         pace = self._paces[rank]
         batch_s = pace.batch_s or 1.0
         held = self._ledger.leased(rank)

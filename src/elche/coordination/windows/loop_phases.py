@@ -28,7 +28,7 @@ class WindowPhase(Enum):
 
 
 class ResultPhase(Enum):
-    """Where the result of the window that was closed last is.
+    """Progress of the result of the window that was closed last.
 
     ===============  ==================  =========  ===================================
     call             from                to         when

@@ -34,7 +34,7 @@ ALIGNED_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What the next window is to be.
+    """Length of the next window.
 
     Attributes:
         wall_s: its length, None while it can only be counted.
@@ -103,7 +103,7 @@ class Pacing:
 
     @property
     def must_calibrate(self) -> bool:
-        """Whether nothing is known of the ranks' speeds, and it matters."""
+        """True if nothing is known of the ranks' speeds, and it matters."""
         el_che = self.el_che
         return el_che.enabled and not (el_che.is_calibrated or el_che.has_speed_hint)
 
@@ -191,7 +191,7 @@ class Pacing:
 
     @property
     def reduction_s(self) -> float | None:
-        """What an overlapped reduction takes: the median of the last three.
+        """Duration of an overlapped reduction: the median of the last three.
 
         The smaller one of two, so that a spike says nothing; None before the first.
         """
@@ -230,7 +230,7 @@ class Pacing:
         return f"anchor {before} -> {self.el_che.anchor}: {why}"
 
     def _note_adoption(self, last: Reduction, held_s: float, idle: Set[int]) -> None:
-        """What the reduction cost, and how late the fastest rank had its result."""
+        """Records the reduction's cost and the fastest rank's delay."""
         costs = zip(self.el_che.ms_per_batch, self._ranks, strict=True)
         working = [(ms, rank) for ms, rank in costs if ms > 0.0 and rank not in idle]
         report = last.reports.get(min(working)[1]) if working else None

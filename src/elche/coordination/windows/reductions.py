@@ -53,7 +53,7 @@ class Reduction:
 
     @property
     def is_done(self) -> bool:
-        """Whether every rank has the result."""
+        """True if every rank has the result."""
         return not self.missing
 
     def reduced(self, event: WindowReduced) -> None:
@@ -83,11 +83,11 @@ class Reduction:
 
     @property
     def sync_s(self) -> float:
-        """What it cost the rank that it cost most."""
+        """Cost (s) on the rank that it cost most."""
         return max((report.sync_s for report in self.reports.values()), default=0.0)
 
     def cost_s(self, busy: Iterable[int]) -> tuple[float, float]:
-        """What it cost ranks that had work meanwhile, and their mean wait for others.
+        """Cost (s) on ranks that had work meanwhile, and their mean wait for others.
 
         One that has none waits through the whole of it, which costs nothing.
         """
@@ -100,7 +100,7 @@ class Reduction:
 
     @property
     def divergences(self) -> list[float]:
-        """Of all ranks, in their order."""
+        """Divergences of all ranks, in their order."""
         return [self.reports[rank].divergence for rank in sorted(self.reports)]
 
 
@@ -147,7 +147,7 @@ class Reductions:
         return self.running
 
     def leave_out_gone(self, members: Collection[int]) -> None:
-        """It is redone without the parts of ranks that are no members any more."""
+        """Repeats the reduction without the parts of ranks that are gone."""
         self.parts = {r: part for r, part in self.parts.items() if r in members}
 
     def remove(self, rank: int) -> None:
@@ -188,7 +188,7 @@ class ReductionPlanner:
         epoch_batches: int,
         window_batches: int,
     ) -> dict[str, Any]:
-        """How a window is reduced, but for the weights.
+        """Fields of `Reduce` for a window, without the weights.
 
         Args:
             parts: what each rank did in it, and said when it closed it.

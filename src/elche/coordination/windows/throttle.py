@@ -32,13 +32,13 @@ class Throttle:
 
     @property
     def is_final(self) -> bool:
-        """Whether the limit can rise no more: the slowest have all stopped."""
+        """True if the limit can rise no more: the slowest have all stopped."""
         if self._lead is None or not self._behind:
             return False
         return self._stopped[self._slowest] >= self._behind[self._slowest]
 
     def holds(self, batches: int) -> bool:
-        """Whether a rank that has run so many waits in vain for the slowest."""
+        """True if a rank that has run so many waits in vain for the slowest."""
         return self.limit is not None and batches >= self.limit and self.is_final
 
     def done(self, rank: int, batches: int) -> bool:

@@ -64,11 +64,11 @@ class Part:
 
     @property
     def is_open(self) -> bool:
-        """Whether its rank has been sent it, and has not closed it."""
+        """True if its rank has been sent it, and has not closed it."""
         return self.phase in (PartPhase.OPEN, PartPhase.CLOSING)
 
     def open(self, plan: OpenWindow, *, is_diverged: bool, is_drained: bool) -> None:
-        """It is opened as planned."""
+        """Opens the window as planned."""
         self._move((PartPhase.UNOPENED,), PartPhase.OPEN)
         self.opened, self.permitted = plan, plan.hold_after
         self.is_diverged, self.is_drained = is_diverged, is_drained
@@ -111,7 +111,7 @@ class Part:
 
     @property
     def weight(self) -> float:
-        """What it counts in a mean: as its rank said, or by its samples."""
+        """Weight in a mean: as its rank reported it, or its samples."""
         said = None if self.closed is None else self.closed.weight
         return float(self.samples) if said is None or not self.samples else said
 
@@ -132,17 +132,17 @@ class WindowBook:
 
     @property
     def all_closed(self) -> bool:
-        """Whether every rank has closed the window being collected."""
+        """True if every rank has closed the window being collected."""
         return self._open == 0
 
     @property
     def any_closed(self) -> bool:
-        """Whether a rank has."""
+        """True if a rank has."""
         return self._open < len(self.parts)
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no rank has trained in the next window."""
+        """True if no rank has trained in the next window."""
         return not any(part.batches for part in self.ahead.values())
 
     def window_of(self, rank: int) -> int:

@@ -56,7 +56,7 @@ class Do(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What to do next.
+    """Next action of the loop.
 
     Attributes:
         do: the kind.
@@ -72,11 +72,12 @@ class Action:
 
 
 LINGER_S = 1.0
-"""So long a rank without work looks for a lease while its reduction is under way; then
-it waits for the result, and for nothing else."""
+"""Polling time (s) of an idle rank for a lease during its reduction; then it blocks on
+the result.
+"""
 LOOK_EVERY_S = 0.02
 LOOK_SOONER = 0.25
-"""It looks for the result at least so often, and after this part of its wait so far."""
+"""Poll backoff: fraction of the time waited so far."""
 
 HELD_WINDOWS = 3
 """A live graph holds back what changes parameters for so many windows."""
@@ -143,7 +144,7 @@ class WindowLoop:
 
     @property
     def is_throttled(self) -> bool:
-        """Whether others wait for word of every batch."""
+        """True if others wait for word of every batch."""
         return self._permit is not None
 
     @property
@@ -152,7 +153,7 @@ class WindowLoop:
 
     @property
     def _is_planned(self) -> bool:
-        """Whether this epoch follows a plan."""
+        """True if this epoch follows a plan."""
         return self._plan is not None and self._plan.adopt_at is not None
 
     @property
@@ -161,7 +162,7 @@ class WindowLoop:
 
     @property
     def begins_at_close(self) -> bool:
-        """Whether this rank, ending its window now, begins to reduce before the plan.
+        """True if this rank, ending its window now, begins to reduce before the plan.
 
         It has trained, so there is a reduction. A planned window ends by count, and
         then a slow rank may come so late that a collective's own deadline would pass.
@@ -251,7 +252,7 @@ class WindowLoop:
         return self._linger(now_s, LEASE) or self._hold(now_s, LEASE)
 
     def _may_hold(self, action: Action) -> bool:
-        """Whether a batch may be trained on instead; a plan's counts are kept."""
+        """True if a batch may be trained on instead; a plan's counts are kept."""
         if self._plan is None or self._is_planned or self._is_diverged:
             return False
         moves_model = Do.FINISH if self._overlapped else Do.CLOSE
@@ -330,7 +331,7 @@ class WindowLoop:
             self._result = ResultPhase.HELD
 
     def _urgent(self, is_reduced: bool) -> Action | None:
-        """What comes before any training."""
+        """Action that precedes any training, or None."""
         if self._regroup is not None:
             return Action(Do.REGROUP, self._regroup)
         if self._adopt is not None:
@@ -351,7 +352,7 @@ class WindowLoop:
 
     @property
     def _owes(self) -> bool:
-        """Whether the result of the last closed window has not been adopted."""
+        """True if the result of the last closed window has not been adopted."""
         return self._result is not ResultPhase.HELD
 
     def _finish_or_wait(self, why: str, timeout_s: float | None = None) -> Action:
@@ -397,7 +398,7 @@ class WindowLoop:
         return TRAIN
 
     def _is_late(self, now_s: float) -> bool:
-        """Whether the last reduction has outlasted what it may."""
+        """True if the last reduction has outlasted what it may."""
         patience_s = self._plan.patience_s if self._plan is not None else None
         return patience_s is None or now_s - self._opened_s >= patience_s
 

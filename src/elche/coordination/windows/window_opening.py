@@ -37,7 +37,7 @@ def next_window(state: WindowState, now_s: float) -> Steps:
 
 
 def permits(state: WindowState) -> Iterator[Instruction]:
-    """How far each rank may go, now that the slowest has moved."""
+    """New limits of each rank, after the slowest has progressed."""
     if state.throttle.limit is None:
         return
     for rank in state.members:
@@ -95,7 +95,7 @@ def grant_planned(state: WindowState) -> list[Instruction]:
 
 
 def _is_owed(state: WindowState, rank: int) -> bool:
-    """Whether a plan has more for a rank in the window that it is in."""
+    """True if a plan has more for a rank in the window that it is in."""
     plan = state.planned(state.book.window_of(rank))
     done = state.book.part(rank).batches
     return plan is not None and done < plan.batches(state.place(rank))

@@ -133,7 +133,7 @@ class WindowPolicy(Policy):
         yield from close_idle(state, ranks)
 
     def start_from(self, progress_samples: int) -> None:
-        """So many samples of the run were trained on under another policy."""
+        """Starts after samples that the run trained on under another policy."""
         self._state.start_from(progress_samples)
 
     def handle(self, event: Event, now_s: float) -> Outcome:
@@ -168,7 +168,7 @@ class WindowPolicy(Policy):
 
     @property
     def totals(self) -> EpochTotals:
-        """What the ranks did in the epoch under way, or the last one."""
+        """Totals of the ranks in the current epoch, or the last one."""
         return self._state.totals
 
     @property
@@ -177,7 +177,7 @@ class WindowPolicy(Policy):
         return self._state.ledger.positions_left()
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank's loop has left the epoch early."""
+        """True if a rank's loop has left the epoch early."""
         return self._state.life.has_left(rank)
 
     def waiting_for(self) -> str:
@@ -346,7 +346,7 @@ class WindowPolicy(Policy):
     def _committed(
         self, done: Reduction, told: list[Instruction], now_s: float
     ) -> Outcome:
-        """What waited for a window to be committed."""
+        """Outcome of a commit: the actions that waited for it."""
         state = self._state
         parts, unpaced = state.reductions.parts.items(), state.idle | done.diverged
         active = [p.batches for r, p in parts if p.batches and r not in unpaced]

@@ -123,7 +123,7 @@ class WindowState:
         return None if self.plans is None else self.plans.window(window)
 
     def start_from(self, progress_samples: int) -> None:
-        """So many samples of the run were trained on under another policy."""
+        """Starts after samples that the run trained on under another policy."""
         self.progress_samples = progress_samples
 
     def plan_samples(self, window: int, planned_samples: int) -> int:
@@ -151,7 +151,7 @@ class WindowState:
 
     @property
     def is_calibrating(self) -> bool:
-        """Whether windows have no length yet, until all ranks' speeds are known."""
+        """True if windows have no length yet, until all ranks' speeds are known."""
         return bool(self._uncalibrated)
 
     def calibrated(self, rank: int) -> bool:
@@ -199,7 +199,7 @@ class WindowState:
         return running
 
     def _give_work_to_all(self) -> None:
-        """Who was not worth any work is all that is left."""
+        """Gives work to ranks that got none as too slow: no others remain."""
         idle, self.idle = self.idle, frozenset()
         for rank in sorted(idle.intersection(self.members)):
             self.leasing.add(rank, self.members[rank].horizon_batches)
@@ -210,7 +210,7 @@ class WindowState:
         self._last_pace = -1, None
 
     def place(self, rank: int) -> int:
-        """Where a rank stands in a plan's lists."""
+        """Index of a rank in a plan's lists."""
         return sorted(self.members).index(rank)
 
     def note(self, text: str) -> None:
@@ -224,7 +224,7 @@ class WindowState:
         return notes
 
     def pace(self, window: int) -> Pace:
-        """How long a window is to be: usual, or to the end of the epoch.
+        """Length of a window: the usual one, or to the end of the epoch.
 
         The first rank that comes to it decides that for all.
         """
@@ -244,23 +244,23 @@ class WindowState:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything of the epoch is still to be trained on."""
+        """True if anything of the epoch is still to be trained on."""
         return bool(self.ledger.total_leased or self.ledger.pooled)
 
     @property
     def may_end_window(self) -> bool:
-        """Whether all ranks have closed the window, and nothing else is reduced."""
+        """True if all ranks have closed the window, and nothing else is reduced."""
         is_free = self.reductions.running is None and not self.is_paused
         return is_free and self.book.all_closed
 
     @property
     def opens_early(self) -> bool:
-        """Whether a rank may begin its next window before all have ended this one."""
+        """True if a rank may begin its next window before all have ended this one."""
         is_known = self.pacing.el_che.is_calibrated or self.plans is not None
         return self.is_overlapped and is_known
 
     def goes_on(self, rank: int) -> bool:
-        """Whether a rank that has ended its window trains in the next one."""
+        """True if a rank that has ended its window trains in the next one."""
         return self.opens_early and self.ledger.leased(rank) > 0
 
     def advance(self) -> None:

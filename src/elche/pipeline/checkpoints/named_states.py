@@ -25,7 +25,7 @@ Names = Mapping[int, Sequence[str]]
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Names) -> NamedState:
-    """What an optimizer holds, by the parameters' names.
+    """State of an optimizer, by the parameters' names.
 
     Args:
         optimizer: over parameters of this rank.

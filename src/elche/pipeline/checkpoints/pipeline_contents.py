@@ -141,7 +141,7 @@ class PipelineContents:
         return shared
 
     def _optimizer_states(self, found: Checkpoint) -> list[NamedState]:
-        """Of this rank's parameters, from the parts of all ranks that have them."""
+        """Optimizer states of this rank's parameters, from the parts of all ranks."""
         mine = {n for some in self.pipe.parameter_names().values() for n in some}
 
         def only_mine(tree: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from elche.pipeline.step.stepping import Stepping
 
 @final
 class PipelineState:
-    """What one rank of an open pipeline saves and loads.
+    """State of one rank of an open pipeline, to save and load.
 
     Args:
         stepping: has this rank's layers, and counts its steps.
@@ -69,7 +69,7 @@ class PipelineState:
 
     @staticmethod
     def only_open() -> PipelineState | None:
-        """That of the pipeline that this process has open, if any.
+        """State of the only open pipeline of this process, or None.
 
         Raises:
             ConfigError: there are several.

@@ -41,7 +41,7 @@ class SavedPipeline:
 
     @property
     def is_in_epoch(self) -> bool:
-        """Whether an epoch of `elche.epochs` has steps, and is not known to be over."""
+        """True if an epoch of `elche.epochs` has steps, and is not known to be over."""
         passes = self._pipe.passes
         return passes.is_open or (
             passes.pauses.counts_epochs and passes.steps_outside > 0
@@ -74,7 +74,7 @@ class SavedPipeline:
             peers.heeds_signals(heeds)
 
     def described(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says of the run."""
+        """Progress for a checkpoint's manifest."""
         return {"kind": "pipeline", "steps": self._pipe.stepping.steps}
 
     def resume(self, state: Mapping[str, Any], epochs: Mapping[str, Any]) -> None:

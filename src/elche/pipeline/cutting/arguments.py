@@ -20,7 +20,7 @@ _BY_NAME = (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY, _KINDS.VAR_KEYWOR
 @final
 @dataclass
 class Arguments:
-    """What forward was traced with, by name.
+    """Arguments of the traced forward, by name.
 
     Attributes:
         signature: of forward.

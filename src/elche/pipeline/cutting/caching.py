@@ -25,7 +25,7 @@ CACHE_MARK = "elche: the cache"
 
 
 def has_cache(model: nn.Module) -> bool:
-    """Whether a model's forward takes a cache of transformers."""
+    """True if a model's forward takes a cache of transformers."""
     parameters = inspect.signature(model.forward).parameters
     return CACHE_ARGUMENT in parameters and "transformers" in sys.modules
 

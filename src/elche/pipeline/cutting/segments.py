@@ -175,7 +175,7 @@ def _merged(parts: list[list[fx.Node]], model: nn.Module) -> list[list[fx.Node]]
 
 
 def _live(graph: fx.Graph, parts: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """What crosses the ends of the layers: the input, what lives, and the output."""
+    """Values that cross the ends of layers, with the input and the output."""
     number = {node: index for index, nodes in enumerate(parts) for node in nodes}
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     last = {
@@ -235,13 +235,13 @@ def _graph(
 
 
 def _changes(node: fx.Node) -> bool:
-    """Whether a node changes its first argument in place, by torch's convention."""
+    """True if a node changes its first argument in place, by torch's convention."""
     parts = str(node.target).split(".")
     return len(parts) == 3 and parts[1].endswith("_") and not parts[1].endswith("__")
 
 
 def _viewed(node: Any) -> Any:
-    """What a node is a view of; itself if it is none."""
+    """The node that a node is a view of; itself if it is none."""
     while isinstance(node, fx.Node) and getattr(node.target, "is_view", False):
         node = node.args[0]
     return node

@@ -35,7 +35,7 @@ from elche.torch_internals.passes import FakeTensorMode
 @final
 @dataclass(frozen=True)
 class CallTrace:
-    """What forward does between the submodules that stay whole.
+    """Trace of a forward between the submodules that stay whole.
 
     Attributes:
         graph: with a node of :func:`call_whole` for each call of one; returns the
@@ -243,13 +243,13 @@ class _StandIns:
                 held[name] = one
 
     def used(self, made: fx.GraphModule) -> dict[str, torch.Tensor | None]:
-        """What a trace refers to, by its names; None for a constant of its own."""
+        """Tensors that a trace refers to, by name; None for its own constants."""
         real = {id(self._fakes[id(one)]): one for one in self._named.values()}
         names = [node.target for node in made.graph.nodes if node.op == "get_attr"]
         return {name: real.get(id(getattr(made, name))) for name in names}
 
     def changed(self) -> dict[str, torch.Tensor]:
-        """What forward has written to, by the model's names."""
+        """Tensors that forward has written to, by the model's names."""
         return {
             name: one
             for name, one in self._named.items()

@@ -20,7 +20,7 @@ SplitPoints = Sequence[str] | Mapping[str, Any]
 @final
 @dataclass(frozen=True)
 class CutChoice:
-    """Where a model may be cut.
+    """Places at which a model may be cut.
 
     Attributes:
         whole: names of submodules that run as they are; code between them is traced.
@@ -110,7 +110,7 @@ def at_blocks(model: nn.Module) -> CutChoice:
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether a module has any."""
+    """True if a module has any."""
     return next(module.parameters(), None) is not None
 
 

@@ -70,7 +70,7 @@ class _Line:
             self.begun += 1
 
     def take(self) -> list[tuple[tuple[int, ...], GradientBucket]]:
-        """What has begun, in order; the next step begins anew."""
+        """Buckets whose reduction has begun, in order; the next step begins anew."""
         taken, self._under_way, self.begun = self._under_way, [], 0
         return taken
 
@@ -116,7 +116,7 @@ class GradientReduction:
 
     @property
     def nbytes(self) -> int:
-        """That travel in each step."""
+        """Bytes of each step's messages."""
         return sum(
             bucket.nbytes
             for line in self._lines.values()

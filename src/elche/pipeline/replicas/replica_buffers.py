@@ -79,7 +79,7 @@ class SharedBuffers:
 
 
 def _share(buffer: torch.Tensor, changed: list[float], me: int) -> torch.Tensor:
-    """What this rank gives to the sum that is to be the new value."""
+    """This rank's part of the sum that becomes the new value."""
     numbers = as_numbers(buffer)
     given = numbers.reshape(-1).to("cpu", torch.float64)
     is_mean = numbers.is_floating_point()

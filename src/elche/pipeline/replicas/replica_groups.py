@@ -28,7 +28,7 @@ class ReplicaGroups:
 
     @property
     def are_several(self) -> bool:
-        """Whether there is anything to reduce."""
+        """True if there is anything to reduce."""
         return len(self.ranks) > 1
 
     @property
@@ -126,7 +126,7 @@ class ReplicaShares:
         return self.sizes[self.index]
 
     def weights(self, replica: int, scale: float = 1.0) -> list[float]:
-        """What each microbatch's loss counts in that of the union of all batches."""
+        """Weight of each microbatch's loss in that of the union of all batches."""
         mine = self.sizes[replica]
         total = sum(sum(sizes) for sizes in self.sizes)
         if self.reduction == "mean" and sum(mine) != total:

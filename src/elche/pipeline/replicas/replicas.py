@@ -190,7 +190,7 @@ class Replicas:
                     one.average(communicator.peers, timeout_s)
 
     def late_learner(self) -> str:
-        """What is wrong with a parameter that began to learn; "" if none did."""
+        """Fault of a parameter that began to learn late; "" if there is none."""
         for name, one in self._frozen:
             if one.requires_grad:
                 return (
@@ -221,7 +221,7 @@ class Replicas:
     def training(
         self, carry_out: Callable[[StepInput], StepResults], shares: ReplicaShares
     ) -> Callable[[StepInput], StepResults]:
-        """What this rank does in a step, its part in the reduction included."""
+        """Function for this rank's part of a step, reduction included."""
         reduction, has_batch = self._reduction, bool(shares.mine)
         if reduction is None:
             return carry_out
@@ -251,7 +251,7 @@ def _agree_on_layers(
 
 
 def _places(unit: Unit, parts: Parts) -> list[tuple[nn.Module, str]]:
-    """Where the buffers of a unit are."""
+    """Modules and names of the buffers of a unit."""
     places = {
         layer.prefixed(own): (layer.module, own)
         for layer in parts.built.values()

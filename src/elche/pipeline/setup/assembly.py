@@ -30,7 +30,7 @@ EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a pipeline is made of, whatever stands where.
+    """Layers and settings of a pipeline, before placement.
 
     Attributes:
         layers: of the whole model.
@@ -52,7 +52,7 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a rank holds.
+    """Plan, stages and executor of a rank.
 
     Attributes:
         given: of which it was made.
@@ -100,7 +100,7 @@ class Parts:
                 runner.guard.detach()
 
     def describe(self) -> list[tuple[str, str]]:
-        """What must agree between ranks, by name."""
+        """Values that must agree between ranks, by name."""
         config = self.given.config
         settings: list[object] = [
             config.loss_reduction,
@@ -123,7 +123,7 @@ class Parts:
         ]
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether a name of the state may be another rank's.
+        """True if a name of the state may be another rank's.
 
         Only names of the model's layers tell: other ranks' layers are not built here.
         Extra state is nobody's. Of a model that was split, all names are known.
@@ -194,7 +194,7 @@ def assemble(
 
 
 def _seed(given: Blueprint, plan: PipelinePlan) -> int | None:
-    """For initialisation and dropout; None draws from torch's generators as they are.
+    """Seed of initialisation and dropout; None: torch's generators as they are.
 
     Several ranks never do that: after one manual_seed in the script, equal layers on
     two of them would begin alike and share their masks, and a loader would shuffle

@@ -39,7 +39,7 @@ from elche.schedule.planning.profile import LinkProfile
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a pipeline is asked to be: see `elche.pipeline.Pipeline`."""
+    """Arguments of a pipeline: see `elche.pipeline.Pipeline`."""
 
     model: Any
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
@@ -49,7 +49,7 @@ class Request:
     split: Split | None
 
     def device(self, placement: Placement) -> torch.device:
-        """Where this rank computes.
+        """Device of this rank.
 
         Raises:
             ConfigError: there is not one for each rank, or it does not exist.
@@ -165,7 +165,7 @@ class PipelineBuilder:
     def _measure_links(
         self, told: Sequence[Any]
     ) -> Mapping[tuple[int, int], LinkProfile]:
-        """Of this pipeline's ranks; nothing where messages are still to find their way.
+        """Links between this pipeline's ranks; empty before messages have a route.
 
         Those from device to device do once the layers are there.
         """

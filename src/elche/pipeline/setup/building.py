@@ -50,7 +50,7 @@ class LayerList:
         return len(self.sources)
 
     def describe(self) -> list[str]:
-        """What must agree between ranks: names, types and shapes of what is built."""
+        """Names, types and shapes of what is built, which must agree between ranks."""
         return [
             f"{name} ({_described(source)})"
             for name, source in zip(self.names, self.sources, strict=True)

@@ -100,7 +100,7 @@ def layer_costs_of(
     limits: Sequence[float] = (),
     links: Mapping[tuple[int, int], LinkProfile] | None = None,
 ) -> LayerCosts:
-    """What all ranks have measured as costs, in seconds and bytes.
+    """Costs in seconds and bytes, from the measurements of all ranks.
 
     Args:
         told: of each rank, its measurements as tuples.

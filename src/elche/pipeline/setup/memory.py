@@ -13,7 +13,9 @@ from elche.pipeline.setup.building import LayerList
 from elche.runtime.process.environment import Placement
 
 USABLE_SHARE = 0.9
-"""Of what a device has free: the rest is fragmentation, and workspace of kernels."""
+"""Usable fraction of a device's free memory: the rest is fragmentation and workspace of
+kernels.
+"""
 
 
 def memory_limit(

@@ -19,7 +19,7 @@ _EQUAL = RankTimes(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What runs.
+    """Schedule, partition and placement of a pipeline.
 
     Attributes:
         schedule: lowered, deadlock-free.

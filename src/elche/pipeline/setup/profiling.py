@@ -274,7 +274,7 @@ class _Loop:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is one."""
+        """True if there is one."""
         return self._incoming is not None
 
     def pass_s(self, message: Message) -> float:

@@ -141,7 +141,7 @@ class ContributionGuard:
 
 
 def has_user_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody else gets a parameter's gradient when it has come."""
+    """True if somebody else gets a parameter's gradient when it has come."""
     hooks = (accumulated_hooks(parameter) or {}).values()
     owners = (getattr(hook, "__self__", None) for hook in hooks)
     return not all(getattr(owner, "only_counts", False) for owner in owners)
@@ -182,7 +182,7 @@ def _variables(nodes: Iterable[Any]) -> set[int]:
 
 
 def _runs_backward_inside(roots: Sequence[Any]) -> bool:
-    """Whether reentrant checkpointing is among the nodes."""
+    """True if reentrant checkpointing is among the nodes."""
     return any("CheckpointFunction" in node.name() for node in _nodes(roots))
 
 

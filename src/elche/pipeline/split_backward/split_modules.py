@@ -277,7 +277,7 @@ def _hooks_made() -> object:
 
 
 def _hooked(parameter: nn.Parameter) -> bool:
-    """Whether a user has put hooks on a parameter, or where autograd accumulates.
+    """True if a user has put hooks on a parameter, or where autograd accumulates.
 
     torch shows them only to who registers another one; it takes some microseconds.
     """

@@ -182,7 +182,7 @@ def defer(
 
 
 def _has_device_alone() -> bool:
-    """Whether the default device is the only function mode: it changes nothing here."""
+    """True if the default device is the only function mode: it changes nothing here."""
     return function_modes() == 1 and torch.get_default_device().type != "cpu"
 
 

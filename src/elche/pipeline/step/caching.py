@@ -36,7 +36,7 @@ class CachedLayers:
         self.refused = ""
 
     def offer(self) -> tuple[bool, str]:
-        """Whether a layer of this rank takes a cache, and why that is not known.
+        """True if a layer of this rank takes a cache, and why that is not known.
 
         Makes the layers anew that were cut of a model: that may take seconds.
         """
@@ -50,7 +50,7 @@ class CachedLayers:
 
 
 def _cached(parts: Parts) -> tuple[Executor, bool]:
-    """What runs layers with caches, and whether there are any."""
+    """Executor of layers with caches, and True if there are any."""
     layers = parts.given.layers
     stages = {index: one.stage for index, one in parts.stages.items()}
     executor = parts.executor
@@ -73,7 +73,7 @@ def _cached(parts: Parts) -> tuple[Executor, bool]:
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """How far logits are apart, relative to the second ones.
+    """Distance of logits, relative to the second ones.
 
     A token that may not be chosen has one of -inf in both.
     """
@@ -85,5 +85,5 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far logits of this type may be apart by rounding alone, relatively."""
+    """Relative distance of logits of this dtype by rounding alone."""
     return float(torch.finfo(dtype).eps ** 0.4)

@@ -168,7 +168,7 @@ class Executor:
         self._transport.flush(timeout_s)
 
     def address(self, one: StageAction) -> Address:
-        """Where a send goes to, or a receive comes from."""
+        """Target of a send, or source of a receive."""
         forwards = one.kind in (Kind.SEND_F, Kind.RECV_F)
         sends = one.kind in (Kind.SEND_F, Kind.SEND_B)
         other = one.stage + (1 if forwards == sends else -1)
@@ -184,11 +184,11 @@ class Executor:
         )
 
     def is_elsewhere(self, stage: int) -> bool:
-        """Whether a stage is on another rank."""
+        """True if a stage is on another rank."""
         return self._schedule.placement[stage] != self._rank
 
     def splits(self, stage: int, microbatch: int) -> bool:
-        """Whether the schedule runs I and W apart."""
+        """True if the schedule runs I and W apart."""
         return (stage, microbatch) in self._splitting
 
     @property
@@ -240,7 +240,7 @@ class Executor:
 
 
 def _stages_through(actions: Sequence[StageAction]) -> dict[int, list[int]]:
-    """Where the gradients of stages are complete: place in the list to stages.
+    """Stages whose gradients are complete at each place of the list.
 
     That is after the last backward of a stage, and the messages behind it, for which
     other ranks wait.
@@ -278,7 +278,7 @@ class _Run:
             act(self, one)
 
     def has(self, one: StageAction) -> bool:
-        """Whether an action's microbatch has samples."""
+        """True if an action's microbatch has samples."""
         count = self.given.microbatches
         return count is None or one.microbatch < count
 
@@ -346,7 +346,7 @@ class _Run:
         return Message(tuple(tensors), structure, needs)
 
     def _incoming(self, one: StageAction, stage: int, way: int, kind: Kind) -> Message:
-        """What another stage made for this action."""
+        """Input of this action from another stage."""
         if not self._owner.is_elsewhere(stage):
             return self._outgoing.pop((stage, way, one.microbatch))
         receive = StageAction(one.stage, kind, one.microbatch)

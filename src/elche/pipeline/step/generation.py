@@ -27,14 +27,14 @@ BatchOf = Callable[[torch.Tensor], Any]
 PROVEN_AFTER = 3
 """Tokens: of the prompt, behind it, and behind one that was behind it itself."""
 WHOLE_ARGUMENT = "attention_mask"
-"""Of the model's input what is given for the positions in a cache, too."""
+"""Argument of the model that covers the cached positions, too."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What is to be generated; see `elche.pipeline.Pipeline.generate`."""
+    """Arguments of a generation; see `elche.pipeline.Pipeline.generate`."""
 
     tokens: Any
     max_new_tokens: int
@@ -159,7 +159,7 @@ class Generation:
         return _tokens(told[last])
 
     def _outputs(self, made: torch.Tensor) -> Any:
-        """What the model makes of the sequences, on the rank of the last stage."""
+        """Output of the model for the sequences, on the rank of the last stage."""
         if self._caches is None:
             return self._whole(made)
         done = self._cached_positions

@@ -47,7 +47,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where a rank sits in its pipeline.
+    """Position of a rank in its pipeline.
 
     Attributes:
         rank: its number.
@@ -91,7 +91,7 @@ class InputReport:
     outputs: int | str = "last"
 
     def as_message(self) -> list[Any]:
-        """As the ranks exchange it."""
+        """Fields that the ranks exchange."""
         return list(astuple(self))
 
 

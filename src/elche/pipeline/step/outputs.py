@@ -20,7 +20,7 @@ _WHAT = "the outputs of an evaluation"
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step gives.
+    """Result of a step.
 
     Attributes:
         loss: of the whole batch, under the configured reduction; on every rank.
@@ -36,7 +36,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class EvaluationOutput:
-    """What an evaluation gives.
+    """Result of an evaluation.
 
     Attributes:
         loss: of the whole batch; None without a target.
@@ -107,7 +107,7 @@ def hand_out(
 
 
 def loss_weights(sizes: list[int], scale: float, reduction: str) -> list[float]:
-    """What each microbatch's loss counts in the batch's, times a loss scale."""
+    """Weight of each microbatch's loss in the batch's, times a loss scale."""
     if reduction == "sum":
         return [scale] * len(sizes)
     return [scale * size / sum(sizes) for size in sizes]

@@ -24,7 +24,7 @@ class PeerFailedError(ElcheError):
 
 @dataclass(frozen=True)
 class StepInput:
-    """What this rank's stages get in one step.
+    """Input of this rank's stages in one step.
 
     Attributes:
         inputs: per microbatch, on the rank of the first stage.
@@ -53,7 +53,7 @@ class StepInput:
 
 @dataclass
 class StepResults:
-    """What one rank's part of a step gave.
+    """Results of one rank's part of a step.
 
     Attributes:
         losses: by microbatch, unweighted; on the rank of the last stage.
@@ -68,7 +68,7 @@ class StepResults:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """What the others are told about an error."""
+    """Message to the others about an error."""
     if isinstance(error, PeerFailedError):
         return error.failure
     lines = traceback.format_exception(type(error), error, error.__traceback__)

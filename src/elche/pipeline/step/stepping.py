@@ -75,7 +75,7 @@ class Stepping:
 
     @property
     def seat(self) -> Seat:
-        """Where this rank sits now."""
+        """Current position of this rank."""
         placement, rank = self.parts.plan.schedule.placement, self._communicator.rank
         return Seat(
             rank=rank,
@@ -89,7 +89,7 @@ class Stepping:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether other pipelines train the model, too."""
+        """True if other pipelines train the model, too."""
         return self._groups.are_several
 
     @property

@@ -104,12 +104,12 @@ class KeptCoordinator:
 
     @property
     def aborted(self) -> str | None:
-        """Why the run was ended, if it was."""
+        """Reason of the run's end, if it has ended."""
         return self.status.aborted or self._gave_up or None
 
     @property
     def pid(self) -> int | None:
-        """Of the process that serves now."""
+        """Process id of the current coordinator."""
         return None if self._writer is None else self._pid
 
     def start(self) -> None:
@@ -171,15 +171,15 @@ class KeptCoordinator:
             await asyncio.wait([taken], timeout=ANSWER_S)
 
     def is_connected(self, rank: int) -> bool:
-        """Whether instructions reach a rank."""
+        """True if instructions reach a rank."""
         return rank in self.status.connected
 
     def heeds_signals(self, rank: int) -> bool:
-        """Whether a rank has said that it ends well by itself when it is signalled."""
+        """True if a rank has said that it ends well by itself when it is signalled."""
         return rank in self.status.heeding
 
     def is_outlived(self, rank: int) -> bool:
-        """Whether the run has gone on without a rank: it died, or never joined."""
+        """True if the run has gone on without a rank: it died, or never joined."""
         return rank not in self.status.members
 
     async def _run(self) -> None:

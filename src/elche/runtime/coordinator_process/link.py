@@ -163,7 +163,7 @@ class Link:
         self._buffer = bytearray()
 
     def fileno(self) -> int:
-        """Of the socket, which is readable when something has come."""
+        """File descriptor of the socket, readable when a message has come."""
         return self._socket.fileno()
 
     def send(self, message: object) -> None:

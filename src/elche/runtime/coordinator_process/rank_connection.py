@@ -22,7 +22,7 @@ STACK_CHARS: Final = 2000
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who a connection says it is.
+    """Identity of a connection.
 
     Attributes:
         rank: which.
@@ -61,7 +61,7 @@ class ConnectionServer(Protocol):
         """Takes what a rank has sent."""
 
     def admit(self, hello: Hello, connection: RankConnection) -> bool:
-        """Whether this is a new rank, or one that comes again."""
+        """True if this is a new rank, or one that comes again."""
 
     def acknowledge(self, rank: int, received: int) -> None:
         """A rank has so many instructions of its stream."""
@@ -190,7 +190,7 @@ class RankConnection(asyncio.Protocol):
         return []
 
     def _hello_of(self, message: dict[str, Any]) -> Hello | None:
-        """What a Hello says; None if it is none."""
+        """Contents of a Hello; None for another message."""
         rank, stream = message.get("rank"), message.get("stream", "")
         pid, received = message.get("pid", 0), message.get("received", 0)
         assert self._transport is not None

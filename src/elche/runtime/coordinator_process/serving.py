@@ -90,7 +90,7 @@ class CoordinatorChild:
             self._link.send(Stopped(tuple(self._server.core.story())))
 
     def pend(self, messages: list[object]) -> None:
-        """What has come with the beginning, to be handled first."""
+        """Queues messages that came with the start, to be handled first."""
         self._pending.extend(messages)
 
     def _receive(self) -> None:

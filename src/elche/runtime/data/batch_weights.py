@@ -19,7 +19,7 @@ LEAST, MOST = 1e-9, 1e15
 """Positive weights: their sums, and their ratios, are exact enough in any precision."""
 
 SILENT_BATCHES = 20
-"""So many batches of weight 0, before the first of another, are told of."""
+"""Leading batches of weight 0 after which a warning is logged."""
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def check_weight_of(weight_of: object) -> None:
 
 
 def _number(said: Any) -> float | None:
-    """What one number is worth, of Python, torch or numpy."""
+    """Value of one number of Python, torch or numpy."""
     if isinstance(said, torch.Tensor):
         return float(said.detach()) if _is_real_scalar(said) else None
     if getattr(said, "size", None) == 1 and hasattr(said, "dtype"):
@@ -130,7 +130,7 @@ def _shown(said: Any) -> str:
 
 
 def _described(data: Any) -> str:
-    """What a batch is, for whoever takes it apart."""
+    """Structure of a batch, for an error message."""
     if isinstance(data, torch.Tensor):
         return f"a tensor of shape {list(data.shape)}"
     if isinstance(data, dict):

@@ -36,7 +36,7 @@ def ranges_of(sizes: BatchSizes, batches: Sequence[int]) -> tuple[Range, ...]:
 
 
 class EpochCourse:
-    """What is done of an epoch, and what is left: the same on all ranks.
+    """Finished and remaining parts of an epoch: the same on all ranks.
 
     Args:
         number: of the epoch, over the whole run.
@@ -71,12 +71,12 @@ class EpochCourse:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is left."""
+        """True if nothing of it is left."""
         return not self._rest.left.ranges
 
     @property
     def is_cut(self) -> bool:
-        """Whether some of it was done before this part."""
+        """True if some of it was done before this part."""
         return not self._is_whole
 
     @property
@@ -85,7 +85,7 @@ class EpochCourse:
         return self._rest.part_sizes
 
     def positions(self, seed: int | None) -> EpochPositions:
-        """What is left, for a loader."""
+        """Remaining positions, for a loader."""
         return EpochPositions(
             self._keys,
             self.part_sizes,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 MOST_VALUES = 1024
-"""Of a large tensor or text so many values are looked at, spread over it."""
+"""Most values of a large tensor or text that are read, spread over it."""
 MOST_DEPTH = 8
 DIGEST_BYTES = 7
 

@@ -18,7 +18,7 @@ from elche.torch_internals.passes import mark_dynamic
 
 
 class LeasedBatches:
-    """What the epochs of a run draw their batches from.
+    """Source of the batches of a run's epochs.
 
     Args:
         loader: the user's DataLoader.
@@ -53,7 +53,7 @@ class LeasedBatches:
 
     @property
     def has_work(self) -> bool:
-        """Whether a batch is queued, loading, or on its way to the device."""
+        """True if a batch is queued, loading, or on its way to the device."""
         return self._prefetcher.has_batch or self._feed.has_work
 
     @property

@@ -36,7 +36,7 @@ class IndexBatch(NamedTuple):
 
 
 class _NoBatch:
-    """What an empty index batch comes out as."""
+    """Output of a DataLoader for an empty index batch."""
 
     def __reduce__(self) -> str:
         return "NO_BATCH"
@@ -104,7 +104,7 @@ class LeasedCollate:
 
 
 class _LeaseSampler(Generic[Tag]):
-    """What a DataLoader draws its index batches from; never blocks.
+    """Batch sampler of a DataLoader that yields leased batches and never blocks.
 
     Apart from the feed, so that no circle of references keeps a run that has ended,
     with all its memory, until Python happens to look for circles.
@@ -126,7 +126,7 @@ class _LeaseSampler(Generic[Tag]):
         self.has_ended, self.refills = False, True
 
     def refill(self) -> bool:
-        """Whether anything is queued, having asked for it."""
+        """Requests a lease, and returns True if anything is queued."""
         if not self.queued and not self.has_ended:
             self._refill()
         return bool(self.queued)
@@ -178,7 +178,7 @@ class BatchFeed(Generic[Tag]):
 
     @property
     def has_work(self) -> bool:
-        """Whether a batch is queued, or drawn and still to come out."""
+        """True if a batch is queued, or drawn and still to come out."""
         sampler = self._sampler
         return bool(sampler.queued) or any(tag is not None for tag in sampler.drawn)
 

@@ -71,7 +71,7 @@ class EpochPositions:
 
     @property
     def is_part(self) -> bool:
-        """Whether the epoch has been cut, and this is not all of it."""
+        """True if the epoch has been cut, and this is not all of it."""
         return self._part is not None
 
     @property
@@ -82,7 +82,7 @@ class EpochPositions:
 
     @property
     def has_integer_keys(self) -> bool:
-        """Whether positions are indices, as of a sequence."""
+        """True if positions are indices, as of a sequence."""
         return isinstance(self._keys, torch.Tensor)
 
     def samples_of(self, batch: int) -> int:

@@ -181,7 +181,7 @@ class DevicePrefetcher(Generic[Tag]):
 
     @property
     def has_batch(self) -> bool:
-        """Whether :meth:`take` gives one for sure, unless it is discarded meanwhile."""
+        """True if :meth:`take` gives one for sure, unless it is discarded meanwhile."""
         return bool(self._held)
 
     def take(self) -> tuple[Tag, Any] | None:

@@ -102,7 +102,7 @@ class SampleOrder:
         self._received = self._share_generators(group, 0)
 
     def _share_generators(self, group: Group, source: int) -> list[bytes] | None:
-        """What this rank is to go on from as a successor; None on the first."""
+        """Generator states to continue from as a successor; None on the first rank."""
         if not self._hands_on:
             return None
         own = self._received or [_bytes_of(state) for state in self._states()]

@@ -188,7 +188,7 @@ def stream_loader(
 
 
 def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How a loader loads, as another one is told it."""
+    """Options of a loader, for another one that loads alike."""
     options = {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,

@@ -25,13 +25,13 @@ from elche.runtime.data.sample_seeds import (
 from elche.torch_internals.batches import as_if_alone
 
 HEAD_SAMPLES = 2
-"""So many samples at the beginning of an epoch are compared between processes."""
+"""Samples at the beginning of an epoch that are compared between processes."""
 
 logger = logging.getLogger(__name__)
 
 
 class Stamp(NamedTuple):
-    """What a process that loads says of the stream it reads.
+    """Description of the stream that a worker process reads.
 
     Attributes:
         fingerprint: of the epoch's first samples, as that process got them.
@@ -76,7 +76,7 @@ class StreamReader:
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs: no iterator, no group."""
+        """State for another process: no iterator, no group."""
         return {
             "stream": self.stream,
             "length": self.length,
@@ -89,7 +89,7 @@ class StreamReader:
 
     @property
     def name(self) -> str:
-        """What the user calls it."""
+        """The user's name for the stream."""
         return type(self.stream).__name__
 
     def begin_epoch(self, epoch: int) -> None:
@@ -203,7 +203,7 @@ class StreamReader:
             seed_generators(position_seed(self.seed, self._epoch, position))
 
     def _look_beyond(self) -> None:
-        """Whether anything follows; what goes wrong there is in no epoch."""
+        """Looks for a sample beyond the end; its errors belong to no epoch."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             with contextlib.suppress(Exception):

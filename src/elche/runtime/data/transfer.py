@@ -83,7 +83,7 @@ class Fence(Protocol):
     """A place in a stream of copies."""
 
     def query(self) -> bool:
-        """Whether everything before it is done."""
+        """True if everything before it is done."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,7 +279,7 @@ class EpochExecution:
             self._worker.close(ended)
 
     def _made(self, part: EpochPart) -> SyncEpoch | WindowEpoch:
-        """What executes the part, under the policy in force."""
+        """Executor of the part, under the policy in force."""
         training, reducer = self._training, self._synchroniser.reducer
         assert self._batches is not None
         self._batches.marks_dynamic = reducer is not None and self._varies
@@ -300,7 +300,7 @@ class EpochExecution:
 
     @property
     def _varies(self) -> bool:
-        """Whether a compiled model gets shares of several sizes."""
+        """True if a compiled model gets shares of several sizes."""
         config, modules = self._training.config, self._training.model.modules()
         is_fixed = config.debug.deterministic or config.shares == "fixed"
         return not is_fixed and any(map(is_compiled, modules))

@@ -126,7 +126,7 @@ class RunEpochs:
         return self.samples_before - (0 if course is None else course.open_samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which epoch comes next, or what is left of one that is cut."""
+        """Number of the next epoch, or the remainder of one that is cut."""
         course, samples = self._course, self.samples_before
         return {
             "next": self._epoch + (course is None),
@@ -136,7 +136,7 @@ class RunEpochs:
         }
 
     def parts(self, state: dict[str, Any]) -> RunParts:
-        """What a checkpoint is made of beside this state of the run."""
+        """Parts of a checkpoint beside this state of the run."""
         windows = self._synchroniser.windows
         return RunParts(
             model=self._training.model,
@@ -185,7 +185,7 @@ class RunEpochs:
         self._opening.join()
 
     def hand_over(self) -> dict[str, Any]:
-        """What ranks that join get beside a checkpoint's contents.
+        """State for ranks that join, beside a checkpoint's contents.
 
         Raises:
             ConfigError: the loop does something that cannot be handed over.
@@ -363,7 +363,7 @@ class RunEpochs:
             self._end_epoch(run.end)
 
     def _end_epoch(self, end: EndEpoch | None) -> None:
-        """What there is to do after the last part, unless it was broken off."""
+        """Ends the epoch after its last part, unless the loop left it."""
         course = self._course
         if end is not None and course is not None:
             samples = self.samples_before - course.samples_before
@@ -420,7 +420,7 @@ class RunEpochs:
             self._notifications.emit(said)
 
     def _opened(self, steps: int, *, is_changed: bool) -> EpochOpened:
-        """What this rank says of the epoch that it opens."""
+        """Message of this rank about the epoch that it opens."""
         observer, rank = self._observer, self._worker.rank
         followed = observer.schedulers.optimizers
         return EpochOpened(

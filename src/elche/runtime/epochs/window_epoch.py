@@ -103,7 +103,7 @@ class WindowEpoch:
 
     @property
     def weight_in_hand(self) -> float:
-        """What the batch in hand weighs in means: its samples, or as the user says."""
+        """Weight of the current batch in means: its samples, or ``weight_of``."""
         return 0.0 if self._in_hand is None else self._weight_in_hand
 
     def refill(self) -> None:
@@ -174,7 +174,7 @@ class WindowEpoch:
         )
 
     def _is_stop(self, action: Action) -> bool:
-        """Whether the epoch is over; a new group is then formed between epochs."""
+        """True if the epoch is over; a new group is then formed between epochs."""
         return action.do is Do.STOP or (
             action.do is Do.REGROUP and self._loop.end is not None
         )

@@ -148,7 +148,7 @@ def _find_under_torchrun(
 
 
 def _share_host(store: dist.Store, placement: Placement) -> bool:
-    """Whether all ranks are on one host, as each says of itself."""
+    """True if all ranks are on one host, as each says of itself."""
     store.set(f"host/{placement.rank}", host_name())
     ranks = range(placement.world_size)
     hosts = {store.get(f"host/{rank}").decode() for rank in ranks}

@@ -54,8 +54,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 STALLED_S = 10.0
-"""So long ranks wait for others before a line says where these are; each further line
-takes twice as long."""
+"""Wait (s) for ranks until a line names them; it doubles for each further line."""
 GONE_S = 1.0
 """Within which the launcher sees how a process has ended, once its connection has."""
 STORY = "ELCHE_STORY"
@@ -265,7 +264,7 @@ class CoordinatorServer:
         return frozenset(self._connections)
 
     def heeds_signals(self, rank: int) -> bool:
-        """Whether a rank has said that it ends well by itself when it is signalled."""
+        """True if a rank has said that it ends well by itself when it is signalled."""
         return bool(self.record.store.get(heeds_key(rank)))
 
     def release(self, rank: int) -> None:

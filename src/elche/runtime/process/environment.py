@@ -56,12 +56,12 @@ class Placement:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this is the only rank that there will be."""
+        """True if this is the only rank that there will be."""
         return self.world_size == 1 and not (self.joins or self.may_grow)
 
     @property
     def device_name(self) -> str:
-        """What the device is, for people and for comparison between ranks."""
+        """Name of the device, for people and for comparison between ranks."""
         if self.speed is not None:
             return f"CPU emulated at speed {self.speed:g}"
         if self.device.type == "cuda":
@@ -70,7 +70,7 @@ class Placement:
 
     @property
     def emulation(self) -> EmulationConfig | None:
-        """How fast the emulated device is; None for a real one."""
+        """Speed of the emulated device; None for a real one."""
         if self.speed is None:
             return None
         return EmulationConfig(
@@ -79,7 +79,7 @@ class Placement:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the device, of the host where it is a CPU; 0 if it is not known."""
+        """Memory of the device, of the host for a CPU; 0 if it is not known."""
         if self.device.type == "cuda":
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         if self.device.type == "cpu" and hasattr(os, "sysconf"):

@@ -50,7 +50,7 @@ class Heartbeat:
         self._waits_since_s = None
 
     def waits(self) -> None:
-        """It waits for other ranks, now as well."""
+        """Reports that it waits for other ranks."""
         self._seen_s = time.monotonic()
         if self._waits_since_s is None:
             self._waits_since_s = self._seen_s

@@ -35,10 +35,10 @@ OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", LAUNCH
 
 
 class Network(Protocol):
-    """Where ranks and coordinator meet."""
+    """Network of ranks and coordinator."""
 
     def command(self, rank: int) -> tuple[str, ...]:
-        """What to put before a rank's command, so that it runs in its place."""
+        """Prefix of a rank's command that runs it in its place."""
 
     def environment(self, rank: int) -> dict[str, str]:
         """Variables that a rank needs there."""
@@ -49,7 +49,7 @@ class Network(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """What to start.
+    """Command, ranks and options of a launch.
 
     Attributes:
         command: the program and its arguments, the same on every rank.
@@ -134,7 +134,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True)
 class LaunchResult:
-    """How a run ended.
+    """End of a run: exit codes and reason.
 
     Attributes:
         exit_codes: each rank's exit code; a signal counts as 128 + its number.
@@ -156,7 +156,7 @@ class LaunchResult:
 
     @property
     def exit_code(self) -> int:
-        """Of the run: by the signal, or that of the rank that failed first."""
+        """Exit code of the run: by the signal, or of the rank that failed first."""
         if self.signal:
             return 128 + self.signal
         return 0 if self.failed_first is None else self.exit_codes[self.failed_first]

@@ -102,7 +102,7 @@ def _first_node(nodes: str) -> str:
 def rank_environments(
     world_size: int, address: tuple[str, int], key: bytes
 ) -> list[dict[str, str]]:
-    """Who each rank is, in torchrun's words, and where the coordinator is.
+    """Environment of each rank: torchrun's variables, and the coordinator's address.
 
     Args:
         world_size: ranks of the run.

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GroupWatch:
-    """What a rank looks at while it waits in a group.
+    """Checks of a rank while it waits in a group.
 
     Attributes:
         timeout_s: deadline of forming a group, and of a collective.
@@ -89,7 +89,7 @@ class RankGroups:
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is none: not yet, or not any more."""
+        """True if there is none: not yet, or not any more."""
         return self._current is None
 
     def form(self, welcome: Welcome, transport: str) -> None:
@@ -120,7 +120,7 @@ class RankGroups:
         self._current = Group.alone(self._watch.timeout_s)
 
     def _note_transport(self, transport: str) -> None:
-        """What groups are formed with; who shares memory is agreed on in each anew."""
+        """Records the transport of groups; shared memory is agreed on in each anew."""
         own = self._placement.device_name
         self.can_share = transport != "gloo" and can_share(own)
         listen = self._placement.listen if transport == "nccl" else ""
@@ -275,7 +275,7 @@ def _form_watched(
     listen: str,
     watch: GroupWatch,
 ) -> Group:
-    """As `Group.form`, but ``watch.check`` may end it."""
+    """Forms a group as `Group.form` does, but ``watch.check`` may end it."""
     meeting = _Rendezvous(channel)
     made: list[Group] = []
     errors: list[BaseException] = []

@@ -14,7 +14,7 @@ from elche.coordination.protocol.instructions import Instruction
 
 LINE_BYTES = 1 << 22
 LAST_LINES_S = 2.0
-"""For what is still to be read when the ranks have ended."""
+"""Deadline (s) to read the rest of the output after the ranks have ended."""
 TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -33,7 +33,7 @@ class Display(Protocol):
 
 @final
 class RankOutput:
-    """Where the ranks' standard output and error go.
+    """Destination of the ranks' standard output and error.
 
     Args:
         on_line: takes rank and text of each line of standard output.

@@ -19,15 +19,14 @@ from elche.coordination.protocol.events import Interrupted
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 
 GRACE_S = 10.0
-"""For the others after a rank has failed, and for all after Ctrl-C in a terminal."""
+"""Grace (s) of the others after a rank has failed, and of all after Ctrl-C."""
 LATE_S = (3.0, 4.0)
 """After a deadline, for ranks that do not answer: until SIGTERM, and until SIGKILL."""
 HEED_S = 4.0
-"""For all after another signal: with KILL_AFTER_S, less than `docker stop` waits."""
+"""Grace (s) after a second signal; with KILL_AFTER_S below `docker stop`'s 10 s."""
 KILL_AFTER_S = 5.0
 OWN_END_S = 30.0
-"""For ranks that end by themselves after a signal, perhaps with a last checkpoint;
-one that trains alone, and does not say so, may be such a rank."""
+"""Grace (s) of ranks that end by themselves after a signal, with a checkpoint."""
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 SCRIPTS: Final = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals for ranks whose scripts handle them; without a handler they end the run."""
@@ -38,7 +37,7 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None before it has one."""
+        """Process id; None before the start."""
 
     @property
     def returncode(self) -> int | None:
@@ -140,7 +139,7 @@ class RankProcesses:
                 os.kill(process.pid, signal.SIGKILL)
 
     def _run_ended(self, kind: str) -> None:
-        """Where ranks are late; a failure shows in an exit code.
+        """Ends ranks that outlast the run; a failure shows in an exit code.
 
         Ranks that never meet, as those of a plain script, end when they like.
         """
@@ -154,7 +153,7 @@ class RankProcesses:
             asyncio.get_running_loop().call_later(after_s, self._end_late, number)
 
     def _end_late(self, number: signal.Signals) -> None:
-        """Who has heard that the deadline is over has ended its connection."""
+        """Ends late ranks; those that received the deadline have disconnected."""
         for rank, process in self._processes.items():
             if self._server.is_connected(rank):
                 send_signal(process, number)
@@ -185,7 +184,7 @@ class RankProcesses:
 
     @property
     def _run_is_over(self) -> bool:
-        """Whether only ranks still run that are not in the run, or not in it yet."""
+        """True if only ranks still run that are not in the run, or not in it yet."""
         running = self._processes.keys() - set(self.ended)
         return all(map(self._server.is_outlived, running))
 
@@ -273,7 +272,7 @@ def _handles(process: RankProcess, number: signal.Signals) -> bool:
 
 
 def has_terminal() -> bool:
-    """Whether this process group is the one that a terminal sends Ctrl-C to."""
+    """True if this process group is the one that a terminal sends Ctrl-C to."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:

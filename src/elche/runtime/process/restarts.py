@@ -26,7 +26,7 @@ AT_ONCE_S: Final = 60.0
 """A start that ends before has come to nothing, where no checkpoint tells."""
 PROBE_S: Final = 60.0
 DEVICE_FILES: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Of accelerators; without any no device of a run can be gone."""
+"""Device files of accelerators; without them no device can disappear."""
 _PROBE: Final = (
     "import sys, torch; torch.ones(1, device=sys.argv[1]).add_(1).item()"  # a kernel
 )
@@ -34,7 +34,7 @@ _PROBE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartConfig:
-    """Where checkpoints lie, and how often a run is started anew.
+    """Folder of checkpoints, and most restarts of a run.
 
     Attributes:
         checkpoint_dir: folder of the run's checkpoints, if elche writes any.
@@ -68,7 +68,7 @@ class RestartConfig:
             )
 
     def environment(self, is_restart: bool) -> dict[str, str]:
-        """What ranks are told of it."""
+        """Environment variables of the ranks."""
         if self.checkpoint_dir is None:
             return {}
         folder = str(self.checkpoint_dir.resolve())
@@ -161,7 +161,7 @@ class _Restarts:
         return None if self._store is None else self._store.newest_name()
 
     def _check_folder(self) -> None:
-        """It can be written to, and holds no run that this one would thin out."""
+        """Refuses a folder that cannot be written to, or holds another run."""
         folder, newest = self._restarts.checkpoint_dir, self._newest()
         if folder is None:
             return
@@ -209,7 +209,7 @@ class _Restarts:
 
 
 def _why(result: LaunchResult) -> str:
-    """Which rank ended the run and how, in a line."""
+    """One line about the rank that ended the run."""
     rank = result.failed_first
     assert rank is not None
     code = result.exit_codes[rank]
@@ -224,7 +224,7 @@ def _all(world_size: int) -> str:
 
 
 def _opens(device: str) -> bool:
-    """Whether a new process can compute on a device."""
+    """True if a new process can compute on a device."""
     try:
         code = subprocess.run(
             [sys.executable, "-c", _PROBE, device],

@@ -28,7 +28,7 @@ def failure_of(rank: int, error: BaseException, hint: str = "") -> Failed:
 
 
 def counted_hint(error: BaseException, policy: str) -> str:
-    """What to write instead of counting batches with ``next()``, or ""."""
+    """Advice against counting batches with ``next()``, or ""."""
     ends = isinstance(error, StopIteration) or isinstance(
         error.__cause__, StopIteration
     )

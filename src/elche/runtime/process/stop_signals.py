@@ -17,12 +17,12 @@ SIGNALS: Final = {
 }
 """With the handlers that are replaced; one of the user's stays."""
 REASONS: Final = ("stop", *(number.name for number in SIGNALS))
-"""Why a run ends early, beside what the training itself decides."""
+"""Reasons of an early end beside the training's own."""
 
 
 @final
 class StopRequest:
-    """What was asked of a run; the training thread looks between batches.
+    """Request to stop a run, which the training thread reads between batches.
 
     Attributes:
         reason: one of `REASONS`, "" if it is to go on.
@@ -43,7 +43,7 @@ class StopRequest:
         self.is_aborted = True
 
     def end(self) -> None:
-        """It has ended: nobody hears any more."""
+        """Ends the handling of signals."""
         self.is_over = True
 
     def check(self) -> None:

@@ -45,7 +45,7 @@ class TorchStore:
         self._server = asyncio.ensure_future(listening)
 
     def environment(self) -> dict[str, str]:
-        """What sends torch there, and tells rank 0 not to host a store itself."""
+        """Environment variables that make torch use this store."""
         return {
             "MASTER_ADDR": HOST,
             "MASTER_PORT": str(self._port),

@@ -116,7 +116,7 @@ class Worker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this rank has no part in the run any more."""
+        """True if this rank has no part in the run any more."""
         return self.groups.has_ended or self._aborted is not None
 
     @property
@@ -130,7 +130,7 @@ class Worker:
 
     @property
     def is_due(self) -> bool:
-        """Whether ranks have died, and the group of the others is to be formed."""
+        """True if ranks have died, and the group of the others is to be formed."""
         return self._is_due
 
     def hear_of(self, *regroups: Regroup) -> None:

@@ -26,7 +26,7 @@ class MetricsSource(Protocol):
 
     @property
     def notifications(self) -> RunNotifications:
-        """What this rank logs, and the metrics of what has ended."""
+        """Scalars that this rank logs, and metrics of finished windows and epochs."""
 
     @property
     def samples_in_hand(self) -> int:
@@ -34,7 +34,7 @@ class MetricsSource(Protocol):
 
     @property
     def weight_in_hand(self) -> float:
-        """What it weighs in means, 0 outside the loop."""
+        """Weight of the current batch in means; 0 outside the loop."""
 
 
 class MetricsView:
@@ -67,7 +67,7 @@ class MetricsView:
             self._source.notifications.scalars.log(name, value, weight)
 
     def run_part(self, part: float) -> None:
-        """What is logged now stands for this part of the batch in hand, 0 to 1."""
+        """Sets the part (0 to 1) of the current batch that logged values stand for."""
         self.part = part
 
     @property
@@ -77,7 +77,7 @@ class MetricsView:
 
     @property
     def weight_in_hand(self) -> float:
-        """What they weigh in means: their number, or as the user says."""
+        """Weight of the batches in means: their samples, or as the user weighs them."""
         return 0.0 if self._source is None else self._source.weight_in_hand
 
     def take_windows(self) -> None:

@@ -12,7 +12,7 @@ from elche.runtime.report.notifications import RunNotifications
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known of a run when it begins.
+    """Facts of a run that are known when it begins.
 
     Attributes:
         policy: that was asked for, or is the default.

@@ -27,7 +27,7 @@ class Readback(Protocol):
     """A copy of a device buffer on its way to the host."""
 
     def is_done(self) -> bool:
-        """Whether it has come; does not wait."""
+        """True if it has come; does not wait."""
 
     def values(self) -> list[float]:
         """The values, waiting for them."""
@@ -37,7 +37,7 @@ ReadBack = Callable[[torch.Tensor], Readback]
 
 
 class ScalarLog:
-    """What this rank has logged since the last window closed.
+    """Scalars that this rank has logged since the last window closed.
 
     Args:
         read_back: begins the copy of a device buffer to the host; the default knows

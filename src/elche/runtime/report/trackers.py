@@ -91,7 +91,7 @@ class TrackedMetrics:
 
 
 def values_of(metrics: WindowMetrics | EpochMetrics) -> dict[str, float]:
-    """What is logged of a window, or an epoch: scalars by name.
+    """Scalars of a window or an epoch, by name.
 
     A scalar of which all values were NaN or Inf is NaN.
     """

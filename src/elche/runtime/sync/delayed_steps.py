@@ -46,7 +46,7 @@ class DelayedSteps:
     def attach(
         self, reducer: GradientReducer, parameters: Sequence[nn.Parameter]
     ) -> None:
-        """What reduces was built anew; nothing is under way."""
+        """Resets after the reducer was rebuilt; no reduction is in progress."""
         self._reducer, self._parameters, self._own = reducer, parameters, []
         reducer.delay()
 

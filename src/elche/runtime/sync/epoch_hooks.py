@@ -21,7 +21,7 @@ from elche.runtime.windows.regrouping import Regrouping
 
 @dataclass(frozen=True, slots=True)
 class EpochHooks:
-    """What an epoch asks of its run.
+    """Callbacks of an epoch to its run.
 
     Attributes:
         on_error: told about an error that a `break` cannot raise.

@@ -13,7 +13,7 @@ from elche.runtime.sync.step import Step
 
 @final
 class LeftRanks:
-    """What ranks that have left do not bring, and this rank's word to them.
+    """Weight missing from ranks that left the epoch, and our acknowledgement to them.
 
     Args:
         worker: this rank's shell.
@@ -52,7 +52,7 @@ class LeftRanks:
             self._worker.send(begun)
 
     def lost(self, step: Step, number: int) -> Lost:
-        """What they do not bring to a pass of a step."""
+        """Weight missing from a pass of a step."""
         shares, left = step.shares, self.passes.items()
         lost = [shares[rank] for rank, passes in left if passes < number]
         ranks = sum(share > 0 for share in lost)

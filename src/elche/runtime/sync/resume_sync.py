@@ -141,7 +141,7 @@ def take_schedules(
 
 
 def plain_schedule(scheduler: LRScheduler) -> dict[str, Any] | None:
-    """What JSON holds exactly of a scheduler's state; None if that is not all.
+    """State of a scheduler if JSON keeps it exactly; else None.
 
     What it was made with (milestones, say) every rank has.
     """

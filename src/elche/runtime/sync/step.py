@@ -26,7 +26,7 @@ class Step(NamedTuple):
     span: int = 0
 
     def weighed(self, weight: float | None) -> StepPart:
-        """How its gradients weigh.
+        """This part with the weight of its gradients.
 
         Args:
             weight: what the user says; None: its samples.
@@ -41,7 +41,7 @@ class Step(NamedTuple):
         return Step(self.step, self.samples, shares, self.part, self.span)
 
     def is_same(self, other: Step | None) -> bool:
-        """Whether it is the same global batch."""
+        """True if it is the same global batch."""
         return other is not None and (self.span, self.step) == (other.span, other.step)
 
 

@@ -73,7 +73,7 @@ class StepAccount:
         self._ready_s, self._transfer_s = time.monotonic(), transfer_s
 
     def _cost(self, step: Step, wait_s: float) -> BatchCost:
-        """What the step took until now; the next one begins."""
+        """Time of the step until now; the next one begins."""
         times_s = self._began_s, self._ready_s, time.monotonic()
         self._began_s = times_s[-1]
         batch = "step", step.step, *times_s, step.samples, wait_s
@@ -134,7 +134,7 @@ class StepAccount:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something to say."""
+        """True if there is something to say."""
         return self._reports.is_due
 
     def report(self) -> bool:

@@ -61,7 +61,7 @@ class StepMembers:
         self.late_error: ConfigError | None = None
 
     def reset(self) -> None:
-        """What reduces gradients was built anew, with all ranks."""
+        """Resets after the reducer was rebuilt with all ranks."""
         self._left_out = ()
 
     def begin_anew(self, group: Group) -> None:
@@ -102,7 +102,7 @@ class StepMembers:
             )
 
     def unknown(self) -> str:
-        """What of this rank cannot be carried to another; "" if nothing was seen.
+        """State of this rank that cannot be copied to another; "" if there is none.
 
         Raises:
             ConfigError: a GradScaler has come where ranks are left out, whose loss it

@@ -17,7 +17,7 @@ from elche.runtime.windows.regrouping import WHAT, Regrouping
 from elche.runtime.windows.synchroniser import Synchroniser
 
 APART = StepPlace(-1, 0, -1)
-"""Of a rank that is left out of steps."""
+"""Position of a rank that is excluded from steps."""
 
 
 @final
@@ -53,7 +53,7 @@ class StepRegrouping:
 
     @property
     def has_lost(self) -> bool:
-        """Whether any have died since the part of an epoch began."""
+        """True if any have died since the part of an epoch began."""
         return not set(self._members) <= set(self._worker.members)
 
     def begin_part(self) -> None:

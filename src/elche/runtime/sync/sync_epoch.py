@@ -287,7 +287,7 @@ class SyncEpoch:
         return None
 
     def _is_over(self, number: int) -> bool:
-        """Whether this rank runs no step of this number, and none after it."""
+        """True if this rank runs no step of this number, and none after it."""
         return self.end is not None or self._dead.is_over(number)
 
     def _await_end(self) -> None:
@@ -393,7 +393,7 @@ class SyncEpoch:
 
     @property
     def _place(self) -> StepPlace:
-        """Where this rank is."""
+        """Position of this rank in its steps."""
         waits = next((s.step for s in self._open_steps if s.span == self._span), None)
         passed: Step | None = self._reducer.passed
         return StepPlace.at(

@@ -21,7 +21,7 @@ from elche.runtime.watch.rate_watch import RateWatch
 
 
 class LoopPlace(Enum):
-    """Where the user's loop is, and what a call of ``scheduler.step()`` does there.
+    """Place of the user's loop, which decides the effect of ``scheduler.step()``.
 
     =======  ===================  ===========================================
     place    entered by           a call
@@ -157,7 +157,7 @@ class FollowedSchedulers:
         self._place = LoopPlace.STEPS
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What is counted in an epoch that is cut; [] between epochs."""
+        """Counts of an epoch that is cut; [] between epochs."""
         return [steps.state_dict() for steps in self.steps]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
@@ -165,7 +165,7 @@ class FollowedSchedulers:
         self._resumed = state
 
     def begin_windows(self) -> None:
-        """What is left of the epoch is run in windows."""
+        """Begins windows for the rest of the epoch."""
         self._place = LoopPlace.WINDOWS
 
     def advance(self, samples: float, *, is_agreed: bool = False) -> None:
@@ -193,7 +193,7 @@ class FollowedSchedulers:
             self.rates.check(optimizers)
 
     def periods(self) -> Runs:
-        """What this rank's loop has shown of each schedule, for a window's end."""
+        """Periods of each schedule in this rank's loop, for a window's end."""
         return tuple(steps.report for steps in self.steps)
 
     def agree(self, periods: tuple[int, ...]) -> None:

@@ -77,7 +77,7 @@ class LiveGraph:
 
     @property
     def is_live(self) -> bool:
-        """Whether no backward pass has come to the batch of the last forward pass."""
+        """True if no backward pass has come to the batch of the last forward pass."""
         return self._last is not None and not self._last.had_backward
 
     @property
@@ -282,7 +282,7 @@ class LiveGraph:
 
 @final
 class _ForwardHook:
-    """What the model holds; nothing in its copies, and in one that was saved.
+    """Hook that the model holds; empty in copies of the model and in a saved one.
 
     Args:
         watch: told about every output; None: nobody is.

@@ -179,7 +179,7 @@ def _means(roots: Sequence[torch.Tensor]) -> Iterator[tuple[bool, int]]:
 
 
 def is_sum(root: Any) -> bool:
-    """Whether a loss is certainly a sum over a batch, by its node in the graph."""
+    """True if a loss is certainly a sum over a batch, by its node in the graph."""
     nodes, seen, kinds = [root], {root, None}, set()
     while nodes:
         node = nodes.pop()
@@ -193,7 +193,7 @@ def is_sum(root: Any) -> bool:
 
 
 def _kind(node: Any) -> str:
-    """What one of the terms of a loss is: `SUM`, `PART`, or anything else."""
+    """Kind of one of the terms of a loss: `SUM`, `PART`, or anything else."""
     below = _inputs(node)
     if _name(node) == "MulBackward0":
         is_part = len(below) == 1 and _kind(below[0]) in (SUM, PART)
@@ -223,5 +223,5 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _are_computed(nodes: list[Any]) -> bool:
-    """Whether no parameter is among them: a sum over one is over no batch."""
+    """True if no parameter is among them: a sum over one is over no batch."""
     return not any(_name(node) == "torch::autograd::AccumulateGrad" for node in nodes)

@@ -221,11 +221,11 @@ class _Common:
         self._buffers = [held(each) for each in module.buffers()]
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """As `torch.nn.Module` has it."""
+        """Tensors as `torch.nn.Module` yields them."""
         return iter(self._parameters)
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """As `torch.nn.Module` has it."""
+        """Tensors as `torch.nn.Module` yields them."""
         return iter(self._buffers)
 
 

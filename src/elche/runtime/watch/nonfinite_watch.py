@@ -31,7 +31,7 @@ SMALL_ELEMENTS = 4096
 HALVES = (torch.float16, torch.bfloat16)
 
 _Seen = tuple[OwnPart, int] | None
-"""What a value was read of: a part's gradient of a parameter, or (None) parameters."""
+"""Source of a value: a part's gradient of a parameter, or (None) parameters."""
 
 
 @final

@@ -16,7 +16,7 @@ _VALUES = methodcaller("values")
 
 @final
 class ParameterWatch:
-    """What a model's modules held, and what of it was trained, when this was made.
+    """Parameters of a model's modules, trained ones marked, when this was made.
 
     Walking ``model.parameters()`` costs 0.1 ms where there are forty modules. Comparing
     what all of them hold, one after another, with what they held then costs a tenth of
@@ -44,7 +44,7 @@ class ParameterWatch:
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing has changed; False may also mean that it cannot be told."""
+        """True if nothing has changed; False may also mean that it cannot be told."""
         return (
             list(map(_IS_TRAINED, self.parameters)) == self._were_trained
             and not any(self._empty)

@@ -23,7 +23,7 @@ def follows_progress(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a scheduler of torch's has been made for an optimizer."""
+    """True if a scheduler of torch's has been made for an optimizer."""
     groups = optimizer.param_groups
     return "step" in vars(optimizer) and any("initial_lr" in each for each in groups)
 
@@ -54,7 +54,7 @@ class RateWatch:
         self._rates = {id(optimizer): _rates(optimizer) for optimizer in optimizers}
 
     def has_moved(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-        """Whether a rate that does not follow the run's progress has moved since."""
+        """True if a rate that does not follow the run's progress has moved since."""
         return any(
             self._rates.get(id(optimizer), _rates(optimizer)) != _rates(optimizer)
             for optimizer in optimizers

@@ -23,7 +23,7 @@ from elche.runtime.report.scalars import ScalarLog
 from elche.torch_internals.groups import SCALER_FLAG
 
 NAME = "grad_scaler_skips"
-"""Of the scalar whose mean is the part of the steps that were skipped."""
+"""Name of the scalar whose mean is the fraction of skipped steps."""
 NO_GRADIENTS = (
     "a GradScaler cannot step where gradients are summed over a window "
     "(update='gradients'), because each rank would scale them by its own factor; train "

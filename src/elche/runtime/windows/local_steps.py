@@ -13,7 +13,7 @@ from elche.comm.averaging.optimizer_state import forget_state
 
 @final
 class LocalSteps:
-    """What this rank's own steps leave behind beside its parameters.
+    """State that this rank's own steps leave beside its parameters.
 
     Args:
         model: what is trained.

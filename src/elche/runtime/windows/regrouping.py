@@ -110,7 +110,7 @@ class Regrouping:
         last: OpenReduction | None,
         on_result: Callable[[], None] | None,
     ) -> None:
-        """Who lacks a result takes it from who holds it; goes on in the group."""
+        """Copies a result to ranks that lack it; continues in the group."""
         worker, sync = self._worker, self._synchroniser.windows
         if sync is None:
             raise ProtocolError(f"rank {worker.rank}: no windows, and a new group")
@@ -169,7 +169,7 @@ class Regrouping:
         return group
 
     def say(self) -> None:
-        """Who goes on now, on the first rank."""
+        """Logs the survivors, on the first rank."""
         now = list(self._worker.members)
         gone = [rank for rank in self._said if rank not in now]
         new = [rank for rank in now if rank not in self._said]

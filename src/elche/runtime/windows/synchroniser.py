@@ -118,7 +118,7 @@ class Synchroniser:
 
     @property
     def is_changed(self) -> bool:
-        """Whether parameters were frozen, unfrozen or added since it was built."""
+        """True if parameters were frozen, unfrozen or added since it was built."""
         return self._signature != self._current_signature()
 
     def build(self, policy: str | None = None) -> None:
@@ -278,7 +278,7 @@ class Synchroniser:
         return float(get_total_norm([p.detach() for p in self._trainable]))
 
     def layout(self) -> str:
-        """What is trained now, and whether that has changed since the last epoch."""
+        """Records the trained parameters; True if they have changed since then."""
         return f"{self.digest()} {'changed' if self.is_changed else 'same'}"
 
     def digest(self) -> str:
@@ -294,7 +294,7 @@ class Synchroniser:
         return [p for p in self._model.parameters() if p.requires_grad]
 
     def _current_signature(self) -> list[tuple[int, bool, torch.dtype | None]]:
-        """Of a model of another dtype buckets are made anew, averages are not.
+        """Signature of the model; another dtype renews buckets, not averages.
 
         SyncBatchNorm layers that were made since the last epoch join the others.
         """
@@ -331,7 +331,7 @@ def make_window_sync(
     steps: LocalSteps,
     is_weighed: bool,
 ) -> WindowSync:
-    """What the settings ask for, built with all ranks of the group."""
+    """Averaging that the settings ask for, built with all ranks of the group."""
     if config.sums_gradients:
         window = GradientWindow(parameters, group)
         window.build()

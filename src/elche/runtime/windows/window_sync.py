@@ -14,13 +14,13 @@ from elche.errors import ConfigError, ProtocolError
 
 
 class WindowSync(ABC):
-    """How one rank takes part in the reductions of its windows."""
+    """One rank's part in the reductions of its windows."""
 
     is_overlapped = False
     weighs_gradients = False
-    """Whether gradients are weighed by the batch in hand."""
+    """True if gradients are weighed by the batch in hand."""
     is_common_step = False
-    """Whether the window's end is a step of the optimizer, the same on every rank."""
+    """True if the window's end is a step of the optimizer, the same on every rank."""
     takes_steps = True
     """True while optimizers may step; summed gradients allow the end's step alone."""
     has_moved = True
@@ -60,7 +60,7 @@ class WindowSync(ABC):
         """Takes every hook off the parameters."""
 
     def retire(self) -> None:  # noqa: B027
-        """What takes its place is made in the same group; nothing is under way.
+        """Releases it for a successor in the same group; nothing is in progress.
 
         Raises:
             CommunicationError: what was sent has not left, and will not.
@@ -71,7 +71,7 @@ class WindowSync(ABC):
         return ()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What averaging holds beside the model; None where nothing is averaged."""
+        """State of averaging beside the model; None where nothing is averaged."""
         return None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -83,14 +83,14 @@ class WindowSync(ABC):
         refuse_state(state)
 
     def common(self) -> dict[int, torch.Tensor]:
-        """What ranks hold in common of parameters and buffers, by their ids.
+        """Common values of parameters and buffers, by their ids.
 
         After a reduction; empty where that is what the model holds.
         """
         return {}
 
     def has_sum(self, plan: Reduce) -> bool:
-        """Whether :meth:`finish` would not need the other ranks any more.
+        """True if :meth:`finish` would not need the other ranks any more.
 
         Args:
             plan: of the window that was closed last.
@@ -124,7 +124,7 @@ class WindowSync(ABC):
         raise ProtocolError(f"window {plan.window} is not reduced overlapped")
 
     def poll(self) -> bool:
-        """Whether the overlapped reduction's result is there."""
+        """True if the overlapped reduction's result is there."""
         return False
 
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:

@@ -91,7 +91,7 @@ def _swaps(
 
 
 def _may_swap(before: int, code: int) -> bool:
-    """Whether neighbours may change places: not F and its I, not I and its W."""
+    """True if neighbours may change places: not F and its I, not I and its W."""
     kinds = before & 7, code & 7
     return before >> 3 != code >> 3 and kinds[0] != kinds[1]
 
@@ -99,7 +99,7 @@ def _may_swap(before: int, code: int) -> bool:
 def _ready_times(
     rows: Rows, starts: list[list[float]], table: CostTable, count: int
 ) -> tuple[list[list[tuple[float, int]]], dict[int, tuple[int, int]]]:
-    """When what each action needs has come and from which action; where each stands.
+    """Time and action at which each action's inputs have come, and its place.
 
     An action is known by ``index * 2``, and 1 more for a backward.
     """

@@ -28,8 +28,9 @@ from elche.schedule.timing import CostTable
 _TOLERANCE = 1e-9
 
 Choice = Callable[[int, float], tuple[int, float, bool]]
-"""For a rank and a time: the code to run, or -1; else when one will be ready (infinite
-if unknown), and whether one waits for memory only."""
+"""Choice for a rank at a time: the code to run, or -1; else the time at which one is
+ready (infinite if unknown), and True if one waits for memory only.
+"""
 
 
 _Target = tuple[list[float], int, float, int]
@@ -39,7 +40,7 @@ code which it waits for, the link between, and its rank."""
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a free rank prefers.
+    """Preferences of a free rank.
 
     Attributes:
         patience: W fills a wait that is known to last at least this share of W.
@@ -177,7 +178,7 @@ class ListScheduler:
         return execute
 
     def _targets(self) -> list[_Target | None]:
-        """What waits for each code, by stage and kind, as `durations` are; or None."""
+        """Stage and kind that wait for each code, as `durations` are; or None."""
         count, forward_at, backward_at = self.count, self.forward_at, self.backward_at
         links, rank_of = self.table.links, self.table.rank_of
         targets: list[_Target | None] = [None for _ in self.table.durations]

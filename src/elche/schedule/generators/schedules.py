@@ -57,7 +57,7 @@ def placement_for(
 
 
 def fits_placement(name: str, costs: PipelineCosts) -> bool:
-    """Whether a published schedule is defined for the placement of the costs.
+    """True if a published schedule is defined for the placement of the costs.
 
     Ranks may come in any order, and some may have no stage: only who shares a rank, and
     who follows whom, counts.

@@ -71,7 +71,7 @@ def _zb_v_pattern(num_ranks: int, rank: int, count: int) -> list[tuple[int, int,
 
 @dataclass(frozen=True, slots=True)
 class BuildingBlock:
-    """When one microbatch passes each rank, in slots; the next follows six later.
+    """Slots in which one microbatch passes each rank; the next follows six later.
 
     Attributes:
         down: slots per rank of F of the first stages, which goes down the ranks.

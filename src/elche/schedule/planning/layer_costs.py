@@ -59,7 +59,7 @@ class LayerCosts:
 def stage_costs(
     costs: LayerCosts, placement: Sequence[int], sizes: Sequence[int]
 ) -> PipelineCosts:
-    """What the stages of a partition cost.
+    """Costs of the stages of a partition.
 
     Args:
         costs: of the layers.
@@ -186,7 +186,7 @@ def total_of(stage: StageCost) -> float:
 
 
 def _room(rank: int, limit: float, state: float) -> float:
-    """What is left of a rank's memory for activations."""
+    """Memory of a rank that is left for activations."""
     if state > limit:
         raise ConfigError(
             f"rank {rank} may hold {limit:,.0f} bytes, but the parameters of its "

@@ -78,7 +78,7 @@ class NamedSearch:
 
     @property
     def reason(self) -> str:
-        """Why the schedule is not defined for so many devices, if it was not once."""
+        """Reason why the schedule is not defined for so many devices, or ""."""
         return next(iter(self._undefined.values()), "")
 
     def _descend(self, until: int) -> None:

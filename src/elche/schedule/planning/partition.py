@@ -24,7 +24,7 @@ from elche.schedule.planning.profile import PipelineProfile
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Which layers stand where.
+    """Assignment of layers to stages and ranks.
 
     Attributes:
         devices: index of the device of each stage, in the model's order.
@@ -62,7 +62,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where stages may stand, in the model's order.
+    """Possible places of stages, in the model's order.
 
     Attributes:
         devices: device of each place; a device may have several.

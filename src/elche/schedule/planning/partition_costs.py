@@ -11,7 +11,7 @@ from elche.schedule.planning.partition import Partition, ProfileTable
 
 
 def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
-    """What a partition's stages cost, in seconds and bytes.
+    """Costs of a partition's stages, in seconds and bytes.
 
     Args:
         table: of model and devices.
@@ -96,7 +96,7 @@ def link_bound(table: ProfileTable, partition: Partition) -> float:
 def shortage(
     table: ProfileTable, orders: Sequence[tuple[int, ...]]
 ) -> tuple[float, int, tuple[int, int]] | None:
-    """How far the devices' memory is from holding the model.
+    """Memory that the devices lack to hold the model.
 
     Of all partitions over the devices in the given orders, the one whose largest lack
     is least; one microbatch's activations are counted.

@@ -114,7 +114,7 @@ class Evaluator:
 
 
 def fits(table: ProfileTable, partition: Partition) -> bool:
-    """Whether each device holds its layers and one microbatch of their activations."""
+    """True if each device holds its layers and one microbatch of their activations."""
     bounds = partition.boundaries
     needed = table.state_bytes(partition)
     for stage, rank in enumerate(partition.placement):

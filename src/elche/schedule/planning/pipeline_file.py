@@ -80,7 +80,7 @@ _LINK_KEYS = {"latency_s", "bytes_per_s", "efficiency"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineFile:
-    """What a file says.
+    """Contents of a file.
 
     Attributes:
         profile: model and devices.

@@ -15,7 +15,7 @@ from elche.schedule.timing import Timing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """What is asked of the planner.
+    """Request to the planner.
 
     Attributes:
         num_microbatches: of one step.
@@ -82,7 +82,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """What another schedule would have cost, with the best partition found for it.
+    """Cost of another schedule, with the best partition found for it.
 
     Attributes:
         name: of the schedule.

@@ -12,7 +12,7 @@ SHOWN_RANKS = 32
 
 
 def figures(plan: Plan, profile: PipelineProfile) -> dict[str, Any]:
-    """What the JSON holds."""
+    """Figures for the JSON."""
     chosen = plan.chosen
     return {
         "schedule": chosen.schedule.name,
@@ -79,7 +79,7 @@ def summary(plan: Plan, profile: PipelineProfile) -> str:
 
 
 def _table(plan: Plan) -> list[str]:
-    """What every schedule costs, with the partition that suits it best."""
+    """Table of each schedule's cost, with the partition that suits it best."""
     lines = ["alternatives        step_time_s   vs plan   most memory"]
     for each in plan.alternatives:
         if each.candidate is None:

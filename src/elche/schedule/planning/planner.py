@@ -250,7 +250,7 @@ class _PlanSearch:
         return best
 
     def _numbers_of_ranks(self, name: str) -> range:
-        """How many devices a schedule may use; several where it has several stages."""
+        """Numbers of devices for a schedule; several where it has several stages."""
         devices = len(self.profile.devices)
         least = devices if self.config.use_all_devices else 1
         return range(max(least, 2 if name in LOOPED + V_SHAPED else 1), devices + 1)

@@ -71,7 +71,7 @@ class Bucket:
 
     @property
     def keeps_contribution(self) -> bool:
-        """Whether what was sent last is still there until the next but one is."""
+        """True if what was sent last is still there until the next but one is."""
         return self.exchange is not None and self.exchange.keeps_contribution
 
     def extra_bytes(self, kept: int) -> int:

@@ -30,7 +30,7 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
-    """How gradients are packed, sent and handed out.
+    """Options of packing, sending and returning gradients.
 
     Attributes:
         cap_bytes: most bytes of gradients in a bucket.
@@ -76,7 +76,7 @@ class PassOptions:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """What the ranks agreed on in a pass.
+    """Values that the ranks agreed on in a pass.
 
     Attributes:
         source: the lowest rank whose gradients counted; None: no rank's did.

@@ -62,7 +62,7 @@ class BucketLayout:
 
 
 def formats_agree(parameters: Sequence[nn.Parameter], group: Members) -> bool:
-    """Whether all ranks hold every parameter in the same memory format."""
+    """True if all ranks hold every parameter in the same memory format."""
     strided = [
         (index, parameter.stride())
         for index, parameter in enumerate(parameters)
@@ -91,7 +91,7 @@ def _shaped_like(
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a permutation of dimensions makes the tensor contiguous."""
+    """True if a permutation of dimensions makes the tensor contiguous."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

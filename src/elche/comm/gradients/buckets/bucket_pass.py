@@ -104,12 +104,12 @@ class BucketPass:
 
     @property
     def is_open(self) -> bool:
-        """Whether a backward pass is under way, or was broken off."""
+        """True if a backward pass is under way, or was broken off."""
         return self._is_open
 
     @property
     def is_broken(self) -> bool:
-        """Whether a reduction has failed: there can be no other."""
+        """True if a reduction has failed: there can be no other."""
         return bool(self._broken)
 
     @property
@@ -166,7 +166,7 @@ class BucketPass:
 
     @property
     def _is_late(self) -> bool:
-        """Whether the next pass to close leaves its sums under way."""
+        """True if the next pass to close leaves its sums under way."""
         return self._options.delayed and self._order.is_agreed
 
     def drain(self) -> bool:
@@ -199,7 +199,7 @@ class BucketPass:
         self._close()
 
     def is_given(self, parameter: nn.Parameter) -> bool:
-        """Whether ``p.grad`` is what the last pass handed out."""
+        """True if ``p.grad`` is what the last pass handed out."""
         return self._handed_out.is_given(parameter)
 
     def rewind(self) -> None:

@@ -59,7 +59,7 @@ class BucketQueue:
         self.load_residuals(left)
 
     def extra_bytes(self, kept: int) -> int:
-        """As each bucket's."""
+        """Bytes beyond the kept ones, summed over the buckets."""
         return sum(bucket.extra_bytes(kept) for bucket in self.buckets)
 
     def residuals(self) -> dict[int, torch.Tensor]:
@@ -94,7 +94,7 @@ class BucketQueue:
             bucket.reclaim()
 
     def has_sent(self, bucket: Bucket) -> bool:
-        """Whether a bucket has gone in this pass."""
+        """True if a bucket has gone in this pass."""
         return any(bucket is sent for sent in self.buckets[: self.sent])
 
     def send(self, scale: float, *, is_end: bool = False) -> None:

@@ -39,7 +39,7 @@ class GradientCounts:
 
     @property
     def came(self) -> dict[int, int]:
-        """How many gradients each parameter got in this pass, in order of the first."""
+        """Number of gradients of each parameter in this pass, in order of the first."""
         return self._seen
 
     def begin(self) -> None:

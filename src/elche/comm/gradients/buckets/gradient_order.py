@@ -66,7 +66,7 @@ class GradientOrder:
         self._seen.clear()
 
     def is_alike(self, group: Members) -> bool:
-        """Whether all ranks of a group follow an agreed order, or none does."""
+        """True if all ranks of a group follow an agreed order, or none does."""
         agreed = torch.tensor([int(self.is_agreed)], device="cpu")
         group.all_reduce(agreed, "comparing the order of gradients")
         return int(agreed) in (0, group.world_size)

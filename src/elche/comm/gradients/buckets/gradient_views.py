@@ -30,7 +30,7 @@ class HandedOut:
         self._kept: list[torch.Tensor | None] = []
 
     def is_given(self, parameter: nn.Parameter) -> bool:
-        """Whether ``p.grad`` is what the last pass handed out."""
+        """True if ``p.grad`` is what the last pass handed out."""
         given = self._given.get(id(parameter))
         return given is not None and given() is parameter.grad is not None
 

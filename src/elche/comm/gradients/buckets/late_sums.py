@@ -16,7 +16,7 @@ from elche.comm.gradients.buckets.gradient_views import HandedOut
 
 @final
 class LateSums:
-    """What passes that have closed still owe.
+    """Sums of closed passes that are not yet in `p.grad`.
 
     Those of the first pass are there at its end, since buckets are made anew then; they
     are kept until the next one's.
@@ -32,16 +32,16 @@ class LateSums:
 
     @property
     def are_owed(self) -> bool:
-        """Whether there are any."""
+        """True if there are any."""
         return self.are_under_way or self._first is not None
 
     @property
     def are_under_way(self) -> bool:
-        """Whether buckets carry them."""
+        """True if buckets carry them."""
         return self._under_way is not None
 
     def keep_first(self) -> None:
-        """What was handed out comes with the next pass."""
+        """Defers the first sums to the next pass."""
         self._first = self._take()
 
     def follow(

@@ -152,7 +152,7 @@ def refuse_at_break(policy: str) -> str:
     model, optimizer, loader = build(Task(samples=400, batch_size=4, shuffle=False))
     model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
 
-    def leave(epoch: WindowEpoch, is_known: bool) -> None:
+    def leave(epoch: WindowEpoch) -> None:
         raise NonFiniteError("it was not finite", 1, [(1, 3)])
 
     if elche.rank() == 1:

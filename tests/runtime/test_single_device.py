@@ -129,7 +129,7 @@ def test_wrong_arguments(change: dict[str, Any], says: str) -> None:
 
 
 def test_unknown_option() -> None:
-    says = r"unknown option 'polcy'; .*known are: codec"
+    says = r"unknown option 'polcy' of RunConfig; .*known are: codec"
     with pytest.raises(ConfigError, match=says):
         elche.setup(*_parts(), polcy="sync")
 

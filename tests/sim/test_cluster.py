@@ -79,7 +79,7 @@ def test_a_file_is_read_with_its_defaults() -> None:
         ("run", None, "epochs", True, r"\[run\]: epochs must be int, got True"),
         ("run", None, "policy", "best", r"\[run\]: unknown policy 'best'"),
         ("run", None, "windows", {"anchor": 0}, r"\[run\]: expected anchor"),
-        ("run", None, "windows", {"anker": 1}, r"\[run\]: unknown option 'anker' of w"),
+        ("run", None, "windows", {"anker": 1}, r"\[run\]: unknown option 'anker' of W"),
         ("run", None, "anchor", 3, r"\[run\]: anchor= is now windows="),
         ("run", None, "debug", {"replay": "plan.json"}, r"\[run\]: .*replay"),
         ("device", 1, "speed", 3, r"\[\[device\]\] 1: unknown key 'speed'"),

@@ -48,6 +48,7 @@ class EpochTotals:
         self.sync_s = 0.0
         self.windows = 0
         self._before: EpochTotals | None = None
+        self._ended_samples: int | None = None  # the book has those of earlier parts then
 
     def follow(self, before: EpochTotals) -> None:
         """Another part of the same epoch came before: metrics are of both."""
@@ -63,7 +64,8 @@ class EpochTotals:
     @property
     def samples(self) -> int:
         """Counted so far, without what was discarded."""
-        return self._book.samples
+        ended = self._ended_samples
+        return self._book.samples if ended is None else ended
 
     def discard(self, window: int, rank: int, samples: int) -> None:
         """Samples that were counted are in no model: they count for themselves."""
@@ -107,6 +109,7 @@ class EpochTotals:
         metrics of each rank, the others the totals.
         """
         samples, metrics = self._book.samples, self._book.end_epoch(now_s)
+        self._ended_samples = samples
         if self._before is not None:
             self._book.follow(self._before._book)
             metrics = self._book.end_epoch(now_s)

@@ -271,7 +271,7 @@ class Coordinator:
         return self._end.abort(f"interrupted: the launcher was sent {event.by}")
 
     def _gone(self, event: Left | Failed | RankLost, now_s: float) -> list[Instruction]:
-        """A rank goes, whatever the cause; see the table of this module."""
+        """A rank goes, whatever the cause; the table is in `departures`."""
         rank, cause, membership = event.rank, cause_of(event), self._membership
         before, fatal = membership.state_of(rank), self._fatal_loss(rank)
         after = next_state(before, cause, survives=not fatal)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed
 def _sums(transport: str, sides: int, messages: int) -> list[torch.Tensor]:
     """Many messages in a row; rank 0's seed is 0, and so on."""
     import elche
-    from elche import session
+    from elche.session.process import current_run
     from tests.distributed.cases.tasks import build
 
     model, optimizer, loader = build(Task())
@@ -30,7 +30,7 @@ def _sums(transport: str, sides: int, messages: int) -> list[torch.Tensor]:
         policy="cadence",
         transport=elche.config.TransportConfig(kind=transport),
     )
-    run = session.current_run()
+    run = current_run()
     assert run is not None
     group = run.worker.group
     cpu = torch.device("cpu")

@@ -103,6 +103,7 @@ class AutoChooser(PolicyChooser):
         self._length = RunLength(settings.epochs)
         self._batch_size = self._samples = self._next_window = 0
         self._alone_since_s = 0.0
+        self._trains_alone = False  # one rank, in windows
         self._is_unsaid = False  # a choice that was made between epochs
         self._has_changed = False  # the membership, since an epoch or a part began
         self._now_s = 0.0
@@ -138,7 +139,7 @@ class AutoChooser(PolicyChooser):
     def loss_limits(self) -> LossLimits:
         """Limits of the policy in force, and the rank that trains alone."""
         limits, windows = super().loss_limits, self._windows
-        if windows is None or not self._is_alone:
+        if windows is None or not self._trains_alone:
             return limits
         return replace(limits, sole_holders=self._members.keys() - windows.idle)
 
@@ -162,6 +163,8 @@ class AutoChooser(PolicyChooser):
         self._length.begin_epoch(epoch, sizes)
         self._batch_size = max(sizes.runs, key=lambda run: run[1])[0]
         outcome = super().begin_epoch(epoch, sizes, now_s)
+        if self._phase is _Phase.STEPS:
+            outcome.instructions += self._exclude()
         if self._is_unsaid:
             outcome.instructions += self._announce()
         return outcome
@@ -255,10 +258,14 @@ class AutoChooser(PolicyChooser):
             sync.cut_short()
         elif self._phase is _Phase.MEASURING:
             self._phase = _Phase.STEPS
-            with_s = predict("sync", self._cluster()).window_s
-            without_s = choice.prediction.window_s
-            return [*sync.leave_out(choice.left_out, with_s, without_s)]
+            return self._exclude()
         return []
+
+    def _exclude(self) -> list[Instruction]:
+        """Excludes ranks from steps as chosen, unless that has been decided before."""
+        with_s = predict("sync", self._cluster()).window_s
+        left_out, without_s = self._chosen.left_out, self._chosen.prediction.window_s
+        return [*self._sync.leave_out(left_out, with_s, without_s)]
 
     def _carry_out(self, *, alike: bool) -> None:
         """Brings the policy in line with the choice, where an epoch begins."""
@@ -313,6 +320,7 @@ class AutoChooser(PolicyChooser):
             cut_for=None if choice.is_alone else self._settings.cut_for,
             times=self._times,
         )
+        self._trains_alone = choice.is_alone
         self.policy.start_from(self._samples)
         self._alone_since_s = self._now_s
         self._phase = _Phase.WINDOWS

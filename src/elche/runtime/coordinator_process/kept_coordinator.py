@@ -275,7 +275,7 @@ class KeptCoordinator:
     def _take_status(self, status: Status) -> None:
         before, self.status = self.status, status
         self.told_to_end |= status.told_to_end
-        if status.end_kind != before.end_kind:
+        if status.end_kind and status.end_kind != before.end_kind:
             self.on_end(status.end_kind)
         if status.has_trained and self.on_first_batch is not None:
             self.on_first_batch()

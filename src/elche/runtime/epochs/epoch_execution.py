@@ -95,6 +95,8 @@ class EpochExecution:
         self._members = members
         self._batches: LeasedBatches | None = None
         self._batch_cost = RankTime(1)
+        self._stepped = self._windowed = -1  # last epochs with steps, with windows
+        self._ratio = 0, 0
         self._lag_steps = int(training.delayed is not None)
         self._numbers = NonFiniteRecord(self._lag_steps)
         self._pending_error: ElcheError | None = None
@@ -289,6 +291,7 @@ class EpochExecution:
         if reducer is None:
             return self._windows(part.positions, part.window)
         self._observer.copies.is_in_steps = True
+        self._stepped = self._opening.epoch
         return SyncEpoch(
             self._worker,
             self._batches,
@@ -312,14 +315,26 @@ class EpochExecution:
         assert self._part is not None
         sync.rebase()
         observer.schedulers.begin_windows()
-        sizes, left = self._part.sizes, self._part.positions.sizes.num_samples
-        done = sizes.batches_in(sizes.num_samples - left)  # a tail is a step, too
-        observer.copies.begin_epoch(round(observer.steps.of_epoch - done), left)
+        observer.copies.begin_epoch(*self._copy_ratio(self._part))
         loop = WindowLoop(
             self._batch_cost, overlapped=sync.is_overlapped, reduced=window - 1
         )
         hooks = self._hooks(positions)
         return WindowEpoch(self._worker, self._batches, positions, sync, loop, hooks)
+
+    def _copy_ratio(self, part: EpochPart) -> tuple[int, int]:
+        """Steps and samples of the windows of this epoch, by which copies are updated.
+
+        The same in all of its parts, of which the first may have been steps.
+        """
+        if self._windowed != self._opening.epoch:
+            self._windowed, sizes = self._opening.epoch, part.sizes
+            self._ratio = self._observer.steps.of_epoch, sizes.num_samples
+            if self._stepped == self._opening.epoch:
+                left = part.positions.sizes.num_samples
+                done = sizes.batches_in(sizes.num_samples - left)  # a tail is a step
+                self._ratio = round(self._observer.steps.of_epoch - done), left
+        return self._ratio
 
     def _hooks(self, positions: EpochPositions) -> EpochHooks:
         observer, members = self._observer, self._members

@@ -81,10 +81,13 @@ class Heartbeat:
         `faulthandler` does not let that thread run meanwhile. To walk ``f_back`` of a
         running thread's frames ends CPython 3.11 by a segmentation fault.
         """
-        with tempfile.TemporaryFile() as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            dumped = file.read().decode(errors="replace")
+        try:
+            with tempfile.TemporaryFile() as file:
+                faulthandler.dump_traceback(file)
+                file.seek(0)
+                dumped = file.read().decode(errors="replace")
+        except OSError:  # a full disk, no descriptor left: it beats nevertheless
+            return "an unknown place"
         header = rf"^(?:Current t|T)hread 0x0*{self._trainer:x}\b.*\n((?:  .*\n)*)"
         if (found := re.search(header, dumped, re.MULTILINE)) is None:
             return "its end"

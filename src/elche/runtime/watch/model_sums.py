@@ -79,6 +79,8 @@ class ModelSums:
         flat = torch.cat([_flat(held.get(id(t), t), a, b) for t, a, b in pieces])
         has_doubles = flat.device.type in ("cpu", "cuda")
         bits = flat.view(_BITS[flat.element_size()])
+        # A sign alone would change the product by half its range, and many cancel.
+        bits = bits ^ (bits >> 15)
         bits = (bits * _odd(bits)).sum(dtype=torch.int64).view(1)
         wide = flat.to(torch.float64 if has_doubles else torch.float32)
         sums = torch.stack([wide.sum(), torch.dot(wide, wide)])

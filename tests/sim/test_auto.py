@@ -34,6 +34,7 @@ from tests.sim.checks import (
 )
 from tests.sim.comparison import compare
 from tests.sim.strategies import clusters, deaths
+from tests.sim.test_cuts import Cut, CutSimulation
 from tests.sim.watched import Death
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
@@ -251,6 +252,37 @@ def test_sync_comes_back_when_the_link_does() -> None:
     assert 0.0 < seen_s - 200.0 <= epoch_s + ALONE_WINDOW_S
     after = report.phases[-1]
     assert after.samples / after.seconds > 1.85 * BATCH_SAMPLES / FAST_BATCH_S
+
+
+def test_a_slow_rank_is_excluded_again_after_windows() -> None:
+    """Steps after windows begin with all ranks; each would wait for the slowest."""
+    cluster = cluster_of(1.0, 1.0, 0.02, sync_batches=0.05, samples=32_000, epochs=12)
+    sim = simulate(changed_link(cluster, 20.0, 100.0))
+    check(sim)
+    assert policies(report_of(sim)) == ["sync", "async", "sync"]
+    assert sim.end_s < 12 * 32_000 / BATCH_SAMPLES * FAST_BATCH_S * 0.75
+
+
+def test_progress_counts_each_part_of_an_epoch_once() -> None:
+    """Parts are reported together, and windows begin at the samples that are done."""
+    cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=64_000, epochs=2)
+    rate = cluster.link.bytes_per_s / 30
+    slower = replace(cluster, link_changes=(LinkChange(at_s=30.0, bytes_per_s=rate),))
+    sim = CutSimulation(slower, [Cut(0, at, False) for at in (5.0, 10.0, 15.0, 20.0)])
+    opened: list[tuple[int, int]] = []
+    take = sim.take
+
+    def listen(rank: int) -> Instruction | None:
+        told = take(rank)
+        if rank == 0 and isinstance(told, OpenWindow) and not opened:
+            done = sum(end.samples for end in sim.ends[0])
+            opened.append((told.committed_samples, done))
+        return told
+
+    sim.take = listen  # type: ignore[method-assign]
+    sim.run()
+    ((committed, done),) = opened
+    assert committed == done > 0
 
 
 def begun(cluster: Cluster, rates: str) -> tuple[Simulation, list[BeginEpoch]]:

@@ -27,7 +27,7 @@ MAX_KEPT_SIZES = 16
 IDLE = 0.5
 """Part of a step below which a rank's time shows that its share is far too small."""
 WAKE_GAIN = 0.1
-"""Factor on the gain of giving more samples to a rank without work."""
+"""Least gain that counts for giving more samples to a rank that mostly idles."""
 TRIAL_IDLE = 0.9
 """Part of a step below which a rank's time makes a larger share worth a trial."""
 TRIAL_COST = 0.02

@@ -48,7 +48,9 @@ class EpochTotals:
         self.sync_s = 0.0
         self.windows = 0
         self._before: EpochTotals | None = None
-        self._ended_samples: int | None = None  # the book has those of earlier parts then
+        self._ended_samples: int | None = (
+            None  # the book has those of earlier parts then
+        )
 
     def follow(self, before: EpochTotals) -> None:
         """Another part of the same epoch came before: metrics are of both."""

@@ -252,7 +252,7 @@ class AutoChooser(PolicyChooser):
         Ranks that ``sync`` leaves out do not hold the model that windows begin with:
         then it ends first.
         """
-        sync, choice = self._sync, self._chosen
+        sync = self._sync
         if self._wants_windows and not sync.leaves_out:
             self._phase = _Phase.LEAVING
             sync.cut_short()

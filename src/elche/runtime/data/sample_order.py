@@ -102,7 +102,7 @@ class SampleOrder:
         self._received = self._share_generators(group, 0)
 
     def _share_generators(self, group: Group, source: int) -> list[bytes] | None:
-        """Generator states to continue from as a successor; None on the first rank."""
+        """Sends the generator states of ``source``; None where no rank succeeds."""
         if not self._hands_on:
             return None
         own = self._received or [_bytes_of(state) for state in self._states()]

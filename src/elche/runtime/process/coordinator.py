@@ -328,10 +328,11 @@ class CoordinatorServer:
         for rank in ranks if self.core.aborted is None else ():
             is_ended = self.core.survives(rank)
             comes = "elche has ended it" if is_ended else "training waits"
+            call = "" if self._pids[rank] else "in a call into C code, "  # another host
             logger.warning(
-                "rank %d has been silent for %g s, and %s: it is stopped, or the "
+                "rank %d has been silent for %g s, and %s: it is stopped, %sor the "
                 "link to it is cut",
-                *(rank, SILENT_S, comes),
+                *(rank, SILENT_S, comes, call),
             )
 
     def _say_stalled(self, now_s: float) -> None:

@@ -90,6 +90,6 @@ class Heartbeat:
             return "an unknown place"
         header = rf"^(?:Current t|T)hread 0x0*{self._trainer:x}\b.*\n((?:  .*\n)*)"
         if (found := re.search(header, dumped, re.MULTILINE)) is None:
-            return "its end"
+            return "an unknown place" if dumped.endswith("...\n") else "its end"
         frames = FRAME.findall(found[1])[:SHOWN_FRAMES]
         return " in ".join(f"{name} ({file}:{line})" for file, line, name in frames)

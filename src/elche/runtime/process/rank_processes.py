@@ -23,7 +23,7 @@ GRACE_S = 10.0
 LATE_S = (3.0, 4.0)
 """After a deadline, for ranks that do not answer: until SIGTERM, and until SIGKILL."""
 HEED_S = 4.0
-"""Grace (s) after a second signal; with KILL_AFTER_S below `docker stop`'s 10 s."""
+"""Grace (s) after a signal but Ctrl-C: with KILL_AFTER_S below `docker stop`'s 10."""
 KILL_AFTER_S = 5.0
 OWN_END_S = 30.0
 """Grace (s) of ranks that end by themselves after a signal, with a checkpoint."""

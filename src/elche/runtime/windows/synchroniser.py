@@ -278,7 +278,7 @@ class Synchroniser:
         return float(get_total_norm([p.detach() for p in self._trainable]))
 
     def layout(self) -> str:
-        """Records the trained parameters; True if they have changed since then."""
+        """Digest of the trained parameters, and "changed" or "same" since then."""
         return f"{self.digest()} {'changed' if self.is_changed else 'same'}"
 
     def digest(self) -> str:

@@ -9,6 +9,7 @@ batches, as k equal ones do under torch's wrapper.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -21,6 +22,7 @@ from elche.torch_internals.held import version
 from elche.torch_internals.passes import graph_task_id, queue_callback
 
 OUTSIDE = -1
+_Gradients = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(slots=True)
@@ -33,7 +35,8 @@ class _Pass:
         reduces: a forward pass of it was outside of ``no_sync()``.
         has_gradients: a parameter has received one.
         is_closed: its reduction has begun.
-        first: weight of the first pass of those that are added.
+        is_weighed: its weight has been compared with those of passes before.
+        before: weights of the passes before, once it is closed.
     """
 
     given: float | None
@@ -41,7 +44,8 @@ class _Pass:
     reduces: bool = False
     has_gradients: bool = False
     is_closed: bool = False
-    first: float = 0.0
+    is_weighed: bool = False
+    before: Sequence[float] = ()
 
     @property
     def weight(self) -> float:
@@ -83,6 +87,7 @@ class PassWeights:
         self._left: list[tuple[nn.Parameter, tuple[int, Any]]] = []
         self._holds_sum = False
         self._is_watching = False
+        self._nodes: list[Any] = []
 
     @property
     def given(self) -> float | None:
@@ -118,9 +123,7 @@ class PassWeights:
                 accumulated, and not reduced.
         """
         if begin is None and not self._is_watching:
-            self._is_watching = True
-            for parameter in self._parameters:
-                parameter.register_hook(self._weighed)
+            self._watch()
         if graph_task_id() == OUTSIDE:
             self._current = None  # of a backward pass that was broken off
         self._expected = forward = _Forward(weight, begin is not None)
@@ -132,6 +135,23 @@ class PassWeights:
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(count)
+
+    def _watch(self) -> None:
+        """Weighs gradients where they are added, so not those of autograd.grad."""
+        self._is_watching = True
+        me = weakref.WeakMethod(self._weighed)
+
+        def weigh(gradients: _Gradients) -> _Gradients:
+            weighed = me()
+            return gradients if weighed is None else weighed(gradients)
+
+        for parameter in self._parameters:
+            with torch.enable_grad():
+                made = parameter.view_as(parameter).grad_fn
+            assert made is not None
+            node: Any = made.next_functions[0][0]
+            self._nodes.append(node)  # torch itself keeps it only while a graph does
+            node.register_prehook(weigh)
 
     def is_local(self) -> bool:
         """True if the backward pass under way is one to accumulate.
@@ -160,6 +180,7 @@ class PassWeights:
         else:
             current = self._note_gradient()
             if current is not None:
+                current.before = [each.weight for each in self._passes]
                 self._add(current)
                 current.is_closed = True
             if graph_task_id() == OUTSIDE:
@@ -212,6 +233,13 @@ class PassWeights:
             self._current, self._given = _Pass(self._given), None
             if task != OUTSIDE:
                 queue_callback(self._end)
+        if self._current.is_weighed and self._current.given is None and forward.samples:
+            raise ConfigError(
+                "a backward pass after others under no_sync() goes through several "
+                "forward passes, and a gradient of one came before the samples of "
+                "another were known; call backward() for each forward pass, or "
+                "set_weight() before"
+            )
         if not self._current.is_closed:
             self._current.counted += forward.samples
         self._current.reduces |= forward.reduces
@@ -244,27 +272,27 @@ class PassWeights:
                 "none"
             )
 
-    def _weighed(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A gradient before it is added; None: as it is."""
+    def _weighed(self, gradients: _Gradients) -> _Gradients:
+        """Gradients before they are added."""
         current = self._note_gradient()
         if current is None:  # of a forward pass beside the wrapper
-            return None
-        weight = current.weight
-        if weight == 0.0:
-            return torch.zeros_like(gradient)
-        if not current.first:
-            before = (each.weight for each in self._passes if each.weight)
-            current.first = next(before, weight)
-        first = current.first
-        if first == weight or not self._is_mean:
-            return None
-        if self._holds_sum:
+            return gradients
+        weight, before = current.weight, current.before
+        if not current.is_closed:
+            before = [each.weight for each in self._passes]
+        first = next((each for each in before if each), 0.0)
+        current.is_weighed |= self._is_mean and first > 0.0
+        if self._is_mean and self._holds_sum and any(each != weight for each in before):
             raise ConfigError(
                 f"a pass of weight {weight:g} after one of {first:g} under no_sync() "
                 "cannot be added to gradients that were reduced before; call "
                 "zero_grad() after each step"
             )
-        return gradient * (weight / first)
+        if weight == 0.0:
+            return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+        if first in (0.0, weight) or not self._is_mean:
+            return gradients
+        return tuple(None if g is None else g * (weight / first) for g in gradients)
 
     def _forget_dropped(self) -> None:
         """Forgets accumulated passes whose gradients the loop has dropped.

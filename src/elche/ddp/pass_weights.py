@@ -10,8 +10,9 @@ batches, as k equal ones do under torch's wrapper.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -32,6 +33,7 @@ class _Pass:
     Attributes:
         given: its weight by :meth:`PassWeights.give`; None: samples count.
         counted: samples of its forward passes.
+        forwards: those that it goes through.
         reduces: a forward pass of it was outside of ``no_sync()``.
         has_gradients: a parameter has received one.
         is_closed: its reduction has begun.
@@ -41,6 +43,7 @@ class _Pass:
 
     given: float | None
     counted: float = 0.0
+    forwards: list[_Forward] = field(default_factory=list)
     reduces: bool = False
     has_gradients: bool = False
     is_closed: bool = False
@@ -84,6 +87,7 @@ class PassWeights:
         self._current: _Pass | None = None
         self._ended: _Pass | None = None
         self._passes: list[_Pass] = []
+        self._sent: _Pass | None = None
         self._left: list[tuple[nn.Parameter, tuple[int, Any]]] = []
         self._holds_sum = False
         self._is_watching = False
@@ -183,6 +187,8 @@ class PassWeights:
                 current.before = [each.weight for each in self._passes]
                 self._add(current)
                 current.is_closed = True
+                self._sent = current
+            self._refuse_uneven()
             if graph_task_id() == OUTSIDE:
                 self._current = None
         weights = [each.weight for each in self._passes]
@@ -192,6 +198,22 @@ class PassWeights:
         if not self._is_mean:
             return sum(weights), float(first > 0.0)
         return sum(weights), first * len(weights)
+
+    def end_reduction(self) -> None:
+        """All gradients have come: the next backward pass is another one."""
+        self._sent = None
+
+    def _refuse_uneven(self) -> None:
+        """Two backward passes of one forward pass would count its samples twice."""
+        passes = self._passes
+        times = Counter(id(forward) for each in passes for forward in each.forwards)
+        if len(set(times.values())) > 1 and len({each.weight for each in passes}) > 1:
+            passes.clear()
+            raise ConfigError(
+                "some forward passes of those accumulated under no_sync() had more "
+                "backward passes than others, and their weights differ; run one "
+                "backward for each forward pass"
+            )
 
     def _note_gradient(self) -> _Pass | None:
         """A parameter has received a gradient; returns the pass, if it counts.
@@ -220,7 +242,11 @@ class PassWeights:
         forward.counted_in = task
         self._expected, self._ended = None, None
         is_new = self._current is None
-        if self._current is None:
+        if self._current is None and self._sent is not None:
+            self._refuse_uncounted(self._sent, forward)
+            self._current, self._given = self._sent, None
+            queue_callback(self._end)
+        elif self._current is None:
             self._forget_dropped()
             if not self._passes and (self._is_watching or not self._is_mean):
                 self._holds_sum = any(map(_is_something, self._parameters))
@@ -233,7 +259,9 @@ class PassWeights:
             self._current, self._given = _Pass(self._given), None
             if task != OUTSIDE:
                 queue_callback(self._end)
-        if self._current.is_weighed and self._current.given is None and forward.samples:
+        is_another = all(each is not forward for each in self._current.forwards)
+        is_late = self._current.is_weighed and is_another and forward.samples
+        if is_late and self._current.given is None:
             raise ConfigError(
                 "a backward pass after others under no_sync() goes through several "
                 "forward passes, and a gradient of one came before the samples of "
@@ -242,8 +270,20 @@ class PassWeights:
             )
         if not self._current.is_closed:
             self._current.counted += forward.samples
+        if is_another:
+            self._current.forwards.append(forward)
         self._current.reduces |= forward.reduces
         return is_new
+
+    def _refuse_uncounted(self, sent: _Pass, forward: _Forward) -> None:
+        """Another backward brings the gradients that a reduction under way lacks."""
+        is_known = any(each is forward for each in sent.forwards)
+        if not is_known and sent.given is None and forward.samples:
+            raise ConfigError(
+                "a backward pass sent some gradients, and the others come in one "
+                "through another forward pass, whose samples were not counted; run "
+                "one backward through both, or call set_weight() before"
+            )
 
     def _end(self) -> None:
         """The backward pass has ended."""

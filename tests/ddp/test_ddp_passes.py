@@ -24,6 +24,7 @@ MANY, ONE = cases.TINY_MIB, 25.0
         ("heads", MANY),
         ("heads", ONE),
         ("heads last", MANY),
+        ("hidden heads last", MANY),
         ("captured", ONE),
         ("outlived", ONE),
     ],
@@ -52,3 +53,8 @@ def test_passes_that_cannot_be_weighed_are_refused(
     for text in ranks2.run(cases.passes, case, cap, case_setup=meeting):
         assert isinstance(text, str)
         assert re.search(says, text), text
+
+
+def test_a_leap_of_weights_keeps_float16_in_range(ranks2: RankPool) -> None:
+    for first, _, last in ranks2.run(cases.beside_float16, case_setup=meeting):
+        assert last == pytest.approx(first, rel=1e-4)

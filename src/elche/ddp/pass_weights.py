@@ -188,7 +188,8 @@ class PassWeights:
                 self._add(current)
                 current.is_closed = True
                 self._sent = current
-            self._refuse_uneven()
+            if self._is_mean:
+                self._refuse_uneven()
             if graph_task_id() == OUTSIDE:
                 self._current = None
         weights = [each.weight for each in self._passes]
@@ -223,6 +224,9 @@ class PassWeights:
         if self._current is None:
             if self._expected is not None:  # the loss goes around the outputs
                 self._enter(self._expected)
+            elif self._sent is not None:  # so do the gradients that it lacks
+                self._current = self._sent
+                queue_callback(self._end)
             elif self._ended is not None:
                 self._current, self._ended = self._ended, None
                 self._given = None if self._current.given is not None else self._given

@@ -20,12 +20,12 @@ TINY_MIB = 1e-5
 
 
 class Slot:
-    """An output whose tensor nobody finds."""
+    """An output whose tensors nobody finds."""
 
-    __slots__ = ("tensor",)
+    __slots__ = ("tensors",)
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensors: Any) -> None:
+        self.tensors = tensors
 
 
 class Heads(nn.Module):
@@ -40,9 +40,8 @@ class Heads(nn.Module):
     def forward(self, x: torch.Tensor, head: int | None = None) -> Any:
         if head is not None:
             return self.stem(self.heads[head](x)[:, :1] * x)
-        if self.hides:
-            return Slot(self.stem(x).tanh())
-        return self.heads[0](x), self.heads[1](self.stem(x)[:, :1] * x)
+        outs = self.heads[0](x), self.heads[1](self.stem(x)[:, :1] * x)
+        return Slot(outs) if self.hides else outs
 
 
 def batch(rank: int, which: int, sizes: Any = SIZES) -> torch.Tensor:
@@ -118,6 +117,11 @@ def _passes(case: str, cap: float) -> Any:
         with ddp.no_sync():
             both(ddp(first)).backward()
         by_heads(ddp(second))
+    elif case == "hidden heads last":
+        with ddp.no_sync():
+            both(ddp(first)).backward()
+        model.hides = True
+        by_heads(ddp(second).tensors)
     elif case == "other forward":
         one, other = ddp(first), ddp(second)
         loss_of(one[1]).backward()
@@ -129,16 +133,12 @@ def _passes(case: str, cap: float) -> Any:
     elif case == "captured":
         with ddp.no_sync():
             ddp(second)
-        outs = ddp(first)
-        asked = list(model.parameters())
-        torch.autograd.grad(both(outs), asked, retain_graph=True)
-        both(outs).backward()
+        torch.autograd.grad(both(ddp(second)), list(model.parameters()))
+        both(ddp(first)).backward()
     elif case == "outlived":
         with ddp.no_sync():
-            both(ddp(second)).backward()
-            ddp(first)
+            ddp(first[:0])
         del ddp
-        model.zero_grad()
         ddp = DistributedDataParallel(model)
         both(ddp(first)).backward()
     elif case == "kept":
@@ -152,7 +152,7 @@ def _passes(case: str, cap: float) -> Any:
         model.hides = True
         outs = [ddp(first), ddp(second)]
         for out in outs:
-            loss_of(out.tensor).backward()
+            both(out.tensors).backward()
     elif case == "broken":
         weight: Any = model.heads[0].weight
         weight.register_hook(break_off)
@@ -161,6 +161,23 @@ def _passes(case: str, cap: float) -> Any:
         except ValueError:
             ddp(first)
     return gradients_of(model)
+
+
+def beside_float16() -> list[float]:
+    """Norms of gradients where the total weight leaps; float16 is not sent first."""
+    with torch_world():
+        model = nn.Sequential(nn.Linear(FEATURES, 3).half(), nn.Linear(3, 1))
+        model[1].register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+        ddp = DistributedDataParallel(model, bucket_cap_mb=TINY_MIB)
+        x = batch(this_place().rank, 0).half()
+        norms = []
+        for weight in (1.0, 1.0, 1e6):
+            ddp.zero_grad()
+            ddp.set_weight(weight)
+            loss_of(ddp(x)).backward()
+            grads = [p.grad.float() for p in model.parameters() if p.grad is not None]
+            norms.append(float(sum(g.norm() for g in grads)))
+        return norms
 
 
 def alone(case: str) -> Any:
@@ -174,7 +191,7 @@ def alone(case: str) -> Any:
     if case == "branches":
         for head, x in enumerate((first, second)):
             loss_of(model(x, head)).backward()
-    elif case in ("accumulated", "heads last"):
+    elif case in ("accumulated", "heads last", "hidden heads last"):
         (2 * both(model(torch.cat([first, second])))).backward()
     else:
         both(model(first)).backward()

@@ -9,8 +9,10 @@ batches, as k equal ones do under torch's wrapper.
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -21,6 +23,7 @@ from elche.torch_internals.held import version
 from elche.torch_internals.passes import graph_task_id, queue_callback
 
 OUTSIDE = -1
+_Gradients = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(slots=True)
@@ -30,18 +33,22 @@ class _Pass:
     Attributes:
         given: its weight by :meth:`PassWeights.give`; None: samples count.
         counted: samples of its forward passes.
+        forwards: those that it goes through.
         reduces: a forward pass of it was outside of ``no_sync()``.
         has_gradients: a parameter has received one.
         is_closed: its reduction has begun.
-        first: weight of the first pass of those that are added.
+        is_weighed: its weight has been compared with those of passes before.
+        before: weights of the passes before, once it is closed.
     """
 
     given: float | None
     counted: float = 0.0
+    forwards: list[_Forward] = field(default_factory=list)
     reduces: bool = False
     has_gradients: bool = False
     is_closed: bool = False
-    first: float = 0.0
+    is_weighed: bool = False
+    before: Sequence[float] = ()
 
     @property
     def weight(self) -> float:
@@ -80,9 +87,11 @@ class PassWeights:
         self._current: _Pass | None = None
         self._ended: _Pass | None = None
         self._passes: list[_Pass] = []
+        self._sent: _Pass | None = None
         self._left: list[tuple[nn.Parameter, tuple[int, Any]]] = []
         self._holds_sum = False
         self._is_watching = False
+        self._nodes: list[Any] = []
 
     @property
     def given(self) -> float | None:
@@ -118,9 +127,7 @@ class PassWeights:
                 accumulated, and not reduced.
         """
         if begin is None and not self._is_watching:
-            self._is_watching = True
-            for parameter in self._parameters:
-                parameter.register_hook(self._weighed)
+            self._watch()
         if graph_task_id() == OUTSIDE:
             self._current = None  # of a backward pass that was broken off
         self._expected = forward = _Forward(weight, begin is not None)
@@ -132,6 +139,23 @@ class PassWeights:
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(count)
+
+    def _watch(self) -> None:
+        """Weighs gradients where they are added, so not those of autograd.grad."""
+        self._is_watching = True
+        me = weakref.WeakMethod(self._weighed)
+
+        def weigh(gradients: _Gradients) -> _Gradients:
+            weighed = me()
+            return gradients if weighed is None else weighed(gradients)
+
+        for parameter in self._parameters:
+            with torch.enable_grad():
+                made = parameter.view_as(parameter).grad_fn
+            assert made is not None
+            node: Any = made.next_functions[0][0]
+            self._nodes.append(node)  # torch itself keeps it only while a graph does
+            node.register_prehook(weigh)
 
     def is_local(self) -> bool:
         """True if the backward pass under way is one to accumulate.
@@ -160,8 +184,12 @@ class PassWeights:
         else:
             current = self._note_gradient()
             if current is not None:
+                current.before = [each.weight for each in self._passes]
                 self._add(current)
                 current.is_closed = True
+                self._sent = current
+            if self._is_mean:
+                self._refuse_uneven()
             if graph_task_id() == OUTSIDE:
                 self._current = None
         weights = [each.weight for each in self._passes]
@@ -172,6 +200,22 @@ class PassWeights:
             return sum(weights), float(first > 0.0)
         return sum(weights), first * len(weights)
 
+    def end_reduction(self) -> None:
+        """All gradients have come: the next backward pass is another one."""
+        self._sent = None
+
+    def _refuse_uneven(self) -> None:
+        """Two backward passes of one forward pass would count its samples twice."""
+        passes = self._passes
+        times = Counter(id(forward) for each in passes for forward in each.forwards)
+        if len(set(times.values())) > 1 and len({each.weight for each in passes}) > 1:
+            passes.clear()
+            raise ConfigError(
+                "some forward passes of those accumulated under no_sync() had more "
+                "backward passes than others, and their weights differ; run one "
+                "backward for each forward pass"
+            )
+
     def _note_gradient(self) -> _Pass | None:
         """A parameter has received a gradient; returns the pass, if it counts.
 
@@ -180,6 +224,9 @@ class PassWeights:
         if self._current is None:
             if self._expected is not None:  # the loss goes around the outputs
                 self._enter(self._expected)
+            elif self._sent is not None:  # so do the gradients that it lacks
+                self._current = self._sent
+                queue_callback(self._end)
             elif self._ended is not None:
                 self._current, self._ended = self._ended, None
                 self._given = None if self._current.given is not None else self._given
@@ -199,7 +246,11 @@ class PassWeights:
         forward.counted_in = task
         self._expected, self._ended = None, None
         is_new = self._current is None
-        if self._current is None:
+        if self._current is None and self._sent is not None:
+            self._refuse_uncounted(self._sent, forward)
+            self._current, self._given = self._sent, None
+            queue_callback(self._end)
+        elif self._current is None:
             self._forget_dropped()
             if not self._passes and (self._is_watching or not self._is_mean):
                 self._holds_sum = any(map(_is_something, self._parameters))
@@ -212,10 +263,31 @@ class PassWeights:
             self._current, self._given = _Pass(self._given), None
             if task != OUTSIDE:
                 queue_callback(self._end)
+        is_another = all(each is not forward for each in self._current.forwards)
+        is_late = self._current.is_weighed and is_another and forward.samples
+        if is_late and self._current.given is None:
+            raise ConfigError(
+                "a backward pass after others under no_sync() goes through several "
+                "forward passes, and a gradient of one came before the samples of "
+                "another were known; call backward() for each forward pass, or "
+                "set_weight() before"
+            )
         if not self._current.is_closed:
             self._current.counted += forward.samples
+        if is_another:
+            self._current.forwards.append(forward)
         self._current.reduces |= forward.reduces
         return is_new
+
+    def _refuse_uncounted(self, sent: _Pass, forward: _Forward) -> None:
+        """Another backward brings the gradients that a reduction under way lacks."""
+        is_known = any(each is forward for each in sent.forwards)
+        if not is_known and sent.given is None and forward.samples:
+            raise ConfigError(
+                "a backward pass sent some gradients, and the others come in one "
+                "through another forward pass, whose samples were not counted; run "
+                "one backward through both, or call set_weight() before"
+            )
 
     def _end(self) -> None:
         """The backward pass has ended."""
@@ -244,27 +316,27 @@ class PassWeights:
                 "none"
             )
 
-    def _weighed(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A gradient before it is added; None: as it is."""
+    def _weighed(self, gradients: _Gradients) -> _Gradients:
+        """Gradients before they are added."""
         current = self._note_gradient()
         if current is None:  # of a forward pass beside the wrapper
-            return None
-        weight = current.weight
-        if weight == 0.0:
-            return torch.zeros_like(gradient)
-        if not current.first:
-            before = (each.weight for each in self._passes if each.weight)
-            current.first = next(before, weight)
-        first = current.first
-        if first == weight or not self._is_mean:
-            return None
-        if self._holds_sum:
+            return gradients
+        weight, before = current.weight, current.before
+        if not current.is_closed:
+            before = [each.weight for each in self._passes]
+        first = next((each for each in before if each), 0.0)
+        current.is_weighed |= self._is_mean and first > 0.0
+        if self._is_mean and self._holds_sum and any(each != weight for each in before):
             raise ConfigError(
                 f"a pass of weight {weight:g} after one of {first:g} under no_sync() "
                 "cannot be added to gradients that were reduced before; call "
                 "zero_grad() after each step"
             )
-        return gradient * (weight / first)
+        if weight == 0.0:
+            return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+        if first in (0.0, weight) or not self._is_mean:
+            return gradients
+        return tuple(None if g is None else g * (weight / first) for g in gradients)
 
     def _forget_dropped(self) -> None:
         """Forgets accumulated passes whose gradients the loop has dropped.

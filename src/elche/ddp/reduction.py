@@ -73,12 +73,14 @@ class WeightedReduction:
         passes: counts this rank's weight.
         buffers: broadcast after each reduction; None: they stay local.
         is_mean: the sum is divided by the total weight.
+        has_float16: a gradient is float16.
         overlaps: buckets are sent when they are complete; else all after the last.
 
     Attributes:
         last: the last reduction.
         failure: the error that broke off a reduction.
         is_armed: torch's reducer expects a backward pass.
+        is_under_way: gradients have been sent, and not all are there.
         is_joining: the reduction is of what was accumulated alone.
         divides_by_world: the mean is divided by all ranks, not only by those that
             contributed.
@@ -93,12 +95,14 @@ class WeightedReduction:
         buffers: BufferBroadcast | None,
         *,
         is_mean: bool,
+        has_float16: bool,
         overlaps: bool,
     ) -> None:
         self._group = group
         self._passes = passes
         self._buffers = buffers
         self._is_mean = is_mean
+        self._has_float16 = has_float16
         self._overlaps = overlaps
         self._control: Exchange | None = None
         self._exchanges: dict[int, tuple[tuple[int, torch.dtype], Exchange]] = {}
@@ -114,6 +118,7 @@ class WeightedReduction:
         self.last: DdpReduction | None = None
         self.failure: Exception | None = None
         self.is_armed = False
+        self.is_under_way = False
         self.is_joining = False
         self.divides_by_world = False
         self.user_hook: tuple[Any, UserHook] | None = None
@@ -139,7 +144,7 @@ class WeightedReduction:
         if bucket.index() == 0:
             self._is_local = self.is_armed and self._passes.is_local()
             if not self._is_local:
-                self._begin(buffer)
+                self._begin()
         if self._is_local:
             self.is_armed = False
             future.set_result(buffer)
@@ -159,12 +164,12 @@ class WeightedReduction:
             self._end(time.monotonic() - started_s)
         return future
 
-    def _begin(self, first: torch.Tensor) -> None:
+    def _begin(self) -> None:
         """Sends this rank's weight, and whether it has written buffers."""
         group, buffers = self._group, self._buffers
         is_joining = self.is_joining or not self.is_armed
         weight, self._scale = self._passes.close(is_joining=is_joining)
-        self.is_armed = False
+        self.is_armed, self.is_under_way = False, True
         self._complete.clear()
         self._sent.clear()
         self._buckets, self._factor = 0, None
@@ -181,7 +186,7 @@ class WeightedReduction:
         self._control.begin(0)
         if not self._is_mean:
             return
-        has_no_range = first.dtype is torch.float16 or self.user_hook is not None
+        has_no_range = self._has_float16 or self.user_hook is not None
         if not self._reference or has_no_range:
             self._agreed()
             self._reference = sum(self._weights) or self._reference
@@ -259,6 +264,8 @@ class WeightedReduction:
         weights = self._weights
         self._reference = sum(weights) or self._reference
         self.last = DdpReduction(weights, self._buckets, wait_s)
+        self.is_under_way = False
+        self._passes.end_reduction()
         source = next((rank for rank, weight in enumerate(weights) if weight), None)
         if self._buffers is not None and self._layouts and source is not None:
             self._buffers.send(self._layouts, source)

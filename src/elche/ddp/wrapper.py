@@ -60,7 +60,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         process_group: a torch process group, or None for the default one.
         bucket_cap_mb: most MiB of gradients in one message. None: a sixteenth of the
             model, from 2 to 25 MiB.
-        find_unused_parameters: as torch's.
+        find_unused_parameters: as torch's; without it torch reports an unused
+            parameter at the next forward.
         check_reduction: as torch's.
         gradient_as_bucket_view: as torch's.
         static_graph: as torch's; the first backward must not be in :meth:`no_sync`.
@@ -163,6 +164,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._passes,
             buffers,
             is_mean=is_mean,
+            has_float16=any(p.dtype is torch.float16 for p in self._trained),
             overlaps=settings.strategy == "overlapped",
         )
         self._reduction.at_end = _rebuilding(weakref.ref(self))
@@ -179,7 +181,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         Raises:
             ConfigError: a frozen parameter was unfrozen, a parameter replaced, or a
                 CUDA graph is being captured.
-            CommunicationError: a reduction has failed before.
+            CommunicationError: a reduction has failed before, or was broken off.
         """
         if self._settings.strategy == "none":
             with self.no_sync():
@@ -199,10 +201,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             is_mean = self._settings.loss_reduction == "mean"
             self._norms.weigh(seen if is_mean else float(seen > 0))
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        outputs = outputs_in(output)
+        is_lost = self.training and all(each.grad_fn is None for each in outputs)
+        if is_lost and self._passes.is_expected:
+            raise ConfigError(
+                "no output of the model has a gradient that can be seen, so two "
+                "forward passes cannot be told apart; return tensors, or run backward "
+                "before the next forward"
+            )
         begin = self._expect_again if self.require_backward_grad_sync else None
         if begin is not None:
             self._reduction.is_armed = True
-        self._passes.expect(weight, outputs_in(output), begin)
+        self._passes.expect(weight, outputs, begin)
         return output
 
     def _check(self) -> None:
@@ -211,6 +221,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             raise CommunicationError(
                 f"a reduction of this wrapper has failed: {self._reduction.failure}; "
                 "start the ranks again from a checkpoint"
+            )
+        if self._reduction.is_under_way:
+            raise CommunicationError(
+                f"the backward pass before was broken off on rank {self._group.rank}, "
+                "so its reduction cannot be completed; start the ranks again from a "
+                "checkpoint"
             )
         refuse_capture()
         refuse_replaced(self._places, self.module)
@@ -230,7 +246,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _expect_again(self) -> None:
         """A backward pass begins; torch expects one for each forward pass."""
-        if self._reduction.is_armed:
+        if self._reduction.is_armed or self._reduction.is_under_way:
             return
         if self.find_unused_parameters or self.static_graph:
             raise ConfigError(

@@ -321,6 +321,5 @@ def _shared_value(number: int) -> Any:
 def _bare(told: Instruction) -> Instruction | None:
     """Without what was measured; None where there is nothing else."""
     if isinstance(told, EndEpoch):
-        nothing: dict[str, Any] = {"samples": (), "busy_s": (), "data_wait_s": ()}
-        return replace(told, sync_s=0.0, shares=(), anchor=0, **nothing)
+        return replace(told, samples=0, sync_s=0.0, anchor=0)
     return None if isinstance(told, MetricsReported) else told

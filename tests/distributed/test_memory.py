@@ -100,7 +100,8 @@ def test_memory_is_what_is_said(
     Over gloo the sum as it came, too, for ranks that lack it when one dies, where a
     launcher lets the others go on. In windows
     what the design allows, an outer momentum included, and with a codec its residual
-    and three messages in encoded form, but one drift less.
+    and three messages in encoded form, but one drift less. Its second residual is
+    held once a message has written to it, which a busy machine puts off.
     """
     fence = print if "outlived" in case else None
     setup = partial(serve_in_thread, fence=fence)
@@ -109,7 +110,9 @@ def test_memory_is_what_is_said(
         assert said == pytest.approx(designed, abs=0.15)
     # Their mean: what one of them has not touched yet counts whole for the other.
     held = fmean(measured for measured, _ in found)
-    assert held == pytest.approx(designed - is_gradient, abs=SLACK)
+    late = float(case[2] != "fp32")
+    assert designed - is_gradient - late - SLACK <= held
+    assert held <= designed - is_gradient + SLACK
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Equal ranks: elche's DistributedDataParallel against torch's on gloo, in pairs.
 
-    python benchmarks/ddp.py --pairs 10 --json ddp.json
-    python benchmarks/ddp.py --pairs 10 --transport gloo
+    python -m benchmarks.ddp --pairs 10 --json ddp.json
+    python -m benchmarks.ddp --pairs 10 --transport gloo
 
 Both train the same models on the same ranks of one machine, in turn: a pair is one
 segment of each, in alternating order, each with a model, optimizer and wrapper of its

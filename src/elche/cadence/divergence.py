@@ -21,8 +21,9 @@ RECENT_WINDOWS = 3
 MEMORY_WINDOWS = 9
 """Windows whose median shows a slow one."""
 RISE = 2.0
-"""So many times the usual divergence is too much, and falling by as much is recovery.
-Above 1.86 noise of ±30 % never looks like a rise."""
+"""Factor over the usual divergence that is too much; a fall by it is recovery. Above
+1.86 noise of ±30 % never looks like a rise.
+"""
 CEILING = 1.0
 """Too much whatever was usual: as far from the consensus as that is from zero."""
 NUDGE_FACTOR = 0.5

@@ -46,8 +46,7 @@ BOUNDARY_WAIT_BATCHES = 0.25
 ANYWHERE = 0.29
 """Standard deviation, in batches, of a boundary that may be anywhere within a batch."""
 LAST_CLOSER_BATCHES = 0.25
-"""How much later the last rank ends an overlapped window than the fastest one, in
-batches of the slowest."""
+"""Delay of the last rank's end of an overlapped window, in batches of the slowest."""
 ADOPTION_BATCHES = 0.5
 """Until the fastest rank's next batch begins, at which it adopts, in its batches."""
 FREE_WAIT = 0.01
@@ -334,7 +333,9 @@ class Fleet:
         return anchor, wait_s
 
     def _async(self, size: int) -> Prediction:
-        """As long as the reduction needs, or as pays; both as ``Pacing`` decides."""
+        """Predicts windows as long as the reduction needs, or as pays, as in
+        ``Pacing``.
+        """
         cluster, slow_s, fast_s = self._cluster, self.batch_s[size - 1], self.batch_s[0]
         per_s = self._speeds[size - 1] / cluster.batch_size
         times = BatchTimes(size, fast_s, slow_s, per_s)

@@ -177,7 +177,7 @@ class RankTime:
         return self.cost * _load(SHAPES[self._shape], samples)
 
     def most_samples(self, samples: int, factor: float) -> float:
-        """Of a batch that may take so many times the time, as far as was shown.
+        """Samples of a batch that takes ``factor`` times as long, as far as was shown.
 
         Args:
             samples: of a batch as it was seen.

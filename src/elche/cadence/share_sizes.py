@@ -23,7 +23,7 @@ PRICES = (0.0, 0.0, 0.1, 0.2, 0.4, 0.8, 3.0)
 for the batch at an epoch's end, whose split is the first of its kind.
 """
 URGENT_GAIN, URGENT_PRICE, LAST_PRICE = 0.25, 0.3, 20.0
-"""What saves a quarter of a step costs no more; beyond eight sizes, the last."""
+"""Gain (part of a step) of urgent sizes, their price, and that beyond eight sizes."""
 FRUGAL = 0.01
 """By which part a step may be longer than the shortest, to be of fewer new sizes."""
 TRIAL_SIZES = 5

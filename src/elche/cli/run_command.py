@@ -138,7 +138,7 @@ def _display() -> Display | None:
 
 
 def _failure_line(result: LaunchResult, world_size: int) -> str:
-    """Which ranks failed, and why, or that none met another; "" if all went well."""
+    """Line about ranks that failed, or that none met another; "" if all went well."""
     failed = [rank for rank, code in enumerate(result.exit_codes) if code]
     if failed:
         reason = result.reason.splitlines()[0] if result.reason else "see its output"

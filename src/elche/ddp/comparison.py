@@ -116,7 +116,7 @@ def _layout(tensor: torch.Tensor) -> str:
 
 
 def _problem(model: nn.Module, ignored: frozenset[str], weight_by: str) -> str:
-    """Why the model cannot be reduced, or ""."""
+    """Reason why the model cannot be reduced, or ""."""
     parameters = _kept(model.named_parameters(), ignored)
     if fault := unshareable_module(model):
         return fault

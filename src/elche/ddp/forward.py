@@ -13,11 +13,11 @@ from elche.errors import ConfigError
 from elche.torch_internals.held import held_parameters
 
 Place = tuple[dict[str, Any], str, str, nn.Parameter, torch.dtype]
-"""What holds a parameter, under what key; its name in the model, itself, its dtype."""
+"""Holder and key of a parameter, its name in the model, itself, its dtype."""
 
 
 def places_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Place]:
-    """Where a model holds parameters."""
+    """Places at which a model holds parameters."""
     wanted = {id(parameter) for parameter in parameters}
     return [
         (held, key, f"{path}.{key}" if path else key, parameter, parameter.dtype)

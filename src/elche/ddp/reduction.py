@@ -50,7 +50,7 @@ class DdpReduction:
 
     @property
     def total_weight(self) -> float:
-        """Of all ranks."""
+        """Sum of the weights of all ranks."""
         return sum(self.weights)
 
 

@@ -353,7 +353,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """As torch's, with weights: see :meth:`join`.
+        """Hook for torch's ``Join``, with weights: see :meth:`join`.
 
         Raises:
             ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
@@ -372,7 +372,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return hook
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """As torch's: the hook reduces in place of elche's exchange.
+        """Registers a hook, which reduces in place of elche's exchange.
 
         It receives gradients that are weighed such that their mean over the ranks is
         the gradient, as torch's own hooks expect.

@@ -59,22 +59,26 @@ def group_timeout_s(process_group: Any) -> float | None:
 # Names that torch looks for, in what elche hands to it. Nothing tells whether it does.
 
 SCALER_FLAG = "_step_supports_amp_scaling"
-"""What a GradScaler asks an optimizer before it steps; elche refuses a scaler there
-that has no gradients to work on. Without it the scaler ends the run itself, by an
-assertion. Since 2.0."""
+"""Flag that a GradScaler reads of an optimizer before it steps; elche refuses a scaler
+there that has no gradients to work on. Without it the scaler ends the run itself, by
+an assertion. Since 2.0.
+"""
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""What a module names that torch's wrapper is to leave alone; elche's reads it too.
-Without it elche's wrapper goes on doing so. Since 2.0."""
+"""Names of a module's tensors that torch's wrapper leaves alone; elche's reads it too.
+Without it elche's wrapper goes on doing so. Since 2.0.
+"""
 
 STEPPED_IN_BACKWARD = "_in_backward_optimizers"
-"""What torch sets on a parameter that `_apply_optimizer_in_backward` steps, which elche
-refuses. Without it such a parameter would go unseen. Since 2.0."""
+"""Mark of a parameter that `_apply_optimizer_in_backward` steps, which elche refuses.
+Without it such a parameter would go unseen. Since 2.0.
+"""
 
 COMPILED_MODULE = "_orig_mod"
-"""Where `torch.compile` puts the module that it was given, and so a part of the names
+"""Attribute with the module that `torch.compile` was given, and so a part of the names
 in its state dict. Without it a checkpoint's model has the names as they come. Since
-2.0."""
+2.0.
+"""
 
 STATE_VERSIONS = "_metadata"
 """On a module's state dict: versions of its layers' formats. Without it a checkpoint

@@ -26,5 +26,6 @@ push_all_rebuilt: Callable[[Any], None] = bind(
 )
 
 COMM_HOOKS = "_comm_hooks"
-"""Where torch's wrapper keeps the hooks that were registered, which a copy has not.
-Since 2.0."""
+"""Attribute of torch's wrapper with the registered hooks, which a copy has not. Since
+2.0.
+"""

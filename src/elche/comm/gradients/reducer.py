@@ -185,7 +185,7 @@ class GradientReducer:
         self._pass.attach()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a codec left out so far on this rank; None without a codec."""
+        """Residuals of this rank's codec; None without a codec."""
         left = self._pass.residuals()
         return packed(self._parameters, left) if left else None
 

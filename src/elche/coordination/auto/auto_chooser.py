@@ -50,7 +50,7 @@ RETURN_COST = 0.01
 
 
 class _Phase(Enum):
-    """What the ranks do, and what may come of it.
+    """Phases of a run under ``auto``, with their transitions.
 
     ==========================================  ======================  =============
     event                                       from                    to

@@ -90,7 +90,7 @@ class AdvisedSync(PolicyChooser):
 
 
 def advice(cluster: MeasuredCluster) -> str:
-    """What windows of all ranks are predicted to bring; "" where they do not pay.
+    """Line about the predicted gain of windows of all ranks; "" where they do not pay.
 
     Args:
         cluster: as measured under ``sync``; of its reduction only what showed.

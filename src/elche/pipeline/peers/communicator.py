@@ -106,7 +106,7 @@ class PipelineCommunicator:
             raise
 
     def agree(self, make: Callable[[], Any], what: str) -> list[Any]:
-        """As `gather`, where the pipeline goes on after an error.
+        """Gathers as `gather` does, but leaves the pipeline open after an error.
 
         Raises:
             ConfigError: another rank could not; what `make` raises is raised here.

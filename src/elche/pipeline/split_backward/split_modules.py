@@ -34,7 +34,7 @@ from elche.torch_internals.held import held_parameters, hooks_seen_by
 from elche.torch_internals.passes import CAN_SPLIT, attention_with, is_compiled
 
 _Output: TypeAlias = torch.Tensor | None
-"""Of a forward that defers; None where it cannot."""
+"""Output of a forward that defers; None where it cannot."""
 _Place: TypeAlias = tuple[dict[str, Any], str]
 """The parameters of a module, and a name among them."""
 

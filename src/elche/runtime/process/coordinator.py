@@ -324,7 +324,7 @@ class CoordinatorServer:
         return [rank for rank in silent if rank not in running]
 
     def _say_silent(self, ranks: Sequence[int]) -> None:
-        """Where the run does not go on without them, it waits for them."""
+        """Logs silent ranks; a run that does not survive their loss waits for them."""
         for rank in ranks if self.core.aborted is None else ():
             is_ended = self.core.survives(rank)
             comes = "elche has ended it" if is_ended else "training waits"

@@ -225,7 +225,7 @@ class Synchroniser:
         reducer.attach()
 
     def _gradient_codec(self, group: Group) -> str:
-        """How gradients travel; under ``auto`` a codec is for its windows."""
+        """Codec of gradients; under ``auto`` a codec is for its windows."""
         if self._config.policy != "sync":
             return "fp32"
         warn_of_codec(group, self._config.codec)

@@ -148,7 +148,7 @@ class BucketPass:
         self._queue.build(self._parameters, self.order, self._group, self._options)
 
     def residuals(self) -> dict[int, torch.Tensor]:
-        """What a codec left out of gradients so far, flat, by their parameters' ids."""
+        """Residuals of a codec, flat, by their parameters' ids."""
         return self._queue.residuals()
 
     def load_residuals(self, left: Mapping[int, torch.Tensor]) -> None:

@@ -63,7 +63,7 @@ class BucketQueue:
         return sum(bucket.extra_bytes(kept) for bucket in self.buckets)
 
     def residuals(self) -> dict[int, torch.Tensor]:
-        """What a codec left out of gradients so far, flat, by their parameters' ids."""
+        """Residuals of a codec, flat, by their parameters' ids."""
         pairs = [
             pair
             for bucket in self.buckets

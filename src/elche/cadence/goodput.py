@@ -333,9 +333,7 @@ class Fleet:
         return anchor, wait_s
 
     def _async(self, size: int) -> Prediction:
-        """Predicts windows as long as the reduction needs, or as pays, as in
-        ``Pacing``.
-        """
+        """Predicts windows as long as the reduction needs, or as pays (``Pacing``)."""
         cluster, slow_s, fast_s = self._cluster, self.batch_s[size - 1], self.batch_s[0]
         per_s = self._speeds[size - 1] / cluster.batch_size
         times = BatchTimes(size, fast_s, slow_s, per_s)

@@ -9,7 +9,6 @@ batches, as k equal ones do under torch's wrapper.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +17,16 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from elche.comm.gradients.gradient_factor import (
+    Gradients,
+    accumulation_nodes,
+    hook_accumulation,
+)
 from elche.errors import ConfigError
 from elche.torch_internals.held import version
 from elche.torch_internals.passes import graph_task_id, queue_callback
 
 OUTSIDE = -1
-_Gradients = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(slots=True)
@@ -143,19 +146,8 @@ class PassWeights:
     def _watch(self) -> None:
         """Weighs gradients where they are added, so not those of autograd.grad."""
         self._is_watching = True
-        me = weakref.WeakMethod(self._weighed)
-
-        def weigh(gradients: _Gradients) -> _Gradients:
-            weighed = me()
-            return gradients if weighed is None else weighed(gradients)
-
-        for parameter in self._parameters:
-            with torch.enable_grad():
-                made = parameter.view_as(parameter).grad_fn
-            assert made is not None
-            node: Any = made.next_functions[0][0]
-            self._nodes.append(node)  # torch itself keeps it only while a graph does
-            node.register_prehook(weigh)
+        self._nodes = accumulation_nodes(self._parameters)
+        hook_accumulation(self._nodes, self._weighed)
 
     def is_local(self) -> bool:
         """True if the backward pass under way is one to accumulate.
@@ -316,7 +308,7 @@ class PassWeights:
                 "none"
             )
 
-    def _weighed(self, gradients: _Gradients) -> _Gradients:
+    def _weighed(self, gradients: Gradients) -> Gradients:
         """Gradients before they are added."""
         current = self._note_gradient()
         if current is None:  # of a forward pass beside the wrapper

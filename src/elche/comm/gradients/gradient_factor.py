@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch import nn
 
-_Gradients = tuple[torch.Tensor | None, ...]
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def accumulation_nodes(parameters: Iterable[nn.Parameter]) -> list[Any]:
+    """Nodes that add to ``p.grad``; torch keeps them only while a graph does."""
+    nodes: list[Any] = []
+    for parameter in parameters:
+        with torch.enable_grad():
+            made = parameter.view_as(parameter).grad_fn
+        assert made is not None
+        nodes.append(made.next_functions[0][0])
+    return nodes
+
+
+def hook_accumulation(
+    nodes: Iterable[Any], change: Callable[[Gradients], Gradients]
+) -> list[Any]:
+    """Passes gradients through a method before they are added; returns the handles.
+
+    Args:
+        nodes: from :func:`accumulation_nodes`.
+        change: a bound method, which the hooks hold weakly.
+    """
+    me = weakref.WeakMethod(change)
+
+    def changed(gradients: Gradients) -> Gradients:
+        method = me()
+        return gradients if method is None else method(gradients)
+
+    return [node.register_prehook(changed) for node in nodes]
 
 
 @final
@@ -33,19 +62,8 @@ class GradientFactor:
 
     def attach(self) -> None:
         """Hooks every parameter."""
-        me = weakref.WeakMethod(self._multiplied)
-
-        def multiply(gradients: _Gradients) -> _Gradients:
-            multiplied = me()
-            return gradients if multiplied is None else multiplied(gradients)
-
-        for parameter in self._parameters:
-            with torch.enable_grad():
-                made = parameter.view_as(parameter).grad_fn
-            assert made is not None
-            node: Any = made.next_functions[0][0]
-            self._nodes.append(node)  # torch itself keeps it only while a graph does
-            self._handles.append(node.register_prehook(multiply))
+        self._nodes = accumulation_nodes(self._parameters)
+        self._handles = hook_accumulation(self._nodes, self._multiplied)
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
@@ -54,7 +72,7 @@ class GradientFactor:
         self._handles.clear()
         self._nodes.clear()
 
-    def _multiplied(self, gradients: _Gradients) -> _Gradients:
+    def _multiplied(self, gradients: Gradients) -> Gradients:
         if self.value == 1.0:
             return gradients
         if self.value == 0.0:

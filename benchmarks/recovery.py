@@ -43,11 +43,11 @@ from benchmarks.recovery_rank import (
     step,
     training,
 )
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.worker import Worker
 from elche.runtime.sync.step_regrouping import StepRegrouping
 from elche.runtime.windows.regrouping import Regrouping
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 ON_S = 1.0
 """So long survivors train on, so that each has trained before one breaks off."""

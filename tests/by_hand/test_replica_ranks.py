@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.by_hand.cases import replica_cases as cases
 from tests.distributed.cases.tasks import identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

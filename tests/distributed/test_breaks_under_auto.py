@@ -16,10 +16,10 @@ from elche.coordination.auto import auto_chooser, first_choice
 from elche.coordination.sync import step_grants
 from elche.errors import ElcheError
 from elche.runtime.epochs.window_epoch import WindowEpoch
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 import elche
 from elche.errors import NonFiniteError, RemoteRankError
 from elche.runtime.epochs.window_epoch import WindowEpoch
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import failing_together
 from tests.distributed.cases.tasks import Task, Trace, build, identical, plain, shared
 from tests.distributed.cases.window_cases import shared_by_virtual_speeds
 from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 NEW_RANKS = True

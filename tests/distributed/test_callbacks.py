@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 import elche
 from elche.coordination import policy as core_policy
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 
 import elche
 from elche.coordination.auto import windows_advice
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

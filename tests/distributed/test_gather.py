@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import elche
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,6 @@ from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import HostExchange
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.windows.synchroniser import warn_of_codec
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import (
@@ -27,6 +26,7 @@ from tests.distributed.cases.tasks import (
 )
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.resume_cases import train, train_until_killed
 from tests.distributed.cases.tasks import Task, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

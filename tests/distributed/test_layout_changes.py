@@ -13,10 +13,10 @@ from torch import nn
 
 import elche
 from elche.errors import ElcheError
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import failing_together
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

@@ -22,10 +22,10 @@ from elche.coordination.protocol.events import StepsDone
 from elche.coordination.sync import left_out, step_gauge, step_grants
 from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.errors import ElcheError
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Task, build, difference, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 import elche
 from elche.errors import ElcheError
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Task, build, difference, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.lookahead_cases import (
     LOOPS,
     Look,
@@ -18,6 +17,7 @@ from tests.distributed.cases.lookahead_cases import (
 )
 from tests.distributed.cases.tasks import difference, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.comm.gradients.buckets.sum_memory import give_back_freed
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 ROLLUP = Path("/proc/self/smaps_rollup")
 WIDTH, DEPTH, STEPS = 900, 10, 8

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import difference
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.parting import Parting, train
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from elche.checkpoint.store import CheckpointStore
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.resume_cases import Trained, breaks, train, train_early
 from tests.distributed.cases.tasks import Task, difference, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

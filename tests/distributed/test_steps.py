@@ -17,12 +17,12 @@ import elche
 from elche.coordination.auto import auto_chooser, first_choice
 from elche.coordination.sync import step_grants
 from elche.errors import ElcheError
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Task, build, difference, identical
 from tests.distributed.test_breaks_under_auto import Windows
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.watch.scaler_watch import NAME
 from tests.distributed.cases.tasks import (
     Task,
@@ -18,6 +17,7 @@ from tests.distributed.cases.tasks import (
     shared,
 )
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 NEW_RANKS = True

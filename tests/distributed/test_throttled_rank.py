@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.runtime.data.cases.seen_cases import LEAST_SHARE, slowed_for_a_while
 
 STOPPED_S, RUNS_S = 0.018, 0.003

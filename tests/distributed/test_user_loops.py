@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import difference, identical
 from tests.distributed.cases.user_loop_cases import SAMPLES, Job, alone, on_ranks
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 SWAP = r"swap the two lines, loss\.backward\(\) first and then the next batch"
 

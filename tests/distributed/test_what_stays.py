@@ -14,11 +14,11 @@ import elche
 from elche.errors import CommunicationError, ConfigError, ElcheError
 from elche.runtime.epochs import epoch_execution
 from elche.runtime.epochs.window_epoch import WindowEpoch
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.sync.sync_epoch import SyncEpoch
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

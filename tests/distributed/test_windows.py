@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import (
     Task,
     Trace,
@@ -25,6 +24,7 @@ from tests.distributed.cases.window_cases import (
 )
 from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 NEW_RANKS = True

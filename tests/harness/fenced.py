@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
 from tests.harness.rank_process import Outcome
+from tests.harness.serving import serve_in_thread
 
 RUN_WITHIN_S = 100.0
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 from elche.coordination.protocol.events import BatchesDone, WindowReduced
 from elche.coordination.protocol.instructions import Reduce
 from elche.runtime.process import coordinator
+from tests.harness.serving import serve_in_thread
 
 
 @dataclass
@@ -59,7 +60,7 @@ class WindowRecord:
 
         with (
             patch.object(coordinator, "CoordinatorServer", make),
-            coordinator.serve_in_thread(world_size) as environments,
+            serve_in_thread(world_size) as environments,
         ):
             yield environments
 

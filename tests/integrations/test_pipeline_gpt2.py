@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from elche.pipeline.cutting.cut import cut_cached, cut_model
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.integrations.cases.hf_pipeline import (
     NEW_TOKENS,
     Gpt2,

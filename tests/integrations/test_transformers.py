@@ -18,9 +18,9 @@ from transformers import EarlyStoppingCallback, TrainingArguments
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.integrations.transformers import ElcheTrainer, ElcheTrainingArguments
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.environment import Placement
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.integrations.cases.hf_tasks import (
     Found,
     Job,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.torch_pipeline_cases import (
     ELCHE_NAMES,
     Beside,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import difference, identical, label_sum
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.runtime.cases.memory_cases import BATCH, SAMPLES, Seen, fitted, looped
 
 pytestmark = pytest.mark.distributed

@@ -18,11 +18,11 @@ from torch.utils.data import TensorDataset
 import elche
 from elche.config import RunConfig
 from elche.errors import ConfigError, NonFiniteError, RemoteRankError
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 SAMPLES, BATCH, EPOCHS, CLIP = 70, 16, 3, 0.05
 WAIT_S = 60.0

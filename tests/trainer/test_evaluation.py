@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 import elche
 from elche.errors import ConfigError
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.trainer.evaluation import batches_of
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = [
     pytest.mark.distributed,

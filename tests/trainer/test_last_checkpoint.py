@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 
 import elche
 from elche.errors import DeadlineError
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 

@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 
 import elche
 from elche.errors import ConfigError
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 SAMPLES, EPOCHS = 96, 4
 GENERATOR = torch.Generator().manual_seed(3)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from benchmarks.hetero.contender import BenchSpec
 from benchmarks.hetero.time_cap import TimeCap
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.benchmarks.hetero.capped_cases import train_capped
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 SPEC = BenchSpec(kind="elche", model="mlp", samples=96 * 32, out="", max_seconds=0.59)
 

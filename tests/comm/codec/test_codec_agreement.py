@@ -10,11 +10,11 @@ import torch
 import elche
 from elche.comm.codec.codec_opening import open_coded_exchange
 from elche.errors import ElcheError, MismatchError
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.comm.averaging.cases.overlap_cases import joined, meeting
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

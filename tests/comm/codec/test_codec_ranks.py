@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from elche.comm.codec.codec import CODECS
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.comm.averaging.cases.overlap_cases import meeting
 from tests.comm.codec.cases.codec_cases import (
     Seen,
@@ -25,6 +24,7 @@ from tests.comm.peers import exchanges, summed
 from tests.distributed.cases.tasks import Task, identical, shared
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

@@ -41,9 +41,10 @@ from elche.errors import (
 )
 from elche.pipeline.peers.waits import Rendezvous
 from elche.runtime.process import coordinator
-from elche.runtime.process.coordinator import CoordinatorServer, serve_in_thread
+from elche.runtime.process.coordinator import CoordinatorServer
 from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of
+from tests.harness.serving import serve_in_thread
 
 KEY = b"k" * 32
 WAIT_S = 60.0

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import elche
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Numbered, Task, build, difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

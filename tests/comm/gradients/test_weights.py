@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from elche.coordination.auto import auto_chooser
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.comm.gradients.cases.weight_cases import (
     Ended,
     Job,
@@ -20,6 +19,7 @@ from tests.comm.gradients.cases.weight_cases import (
 from tests.distributed.cases.tasks import difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.runtime.sync.test_resume_sync_ranks import Scripted
 
 pytestmark = pytest.mark.distributed

@@ -15,7 +15,6 @@ from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_chooser, first_choice
 from elche.errors import ElcheError
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import failing_together
 from tests.comm.averaging.cases.overlap_cases import meeting
 from tests.comm.model_buffers.cases.buffer_cases import (
@@ -28,6 +27,7 @@ from tests.comm.model_buffers.cases.buffer_cases import (
 )
 from tests.distributed.cases.tasks import identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.comm.norm.cases import sync_batch_norm_cases as cases
 from tests.distributed.cases.tasks import identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

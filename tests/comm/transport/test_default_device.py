@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from elche.comm.transport.exchange import GlooExchange, SharedExchange, open_exchange
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, difference, identical, plain, shared
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

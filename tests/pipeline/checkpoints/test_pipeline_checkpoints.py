@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 import elche
 from elche.errors import ConfigError, MismatchError
 from elche.pipeline.pipeline import Pipeline
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_cases import CALM, loss_of
 from tests.pipeline.cases.pipeline_state_cases import (
     BATCHES,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_cases import furthest
 from tests.pipeline.cases.pipeline_cut_cases import (
     MODELS,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_cases import Work, furthest, plain
 from tests.pipeline.cases.pipeline_device_cases import a_transfer_hangs, by_devices
 

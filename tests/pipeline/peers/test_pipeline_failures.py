@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_cases import stopped, troubled
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]

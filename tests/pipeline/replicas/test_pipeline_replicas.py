@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_cases import furthest
 from tests.pipeline.cases.pipeline_replica_cases import (
     Outcome,

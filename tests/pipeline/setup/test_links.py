@@ -20,11 +20,11 @@ from elche.pipeline.setup.profiling import (
     as_message,
     profile_layers,
 )
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.environment import read_placement
 from elche.schedule.costs import PipelineCosts
 from elche.schedule.planning.profile import LinkProfile
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.setup.cases.profiling_cases import Clock, virtual_time
 
 SLOW_S = 0.05

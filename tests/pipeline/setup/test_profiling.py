@@ -24,10 +24,10 @@ from elche.pipeline.setup.profiling import (
     as_message,
     profile_layers,
 )
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.environment import Placement
 from elche.schedule.costs import PipelineCosts
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_cases import Recurrent as Waiting
 from tests.pipeline.setup.cases.profiling_cases import (
     LAYERS,

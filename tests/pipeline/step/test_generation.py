@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from elche.pipeline.step.generation import _behind
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_generation_cases import (
     NEW,
     PROMPTS,

@@ -11,11 +11,11 @@ import pytest
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.planning import make_plan
 from elche.pipeline.step.measured_steps import LOOK_EVERY, MeasuredSteps
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.schedule.costs import StageCost
 from elche.schedule.generators.schedules import make_schedule
 from elche.schedule.planning.layer_costs import LayerCosts, stage_costs
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_cases import furthest
 from tests.pipeline.cases.pipeline_times_cases import slowed
 

@@ -12,9 +12,9 @@ from elche.coordination.protocol.events import Failed
 from elche.errors import DeadlineError, RemoteRankError
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.peers.waits import Rendezvous, Waits
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.environment import read_placement
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_call_cases import (
     after_close,
     arrays,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_input_cases import (
     FILES,
     MISTAKES,

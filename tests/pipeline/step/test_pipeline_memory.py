@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_cases import MODELS, Work
 from tests.pipeline.cases.pipeline_memory_cases import left_over
 

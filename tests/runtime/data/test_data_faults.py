@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import elche
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run, failing_together
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 NEW_RANKS = True

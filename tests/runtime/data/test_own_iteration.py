@@ -13,9 +13,9 @@ import elche
 from elche.errors import ConfigError
 from elche.runtime.data.leased_data import BatchFeed, IndexBatch
 from elche.runtime.data.positions import enumerate_batches
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import difference, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.runtime.data.cases.own_loaders import (
     SAMPLES,
     alone,

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.runtime.data.cases.seen_cases import Job, Seen, watch
 
 pytestmark = pytest.mark.distributed

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from elche.errors import MismatchError
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, difference, identical, plain
 from tests.harness.rank_pool import RankPool
 from tests.harness.rank_process import Outcome
+from tests.harness.serving import serve_in_thread
 from tests.runtime.data.cases.stream_cases import (
     Batches,
     Broken,

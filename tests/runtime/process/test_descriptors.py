@@ -9,9 +9,9 @@ import pytest
 import torch.nn.functional as F
 
 import elche
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

@@ -17,12 +17,12 @@ from elche.comm.transport.exchange import SharedExchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import DeadlineError, ElcheError
 from elche.runtime.process import worker
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

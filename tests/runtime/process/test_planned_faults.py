@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.runtime.windows.cases.lost_cases import Survived, train_through_bad_samples
 
 pytestmark = pytest.mark.distributed

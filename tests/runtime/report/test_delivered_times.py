@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche.runtime.data.leased_batches import LeasedBatches
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.virtual_clock import VirtualClock, virtual_clock
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

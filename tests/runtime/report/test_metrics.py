@@ -15,9 +15,9 @@ from torch.utils.data import TensorDataset
 
 import elche
 from elche.errors import ConfigError
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 import elche
 from elche.coordination.protocol.instructions import PolicyChosen
 from elche.errors import ConfigError
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.run_summary import RunFacts, RunSummary, summarise
 from elche.session.process import current_run, process
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 
 def _summaries() -> list[RunSummary]:

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.errors import ConfigError
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import process
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 
 Logged = list[tuple[dict[str, float], int]]
 

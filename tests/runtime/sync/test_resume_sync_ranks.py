@@ -15,7 +15,6 @@ from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_chooser, first_choice
 from elche.coordination.auto.auto_chooser import AutoChooser
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import (
     Task,
@@ -27,6 +26,7 @@ from tests.distributed.cases.tasks import (
     shared,
 )
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import elche
 from elche.comm.model_buffers import known_buffers
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

@@ -15,11 +15,11 @@ from elche.coordination.auto import auto_chooser, first_choice
 from elche.coordination.sync import step_grants
 from elche.errors import ConfigError
 from elche.runtime.epochs.window_epoch import WindowEpoch
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.distributed.test_breaks_under_auto import Windows
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import elche
 from elche.errors import ConfigError
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.watch.loss_reduction import MeanHints, SumLossWatch
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

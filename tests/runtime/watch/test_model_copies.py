@@ -12,11 +12,11 @@ from torch.optim.swa_utils import AveragedModel
 from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.errors import ConfigError
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.rank_settings import check_shared
 from elche.runtime.watch.model_copies import ModelCopies, check_copies
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.runtime.watch.cases.copies_cases import DECAY, Commit, keep_copies
 
 SAMPLES, BATCH, EPOCHS = 100, 8, 2

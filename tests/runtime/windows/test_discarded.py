@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 import elche
 from elche.errors import NonFiniteError
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 from tests.runtime.windows.cases.lost_cases import Survived, train_through_bad_samples
 

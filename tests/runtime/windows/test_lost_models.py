@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, label_sum
 from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
 from tests.runtime.windows.cases.lost_cases import (
     train_several_passes,
     train_to_the_end,

@@ -12,13 +12,11 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import socket
 import sys
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +26,6 @@ from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import (
     HELLO_WITHIN_S,
 )
-from elche.comm.control.key_file import KEY_BYTES
 from elche.coordination.journal import Entry, RunRecord
 from elche.coordination.liveness import SILENT_S, Liveness
 from elche.coordination.protocol.events import (
@@ -47,7 +44,6 @@ from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.coordination.protocol.wire import to_wire
 from elche.runtime.coordinator_process.rank_connection import Hello, RankConnection
 from elche.runtime.process.launcher_watch import ignore_signals, is_running
-from elche.runtime.process.launchers import LaunchFacts, rank_environments
 from elche.runtime.report.files import write_story
 
 logger = logging.getLogger(__name__)
@@ -342,41 +338,6 @@ class CoordinatorServer:
             told = self.core.doing, self._patience_s, late
             logger.warning("the run has been %s for %g s: %s", *told)
             self._patience_s *= 2
-
-
-@contextlib.contextmanager
-def serve_in_thread(
-    world_size: int, fence: Callable[[int], None] | None = None, joiners: int = 0
-) -> Iterator[list[dict[str, str]]]:
-    """Serves a run from a thread of a process that does not train (tests, notebooks).
-
-    Args:
-        world_size: ranks of the run, and of those that join it.
-        fence: kills a rank's process, so that the run may go on without it.
-        joiners: so many of them, the last ones, are to join it.
-
-    Yields:
-        Each rank's environment.
-    """
-    key = secrets.token_bytes(KEY_BYTES)
-    founders = world_size - joiners
-    server = CoordinatorServer(founders, key, survives=fence is not None)
-    server.on_lost = fence or server.on_lost
-    server.sees_ends = False
-    loop = asyncio.new_event_loop()
-    address = loop.run_until_complete(server.start())
-    thread = threading.Thread(target=loop.run_forever, name="elche-coordinator")
-    thread.start()
-    try:
-        environments = rank_environments(founders, address, key)
-        joining = environments[0] | LaunchFacts(joins=True).environment()
-        late = range(founders, world_size)
-        yield [*environments, *({**joining, "RANK": str(rank)} for rank in late)]
-    finally:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10.0)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10.0)
-        loop.close()
 
 
 async def _serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:

@@ -17,6 +17,24 @@ from elche.coordination.protocol.instructions import GrantSteps
 BATCH = 32
 
 
+def done(
+    count: int, rank: int, samples: int, busy_s: float, wait_s: float
+) -> StepsDone:
+    """A rank's report of one step."""
+    return StepsDone(
+        rank=rank,
+        epoch=0,
+        start=count,
+        stop=count + 1,
+        samples=samples,
+        busy_s=busy_s,
+        data_wait_s=0.0,
+        sync_wait_s=wait_s,
+        warm=count > 0,
+        backward_passes=count + 1,
+    )
+
+
 def first_choice(
     fixed_s: float,
     sync_s: float,
@@ -37,18 +55,8 @@ def first_choice(
         if not count:
             took_s = [s + compiling_s for s in took_s]
         for rank in range(2):
-            report = StepsDone(
-                rank=rank,
-                epoch=0,
-                start=count,
-                stop=count + 1,
-                samples=sizes[rank],
-                busy_s=took_s[rank],
-                data_wait_s=0.0,
-                sync_wait_s=sync_s + max(took_s) - took_s[rank],
-                warm=count > 0,
-                backward_passes=count + 1,
-            )
+            wait_s = sync_s + max(took_s) - took_s[rank]
+            report = done(count, rank, sizes[rank], took_s[rank], wait_s)
             answer = chooser.policy.handle(report, 0.0).instructions
             told += [one for one in answer if isinstance(one, GrantSteps)]
         if chooser._choice is not None:
@@ -98,18 +106,7 @@ def test_the_fastest_rank_gets_the_whole_batch_in_every_other_step() -> None:
         shares.append(sizes := told[-1].shares)
         for rank in range(3):
             busy_s = (0.004, 0.002, 0.003)[rank] * (0.5 + sizes[rank])
-            report = StepsDone(
-                rank=rank,
-                epoch=0,
-                start=count,
-                stop=count + 1,
-                samples=sizes[rank],
-                busy_s=busy_s,
-                data_wait_s=0.0,
-                sync_wait_s=0.001,
-                warm=count > 0,
-                backward_passes=count + 1,
-            )
+            report = done(count, rank, sizes[rank], busy_s, 0.001)
             answer = chooser.policy.handle(report, 0.0).instructions
             told += [one for one in answer if isinstance(one, GrantSteps)]
     assert shares[2] == shares[4] == (1, BATCH - 2, 1)

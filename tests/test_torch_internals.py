@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import rnn
 
+import elche
 from elche.torch_internals import batches
 from elche.torch_internals.batches import tree_map
 from elche.torch_internals.groups import SCALER_FLAG
@@ -46,6 +49,9 @@ ELSEWHERE = {
 
 
 def test_every_name_is_here_and_has_a_check() -> None:
+    for module in pkgutil.walk_packages(elche.__path__, "elche."):
+        if "integrations" not in module.name and "__main__" not in module.name:
+            importlib.import_module(module.name)
     names = [each.name for each in INTERNALS]
     assert set(names) == CHECKS.keys()
     assert len(set(names)) == len(names)

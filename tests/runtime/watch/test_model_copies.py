@@ -17,7 +17,12 @@ from elche.runtime.watch.model_copies import ModelCopies, check_copies
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
-from tests.runtime.watch.cases.copies_cases import DECAY, Commit, keep_copies
+from tests.runtime.watch.cases.copies_cases import (
+    DECAY,
+    Commit,
+    keep_copies,
+    said_of_copies,
+)
 
 SAMPLES, BATCH, EPOCHS = 100, 8, 2
 STEPS = EPOCHS * 13
@@ -65,6 +70,23 @@ def test_copies_follow_the_run(ranks2: RankPool, options: dict[str, Any]) -> Non
         kind, mean = first.own[name].dtype, (first.own[name] + second.own[name]) / 2
         mean = mean if kind.is_floating_point else mean.round()
         torch.testing.assert_close(first.by_hand[name], mean.to(kind))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_copy_that_is_written_by_hand_is_named(ranks2: RankPool, policy: str) -> None:
+    """However it is kept; not one that is handed over, or only read."""
+    options = WINDOWS | {"policy": policy}
+    task = Task(samples=48, batch_size=8, epochs=2, options=options)
+    for kind, count in {
+        "module": 1,
+        "dict": 1,
+        "list": 1,
+        "handed over": 0,
+        "frozen": 0,
+    }.items():
+        found = ranks2.run(said_of_copies, task, kind, case_setup=serve_in_thread)
+        assert [len(lines) for lines in found] == [count, 0], kind
 
 
 def _ema(commits: list[Commit]) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from elche.comm.transport.process_group import Group
 from elche.coordination.accounts.copy_updates import DueUpdates
 from elche.errors import ConfigError
+from elche.runtime.watch.made_before import CopiesMade
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class ModelCopies:
     """
 
     def __init__(self, model: nn.Module, copies: Sequence[nn.Module]) -> None:
+        self._model = model
+        self._made: CopiesMade | None = None
         self._held = {id(parameter) for parameter in model.parameters()}
         self._averaged = [
             _Averaged(weakref.ref(copy), model)
@@ -99,6 +102,8 @@ class ModelCopies:
             batches: global ones, to the end of the epoch.
             samples: of all of them.
         """
+        if self._made is None:
+            self._made = CopiesMade(self._model, [*self._others])
         self._epoch = batches, max(1, samples)
         self._updated.clear()
         for each in self._averaged:
@@ -164,6 +169,13 @@ class ModelCopies:
             has_trained: this rank, in the epoch.
         """
         self._warn_of_missing(has_trained)
+        if self._made is not None and self._made.take_written() and group.rank == 0:
+            logger.warning(
+                "the loop writes a copy of the model (an EMA, say) that elche does not "
+                "know of: in windows each rank has a model of its own, so the copies "
+                "differ between ranks; hand it over: elche.setup(..., copies=[...]), "
+                "or use torch.optim.swa_utils.AveragedModel, which follows the run"
+            )
         if self._others and not self._has_said and group.rank == 0:
             self._has_said = True
             logger.warning(

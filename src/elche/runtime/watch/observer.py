@@ -160,7 +160,8 @@ class LoopObserver:
 
     def begin_part(self) -> None:
         """Refuses a loss that is a sum: of a part of the batch it is another one."""
-        sync, self.guard.is_inside = self.guard.synchroniser, True
+        sync = self.guard.synchroniser
+        self.guard.begin_part()
         if self._refuses_sums and self._sum_loss is None:
             self._hints.is_on &= sync.windows is None or _has_common_step(sync)
             trained = [p for p in sync.parameters if p.requires_grad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,3 +110,31 @@ def keep_copies(task: Task) -> Kept:
 def _state(module: nn.Module) -> State:
     state: dict[str, Any] = module.state_dict()
     return {name: value.detach().clone() for name, value in state.items()}
+
+
+def said_of_copies(task: Task, kind: str) -> list[str]:
+    """Lines about a copy that the loop writes by itself, kept in this way."""
+    model, optimizer, loader = build(task)
+    other, source = copy.deepcopy(model), [*model.parameters()]
+    plain = tuple(each.detach().clone() for each in source)
+    named = dict(zip(dict(model.named_parameters()), plain, strict=True))
+    held = {"dict": named, "list": [*plain]}.get(kind, other)
+    given = [other] if kind == "handed over" else []
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, copies=given, **nested(task.options)
+    )
+    lines: list[str] = []
+    handler, said = logging.Handler(), logging.getLogger(model_copies.__name__)
+    setattr(handler, "emit", lambda r: lines.append(r.getMessage()))  # noqa: B010
+    said.addHandler(handler)
+    for _ in range(task.epochs):
+        for x, y, *_ in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mine = [*other.parameters()] if held is other else plain
+            for one, new in zip(mine, source if kind != "frozen" else (), strict=False):
+                one.detach().lerp_(new.detach(), 1.0 - DECAY)
+    elche.shutdown()
+    said.removeHandler(handler)
+    return [line for line in lines if "does not know" in line]

@@ -36,6 +36,7 @@ from torch import distributed as dist
 from torch import multiprocessing, nn
 
 from benchmarks.hetero.workloads import build_workload
+from benchmarks.record import write_record
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.demo.workload import Batch, Workload
 from elche.monitor.table import paired_interval
@@ -208,17 +209,7 @@ def main() -> int:
         )
         found = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
     figures = report(found)
-    if json_path is not None:
-        settings = {k: v for k, v in asdict(job).items() if k != "folder"}
-        record = {
-            "torch": torch.__version__,
-            "cores": os.cpu_count(),
-            "emulated": job.ms_per_sample > 0,
-            "settings": settings,
-            "figures": figures,
-            "pairs_s": found,
-        }
-        json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(json_path, {"settings": asdict(job), **figures, "pairs_s": found})
     return 0
 
 

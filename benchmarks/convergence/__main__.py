@@ -13,30 +13,23 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 import torch
 
-from benchmarks.convergence.digits import Digits
 from benchmarks.convergence.engine import train
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.report import Line, line, table
 from benchmarks.convergence.results import Results, Setting
 from benchmarks.convergence.search import Trial, wanted
-from benchmarks.convergence.study import ALONE, LARGE, LARGE_WIDTH, STUDIES
-from benchmarks.convergence.tasks import Task, Text
+from benchmarks.convergence.study import ALONE, STUDIES
+from benchmarks.convergence.tasks import Text
 
 COLUMNS = 4
 """Runs that are trained side by side."""
-TASKS: dict[str, Callable[[], Task]] = {
-    "text": Text,
-    LARGE: lambda: Text(LARGE_WIDTH),
-    "digits": Digits,
-}
-"""What is learnt, by the name in the results."""
 
 
 def run(trials: Sequence[Trial], results: Results, seconds: float) -> bool:
@@ -51,16 +44,13 @@ def run(trials: Sequence[Trial], results: Results, seconds: float) -> bool:
         Whether nothing is missing any more.
     """
     started_s = time.monotonic()
-    tasks: dict[str, Task] = {}
+    task: Text | None = None
     for trial in trials:
         setting = trial.setting
-        side_by_side = 1 if setting.task == LARGE else COLUMNS
-        while columns := wanted(trial, results)[:side_by_side]:
+        while columns := wanted(trial, results)[:COLUMNS]:
             if time.monotonic() - started_s > seconds:
                 return False
-            if setting.task not in tasks:
-                tasks[setting.task] = TASKS[setting.task]()
-            task = tasks[setting.task]
+            task = task or Text()
             begun_s = time.monotonic()
             values = train(task, setting.method, columns, setting.batches)
             for column, value in zip(columns, values, strict=True):

@@ -43,49 +43,27 @@ def train(
     ranks = len(method.speeds)
     held = Replicas(task, columns, ranks, method.optimizer)
     if ranks == 1:
-        _train_alone(held, method, streams, len(streams))
+        _train_alone(held, method, streams)
         final = held.theta[0]
     else:
-        first = round(method.first_sync * batches) * method.cut
-        if first:
-            _train_alone(held, method, streams, first, method.cut)
-            held.spread()
-        final = _train_in_windows(held, method, streams, first)
-    return task.evaluate(task.views(final), held.buffers[0])
+        final = _train_in_windows(held, method, streams)
+    return task.evaluate(task.views(final))
 
 
-def _train_alone(
-    held: Replicas, method: Method, streams: Tensor, stop: int, size: int = 1
-) -> None:
-    """The first rank takes steps of ``size`` batches each."""
-    waiting: list[Tensor] = []
-    before = held.theta.clone()
-    for start in range(0, stop, size):
-        samples = streams[start : start + size]
-        now = held.theta.clone() if method.extrapolated else before
-        held.theta.add_(now - before, alpha=method.delay)
-        held.gradients([0], samples.transpose(0, 1).reshape(1, samples.shape[1], -1))
-        if method.extrapolated:
-            held.theta.copy_(now)
-            before = now
+def _train_alone(held: Replicas, method: Method, streams: Tensor) -> None:
+    for at, samples in enumerate(streams):
+        held.gradients([0], samples[None])
         held.clip([0])
-        if method.delay:
-            waiting.append(held.grad.clone())
-            if len(waiting) <= method.delay:
-                continue
-            held.grad.copy_(waiting.pop(0))
-        held.step([0], method.rate_at((start + size / 2) / len(streams)))
+        held.step([0], method.rate_at((at + 0.5) / len(streams)))
 
 
-def _train_in_windows(
-    held: Replicas, method: Method, streams: Tensor, start: int
-) -> Tensor:
+def _train_in_windows(held: Replicas, method: Method, streams: Tensor) -> Tensor:
     """Runs the ranks tick by tick, with their windows on the way."""
     total, window = len(streams), method.window_ticks
     lag = window if method.lag < 0 else min(method.lag, window)
     sync = Synchroniser(held, method)
     counts = torch.zeros(len(method.speeds))
-    done, tick = start, 0
+    done = tick = 0
     while done < total:
         tick += 1
         active = method.active_at(tick)[: total - done]

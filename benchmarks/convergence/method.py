@@ -6,7 +6,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-STATES = ("local", "average", "second")
 OUTERS = ("average", "nesterov")
 OPTIMIZERS = ("adamw", "sgd", "muon")
 WARM_UP = 0.05
@@ -29,15 +28,9 @@ class Method:
         fleet: a name in ``FLEETS``.
         cut: local batches that a batch of the task is cut into. With as many as there
             are ranks the global batch is that of one device: elche's windows.
-        delay: of one device only: steps that a gradient is late.
-        extrapolated: such a gradient is taken where the parameters will be if the last
-            step is repeated as often.
         anchor: local batches of the slowest rank in a window.
-        first_sync: first part of the run, in common steps of a whole batch.
         lag: ticks (local batches of the fastest rank) from the snapshot to the adoption
             of a mean; −1 for a whole window.
-        state: of the optimizer at a synchronisation: ``"local"``, ``"average"``, or
-            ``"second"`` (Adam's second moment is averaged, the first stays).
         outer: ``"average"`` or ``"nesterov"``.
         outer_lr: rate of the outer step.
         outer_momentum: its momentum.
@@ -51,12 +44,8 @@ class Method:
 
     fleet: str = "1"
     cut: int = 1
-    delay: int = 0
-    extrapolated: bool = False
     anchor: int = 1
-    first_sync: float = 0.0
     lag: int = 0
-    state: str = "local"
     outer: str = "average"
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
@@ -66,7 +55,6 @@ class Method:
     def __post_init__(self) -> None:
         for name, value, known in (
             ("fleet", self.fleet, tuple(FLEETS)),
-            ("state", self.state, STATES),
             ("outer", self.outer, OUTERS),
             ("optimizer", self.optimizer, OPTIMIZERS),
         ):
@@ -74,10 +62,6 @@ class Method:
                 raise ValueError(f"unknown {name} {value!r}; known are {known}")
         if self.outer == "average" and (self.outer_lr, self.outer_momentum) != (1, 0):
             raise ValueError("plain averaging has rate 1 and no momentum")
-        if self.extrapolated and self.delay == 0:
-            raise ValueError("only gradients that are late are extrapolated")
-        if self.state != "local" and self.lag != 0:
-            raise ValueError("averaged state cannot come late")
 
     @property
     def speeds(self) -> tuple[float, ...]:

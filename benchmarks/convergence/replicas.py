@@ -38,7 +38,7 @@ class Column:
 
 @final
 class Replicas:
-    """Parameters, optimizer state and buffers of all ranks and columns.
+    """Parameters and optimizer state of all ranks and columns.
 
     Args:
         task: what is trained.
@@ -50,13 +50,11 @@ class Replicas:
     def __init__(
         self, task: Task, columns: Sequence[Column], ranks: int, optimizer: str
     ) -> None:
-        begun = [task.initial(column.seed) for column in columns]
-        start = torch.stack([parameters for parameters, _ in begun])
+        start = torch.stack([task.initial(column.seed) for column in columns])
         self.task = task
         self.columns = columns
         self.optimizer = optimizer
         self.theta = start.repeat(ranks, 1, 1)
-        self.buffers = torch.stack([held for _, held in begun]).repeat(ranks, 1, 1)
         moments = 1 if optimizer == "sgd" else 2
         self.state = [torch.zeros_like(self.theta) for _ in range(moments)]
         self.grad = torch.zeros_like(self.theta)
@@ -74,16 +72,13 @@ class Replicas:
         """
         rows = len(ranks) * len(self.columns)
         leaves, is_first = self._leaves_of(ranks, rows)
-        buffers = self.buffers[: len(ranks)] if is_first else self.buffers[ranks]
-        flat = buffers.view(rows, -1)
-        loss = self.task.losses(leaves, flat, samples.reshape(rows, -1))
+        loss = self.task.losses(leaves, samples.reshape(rows, -1))
         grads = torch.autograd.grad(loss, leaves)
         if is_first:
             into = self.task.views(self.grad[: len(ranks)].view(rows, -1))
             for part, found in zip(into, grads, strict=True):
                 part.copy_(found)
             return
-        self.buffers[ranks] = buffers
         found = torch.cat([grad.view(rows, -1) for grad in grads], dim=1)
         self.grad[ranks] = found.view(len(ranks), len(self.columns), -1)
 
@@ -168,11 +163,3 @@ class Replicas:
             amsgrad=False,
             maximize=False,
         )
-
-    def spread(self) -> None:
-        """Gives all ranks what the first one holds."""
-        for held in (self.theta, self.buffers, *self.state):
-            held.copy_(held[:1].clone().expand_as(held))
-        count = len(self.columns)
-        for row, steps in enumerate(self._steps):
-            steps.copy_(self._steps[row % count])

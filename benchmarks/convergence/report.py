@@ -131,15 +131,10 @@ def describe(method: Method) -> str:
     if len(method.speeds) == 1:
         words = ["one device"]
         words += [f"batch / {method.cut}"] if method.cut > 1 else []
-        words += [f"gradients {method.delay} step late"] if method.delay else []
-        words += ["extrapolated"] if method.extrapolated else []
     else:
         words = [f"{method.fleet} ranks", f"anchor {method.anchor}"]
-        words += [f"first {100 * method.first_sync:g} % sync"] * bool(method.first_sync)
         late = "a window late" if method.lag < 0 else f"lag {method.lag}"
         words.append(late if method.lag else "blocking")
-        shared = {"local": [], "second": ["second moment averaged"]}
-        words += shared.get(method.state, ["state averaged"])
         if method.outer == "average":
             words.append("plain averaging")
         else:

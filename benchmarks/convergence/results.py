@@ -70,10 +70,6 @@ class Results:
         """Values by learning rate and seed; empty if nothing is known."""
         return self._values.get(setting.key(), {})
 
-    def settings(self) -> list[str]:
-        """Keys of all settings of which something is known."""
-        return list(self._values)
-
     def best(
         self,
         setting: Setting,

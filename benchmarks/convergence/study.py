@@ -17,10 +17,7 @@ from benchmarks.convergence.search import Trial
 
 SEEDS = 3
 BATCHES = 2000
-DIGITS_BATCHES = 1000
 RATE = 4e-3
-LARGE = "text 480"
-LARGE_WIDTH = 480
 ALONE: dict[int, float] = {
     300: 2.4902,
     500: 2.3475,
@@ -78,12 +75,10 @@ def ranks() -> list[Trial]:
 
 
 def star() -> list[Trial]:
-    """Anchor, optimizer state, lag and codec, one at a time."""
+    """Anchor, lag and codec, one at a time."""
     return untuned(
         windows(**FOUR, anchor=5),
         windows(**FOUR, anchor=20),
-        windows(**FOUR, anchor=5, state="average"),
-        windows(**FOUR, anchor=20, state="average"),
         windows(**FOUR, lag=2),
         windows(**FOUR, lag=-1),
         windows(**FOUR, anchor=5, lag=4),
@@ -126,49 +121,10 @@ def of_optimizer(optimizer: str, centre: float) -> list[Trial]:
     ]
 
 
-def eight() -> list[Trial]:
-    """Eight ranks: what is lost to speeds, optimizer state and averaged Adam steps."""
-    mixed, equal = EIGHT | {"seeds": 3}, EIGHT | {"seeds": 3, "fleet": "8 equal"}
-    return untuned(
-        windows(**mixed, state="average"),
-        windows(**mixed, state="second"),
-        windows(**equal),
-        windows(**equal, state="average"),
-        windows(**mixed, first_sync=0.2),
-    )
-
-
-def late() -> list[Trial]:
-    """`sync` one step late, and with gradients where the step will have led."""
-    trials = []
-    for optimizer, seeds in (("adamw", 3), ("muon", 1)):
-        at: dict[str, Any] = {"optimizer": optimizer, "seeds": seeds, "delay": 1}
-        trials += [alone(**at), alone(**at, extrapolated=True)]
-    return untuned(*trials)
-
-
-def others() -> list[Trial]:
-    """Images, a million parameters, and one device with half the batch."""
-
-    def both(task: str, lr: float, batches: int, seeds: int) -> list[Trial]:
-        four = Method(fleet="4", cut=4, **nesterov(1.0))
-        settings = [Setting(task, batches, each) for each in (Method(), four)]
-        return [Trial(setting, lr, seeds) for setting in settings]
-
-    return untuned(
-        *both("digits", 3e-3, DIGITS_BATCHES, 4),
-        *both(LARGE, 1.6e-3, BATCHES, 2),
-        *(alone(lr, seeds=1, cut=2) for lr in (RATE / 2, RATE)),
-    )
-
-
 STUDIES: dict[str, Callable[[], list[Trial]]] = {
     "ranks": ranks,
     "star": star,
     "muon": lambda: of_optimizer("muon", RATE),
     "lengths": lengths,
     "sgd": lambda: of_optimizer("sgd", 0.2),
-    "eight": eight,
-    "late": late,
-    "others": others,
 }

@@ -21,7 +21,6 @@ class _Pending:
 
     due: int
     parameters: Tensor
-    buffers: Tensor
     counts: Tensor
 
 
@@ -64,9 +63,7 @@ class Synchroniser:
             due: tick of its adoption.
             counts: batches of each rank since the last one.
         """
-        held = self._held
-        taken = held.theta.clone(), held.buffers.clone()
-        self._pending.append(_Pending(due, *taken, counts))
+        self._pending.append(_Pending(due, self._held.theta.clone(), counts))
 
     def adopt(self, tick: int) -> None:
         """Adopts what is due by now."""
@@ -83,13 +80,6 @@ class Synchroniser:
         for column, outer in enumerate(self._outer):
             outer.step(0, mean[column].contiguous(), self._rule)
         held.theta += base - pending.parameters
-        shared = {"average": held.state, "second": held.state[1:], "local": []}
-        for moment in shared[self._method.state]:
-            moment.copy_((moment * weights).sum(0).expand_as(moment))
-        if held.buffers.shape[-1]:
-            held.buffers.copy_(
-                (pending.buffers * weights).sum(0).expand_as(held.buffers)
-            )
 
     def _coded_sum(self, sent: Tensor, weights: Tensor) -> Tensor:
         """Weighted mean of what arrives: coded twice, with what was lost added back."""

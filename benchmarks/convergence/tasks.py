@@ -33,14 +33,12 @@ class Task(ABC):
         name: what the results call it.
         batch_size: samples of a local step.
         shapes: of the parameters of one replica.
-        buffer_size: elements of the buffers of one replica, such as running statistics.
         matrices: indices of the hidden layers' matrices among the shapes: Muon's.
     """
 
     name: str
     batch_size: int
     shapes: Sequence[tuple[int, ...]]
-    buffer_size: int = 0
     matrices: Sequence[int] = ()
 
     @property
@@ -49,27 +47,24 @@ class Task(ABC):
         return sum(math.prod(shape) for shape in self.shapes)
 
     @abstractmethod
-    def initial(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Parameters and buffers of one replica, flat."""
+    def initial(self, seed: int) -> Tensor:
+        """Parameters of one replica, flat."""
 
     @abstractmethod
     def stream(self, seed: int, batches: int) -> Tensor:
         """Samples of a run in their order, int64 of shape (batches, batch_size)."""
 
     @abstractmethod
-    def losses(
-        self, parameters: Sequence[Tensor], buffers: Tensor, samples: Tensor
-    ) -> Tensor:
-        """Sum over the replicas of their mean training loss; updates the buffers.
+    def losses(self, parameters: Sequence[Tensor], samples: Tensor) -> Tensor:
+        """Sum over the replicas of their mean training loss.
 
         Args:
             parameters: of shape (replicas, *shape) each.
-            buffers: of shape (replicas, buffer_size).
             samples: of shape (replicas, samples).
         """
 
     @abstractmethod
-    def evaluate(self, parameters: Sequence[Tensor], buffers: Tensor) -> list[float]:
+    def evaluate(self, parameters: Sequence[Tensor]) -> list[float]:
         """What is reported of each replica, on held-out data."""
 
     def views(self, rows: Tensor) -> list[Tensor]:
@@ -86,45 +81,44 @@ class Task(ABC):
 class Text(Task):
     """The next character after ten, of the standard library's sources.
 
-    A residual network of two blocks with layer norms: 64 k parameters with a width of
-    96, 1.05 million with 480. Evaluated by the mean loss, in nats, over characters of
+    A residual network of two blocks with layer norms, 64 k parameters. Evaluated by
+    the mean loss, in nats, over characters of
     held-out files.
 
     Args:
-        width: of the network.
         batch_size: samples of a local step.
     """
 
-    def __init__(self, width: int = WIDTH, batch_size: int = 32) -> None:
+    name = "text"
+
+    def __init__(self, batch_size: int = 32) -> None:
         corpus = load_corpus()
-        self.name = "text" if width == WIDTH else f"text {width}"
         self.batch_size = batch_size
-        self._width = width
         self._train = corpus.train
         spaced = torch.linspace(
             0, corpus.held_out.numel() - CONTEXT - 1, EVAL_CHARACTERS
         ).long()
         self._eval = self._windows(corpus.held_out, spaced[None])
-        inner: list[tuple[int, ...]] = [(width, width), (width,)] * 2
+        inner: list[tuple[int, ...]] = [(WIDTH, WIDTH), (WIDTH,)] * 2
         self.shapes = [
             (VOCABULARY_SIZE, EMBEDDING),
-            (CONTEXT * EMBEDDING, width),
-            (width,),
+            (CONTEXT * EMBEDDING, WIDTH),
+            (WIDTH,),
             *inner * BLOCKS,
-            (width, VOCABULARY_SIZE),
+            (WIDTH, VOCABULARY_SIZE),
             (VOCABULARY_SIZE,),
         ]
         self.matrices = range(1, 2 + 4 * BLOCKS, 2)
 
     @override
-    def initial(self, seed: int) -> tuple[Tensor, Tensor]:
+    def initial(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         parts = []
         for index, shape in enumerate(self.shapes):
             values = torch.randn(shape, generator=generator)
             scale = 0.0 if len(shape) == 1 else shape[0] ** -0.5
             parts.append(values.flatten() * (0.5 if index == 0 else scale))
-        return torch.cat(parts), torch.zeros(0)
+        return torch.cat(parts)
 
     def stream(self, seed: int, batches: int) -> Tensor:
         """Places in the text, drawn with replacement."""
@@ -133,9 +127,7 @@ class Text(Task):
         return torch.randint(most, (batches, self.batch_size), generator=generator)
 
     @override
-    def losses(
-        self, parameters: Sequence[Tensor], buffers: Tensor, samples: Tensor
-    ) -> Tensor:
+    def losses(self, parameters: Sequence[Tensor], samples: Tensor) -> Tensor:
         inputs, targets = self._windows(self._train, samples)
         logits = self._logits(parameters, inputs)
         total = F.cross_entropy(
@@ -145,7 +137,7 @@ class Text(Task):
 
     @torch.no_grad()
     @override
-    def evaluate(self, parameters: Sequence[Tensor], buffers: Tensor) -> list[float]:
+    def evaluate(self, parameters: Sequence[Tensor]) -> list[float]:
         inputs, targets = self._eval
         found = []
         for replica in range(len(parameters[0])):
@@ -167,9 +159,9 @@ class Text(Task):
         pairs = list(zip(layers[::2], layers[1::2], strict=True))
         hidden = _linear(embedded, *pairs[0])
         for first, second in zip(pairs[1:-1:2], pairs[2:-1:2], strict=True):
-            inside = _linear(F.layer_norm(hidden, (self._width,)), *first)
+            inside = _linear(F.layer_norm(hidden, (WIDTH,)), *first)
             hidden = hidden + _linear(torch.relu(inside), *second)
-        return _linear(F.layer_norm(hidden, (self._width,)), *pairs[-1])
+        return _linear(F.layer_norm(hidden, (WIDTH,)), *pairs[-1])
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

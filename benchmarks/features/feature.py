@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -128,3 +129,29 @@ def batches_of(data: Any = None, **options: Any) -> DataLoader[Any]:
     """The loader where a feature is not about one."""
     options = {"batch_size": BATCH_SIZE, "shuffle": True, **options}
     return DataLoader(labelled() if data is None else data, **options)
+
+
+def step(model: Any, optimizer: Any, x: Tensor, y: Tensor, seen: Seen) -> None:
+    """The step where a feature is not about it."""
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    seen(loss, len(x))
+
+
+def epochs_of(model: Any, optimizer: Any, loader: Any, seen: Seen) -> None:
+    """The loop where a feature is not about it."""
+    for _epoch in range(EPOCHS):
+        for x, y in loader:
+            step(model, optimizer, x, y, seen)
+
+
+def trained(
+    elche: Any, model: Any, optimizer: Any, loader: Any, **options: Any
+) -> Trained:
+    """Set-up and loop where a feature is not about them."""
+    seen = Seen()
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    epochs_of(model, optimizer, loader, seen)
+    return Trained(model, optimizer, seen)

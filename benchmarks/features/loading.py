@@ -28,8 +28,9 @@ from benchmarks.features.feature import (
     feature,
     labelled,
     network,
+    step,
+    trained,
 )
-from benchmarks.features.modelling import epochs_of
 
 
 class Stream(IterableDataset[Any]):
@@ -53,11 +54,8 @@ def iterable_unsized(elche: Any) -> Trained:
 
 
 def _streamed(elche: Any, **options: Any) -> Trained:
-    model, loader, seen = network(), batches_of(Stream(), shuffle=None), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
-    epochs_of(model, optimizer, loader, seen)
-    return Trained(model, optimizer, seen)
+    model, loader = network(), batches_of(Stream(), shuffle=None)
+    return trained(elche, model, adamw(model), loader, **options)
 
 
 class Batch:
@@ -126,10 +124,7 @@ def weighted_sampler(elche: Any) -> Trained:
     draw = torch.Generator().manual_seed(3)
     sampler = WeightedRandomSampler(weights, SAMPLES, generator=draw)
     model, loader = network(), batches_of(shuffle=None, sampler=sampler)
-    optimizer, seen = adamw(model), Seen()
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
-    epochs_of(model, optimizer, loader, seen)
-    return Trained(model, optimizer, seen)
+    return trained(elche, model, adamw(model), loader)
 
 
 @feature()
@@ -137,11 +132,8 @@ def batch_sampler(elche: Any) -> Trained:
     """A `batch_sampler` of the user's."""
     sampler = BatchSampler(RandomSampler(range(SAMPLES)), BATCH_SIZE, drop_last=False)
     loader = batches_of(batch_size=1, shuffle=None, batch_sampler=sampler)
-    model, seen = network(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
-    epochs_of(model, optimizer, loader, seen)
-    return Trained(model, optimizer, seen)
+    model = network()
+    return trained(elche, model, adamw(model), loader)
 
 
 @feature(why="of one replica; elche divides the data, more replicas are refused")
@@ -155,11 +147,7 @@ def distributed_sampler(elche: Any) -> Trained:
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
+            step(model, optimizer, x, y, seen)
     return Trained(model, optimizer, seen)
 
 
@@ -167,8 +155,5 @@ def distributed_sampler(elche: Any) -> Trained:
 def workers(elche: Any) -> Trained:
     """Persistent workers; `drop_last`."""
     loader = batches_of(num_workers=2, persistent_workers=True, drop_last=True)
-    model, seen = network(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
-    epochs_of(model, optimizer, loader, seen)
-    return Trained(model, optimizer, seen)
+    model = network()
+    return trained(elche, model, adamw(model), loader)

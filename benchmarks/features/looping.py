@@ -18,9 +18,11 @@ from benchmarks.features.feature import (
     Trained,
     adamw,
     batches_of,
+    epochs_of,
     feature,
     labelled,
     network,
+    step,
 )
 
 STEPS = 40
@@ -43,11 +45,7 @@ def early_stop(elche: Any) -> Trained:
     best, bad = float("inf"), 0
     for _epoch in range(4 * EPOCHS):
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
+            step(model, optimizer, x, y, seen)
         with torch.no_grad():
             now = F.cross_entropy(model(x_val), y_val).item()
         bad = 0 if now < 0.95 * best else bad + 1
@@ -67,11 +65,7 @@ def break_off(elche: Any) -> Trained:
         for i, (x, y) in enumerate(loader):
             if i == 10:
                 break
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
+            step(model, optimizer, x, y, seen)
     return Trained(model, optimizer, seen)
 
 
@@ -85,11 +79,7 @@ def next_iter(elche: Any) -> Trained:
         batches = iter(loader)
         for _step in range(len(loader)):
             x, y = next(batches)
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
+            step(model, optimizer, x, y, seen)
     return Trained(model, optimizer, seen)
 
 
@@ -102,11 +92,7 @@ def endless_iterator(elche: Any) -> Trained:
     batches = endless(loader)
     for _step in range(STEPS):
         x, y = next(batches)
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        seen(loss, len(x))
+        step(model, optimizer, x, y, seen)
     return Trained(model, optimizer, seen)
 
 
@@ -118,11 +104,7 @@ def counted_steps(elche: Any) -> Trained:
     model, optimizer, loader = elche.setup(model, optimizer, loader)
     is_plain = not hasattr(loader, "steps")
     for x, y in islice(endless(loader), STEPS) if is_plain else loader.steps(STEPS):
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        seen(loss, len(x))
+        step(model, optimizer, x, y, seen)
     return Trained(model, optimizer, seen)
 
 
@@ -136,11 +118,7 @@ def skipping(elche: Any) -> Trained:
         for i, (x, y) in enumerate(loader):
             if i % 4 == 3:
                 continue
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
+            step(model, optimizer, x, y, seen)
     return Trained(model, optimizer, seen)
 
 
@@ -174,13 +152,7 @@ def peek(elche: Any) -> Trained:
     model, optimizer, loader = elche.setup(model, optimizer, loader)
     x, _ = next(iter(loader))
     assert model(x).shape[1] == 4
-    for _epoch in range(EPOCHS):
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
+    epochs_of(model, optimizer, loader, seen)
     return Trained(model, optimizer, seen)
 
 
@@ -199,11 +171,7 @@ def restore(elche: Any) -> Trained:
         model, optimizer, loader = elche.setup(model, optimizer, loader)
         for _epoch in range(first, last):
             for x, y in loader:
-                loss = F.cross_entropy(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                seen(loss, len(x))
+                step(model, optimizer, x, y, seen)
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(saved, checkpoint)
     return Trained(model, optimizer, seen)
@@ -218,11 +186,7 @@ def progress_bar(elche: Any) -> Trained:
     console = Console(file=io.StringIO())
     for epoch in range(EPOCHS):
         for x, y in track(loader, f"epoch {epoch}", console=console):
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
+            step(model, optimizer, x, y, seen)
     return Trained(model, optimizer, seen)
 
 
@@ -235,11 +199,7 @@ def evaluation(elche: Any) -> Trained:
     model, optimizer, loader = elche.setup(model, optimizer, loader)
     for _epoch in range(EPOCHS):
         for i, (x, y) in enumerate(loader):
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
+            step(model, optimizer, x, y, seen)
             if i % 5 == 0:
                 model.eval()
                 with torch.no_grad():

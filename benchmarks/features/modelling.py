@@ -20,32 +20,21 @@ from benchmarks.features.feature import (
     Trained,
     adamw,
     batches_of,
+    epochs_of,
     feature,
     labelled,
     network,
+    step,
+    trained,
 )
-
-
-def epochs_of(model: Any, optimizer: Any, loader: Any, seen: Seen) -> None:
-    """The loop where a feature is not about it."""
-    for _epoch in range(EPOCHS):
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
 
 
 @feature()
 def compile_before(elche: Any) -> Trained:
     """`torch.compile` before set-up."""
-    model, loader, seen = network(), batches_of(), Seen()
+    model, loader = network(), batches_of()
     model = torch.compile(model, backend="aot_eager")
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
-    epochs_of(model, optimizer, loader, seen)
-    return Trained(model, optimizer, seen)
+    return trained(elche, model, adamw(model), loader)
 
 
 @feature()
@@ -68,12 +57,8 @@ def ema(elche: Any) -> Trained:
     model, optimizer, loader = elche.setup(model, optimizer, loader, copies=[average])
     for _epoch in range(EPOCHS):
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            step(model, optimizer, x, y, seen)
             average.update_parameters(model)
-            seen(loss, len(x))
     return Trained(nn.ModuleList([model, average]), optimizer, seen)
 
 
@@ -87,11 +72,7 @@ def swa(elche: Any) -> Trained:
     model, optimizer, loader = elche.setup(model, optimizer, loader)
     for epoch in range(EPOCHS):
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
+            step(model, optimizer, x, y, seen)
         if epoch > 0:
             average.update_parameters(model)
             scheduler.step()
@@ -120,27 +101,22 @@ def two_optimizers(elche: Any) -> Trained:
 @feature()
 def frozen(elche: Any) -> Trained:
     """A frozen layer; SGD with momentum in two parameter groups."""
-    model, loader, seen = network(), batches_of(), Seen()
+    model, loader = network(), batches_of()
     model[0].requires_grad_(False)
     groups = [
         {"params": [model[2].weight], "weight_decay": 0.01},
         {"params": [model[2].bias], "lr": 0.2},
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
-    epochs_of(model, optimizer, loader, seen)
-    return Trained(model, optimizer, seen)
+    return trained(elche, model, optimizer, loader)
 
 
 @feature()
 def unused(elche: Any) -> Trained:
     """Parameters that no loss uses."""
-    model, loader, seen = network(), batches_of(), Seen()
+    model, loader = network(), batches_of()
     model[1].register_module("auxiliary", nn.Linear(24, 2))
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
-    epochs_of(model, optimizer, loader, seen)
-    return Trained(model, optimizer, seen)
+    return trained(elche, model, adamw(model), loader)
 
 
 @feature()
@@ -155,11 +131,7 @@ def unfreezing(elche: Any) -> Trained:
             model[0].requires_grad_(True)
             optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-3})
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
+            step(model, optimizer, x, y, seen)
     return Trained(model, optimizer, seen)
 
 
@@ -176,11 +148,8 @@ class Checkpointed(nn.Sequential):
 @feature()
 def checkpointing(elche: Any) -> Trained:
     """Activation checkpointing."""
-    model, loader, seen = Checkpointed(*network()), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
-    epochs_of(model, optimizer, loader, seen)
-    return Trained(model, optimizer, seen)
+    model, loader = Checkpointed(*network()), batches_of()
+    return trained(elche, model, adamw(model), loader)
 
 
 def _normalised() -> nn.Sequential:
@@ -195,34 +164,27 @@ def _normalised() -> nn.Sequential:
 )
 def batch_norm(elche: Any) -> Trained:
     """BatchNorm as it is."""
-    model, loader, seen = _normalised(), batches_of(), Seen()
+    model, loader = _normalised(), batches_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
-    epochs_of(model, optimizer, loader, seen)
-    return Trained(model, optimizer, seen)
+    return trained(elche, model, optimizer, loader)
 
 
 @feature(windows="N is a SyncBatchNorm layer", why="ranks do not meet at every batch")
 def batch_norm_converted(elche: Any) -> Trained:
     """BatchNorm, `elche.convert_sync_batchnorm`."""
-    model, loader, seen = _normalised(), batches_of(), Seen()
+    model, loader = _normalised(), batches_of()
     model = elche.convert_sync_batchnorm(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
-    epochs_of(model, optimizer, loader, seen)
-    return Trained(model, optimizer, seen)
+    return trained(elche, model, optimizer, loader)
 
 
 @feature("S", why="masks are drawn by rank")
 def dropout(elche: Any) -> Trained:
     """Dropout."""
-    loader, seen = batches_of(), Seen()
+    loader = batches_of()
     first, activation, last = network()
     model: nn.Module = nn.Sequential(first, activation, nn.Dropout(0.2), last)
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
-    epochs_of(model, optimizer, loader, seen)
-    return Trained(model, optimizer, seen)
+    return trained(elche, model, adamw(model), loader)
 
 
 @feature(why="both in one `ModuleList`; here the noise comes with the data")

@@ -16,23 +16,15 @@ from benchmarks.features.feature import (
     batches_of,
     feature,
     network,
+    trained,
 )
 
 
 @feature()
 def plain_loop(elche: Any) -> Trained:
     """AdamW; the last batch is smaller."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
-    for _epoch in range(EPOCHS):
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
-    return Trained(model, optimizer, seen)
+    model = network()
+    return trained(elche, model, adamw(model), batches_of())
 
 
 @feature(
@@ -133,19 +125,11 @@ def grad_scaler(elche: Any) -> Trained:
 @feature("D parameters", why="a hook sees the gradient of a rank's own samples")
 def gradient_hook(elche: Any) -> Trained:
     """Gradients clamped by `register_hook`."""
-    model, loader, seen = network(), batches_of(), Seen()
+    model, loader = network(), batches_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
-    for _epoch in range(EPOCHS):
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
-    return Trained(model, optimizer, seen)
+    return trained(elche, model, optimizer, loader)
 
 
 @feature()

@@ -17,6 +17,7 @@ from benchmarks.features.feature import (
     feature,
     labelled,
     network,
+    step,
 )
 
 
@@ -79,12 +80,8 @@ def _per_batch(
 ) -> Trained:
     for _epoch in range(EPOCHS):
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            step(model, optimizer, x, y, seen)
             scheduler.step()
-            seen(loss, len(x))
     return Trained(model, optimizer, seen)
 
 
@@ -97,11 +94,7 @@ def step_lr(elche: Any) -> Trained:
     model, optimizer, loader = elche.setup(model, optimizer, loader)
     for _epoch in range(EPOCHS):
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
+            step(model, optimizer, x, y, seen)
         scheduler.step()
     return Trained(model, optimizer, seen)
 
@@ -116,11 +109,7 @@ def plateau(elche: Any) -> Trained:
     model, optimizer, loader = elche.setup(model, optimizer, loader)
     for _epoch in range(2 * EPOCHS):
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen(loss, len(x))
+            step(model, optimizer, x, y, seen)
         with torch.no_grad():
             losses = [F.cross_entropy(model(x), y) for x, y in held_out]
         scheduler.step(torch.stack(losses).mean())

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.goodput_table.design import SETTINGS, Setting, bench_name
 from benchmarks.goodput_table.records import CONTROL, Record, Records
-from benchmarks.goodput_table.report import control_lines, lines_of, table, to_json
+from benchmarks.goodput_table.report import control_lines, lines_of, table
 from benchmarks.hetero.contender import MODULE
 from benchmarks.hetero.verdict import MIN_CONTROL
 from benchmarks.links.namespaces import slow_link
@@ -275,8 +275,8 @@ def main() -> None:
         print(lines_of(rows))
     print("\n".join(control_lines(settings, records)))
     if asked.json is not None:
-        found = {"rows": to_json(rows), "cells": records.to_json()}
-        asked.json.write_text(json.dumps({**found, "machine": machine()}, indent=2))
+        found = {"cells": records.to_json(), "machine": machine()}
+        asked.json.write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

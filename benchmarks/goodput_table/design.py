@@ -93,7 +93,7 @@ SETTINGS = (
     Setting(name="1:0.25", contenders=EVERYONE, **PAIR),
     Setting(
         name="1:0.25 at 250 Mbit/s",
-        contenders=("sync int8", "delayed_sync int8", "async int8", "auto"),
+        contenders=("sync int8", "async int8", "auto"),
         link_mbit=250.0,
         **PAIR,
     ),
@@ -109,7 +109,6 @@ SETTINGS = (
         speeds=EIGHT,
         ms_per_sample=EIGHT_MS,
     ),
-    Setting(name="LSTM", contenders=("sync", "async"), model="lstm"),
     Setting(name="CNN with BatchNorm", contenders=("sync", "async"), model="cnn"),
     Setting(name="SGD with momentum", contenders=("sync", "async"), optimizer="sgd"),
     Setting(name="Muon", contenders=("sync", "async"), optimizer="muon"),

@@ -6,18 +6,14 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.goodput_table.design import Setting, bench_name
 from benchmarks.goodput_table.records import CONTROL, Record, Records
 from benchmarks.hetero.verdict import MIN_WINDOWS
 from elche.cadence.convergence import UPDATES, sample_efficiency
-from elche.config import DELAYED_SYNC
 from elche.demo.compare import MOST_OVERRUN
 from elche.monitor.table import Interval, student_t_95
 
-_LATE_WORTH = 0.98
-"""docs/convergence.md: extrapolated, three seeds, 0.91 to 1.05."""
 _KINDS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
 
 
@@ -65,8 +61,6 @@ def interval(values: Sequence[float]) -> Interval:
 
 def sample_worth(setting: Setting, record: Record) -> float:
     """What a sample is worth by the study's table; 1 on one device and for DDP."""
-    if record.policy == DELAYED_SYNC:
-        return _LATE_WORTH
     if record.policy not in UPDATES:
         return 1.0
     return sample_efficiency(
@@ -189,25 +183,6 @@ def control_lines(settings: Sequence[Setting], records: Records) -> list[str]:
         where = f"{failed.setting}, {failed.contender}, repeat {failed.repeat}"
         lines.append(f"not measured: {where}: {failed.error}")
     return lines
-
-
-def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows as values for JSON."""
-    intervals = ("efficiency", "throughput", "goodput")
-    return [
-        {
-            **vars(row),
-            **{name: vars_of(getattr(row, name)) for name in intervals},
-        }
-        for row in rows
-    ]
-
-
-def vars_of(value: Interval) -> dict[str, float | None]:
-    """An interval as values for JSON, which has no infinity."""
-    ends = {"low": value.low, "high": value.high}
-    known = {name: end if math.isfinite(end) else None for name, end in ends.items()}
-    return {"mean": value.mean, **known}
 
 
 def _with_margin(value: Interval) -> str:

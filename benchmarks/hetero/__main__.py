@@ -34,7 +34,7 @@ from elche.monitor.results import log_to_stderr
     "--model",
     default="mlp",
     show_default=True,
-    help="mlp, cnn, lstm, gpt, gpt-small or gpt-10m.",
+    help="mlp, cnn, gpt, gpt-small or gpt-10m.",
 )
 @click.option(
     "--optimizer",

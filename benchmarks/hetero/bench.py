@@ -16,7 +16,7 @@ from benchmarks.hetero.bounds import ContenderBounds
 from benchmarks.hetero.contender import MODULE, BenchSpec
 from benchmarks.hetero.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, BenchVerdict
 from benchmarks.hetero.workloads import OPTIMIZERS, WORKLOADS, batch_size_of
-from elche.config import DELAYED_SYNC, POLICIES
+from elche.config import POLICIES
 from elche.demo.batches import split_edges
 from elche.demo.compare import (
     MS_PER_SAMPLE,
@@ -35,8 +35,6 @@ DEFAULT_SECONDS = 40.0
 REJECTED_CODE = 3
 MOST_TIMES = 1.5
 """elche's ranks leave a run of capped time after so many times its length."""
-DELAYED = f"elche-{DELAYED_SYNC}"
-"""A contender that is only run where it is named."""
 STANDARD_PARAMETERS = 2_000_000
 
 
@@ -106,11 +104,11 @@ class BenchConfig:
             raise ConfigError(f"expected positive --solo-seconds, got {solo!r}")
         if self.seeds < 1:
             raise ConfigError(f"expected --seeds of at least 1, got {self.seeds}")
-        unknown = sorted(set(self.contenders) - {*self.all_names, DELAYED})
+        unknown = sorted(set(self.contenders) - {*self.all_names})
         if unknown:
             raise ConfigError(
                 f"unknown contender {unknown[0]!r}; choose among"
-                f" {', '.join((*self.all_names, DELAYED))}"
+                f" {', '.join(self.all_names)}"
             )
         edges = split_edges(self.samples_per_batch, self.speeds)
         if "ddp-split" in self.names and len(set(edges)) < len(edges):
@@ -151,7 +149,7 @@ class BenchConfig:
     def names(self) -> tuple[str, ...]:
         """Contenders that are run, in order."""
         wanted = self.contenders or self.all_names
-        return tuple(name for name in (*self.all_names, DELAYED) if name in wanted)
+        return tuple(name for name in self.all_names if name in wanted)
 
     @property
     def samples(self) -> int:

@@ -39,7 +39,7 @@ class ContenderBounds:
         if not name.startswith("elche-"):
             return None
         sync = self._of_step(best_step_s(self.batch_size, *self._costs))
-        if name in ("elche-sync", "elche-delayed_sync"):
+        if name == "elche-sync":
             return sync
         windows = self._of_windows()
         return max(sync, windows) if name == "elche-auto" else windows

@@ -15,11 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import elche
-from benchmarks.hetero.delayed import DelayedTraining
 from benchmarks.hetero.order import sampler_of
 from benchmarks.hetero.time_cap import TimeCap
 from benchmarks.hetero.workloads import OPTIMIZERS, build_workload, optimizers_of
-from elche.config import DELAYED_SYNC
 from elche.demo.batches import Order
 from elche.demo.contender import KINDS, Contender, ContenderSpec, main
 from elche.demo.workload import Workload
@@ -80,28 +78,6 @@ class BenchContender(Contender):
         super().__init__(spec, clock)
         self._cap = self._time_cap()
         self._sent_bytes = 0
-
-    def run(self) -> dict[str, Any]:
-        """Trains, and returns this rank's results."""
-        if self.spec.policy != DELAYED_SYNC:
-            return super().run()
-        training = DelayedTraining(
-            self._workload,
-            self._sampler,
-            batch_size=self.spec.batch_size,
-            optimizer=self.spec.optimizer,
-            options=self.spec.options,
-        )
-        sent_bytes = self._counted_bytes()
-        found = training.run(self.spec.max_seconds)
-        (Path(self.spec.out) / f"spans-{self._rank}.jsonl").write_text("")
-        return {
-            **found,
-            "device": self._placement.device_name,
-            "sent_bytes": self._counted_bytes() - sent_bytes,
-            "choices": [],
-            **_windows_in_the_end(None),
-        }
 
     def _build_workload(self) -> Workload:
         spec = self.spec

@@ -10,8 +10,6 @@ from typing import final
 
 from torch import Tensor, nn
 
-from elche.demo.gpt import hash_ngrams
-
 
 @final
 class ResidualMLP(nn.Module):
@@ -73,35 +71,4 @@ class ConvNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images."""
         logits: Tensor = self.head(self.features(x))
-        return logits
-
-
-@final
-class CharLSTM(nn.Module):
-    """An LSTM over characters with tables of hashed n-grams before and after it.
-
-    Maps symbols (samples, positions), int64, to logits (samples, positions,
-    vocabulary).
-    """
-
-    _ORDERS = (2, 3, 4, 5)
-    _ROWS = 4096
-
-    def __init__(self, vocabulary: int, width: int = 128) -> None:
-        super().__init__()
-        self.symbols = nn.Embedding(vocabulary, width)
-        self.tables = nn.ModuleList(
-            nn.Embedding(self._ROWS, width) for _ in self._ORDERS
-        )
-        self.lstm = nn.LSTM(width, width, batch_first=True)
-        self.head = nn.Linear(width, vocabulary)
-        for table in (self.symbols, *self.tables):
-            nn.init.normal_(table.weight, std=0.1)
-
-    def forward(self, symbols: Tensor) -> Tensor:
-        """Logits of the symbol that follows each position."""
-        buckets = hash_ngrams(symbols, self._ORDERS, self._ROWS)
-        known = [table(at) for table, at in zip(self.tables, buckets, strict=True)]
-        hidden, _ = self.lstm(self.symbols(symbols) + known[0] + known[2])
-        logits: Tensor = self.head(hidden + known[1] + known[3])
         return logits

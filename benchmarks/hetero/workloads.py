@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Muon, Optimizer
 from torch.utils.data import TensorDataset
 
-from benchmarks.hetero.networks import CharLSTM, ConvNet, ResidualMLP
+from benchmarks.hetero.networks import ConvNet, ResidualMLP
 from elche.demo.gpt import GPT, GPTConfig
 from elche.demo.text import VOCABULARY_SIZE
 from elche.demo.workload import (
@@ -25,7 +25,7 @@ from elche.demo.workload import (
 )
 from elche.errors import ConfigError
 
-WORKLOADS = ("mlp", "cnn", "lstm", "gpt", "gpt-small", "gpt-10m")
+WORKLOADS = ("mlp", "cnn", "gpt", "gpt-small", "gpt-10m")
 """Names that `build_workload` knows."""
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
@@ -45,7 +45,6 @@ _LANGUAGE = {
     "gpt": GPT_MODEL,
     "gpt-small": _gpt(GPTConfig(VOCABULARY_SIZE), 2e-3, _EVAL_SAMPLES),
     "gpt-10m": _gpt(_LARGE, 5e-4, 64),
-    "lstm": LanguageModel(partial(CharLSTM, VOCABULARY_SIZE), 3e-3, 16),
 }
 _SGD_RATE = 50.0
 """SGD's learning rate over AdamW's, as tuned in docs/convergence.md."""
@@ -95,8 +94,8 @@ def build_workload(
     """Build a workload by name.
 
     Args:
-        name: ``"mlp"`` and ``"cnn"`` classify synthetic samples, ``"gpt"`` and
-            ``"lstm"`` predict characters; these have more than two million parameters.
+        name: ``"mlp"`` and ``"cnn"`` classify synthetic samples, ``"gpt"``
+            predicts characters; these have more than two million parameters.
             ``"gpt-small"`` is the demo's: a tenth of a million. ``"gpt-10m"`` is for
             slow links: ten million, sequences of 8 characters in batches of 8, so that
             its real compute (0.1 s a batch on one core) is small beside what emulated

@@ -1,1 +1,1 @@
-"""Ranks behind links of limited rate and with a delay, on one Linux machine."""
+"""Ranks behind links of limited rate, on one Linux machine."""

@@ -1,10 +1,9 @@
 """`benchmarks.hetero` behind links of limited rate (network namespaces: Linux, root).
 
     python -m benchmarks.links --speeds 1,0.25 --link-mbit 100 --codec int8
-    python -m benchmarks.links --speeds 1,0.25 --link-mbit 100 --link-delay-ms 20
 
-Every rank has a network namespace of its own, whose cable `tc tbf` limits; a process in
-user space holds messages back. The other options are those of `benchmarks.hetero`.
+Every rank has a network namespace of its own, whose cable `tc tbf` limits. The other
+options are those of `benchmarks.hetero`.
 """
 
 from __future__ import annotations
@@ -37,12 +36,6 @@ OPTIONS = [
         type=float,
         required=True,
         help="Rate of every rank's link, each way, in Mbit/s.",
-    ),
-    click.Option(
-        ["--link-delay-ms"],
-        type=float,
-        default=0.0,
-        help="Hold back every message for so long, each way.",
     ),
     click.Option(
         ["--codec"],

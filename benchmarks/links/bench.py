@@ -22,21 +22,17 @@ class LinkBenchConfig(BenchConfig):
 
     Attributes:
         link_mbit: rate of every rank's link in 10^6 bits per second.
-        link_delay_ms: how long each message on those links is held back, one way.
         codec: of elche's averaging policies.
     """
 
     link_mbit: float
-    link_delay_ms: float = 0.0
     codec: str = "fp32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rate, delay = self.link_mbit, self.link_delay_ms
+        rate = self.link_mbit
         if not (math.isfinite(rate) and rate > 0):
             raise ConfigError(f"expected positive --link-mbit, got {rate!r}")
-        if not (math.isfinite(delay) and delay >= 0):
-            raise ConfigError(f"expected --link-delay-ms of 0 or more, got {delay!r}")
         if self.codec not in CODECS:
             raise ConfigError(
                 f"unknown codec {self.codec!r}; choose one of {', '.join(CODECS)}"
@@ -45,10 +41,8 @@ class LinkBenchConfig(BenchConfig):
     @property
     def title(self) -> str:
         """What is measured, in words."""
-        delay = f" and {self.link_delay_ms:g} ms each way" if self.link_delay_ms else ""
         return (
-            f"{super().title}, links of {self.link_mbit:g} Mbit/s{delay}, "
-            f"codec {self.codec}"
+            f"{super().title}, links of {self.link_mbit:g} Mbit/s, codec {self.codec}"
         )
 
     def spec(self, name: str, seed: int) -> BenchSpec:
@@ -72,15 +66,13 @@ class LinkBenchConfig(BenchConfig):
         return {
             **super().values(),
             "link_mbit": self.link_mbit,
-            "link_delay_ms": self.link_delay_ms,
             "codec": self.codec,
         }
 
     def command(self) -> str:
         """The command line that measures the same."""
         _, _, _, *words = shlex.split(super().command())
-        words += ["--link-mbit", f"{self.link_mbit:g}"]
-        words += ["--link-delay-ms", f"{self.link_delay_ms:g}", "--codec", self.codec]
+        words += ["--link-mbit", f"{self.link_mbit:g}", "--codec", self.codec]
         return shlex.join(["python", "-m", "benchmarks.links", *words])
 
     def reduction_s(self, name: str, hosts: int | None = None) -> float:
@@ -101,5 +93,5 @@ class LinkBenchConfig(BenchConfig):
 def run_link_bench(config: LinkBenchConfig, json_path: str | None) -> int:
     """The command; see `benchmarks.hetero.bench.run_bench`."""
     ranks = config.devices.count
-    with slow_link(ranks, config.link_mbit, config.link_delay_ms) as link:
+    with slow_link(ranks, config.link_mbit) as link:
         return run_bench(config, json_path, link)

@@ -12,9 +12,8 @@ import ctypes
 import os
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,6 @@ DEVICE = "rank"
 """What a rank's end of its cable is called in its namespace."""
 SENT_BYTES = Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes")
 """How many bytes a rank's cable has carried from it, as the rank reads it."""
-RELAY = Path(__file__).with_name("delay.py")
 _NAMESPACES = Path("/var/run/netns")
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>
 
@@ -83,7 +81,7 @@ class Link:
 
 
 @contextlib.contextmanager
-def slow_link(ranks: int, mbit: float, delay_ms: float = 0.0) -> Iterator[Link]:
+def slow_link(ranks: int, mbit: float) -> Iterator[Link]:
     """Makes the network, and removes it in the end.
 
     Connections of the ranks use cubic, Linux's default, whatever this host's is: BBR
@@ -93,9 +91,6 @@ def slow_link(ranks: int, mbit: float, delay_ms: float = 0.0) -> Iterator[Link]:
     Args:
         ranks: how many there are.
         mbit: rate of each rank's cable, each way, in 10^6 bits per second.
-        delay_ms: how long the switch holds back every frame, the coordinator's too; a
-            process in user space does it (`delay`), because kernels often lack
-            netem.
 
     Raises:
         ConfigError: this machine or this user cannot make namespaces.
@@ -106,14 +101,9 @@ def slow_link(ranks: int, mbit: float, delay_ms: float = 0.0) -> Iterator[Link]:
     addresses = [f"10.77.0.{rank + 1}" for rank in range(ranks)]
     coordinator = "10.77.0.254"
     rate = f"rate {mbit:g}mbit burst 64kb latency 400ms"
-    relays = contextlib.ExitStack()
     try:
         _ip(f"netns add {switch}")
-        if delay_ms:
-            _ip(f"-n {switch} link add hub type veth peer name phub")
-            _ip(f"-n {switch} link set phub arp off up")
-        else:
-            _ip(f"-n {switch} link add hub type bridge")
+        _ip(f"-n {switch} link add hub type bridge")
         _ip(f"-n {switch} link set hub up")
         _ip(f"-n {switch} addr add {coordinator}/24 dev hub")
         for rank, name in enumerate(names):
@@ -122,51 +112,20 @@ def slow_link(ranks: int, mbit: float, delay_ms: float = 0.0) -> Iterator[Link]:
             _ip(
                 f"-n {name} link add {DEVICE} type veth peer name {port} netns {switch}"
             )
-            # A port that answered for the coordinator would be a way past the relay.
-            attached = "arp off" if delay_ms else "master hub"
-            _ip(f"-n {switch} link set {port} {attached} up")
+            _ip(f"-n {switch} link set {port} master hub up")
             _ip(f"-n {name} addr add {addresses[rank]}/24 dev {DEVICE}")
             _ip(f"-n {name} link set lo up")
             _ip(f"-n {name} link set {DEVICE} up")
             _ip(f"-n {name} route change 10.77.0.0/24 dev {DEVICE} congctl cubic")
             for place, device in ((name, DEVICE), (switch, port)):
                 _run(f"tc -n {place} qdisc add dev {device} root tbf {rate}")
-        if delay_ms:
-            ports = ["phub", *(f"p{rank}" for rank in range(ranks))]
-            relays.enter_context(_relay(switch, delay_ms, ports))
         yield Link(switch, coordinator, tuple(zip(names, addresses, strict=True)))
     finally:
-        relays.close()
         for name in (*names, switch):
             with contextlib.suppress(OSError):
                 subprocess.run(
                     ["ip", "netns", "del", name], check=False, capture_output=True
                 )
-
-
-@contextlib.contextmanager
-def _relay(switch: str, delay_ms: float, ports: Sequence[str]) -> Iterator[None]:
-    """The process that passes frames on between the switch's ports."""
-    command = ["ip", "netns", "exec", switch, sys.executable, str(RELAY)]
-    command += [f"{delay_ms:g}", *ports]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            if process.stdout.readline().strip() != "ready":
-                raise ConfigError(
-                    "cannot delay a link: the process that should pass frames on did "
-                    "not start; expected a user who may open packet sockets (root)"
-                )
-            yield
-        finally:
-            process.stdin.close()
-            try:
-                process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 def _enter(namespace: str) -> None:

@@ -20,13 +20,11 @@ from benchmarks.pipeline.plan import (
     BY_HAND,
     CONTENDERS,
     ELCHE,
-    PROFILE,
     TORCH_CONTENDERS,
     BenchPlan,
     PipelineBenchConfig,
     make_bench_plan,
 )
-from benchmarks.pipeline.prediction import predict
 from elche.demo.compare import STDERR_TAIL_LINES, machine
 from elche.errors import ConfigError, RemoteRankError
 from elche.monitor.progress import open_progress
@@ -37,14 +35,13 @@ from elche.runtime.process.launch import (
     launch,
     python_command,
 )
-from elche.schedule.timing import Timing
 
 RankResults = dict[str, list[Any]]
 OLDEST_TORCH = (2, 11)
 """Before, torch's ZB-V sends from a rank to itself in every step; gloo refuses that."""
 
 _COLUMNS = (
-    *("contender", "makespan", "predicted", "mean idle", "busiest idle"),
+    *("contender", "makespan", "mean idle", "busiest idle"),
     *("/fluid ideal", "/whole-layer ideal"),
 )
 
@@ -129,11 +126,10 @@ def run_pipeline_bench(config: PipelineBenchConfig, json_path: str | None) -> in
     plan = make_bench_plan(config)
     results = run_ranks(config)
     found = {name: measured_of(results, name) for name in CONTENDERS}
-    predicted = predict(plan, [one[PROFILE] for one in results])
     stream = sys.stderr if json_path == "-" else sys.stdout
-    click.echo("\n".join(table_lines(config, plan, predicted, found)), file=stream)
+    click.echo("\n".join(table_lines(config, plan, found)), file=stream)
     if json_path is not None:
-        text = to_json_text(_values(config, plan, predicted, found))
+        text = to_json_text(_values(config, plan, found))
         if json_path == "-":
             click.echo(text, nl=False)
         else:
@@ -188,19 +184,15 @@ def import_path() -> str:
 
 
 def table_lines(
-    config: PipelineBenchConfig,
-    plan: BenchPlan,
-    predicted: Timing,
-    found: dict[str, Measured],
+    config: PipelineBenchConfig, plan: BenchPlan, found: dict[str, Measured]
 ) -> list[str]:
     """The table and what it says, as lines of text."""
     speeds = ", ".join(f"{speed:g}" for speed in config.speeds)
     rows = [list(_COLUMNS)]
     for name, one in found.items():
-        forecast = f"{predicted.makespan:.3f} s" if name == ELCHE else "-"
         rows.append(
             [
-                *(name, f"{one.makespan_s:.3f} s", forecast),
+                *(name, f"{one.makespan_s:.3f} s"),
                 *(f"{one.idle:.3f}", f"{one.bubble:.3f}"),
                 f"{one.makespan_s / plan.ideal_s:.3f}",
                 f"{one.makespan_s / plan.partition_ideal_s:.3f}",
@@ -236,9 +228,8 @@ def table_lines(
         "elche: at most "
         + ", ".join(f"{peak:g}" for peak in plan.peak_layers)
         + f" layers' activations held (torch's equal split: about {config.layers})",
-        f"elche: predicted from a profiled step {predicted.makespan:.3f} s, measured "
-        f"{ours.makespan_s:.3f} s ({ours.makespan_s / predicted.makespan - 1:+.1%}); "
-        f"from declared times alone {plan.predicted_s:.3f} s",
+        f"elche: predicted from declared times {plan.predicted_s:.3f} s, measured "
+        f"{ours.makespan_s:.3f} s",
         f"elche: {times[equal]:.2f} times as fast as {equal} on an equal split, "
         f"{times[by_hand]:.2f} times as fast as {by_hand}",
     ]
@@ -270,13 +261,9 @@ def _check(result: LaunchResult, out: Path) -> None:
 
 
 def _values(
-    config: PipelineBenchConfig,
-    plan: BenchPlan,
-    predicted: Timing,
-    found: dict[str, Measured],
+    config: PipelineBenchConfig, plan: BenchPlan, found: dict[str, Measured]
 ) -> dict[str, Any]:
     """The benchmark's JSON."""
-    ours = found[ELCHE]
     return {
         "contenders": {
             name: {
@@ -292,9 +279,6 @@ def _values(
             }
             for name, one in found.items()
         },
-        "predicted_s": predicted.makespan,
-        "predicted_bubble": predicted.bubble_makespan,
-        "prediction_error": ours.makespan_s / predicted.makespan - 1,
         "declared_s": plan.predicted_s,
         "declared_bubble": plan.predicted_bubble,
         "ideal_s": plan.ideal_s,

@@ -31,17 +31,15 @@ from torch.distributed.pipelining.schedules import (
 
 from benchmarks.pipeline.plan import (
     BY_HAND,
-    COMPUTE,
     CONTENDERS,
     ELCHE,
-    PROFILE,
     TORCH_CONTENDERS,
     PipelineBenchConfig,
     make_bench_plan,
 )
 from elche.pipeline.pipeline import Pipeline
 from elche.runtime.process.environment import read_placement
-from elche.schedule.actions import Kind, loop_placement, v_placement
+from elche.schedule.actions import loop_placement, v_placement
 
 WIDTH = 32
 SAMPLES = 2
@@ -148,20 +146,18 @@ class PipelineContenders:
                 torch_names = (*TORCH_CONTENDERS, *BY_HAND)
                 ready = {name: self._torch(name) for name in torch_names}
                 ready[ELCHE] = self._elche(pipe)
-                return self._measure(ready, pipe)
+                return self._measure(ready)
         finally:
             dist.destroy_process_group()
 
-    def _measure(self, ready: dict[str, _Contender], pipe: Pipeline) -> dict[str, Any]:
-        results: dict[str, list[Any]] = {name: [] for name in (*CONTENDERS, PROFILE)}
+    def _measure(self, ready: dict[str, _Contender]) -> dict[str, Any]:
+        results: dict[str, list[Any]] = {name: [] for name in CONTENDERS}
         for repetition in range(WARM_STEPS + self._config.repetitions):
             first = repetition % len(CONTENDERS)
             for name in (*CONTENDERS[first:], *CONTENDERS[:first]):
                 found = self._step(ready[name])
                 if repetition >= WARM_STEPS:
                     results[name].append(found)
-                elif name == ELCHE:
-                    results[PROFILE] = self._profile(pipe)
             if self._rank == 0:
                 done = max(0, repetition + 1 - WARM_STEPS)
                 print(json.dumps({"done": done}), flush=True)
@@ -180,18 +176,6 @@ class PipelineContenders:
             "busy_s": sum(end - begin for begin, end in spans),
             "overrun_s": self._emulated.overrun_s,
         }
-
-    def _profile(self, pipe: Pipeline) -> list[list[Any]]:
-        """Begin of each action of a step, and begin and end of the work in it."""
-        spans, found = iter(self._emulated.spans), []
-        for one, begin_s, end_s in pipe.trace():
-            work = (begin_s, end_s)
-            if one.kind in COMPUTE:
-                work = next(spans)
-            if one.kind is Kind.FULL_BACKWARD:
-                work = (work[0], next(spans)[1])
-            found.append([str(one), begin_s, *work])
-        return found
 
     def _layers(self) -> list[nn.Module]:
         torch.manual_seed(0)

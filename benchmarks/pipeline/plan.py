@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Kind, Schedule
+from elche.schedule.actions import Schedule
 from elche.schedule.costs import PipelineCosts
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
 from elche.schedule.planning.plan import PlanConfig, ideal_step_s
@@ -31,13 +31,6 @@ BY_HAND = tuple(f"{name} by hand" for name in TORCH_CONTENDERS)
 """Torch's schedules on the best split of whole layers; the others' is equal."""
 ELCHE = "elche"
 CONTENDERS = (*TORCH_CONTENDERS, *BY_HAND, ELCHE)
-PROFILE = "profile"
-COMPUTE = (
-    Kind.FORWARD,
-    Kind.BACKWARD_INPUT,
-    Kind.BACKWARD_WEIGHT,
-    Kind.FULL_BACKWARD,
-)
 _REFERENCE = "emulated"
 
 

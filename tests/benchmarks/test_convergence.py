@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.convergence.digits import Digits
 from benchmarks.convergence.engine import train
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.muon import MuonRows
@@ -44,22 +43,20 @@ class Points(Task):
         generator = torch.Generator().manual_seed(5)
         self.points = torch.randn(64, SIZE, generator=generator)
 
-    def initial(self, seed: int) -> tuple[Tensor, Tensor]:
+    def initial(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        return 2.0 * torch.randn(SIZE, generator=generator), torch.zeros(0)
+        return 2.0 * torch.randn(SIZE, generator=generator)
 
     def stream(self, seed: int, batches: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 + seed)
         return torch.randint(64, (batches, self.batch_size), generator=generator)
 
-    def losses(
-        self, parameters: Sequence[Tensor], buffers: Tensor, samples: Tensor
-    ) -> Tensor:
+    def losses(self, parameters: Sequence[Tensor], samples: Tensor) -> Tensor:
         flat = torch.cat([part.flatten(1) for part in parameters], dim=1)
         away = flat[:, None] - self.points[samples]
         return (away.square() + 0.1 * away**4).sum(-1).mean(-1).sum()
 
-    def evaluate(self, parameters: Sequence[Tensor], buffers: Tensor) -> list[float]:
+    def evaluate(self, parameters: Sequence[Tensor]) -> list[float]:
         flat = torch.cat([part.flatten(1) for part in parameters], dim=1)
         return [float(v) for v in flat.detach() @ torch.arange(1.0, SIZE + 1)]
 
@@ -69,7 +66,7 @@ def reference(method: Method, seed: int, lr: float) -> float:
     task = Points()
     stream = task.stream(seed, BATCHES).view(BATCHES * method.cut, -1)
     total = len(stream)
-    start, _ = task.initial(seed)
+    start = task.initial(seed)
     ranks = [torch.nn.Parameter(start.clone()) for _ in method.speeds]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
@@ -99,12 +96,6 @@ def reference(method: Method, seed: int, lr: float) -> float:
         base = base - method.outer_lr * drift
         for p, snapshot in zip(ranks, taken, strict=True):
             p.data += base - snapshot
-        shared = {"average": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",)}
-        for key in shared.get(method.state, ()):
-            held = [o.state[p][key] for o, p in zip(optimizers, ranks, strict=True)]
-            mean = sum(w / sum(raw) * h for w, h in zip(raw, held, strict=True))
-            for into in held:
-                into.copy_(mean)
 
     done = tick = 0
     ended = [0] * len(ranks)
@@ -118,7 +109,7 @@ def reference(method: Method, seed: int, lr: float) -> float:
             p, optimizer = ranks[rank], optimizers[rank]
             optimizer.zero_grad()
             samples = stream[done + place][None]
-            task.losses([p[None]], torch.zeros(1, 0), samples).backward()
+            task.losses([p[None]], samples).backward()
             assert p.grad is not None
             norm = p.grad.norm()
             p.grad.mul_((MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
@@ -151,10 +142,8 @@ NESTEROV: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.8, "outer_momentu
 @pytest.mark.parametrize(
     "settings",
     [
-        {"fleet": "2", "cut": 2, "state": "average"},
         {"fleet": "4", "cut": 4, "anchor": 2},
-        {"fleet": "4", "cut": 4, "state": "average", **NESTEROV},
-        {"fleet": "4", "cut": 2, "state": "second", **NESTEROV},
+        {"fleet": "4", "cut": 2, **NESTEROV},
         {"fleet": "8", "lag": 2, **NESTEROV},
         {"fleet": "2", "cut": 2, "lag": -1, **NESTEROV},
         {"fleet": "2", "cut": 2, "anchor": 2, "optimizer": "sgd"},
@@ -172,15 +161,15 @@ def test_virtual_ranks_train_as_ranks_of_torch_do(settings: dict[str, Any]) -> N
 def test_one_device_takes_a_step_of_torch_per_batch() -> None:
     task, method = Points(), Method(optimizer="sgd")
     found = train(task, method, [Column(3, LR)], BATCHES)
-    parameter = torch.nn.Parameter(task.initial(3)[0])
+    parameter = torch.nn.Parameter(task.initial(3))
     optimizer = torch.optim.SGD([parameter], lr=LR, momentum=MOMENTUM)
     for index, samples in enumerate(task.stream(3, BATCHES)):
         optimizer.zero_grad()
-        task.losses([parameter[None]], torch.zeros(1, 0), samples[None]).backward()
+        task.losses([parameter[None]], samples[None]).backward()
         torch.nn.utils.clip_grad_norm_([parameter], MAX_NORM)
         optimizer.param_groups[0]["lr"] = LR * method.rate_at((index + 0.5) / BATCHES)
         optimizer.step()
-    assert found == pytest.approx(task.evaluate([parameter[None]], torch.zeros(1, 0)))
+    assert found == pytest.approx(task.evaluate([parameter[None]]))
 
 
 SAME = {"fleet": "4", "cut": 4}
@@ -191,7 +180,6 @@ SAME = {"fleet": "4", "cut": 4}
     [
         {"codec": "int4"},
         {"codec": "int8", **NESTEROV},
-        {"first_sync": 0.2},
         {"cut": 2},
         {"anchor": 2},
         {"lag": 2},
@@ -203,36 +191,6 @@ def test_variants_change_what_they_should(change: dict[str, Any]) -> None:
     other = train(Points(), Method(**{**SAME, **change}), columns, BATCHES)
     assert math.isfinite(other[0])
     assert other != pytest.approx(plain, rel=1e-5)
-
-
-def test_nearly_all_in_common_steps_is_one_device() -> None:
-    columns = [Column(0, LR), Column(1, LR)]
-    single = train(Points(), Method(), columns, BATCHES)
-    mixed = train(Points(), Method(**SAME, first_sync=0.99), columns, BATCHES)
-    assert mixed == pytest.approx(single, rel=1e-3, abs=1e-3)
-
-
-def test_a_late_gradient_is_of_parameters_before_or_extrapolated() -> None:
-    """Two SGD steps by hand: at θ₀ and, a step late, where θ would be."""
-    task, lr = Points(), 0.01
-    for is_extrapolated in (False, True):
-        method = Method(optimizer="sgd", delay=1, extrapolated=is_extrapolated)
-        (found,) = train(task, method, [Column(0, lr)], 4)
-        theta = before = task.initial(0)[0]
-        waiting, momentum = None, torch.zeros(SIZE)
-        for index, samples in enumerate(task.stream(0, 4)):
-            away = theta + (theta - before if is_extrapolated else 0.0)
-            at = away.clone().requires_grad_()
-            task.losses([at[None]], torch.zeros(1, 0), samples[None]).backward()
-            assert at.grad is not None
-            gradient = at.grad * (MAX_NORM / (at.grad.norm() + 1e-6)).clamp(max=1.0)
-            before = theta
-            if waiting is not None:
-                momentum = MOMENTUM * momentum + waiting
-                theta = theta - lr * method.rate_at((index + 0.5) / 4) * momentum
-            waiting = gradient
-        expected = task.evaluate([theta[None]], torch.zeros(1, 0))
-        assert [found] == pytest.approx(expected, rel=1e-5)
 
 
 def test_muon_steps_matrices_as_torchs_does() -> None:
@@ -283,9 +241,6 @@ def test_a_batch_is_cut_into_equal_parts_or_not_at_all() -> None:
     [
         ({"fleet": "2:3"}, "unknown fleet '2:3'"),
         ({"outer_lr": 0.7}, "plain averaging has rate 1"),
-        ({"extrapolated": True}, "only gradients that are late"),
-        ({"state": "second", "lag": 3}, "cannot come late"),
-        ({"state": "average", "lag": 3}, "cannot come late"),
     ],
 )
 def test_methods_that_mean_nothing_are_refused(
@@ -367,63 +322,18 @@ def test_intervals_are_students() -> None:
     [
         ({}, "one device"),
         (
-            {"cut": 2, "delay": 1, "extrapolated": True, "optimizer": "muon"},
-            "one device, batch / 2, gradients 1 step late, extrapolated, Muon",
+            {"cut": 2, "optimizer": "muon"},
+            "one device, batch / 2, Muon",
         ),
         (
-            {"fleet": "4", "anchor": 5, "first_sync": 0.1, "optimizer": "sgd"},
-            "4 ranks, anchor 5, first 10 % sync, blocking, plain averaging, SGD",
+            {"fleet": "4", "anchor": 5, "optimizer": "sgd"},
+            "4 ranks, anchor 5, blocking, plain averaging, SGD",
         ),
         (
             {"fleet": "2", "lag": -1, **NESTEROV, "codec": "int4"},
             "2 ranks, anchor 1, a window late, Nesterov (0.8, 0.6), int4",
         ),
-        (
-            {"fleet": "8", "state": "second"},
-            "8 ranks, anchor 1, blocking, second moment averaged, plain averaging",
-        ),
-        (
-            {"fleet": "8", "state": "average", "lag": 0},
-            "8 ranks, anchor 1, blocking, state averaged, plain averaging",
-        ),
     ],
 )
 def test_methods_are_named_in_words(settings: dict[str, Any], words: str) -> None:
     assert describe(Method(**settings)) == words
-
-
-def test_a_replica_of_digits_is_torchs_batch_norm() -> None:
-    task = Digits()
-    start, held = task.initial(2)
-    parameters, buffers = task.views(start[None]), held[None].clone()
-    samples = task.stream(2, 3)
-    one = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1, bias=False),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-    )
-    flat = [*parameters[:6]]
-    for into, value in zip(one.parameters(), flat, strict=True):
-        into.data.copy_(value[0])
-    images, labels = task._train
-    for batch in samples:
-        found = task.losses(parameters, buffers, batch[None])
-        inside = one(images[batch][:, None])
-        logits = inside @ parameters[6][0] + parameters[7][0]
-        expected = nn.functional.cross_entropy(logits, labels[batch])
-        assert float(found) == pytest.approx(expected.item(), rel=1e-4)
-    running = [one[1].running_mean, one[1].running_var]
-    running += [one[4].running_mean, one[4].running_var]
-    torch.testing.assert_close(buffers[0], torch.cat(running), rtol=1e-4, atol=1e-5)
-    error = task.evaluate(parameters, buffers)[0]
-    one.eval()
-    images, labels = task._eval
-    with torch.no_grad():
-        logits = one(images[:, None]) @ parameters[6][0] + parameters[7][0]
-    wrong = (logits.argmax(-1) != labels).float().mean()
-    assert error == pytest.approx(100.0 * float(wrong), abs=0.3)

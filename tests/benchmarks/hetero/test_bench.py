@@ -144,18 +144,6 @@ def test_each_kind_has_its_bound() -> None:
     windows = (16 / 0.020 + 16 / 0.068) / sum(alone)
     assert bound["elche-async"] == pytest.approx(windows)
     assert bound["elche-auto"] == pytest.approx(max(windows, whole / 0.030))
-    assert config.bound("elche-delayed_sync", alone) == bound["elche-sync"]
-
-
-def test_a_policy_of_the_trainer_alone_runs_where_it_is_named() -> None:
-    config = BenchConfig(
-        speeds=(1.0, 0.25), contenders=("elche-delayed_sync",), optimizer="sgd"
-    )
-    (name,) = config.names
-    spec = config.spec(name, 0)
-    assert (spec.kind, spec.policy, spec.optimizer) == ("elche", "delayed_sync", "sgd")
-    assert name not in BenchConfig(speeds=(1.0, 0.25)).names
-    assert "--optimizer sgd" in config.command()
 
 
 def test_time_capped_gives_ddp_what_it_can_do_in_time() -> None:

@@ -30,7 +30,7 @@ QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim
 	properties.py runs.py slow_link.py) sim/golden)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-full test-integrations test-wheel test-floor fuzz \
+.PHONY: help demo quick test test-full test-tenth test-integrations test-wheel test-floor fuzz \
 	lint types docs bench format clean
 
 help: ## this list
@@ -47,6 +47,11 @@ test: $(STAMP) ## the tests, without the slow ones
 
 test-full: $(STAMP) ## the slow ones as well
 	$(PYTEST) --ignore=tests/integrations $(BY_FILE)
+
+# Another tenth every hundred commits, so that a landing is tried with one of them.
+TENTH ?= $(shell git rev-list --count HEAD | sed 's/..$$//; s/.*\(.\)$$/\1/')
+test-tenth: $(STAMP) ## a tenth of the slow ones (TENTH=0 to 9)
+	$(PYTEST) -m slow --tenth $(TENTH) --ignore=tests/integrations $(BY_FILE)
 
 test-integrations: $(INTEGRATIONS_STAMP) ## the tests with transformers, peft, Lightning
 	HF_HUB_OFFLINE=1 $(PYTEST) tests/integrations

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
@@ -47,10 +48,18 @@ settings.load_profile(PROFILE)
 leaks.adopt_orphans()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tenth", type=int, help="run this tenth of the tests: 0 to 9")
+
+
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Examples of properties: more under the profile `fuzz`, fewer in a quick run."""
+    if (tenth := config.option.tenth) is not None:
+        others = [i for i in items if crc32(i.nodeid.encode()) % 10 != tenth]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [i for i in items if i not in others]
     is_quick = "not slow" in config.option.markexpr
     for item in items:
         function = getattr(item, "function", None)

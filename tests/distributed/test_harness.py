@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,6 @@ from tests.harness.rank_process import Outcome, RankCaseFailed
 pytestmark = pytest.mark.distributed
 
 
-def where_am_i(factor: int, offset: int = 0) -> tuple[int, int]:
-    place = this_place()
-    return place.rank * factor + offset, place.world_size
-
-
 def process_id() -> int:
     return os.getpid()
 
@@ -34,12 +28,6 @@ def fail_on(rank: int) -> str:
     if this_place().rank == rank:
         print("a word before the end")
         raise ArithmeticError(f"planted on rank {rank}")
-    return "fine"
-
-
-def hang_on(rank: int) -> str:
-    if this_place().rank == rank:
-        threading.Event().wait()
     return "fine"
 
 
@@ -111,20 +99,6 @@ def ways(outcomes: Sequence[Outcome]) -> list[str | None]:
     return [outcome.error and outcome.error.way for outcome in outcomes]
 
 
-def test_results_come_in_rank_order(ranks3: RankPool) -> None:
-    assert ranks3.run(where_am_i, 10, offset=1) == [(1, 3), (11, 3), (21, 3)]
-
-
-def test_ranks_are_spawned_once(ranks2: RankPool) -> None:
-    first = ranks2.run(process_id)
-    assert ranks2.run(process_id) == first == ranks2.pids
-    assert set(first) <= pool_pids()
-
-
-def test_ranks_can_reduce(ranks2: RankPool, tmp_path: Path) -> None:
-    assert ranks2.run(sum_of_ranks, str(tmp_path / "store")) == [3.0, 3.0]
-
-
 def test_cases_draw_alike_and_on_one_thread(ranks2: RankPool) -> None:
     (first, threads), other = ranks2.run(draw)
     assert threads == 1
@@ -142,13 +116,6 @@ def test_exception_is_collected_from_its_rank(own_pool: RankPool) -> None:
     assert "in fail_on" in second.error.text
     assert "a word before the end" in second.error.log
     assert "rank 0" not in str(caught.value)
-
-
-def test_a_failed_case_leaves_nothing_to_the_next(own_pool: RankPool) -> None:
-    before = own_pool.run(process_id)
-    with pytest.raises(RankCaseFailed, match="rank 1 raised: "):
-        own_pool.run(fail_on, 1)
-    assert not set(before) & set(own_pool.run(process_id))
 
 
 def test_expected_failure_returns_outcomes_and_keeps_the_ranks(
@@ -188,26 +155,6 @@ def test_pool_respawns_after_a_death(own_pool: RankPool) -> None:
     assert not set(before) & set(after)
 
 
-def test_death_between_cases_is_noticed(own_pool: RankPool) -> None:
-    before = own_pool.run(process_id)
-    os.kill(before[1], signal.SIGKILL)
-    own_pool._ranks[1].process.join()
-    assert not set(before) & set(own_pool.run(process_id))
-
-
-def test_failure_shortens_the_wait_for_the_others(own_pool: RankPool) -> None:
-    with pytest.raises(
-        RankCaseFailed, match=r"ranks \[0\] had failed before"
-    ) as caught:
-        own_pool.run(fail_on_0_hang_on_1, timeout_s=100)
-    assert ways(caught.value.outcomes) == ["raised", "hung"]
-
-
-def fail_on_0_hang_on_1() -> None:
-    fail_on(0)
-    hang_on(1)
-
-
 def test_environment_is_set_per_rank_and_restored(ranks2: RankPool) -> None:
     name = "ELCHE_TEST_HARNESS"
     given = ranks2.run(read_and_spoil_environment, name, env=[{name: "a"}, {name: "b"}])
@@ -215,36 +162,6 @@ def test_environment_is_set_per_rank_and_restored(ranks2: RankPool) -> None:
     assert ranks2.run(read_and_spoil_environment, name) == [None, None]
     with pytest.raises(ValueError, match=r"one environment per rank \(2\), got 1"):
         ranks2.run(read_and_spoil_environment, name, env=[{}])
-
-
-def test_environment_can_unset(ranks2: RankPool) -> None:
-    unset = [{"OMP_NUM_THREADS": None}, {}]
-    assert ranks2.run(read_and_spoil_environment, "OMP_NUM_THREADS", env=unset) == [
-        None,
-        "1",
-    ]
-
-
-def test_case_setup_gives_environments_and_is_left(ranks2: RankPool) -> None:
-    events: list[str] = []
-
-    @contextmanager
-    def coordinator(world_size: int) -> Iterator[list[dict[str, str]]]:
-        events.append(f"enter {world_size}")
-        try:
-            yield [{"ELCHE_X": f"x{rank}"} for rank in range(world_size)]
-        finally:
-            events.append("leave")
-
-    run = ranks2.run
-    case = read_and_spoil_environment
-    assert run(case, "ELCHE_X", case_setup=coordinator) == ["x0", "x1"]
-    assert events == ["enter 2", "leave"]
-    mine: list[dict[str, str | None]] = [{}, {"ELCHE_X": "mine"}]
-    assert run(case, "ELCHE_X", case_setup=coordinator, env=mine) == ["x0", "mine"]
-    with pytest.raises(RankCaseFailed, match="planted"):
-        run(fail_on, 0, case_setup=coordinator)
-    assert events == ["enter 2", "leave"] * 3
 
 
 def test_case_that_leaves_a_thread_fails(own_pool: RankPool) -> None:
@@ -257,11 +174,6 @@ def test_case_that_leaves_a_group_fails(ranks2: RankPool, tmp_path: Path) -> Non
     with pytest.raises(RankCaseFailed, match="left torch's default process group"):
         ranks2.run(sum_of_ranks, str(tmp_path / "a"), keep_group=True)
     assert ranks2.run(sum_of_ranks, str(tmp_path / "b")) == [3.0, 3.0]
-
-
-def test_a_case_must_be_importable(ranks2: RankPool) -> None:
-    with pytest.raises(ValueError, match="define it at the top of a module"):
-        ranks2.run(lambda: None)
 
 
 def test_unclean_exit_is_an_error() -> None:

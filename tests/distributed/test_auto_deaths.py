@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from tests.distributed.cases.auto_deaths import (
     Counted,
     train,
 )
-from tests.distributed.cases.survive_cases import Death
+from tests.distributed.cases.survive_cases import Death, handed
 from tests.distributed.cases.tasks import identical
 from tests.harness.fenced import run_fenced, survivors_of
 
@@ -83,25 +81,20 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wanted]]:
 
 
 def outlive(
-    tmp_path: Path, *deaths: Death, ranks: int = 4, late: int = -1, **options: Any
+    tmp_path: Path, *deaths: Death, ranks: int = 4, **options: Any
 ) -> list[list[str]]:
     """A run in which ranks die; the policies of the others, whose account is checked.
 
     By what loops were handed, by what the model holds, and by elche.
     """
-    outcomes, lost = run_fenced(ranks, train, str(tmp_path), deaths, options, late)
+    outcomes, lost = run_fenced(ranks, train, str(tmp_path), deaths, options)
     victims = [death.rank for death in deaths]
     survivors: list[Counted] = survivors_of(outcomes, lost, victims)
     assert identical([each.state for each in survivors])
     state = survivors[0].state
     assert (state["count"] - state["w"]).tolist() == [EPOCHS] * SAMPLES
     assert {each.progress for each in survivors} == {float(SAMPLES * EPOCHS)}
-    handed: Counter[tuple[int, int]] = Counter()
-    for path in tmp_path.glob("log*.txt"):
-        for line in path.read_text().splitlines():
-            epoch, *indices = map(int, line.split())
-            handed.update((epoch, index) for index in indices)
-    assert len(handed) == SAMPLES * EPOCHS
+    assert len(handed(tmp_path)) == SAMPLES * EPOCHS
     assert [each.place for each in survivors] == list(range(len(survivors)))
     assert {each.world_size for each in survivors} == {len(survivors)}
     return [each.policies for each in survivors]
@@ -113,13 +106,6 @@ def outlive(
 def test_a_death_is_outlived(place: str, at: int, tmp_path: Path) -> None:
     """While steps are measured, on the way to windows, and in them."""
     found = outlive(tmp_path, Death(2, place, at))
-    assert found == [["sync", "async"]] * 3
-
-
-@pytest.mark.slow
-def test_nobody_trains_where_another_has_not_built(tmp_path: Path) -> None:
-    """Ranks 0 and 3 have all that windows need, rank 1 lacks a sum of it."""
-    found = outlive(tmp_path, Death(2, "after building", 1), late=1, **GLOO)
     assert found == [["sync", "async"]] * 3
 
 
@@ -149,23 +135,6 @@ def test_a_rank_without_work_dies(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_deaths_on_the_way_back_to_steps(
-    options: dict[str, Any], wanted: type[Wanted], tmp_path: Path
-) -> None:
-    """The others take the optimizer of the one that trained alone, and try steps."""
-    wanted.choices = (ALONE, STEPS)
-    for number, (place, at) in enumerate(
-        [*((place, 2) for place in BUILDING), ("inside building", 3), ("batch", 6)]
-    ):
-        (folder := tmp_path / str(number)).mkdir()
-        print(options, place, at)
-        found = outlive(folder, Death(0, place, at), ranks=3, **options)
-        assert found[-1] == ["sync", "async", "sync"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("death", "says"),
     [
@@ -181,46 +150,3 @@ def test_the_death_of_the_rank_that_trains_alone_ends_the_run_by_name(
     outcomes, _ = run_fenced(3, train, str(tmp_path), (Death(2, *death),), {})
     assert says in str(outcomes[0].error)
     assert outcomes[1].error is not None
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_several_deaths(options: dict[str, Any], tmp_path: Path) -> None:
-    for number, deaths in enumerate(
-        [
-            (Death(2, "inside building", 1), Death(1, "regrouped", 1)),
-            (Death(3, "forward", 2), Death(0, "before building", 1)),
-            (
-                Death(1, "forward", 3),
-                Death(2, "after building", 1),
-                Death(0, "batch", 30),
-            ),
-        ]
-    ):
-        (folder := tmp_path / str(number)).mkdir()
-        print(options, deaths)
-        outlive(folder, *deaths, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_deaths_at_random_moments(
-    options: dict[str, Any], wanted: type[Wanted], tmp_path: Path
-) -> None:
-    draws = random.Random(repr(options))
-    for number in range(16):
-        (folder := tmp_path / str(number)).mkdir()
-        wanted.steps = draws.randrange(1, 12)
-        victims = draws.sample(range(4), draws.choice((1, 2, 3)))
-        deaths = [
-            Death(
-                rank,
-                place := draws.choice(("forward", "batch", "after closed")),
-                draws.randrange(1, 4) if " " in place else draws.randrange(2, 60),
-            )
-            for rank in victims
-        ]
-        print(options, wanted.steps, deaths)
-        outlive(folder, *deaths, **options)

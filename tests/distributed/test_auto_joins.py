@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 
 from tests.distributed.cases.auto_deaths import SAMPLES
 from tests.distributed.cases.auto_joins import AutoGrowing, AutoGrown, grow
-from tests.distributed.cases.survive_cases import Death
+from tests.distributed.cases.survive_cases import Death, handed
 from tests.distributed.cases.tasks import identical
 from tests.distributed.test_auto_deaths import ALONE, GLOO, STEPS, WINDOWS, Wanted
 from tests.distributed.test_auto_deaths import wanted as wanted
@@ -51,13 +49,9 @@ def trained(growth: AutoGrowing) -> list[AutoGrown]:
     assert {(each.progress, each.epochs) for each in ended} == {
         (expected, first.epochs)
     }
-    handed: Counter[tuple[int, int]] = Counter()
-    for path in Path(growth.folder).glob("log*.txt"):
-        for line in path.read_text().splitlines():
-            epoch, *indices = map(int, line.split())
-            handed.update((epoch, index) for index in indices)
-    assert len(handed) == SAMPLES * first.epochs
-    assert growth.deaths or set(handed.values()) == {1}
+    counted = handed(Path(growth.folder))
+    assert len(counted) == SAMPLES * first.epochs
+    assert growth.deaths or set(counted.values()) == {1}
     return ended
 
 
@@ -101,17 +95,6 @@ def test_a_rank_joins_where_one_trains_alone(
 
 
 @pytest.mark.slow
-def test_a_rank_joins_while_steps_are_measured(
-    wanted: type[Wanted], tmp_path: Path
-) -> None:
-    wanted.steps = 60
-    growth = AutoGrowing(folder=str(tmp_path), called_after=1)
-    ended = trained(growth)
-    check_newcomers(growth, ended)
-    assert all(each.policies == ["sync"] for each in ended)
-
-
-@pytest.mark.slow
 @EACH_WAY
 @pytest.mark.parametrize("called_in", ["sync", "async"])
 @pytest.mark.parametrize("victim", [0, 2])
@@ -133,70 +116,3 @@ def test_ranks_join_in_place_of_one_that_died(
         options=(*options.items(),),
     )
     check_newcomers(growth, trained(growth))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("called_in", ["sync", "async"])
-def test_one_that_was_left_alone_is_joined(
-    called_in: str, wanted: type[Wanted], tmp_path: Path
-) -> None:
-    wanted.choices = (STEPS,) if called_in == "sync" else (WINDOWS,)
-    growth = AutoGrowing(
-        folder=str(tmp_path),
-        deaths=(Death(1, "batch", 12),),
-        called_in=called_in,
-        called_at=1,
-    )
-    check_newcomers(growth, trained(growth))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@EACH_WAY
-def test_deaths_while_a_rank_joins_windows(
-    options: dict[str, Any], wanted: type[Wanted], tmp_path: Path
-) -> None:
-    """Of the newcomer, of the rank that hands over, and of another one."""
-    wanted.choices = (WINDOWS,)
-    for rank, place in (
-        *((3, place) for place in ("ready", "handing", "handed", "opening")),
-        *((3, "batch"), (0, "handing"), (1, "handing"), (1, "handed")),
-    ):
-        (folder := tmp_path / f"{place}{rank}").mkdir()
-        print(options, rank, place)
-        growth = AutoGrowing(
-            folder=str(folder),
-            founders=3,
-            deaths=(Death(rank, place, 3 if place == "batch" else 1),),
-            called_in="async",
-            options=(*options.items(),),
-        )
-        assert len(trained(growth)) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@EACH_WAY
-def test_joins_and_deaths_at_random_moments(
-    options: dict[str, Any], wanted: type[Wanted], tmp_path: Path
-) -> None:
-    draws = random.Random(repr(options))
-    for number in range(12):
-        (folder := tmp_path / str(number)).mkdir()
-        wanted.steps = draws.randrange(1, 12)
-        wanted.choices = draws.choice([(STEPS,), (WINDOWS,)])
-        victims = draws.sample(range(5), draws.choice((0, 1, 2)))
-        growth = AutoGrowing(
-            folder=str(folder),
-            founders=3,
-            joiners=2,
-            deaths=tuple(
-                Death(r, "batch", draws.randrange(2, 16 if r < 3 else 5))
-                for r in victims
-            ),
-            called_at=draws.choice((2, 3)) if min(victims, default=3) < 3 else 3,
-            called_after=draws.randrange(1, 16),
-            options=(*options.items(),),
-        )
-        print(wanted.choices, wanted.steps, growth)
-        trained(growth)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import elche
 from elche.checkpoint.store import CheckpointStore
 from tests.distributed.cases.joining_cases import Joined, Plan, grow
+from tests.distributed.cases.survive_cases import handed
 from tests.distributed.cases.tasks import identical
 from tests.distributed.test_survive import GLOO
 from tests.harness.fenced import run_fenced
@@ -38,14 +37,10 @@ def check_all(outcomes: list[Outcome], plan: Plan, gone: set[int]) -> list[Joine
     assert ended[0].rate == pytest.approx(0.9 ** (steps // 15))
     assert [each.ranks[1] for each in ended] == list(range(len(ended)))
     assert {each.ranks[2] for each in ended} == {len(ended)}
-    handed: Counter[tuple[int, int]] = Counter()
-    for path in Path(plan.folder).glob("log*.txt"):
-        for line in path.read_text().splitlines():
-            epoch, *indices = map(int, line.split())
-            handed.update((epoch, index) for index in indices)
-    assert len(handed) == plan.samples * plan.epochs
+    counted = handed(Path(plan.folder))
+    assert len(counted) == plan.samples * plan.epochs
     if plan.death < 0 and plan.giver < 0:
-        assert set(handed.values()) == {1}, "handed out twice, and nobody died"
+        assert set(counted.values()) == {1}, "handed out twice, and nobody died"
     return ended
 
 
@@ -92,14 +87,6 @@ def test_a_rank_joins_in_place_of_one_that_died(
 ) -> None:
     plan = Plan(folder=str(tmp_path), policy=policy, founders=3, death=death)
     check_joined(check_all(run(plan), plan, {death}), plan)
-
-
-@pytest.mark.slow
-def test_a_rank_joins_where_optimizers_are_alike(tmp_path: Path) -> None:
-    windows = {"update": "gradients", "outer": elche.config.OuterConfig()}
-    more = {"founders": 3, "death": 1, "windows": windows}
-    plan = Plan(folder=str(tmp_path), policy="cadence", **more)
-    check_joined(check_all(run(plan), plan, {1}), plan)
 
 
 @pytest.mark.slow

@@ -100,29 +100,6 @@ def test_a_rank_joins_in_place_of_one_that_died(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@EACH_WAY
-@pytest.mark.parametrize("victim", [0, 2])
-def test_ranks_join_and_die_over_each_transport(
-    victim: int, options: dict[str, Any], tmp_path: Path
-) -> None:
-    plan = StepGrowing(
-        folder=str(tmp_path),
-        founders=3,
-        joiners=2,
-        deaths=(Death(victim, "backward", 4),),
-        options=(*options.items(),),
-    )
-    check_newcomers(plan, trained(plan))
-
-
-@pytest.mark.slow
-def test_two_join_one_that_was_alone(tmp_path: Path) -> None:
-    deaths = (Death(1, "forward", 4),)
-    plan = StepGrowing(folder=str(tmp_path), joiners=2, deaths=deaths, called_at=1)
-    check_newcomers(plan, trained(plan))
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @EACH_WAY
 def test_a_newcomer_dies_at_every_place(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.distributed.cases.survive_cases import (
     Death,
     count,
     evaluate_long,
+    handed,
     hold_the_gil,
     pause,
 )
@@ -101,12 +101,7 @@ def check_once(
     counts = survivors[0].state["count"]
     assert counts.tolist() == [epochs] * samples
     assert {each.progress for each in survivors} == {float(samples * epochs)}
-    handed: Counter[tuple[int, int]] = Counter()
-    for path in tmp_path.glob("log*.txt"):
-        for line in path.read_text().splitlines():
-            epoch, *indices = map(int, line.split())
-            handed.update((epoch, index) for index in indices)
-    assert len(handed) == samples * epochs
+    assert len(handed(tmp_path)) == samples * epochs
     weights = survivors[0].state["w"]
     assert bool((weights < 0).all())  # each was stepped along
 

@@ -6,7 +6,6 @@ windows a counter in the model counts them. So the model holds each visit.
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable
@@ -22,7 +21,6 @@ import elche
 from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.epochs.window_epoch import WindowEpoch
-from elche.runtime.run import Run
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.session.process import current_run
 from tests.distributed.cases.meetings import Meeting
@@ -85,9 +83,7 @@ class Visited(nn.Module):
         return self.w[index].mean() + noise
 
 
-def train(
-    folder: str, deaths: tuple[Death, ...], options: dict[str, Any], late: int = -1
-) -> Counted:
+def train(folder: str, deaths: tuple[Death, ...], options: dict[str, Any]) -> Counted:
     """Trains, dies where planned, and says what it has at the end."""
     rank = int(os.environ["RANK"])
     torch.manual_seed(5)
@@ -109,8 +105,6 @@ def train(
             hits[death.place] = plan(death, folder, meet)
     run, policies = current_run(), list[str]()
     assert run is not None
-    if rank == late:
-        lack_last_sum(run)
     with Path(folder, f"log{rank}.txt").open("w") as log:
         for epoch in range(EPOCHS):
             for index in loader:
@@ -138,20 +132,6 @@ def train(
     )
     elche.shutdown()
     return counted
-
-
-def lack_last_sum(run: Run) -> None:
-    """This rank does not get the last sum with which the next policy is built.
-
-    As over gloo, where a rank's death leaves some with it and others without.
-    """
-    builds = itertools.count(1)
-
-    def stay() -> None:
-        if next(builds) == 1:
-            run.worker.group.wait_until(lambda: False, "a rank's death")
-
-    after(Synchroniser, "build", stay)
 
 
 def plan(death: Death, folder: str, meet: Meeting) -> Callable[[], object]:

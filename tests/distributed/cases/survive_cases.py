@@ -6,6 +6,7 @@ its rank), by a counter in the model, which travels with every commit, and by el
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import os
 import signal
@@ -207,6 +208,16 @@ def note_commits(optimizer: torch.optim.Optimizer, commits: list[torch.Tensor]) 
 
     after(GradientSync, "finish", note)
     after(GradientWindow, "skip", note)
+
+
+def handed(folder: Path) -> collections.Counter[tuple[int, int]]:
+    """How often loops were handed each position, by their logs: epoch and indices."""
+    rows = [
+        [*map(int, line.split())]
+        for path in folder.glob("log*.txt")
+        for line in path.read_text().splitlines()
+    ]
+    return collections.Counter((epoch, i) for epoch, *own in rows for i in own)
 
 
 def die() -> None:

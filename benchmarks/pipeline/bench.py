@@ -8,8 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -26,7 +25,7 @@ from benchmarks.pipeline.plan import (
     make_bench_plan,
 )
 from elche.demo.compare import STDERR_TAIL_LINES, machine
-from elche.errors import ConfigError, RemoteRankError
+from elche.errors import RemoteRankError
 from elche.monitor.progress import open_progress
 from elche.monitor.results import check_writable, to_json_text
 from elche.runtime.process.launch import (
@@ -37,9 +36,6 @@ from elche.runtime.process.launch import (
 )
 
 RankResults = dict[str, list[Any]]
-OLDEST_TORCH = (2, 11)
-"""Before, torch's ZB-V sends from a rank to itself in every step; gloo refuses that."""
-
 _COLUMNS = (
     *("contender", "makespan", "mean idle", "busiest idle"),
     *("/fluid ideal", "/whole-layer ideal"),
@@ -116,11 +112,9 @@ def run_pipeline_bench(config: PipelineBenchConfig, json_path: str | None) -> in
         The exit code, 0.
 
     Raises:
-        ConfigError: no plan fits, the file cannot be written, or torch is too old;
-            nothing was measured.
+        ConfigError: no plan fits, or the file cannot be written; nothing was measured.
         RemoteRankError: a rank failed.
     """
-    _check_torch(version("torch"))
     if json_path is not None and json_path != "-":
         check_writable(Path(json_path))
     plan = make_bench_plan(config)
@@ -235,14 +229,6 @@ def table_lines(
     ]
 
 
-def _check_torch(found: str) -> None:
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST_TORCH:
-        raise ConfigError(
-            f"expected torch 2.11 or later beside elche's pipeline, got {found}, whose "
-            "ZB-V schedule does not run over gloo; install a newer torch"
-        )
-
-
 def _check(result: LaunchResult, out: Path) -> None:
     if not result.exit_code:
         return
@@ -264,21 +250,20 @@ def _values(
     config: PipelineBenchConfig, plan: BenchPlan, found: dict[str, Measured]
 ) -> dict[str, Any]:
     """The benchmark's JSON."""
+    contenders = {
+        name: {
+            **asdict(one),
+            "makespan_s": one.makespan_s,
+            "bubble": one.bubble,
+            "mean_idle": one.idle,
+            "makespan_over_ideal": one.makespan_s / plan.ideal_s,
+            "makespan_over_partition_ideal": one.makespan_s / plan.partition_ideal_s,
+        }
+        for name, one in found.items()
+    }
     return {
-        "contenders": {
-            name: {
-                "makespan_s": one.makespan_s,
-                "makespans_s": one.makespans_s,
-                "bubble": one.bubble,
-                "mean_idle": one.idle,
-                "makespan_over_ideal": one.makespan_s / plan.ideal_s,
-                "makespan_over_partition_ideal": (
-                    one.makespan_s / plan.partition_ideal_s
-                ),
-                "overrun_share": one.overrun_share,
-            }
-            for name, one in found.items()
-        },
+        **asdict(config),
+        "contenders": contenders,
         "declared_s": plan.predicted_s,
         "declared_bubble": plan.predicted_bubble,
         "ideal_s": plan.ideal_s,
@@ -287,14 +272,6 @@ def _values(
         "partition": plan.sizes,
         "placement": plan.schedule.placement,
         "peak_layers": plan.peak_layers,
-        "memory_layers": config.memory_limit_layers,
-        "speeds": config.speeds,
-        "microbatches": config.microbatches,
-        "layers": config.layers,
-        "ms_per_layer": config.ms_per_layer,
-        "link_ms": config.link_ms,
-        "repetitions": config.repetitions,
-        "emulated": True,
-        "command": config.command(),
+        "command": sys.argv,
         "machine": machine(),
     }

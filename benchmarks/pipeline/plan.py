@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -131,20 +130,6 @@ class PipelineBenchConfig:
             counts[rank] -= part
             sizes.append(part)
         return tuple(sizes)
-
-    def command(self) -> str:
-        """The command line that measures the same."""
-        speeds = ",".join(f"{speed:g}" for speed in self.speeds)
-        words = ["python", "-m", "benchmarks.pipeline", "--speeds", speeds]
-        words += ["--microbatches", str(self.microbatches)]
-        words += ["--layers", str(self.layers)]
-        words += ["--ms-per-layer", f"{self.ms_per_layer:g}"]
-        words += ["--link-ms", f"{self.link_ms:g}"]
-        words += ["--repetitions", str(self.repetitions)]
-        words += ["--schedule", self.schedule]
-        if self.memory_layers is not None:
-            words += ["--memory-layers", f"{self.memory_layers:g}"]
-        return shlex.join([*words, "--json", "-"])
 
     def to_json(self) -> str:
         """The settings as text."""

@@ -14,9 +14,8 @@ from elche.pipeline.checkpoints.named_states import NamedState
 from elche.pipeline.checkpoints.pipeline_state import PipelineState
 from elche.pipeline.optimizers import GivenOptimizers, as_optimizers
 from elche.pipeline.pipeline_config import REMOVED, PipelineConfig
-from elche.pipeline.replicas.reduction import ReplicaReduction
 from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.setup.builder import PipelineBuilder, Request
+from elche.pipeline.setup.builder import PipelineBuilder
 from elche.pipeline.setup.building import Split
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer
@@ -81,17 +80,12 @@ class Pipeline:
         config: PipelineConfig | None = None,
         **options: Any,
     ) -> None:
-        asked = Request(model, loss_fn, micro_batches, schedule, devices, split)
-        builder = PipelineBuilder.join(asked, config, options)
-        self._stepping = builder.build()
-        self.config = builder.config
-        self._communicator, self._groups = builder.communicator, builder.groups
-        placement = builder.placement
-        self.rank, self.world_size = placement.rank, placement.world_size
-        self._state = PipelineState(
-            *(self._stepping, self._communicator, self._groups),
-            self.config.timeout_s,
-        )
+        given = (model, loss_fn, micro_batches, schedule, devices, split)
+        self._stepping = PipelineBuilder(*given, config, options).build()
+        self._state = PipelineState(self._stepping)
+        self._communicator, self._groups = self._state.communicator, self._state.groups
+        self.config = self._stepping.config
+        self.rank, self.world_size = self._state.rank, self._state.world_size
 
     def __enter__(self) -> Self:
         return self
@@ -187,10 +181,6 @@ class Pipeline:
     def trace(self) -> list[tuple[StageAction, float, float]]:
         """This rank's actions in the last step: begin and end, time.monotonic()."""
         return list(self._parts.executor.trace)
-
-    def reductions(self) -> list[ReplicaReduction]:
-        """This rank's sums over the replicas in the last step, as they began."""
-        return self._stepping.replicas.reductions
 
     def step(
         self,
@@ -293,7 +283,7 @@ class Pipeline:
         asked = GenerationRequest(
             *(tokens, max_new_tokens, end_token, choose, batch_of, use_cache)
         )
-        return Generation(self._stepping, self._communicator, asked).run()
+        return Generation(self._stepping, asked).run()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales all gradients of all stages so that their common norm is not larger.
@@ -310,7 +300,7 @@ class Pipeline:
             MismatchError: ranks give different ones; nothing has changed.
             CommunicationError: a rank is gone or late; the pipeline has ended.
         """
-        copies = self._stepping.copies
+        copies = self._stepping.replicas.copies
         return clip_norm(self.parameters(), copies, max_norm, self._communicator)
 
     def unscale_(

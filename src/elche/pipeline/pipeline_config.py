@@ -11,8 +11,8 @@ from elche.errors import ConfigError
 from elche.schedule.costs import PipelineCosts
 
 _NEW_PLAN = (
-    "was removed: a pipeline keeps its plan, and the log says when a new one would be "
-    "faster; save a checkpoint, and resume it in a new Pipeline with "
+    "was removed: a pipeline keeps its plan; save a checkpoint, and resume it in a new "
+    "Pipeline with "
 )
 _ONE_DEADLINE = (
     "was removed: all waits of a pipeline have one deadline; set it by timeout_s="

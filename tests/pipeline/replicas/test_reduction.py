@@ -148,7 +148,6 @@ def test_sums_begin_in_the_common_order() -> None:
         look,
     )
     assert sizes == [[], [3, 4]]
-    assert [found.stages for found in made.last] == [(5,), (1,)]
 
 
 def test_large_gradients_travel_in_several_buckets(

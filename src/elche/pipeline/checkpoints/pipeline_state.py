@@ -22,8 +22,6 @@ from elche.pipeline.layer_state import (
     parameter_names,
 )
 from elche.pipeline.optimizers import check_alike, describe, only_optimizer
-from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.step.stepping import Stepping
 
 
@@ -33,14 +31,12 @@ class PipelineState:
 
     Args:
         stepping: has this rank's layers, and counts its steps.
-        communicator: all ranks.
-        groups: the replicas.
-        timeout_s: deadline of each message.
 
     Attributes:
         stepping: see there.
-        communicator: see there.
-        timeout_s: see there.
+        communicator: all ranks.
+        groups: the replicas.
+        timeout_s: deadline of each message.
         rank: this rank.
         world_size: ranks of the run.
         replica: this rank's.
@@ -50,21 +46,15 @@ class PipelineState:
         on_close: called with whether the run has failed, when the pipeline closes.
     """
 
-    def __init__(
-        self,
-        stepping: Stepping,
-        communicator: PipelineCommunicator,
-        groups: ReplicaGroups,
-        timeout_s: float,
-    ) -> None:
-        self.stepping, self.communicator = stepping, communicator
-        self.timeout_s = timeout_s
-        self.rank, self.world_size = communicator.rank, sum(map(len, groups.ranks))
-        self.replica = groups.index
+    def __init__(self, stepping: Stepping) -> None:
+        self.stepping, self.communicator = stepping, stepping.communicator
+        self.groups, self.timeout_s = stepping.groups, stepping.config.timeout_s
+        self.rank = self.communicator.rank
+        self.world_size = sum(map(len, self.groups.ranks))
+        self.replica = self.groups.index
         self.parts, self.passes = stepping.parts, stepping.passes
         self.on_close: Callable[[bool], None] | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        self._groups = groups
         _open.append(weakref.ref(self))
 
     @staticmethod
@@ -142,7 +132,7 @@ class PipelineState:
             self.communicator,
             range(self.world_size) if rank is None else (rank,),
             self.timeout_s,
-            lambda to: to in self._groups.members,
+            lambda to: to in self.groups.members,
         )
 
     def load_optimizer(

@@ -205,18 +205,18 @@ class PipelineCommunicator:
         self,
         carry_out: Callable[[StepInput], StepResults],
         given: StepInput,
-        report: Callable[[], Any] = lambda: None,
-    ) -> tuple[StepResults, list[list[float]], list[Any]]:
+        wants_cut: Callable[[], bool] = lambda: False,
+    ) -> tuple[StepResults, list[list[float]], bool]:
         """Carries out a step; every rank then knows whether all ranks could.
 
         Args:
             carry_out: does this rank's part.
             given: for it.
-            report: called after it; what it returns goes to all ranks.
+            wants_cut: called after it.
 
         Returns:
             This rank's results, the losses of the microbatches from each rank that has
-            them, and the ranks' reports.
+            them, and what `wants_cut` returned on rank 0.
 
         Raises:
             RemoteRankError: another rank failed; what this rank's own work raises is
@@ -225,12 +225,12 @@ class PipelineCommunicator:
         """
         if self.peers is None:
             results = carry_out(given)
-            return results, [_losses(results)], [report()]
-        results, failure, raised, said = StepResults(), None, None, None
+            return results, [_losses(results)], wants_cut()
+        results, failure, raised, wants = StepResults(), None, None, False
         with self.ending_on_failure():
             try:
                 results = carry_out(given)
-                said = report()
+                wants = wants_cut()
             except (CommunicationError, RemoteRankError):
                 raise
             except Exception as error:
@@ -238,7 +238,7 @@ class PipelineCommunicator:
                 failure = [found.rank, found.text, found.traceback]
                 raised = error
             told = self.peers.exchange(
-                [failure, _losses(results), said],
+                [failure, _losses(results), wants],
                 given.timeout_s,
                 "the end of the step",
             )
@@ -248,7 +248,7 @@ class PipelineCommunicator:
             if told_failure is not None:
                 rank, text, trace = told_failure
                 raise RemoteRankError(f"rank {rank} failed: {text}", rank, trace)
-        return results, [one[1] for one in told], [one[2] for one in told]
+        return results, [one[1] for one in told], bool(told[0][2])
 
 
 def _losses(results: StepResults) -> list[float]:

@@ -11,9 +11,7 @@ The buckets are one more copy of this rank's gradients.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import final
 
@@ -25,24 +23,6 @@ from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.gradient_buckets import GradientBucket, make_buckets
 from elche.pipeline.replicas.replica_units import Unit
 from elche.pipeline.step.step_io import StepInput, StepResults
-
-
-@final
-@dataclass(frozen=True)
-class ReplicaReduction:
-    """One sum over the replicas in a step; times of time.monotonic().
-
-    Attributes:
-        stages: of this rank, whose gradients were summed.
-        nbytes: that travelled.
-        begin_s: when this rank had all its gradients.
-        end_s: when the step had the sum.
-    """
-
-    stages: tuple[int, ...]
-    nbytes: int
-    begin_s: float
-    end_s: float
 
 
 @final
@@ -87,7 +67,6 @@ class GradientReduction:
 
     Attributes:
         copies: ids of the parameters that a lower rank holds, too.
-        last: the sums of the last step.
     """
 
     def __init__(
@@ -112,7 +91,6 @@ class GradientReduction:
             if unit.ranks[0] != peers.rank
         )
         self._complete: set[int] = set()
-        self.last: list[ReplicaReduction] = []
 
     @property
     def nbytes(self) -> int:
@@ -186,17 +164,13 @@ class GradientReduction:
     def _wait(self, timeout_s: float) -> list[GradientBucket]:
         """Waits for all sums, those that began first first."""
         under_way = [
-            (bucket.begin_s, stages, line, bucket)
+            (bucket, stages, line)
             for line in self._lines.values()
             for stages, bucket in line.take()
         ]
-        self.last = []
-        for begin_s, stages, line, bucket in sorted(under_way, key=lambda one: one[0]):
+        for bucket, stages, line in sorted(under_way, key=lambda one: one[0].begin_s):
             named = " and ".join(map(str, stages))
             what = f"the sum of the gradients of stage {named}"
             poll, end = bucket.exchange.poll, partial(bucket.exchange.wait, what)
             self._peers.wait(poll, end, line.ranks, what, timeout_s)
-            now_s = time.monotonic()
-            found = ReplicaReduction(stages, bucket.nbytes, begin_s, now_s)
-            self.last.append(found)
-        return [bucket for *_, bucket in under_way]
+        return [bucket for bucket, *_ in under_way]

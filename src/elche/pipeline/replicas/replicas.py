@@ -22,7 +22,7 @@ from elche.comm.transport.shared_memory import may_share_memory
 from elche.errors import MismatchError
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.replicas.reduction import GradientReduction, ReplicaReduction
+from elche.pipeline.replicas.reduction import GradientReduction
 from elche.pipeline.replicas.replica_buffers import SharedBuffers
 from elche.pipeline.replicas.replica_groups import (
     Grouping,
@@ -45,12 +45,13 @@ from elche.pipeline.replicas.replica_units import (
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
 from elche.pipeline.step.step_io import StepInput, StepResults
+from elche.runtime.process.environment import Placement
 
 logger = logging.getLogger(__name__)
 
 
 def agree_on_groups(
-    replicas: Grouping, rank: int, world_size: int, communicator: PipelineCommunicator
+    replicas: Grouping, placement: Placement, communicator: PipelineCommunicator
 ) -> ReplicaGroups:
     """The replicas, which all ranks must have given alike.
 
@@ -58,10 +59,11 @@ def agree_on_groups(
         ConfigError: see `group_ranks`; on every rank.
         MismatchError: ranks have given different ones; on every rank.
     """
+    made: list[ReplicaGroups] = []
 
     def ranks() -> list[list[int]]:
-        found = group_ranks(replicas, rank, world_size)
-        return [list(members) for members in found.ranks]
+        made.append(group_ranks(replicas, placement.rank, placement.world_size))
+        return [list(members) for members in made[0].ranks]
 
     told = communicator.gather(ranks, "sharing out the ranks among replicas")
     try:
@@ -69,7 +71,7 @@ def agree_on_groups(
     except MismatchError:
         communicator.close()
         raise
-    return group_ranks(replicas, rank, world_size)
+    return made[0]
 
 
 @final
@@ -171,11 +173,6 @@ class Replicas:
     def copies(self) -> frozenset[int]:
         """Ids of this rank's parameters that a lower rank holds, too."""
         return frozenset() if self._reduction is None else self._reduction.copies
-
-    @property
-    def reductions(self) -> list[ReplicaReduction]:
-        """Those of the last step."""
-        return [] if self._reduction is None else list(self._reduction.last)
 
     def average_buffers(
         self, communicator: PipelineCommunicator, timeout_s: float

@@ -46,7 +46,6 @@ class Executor:
 
     Attributes:
         trace: actions of the last step, with begin and end by time.monotonic().
-        waited_s: the part of each in which it waited for a message.
         after_stage: called in training with each stage whose gradients are complete.
     """
 
@@ -74,7 +73,6 @@ class Executor:
         }
         self._through = _stages_through(self._actions)
         self.trace: list[tuple[StageAction, float, float]] = []
-        self.waited_s: list[float] = []
         self.after_stage: Callable[[int], None] | None = None
 
     def with_stages(self, stages: Mapping[int, StageBackward]) -> Executor:
@@ -118,7 +116,7 @@ class Executor:
         it deadlocks no more than the whole. Stages are told to be complete at the same
         places: replicas sum in that order.
         """
-        self.trace, self.waited_s = [], []
+        self.trace = []
         runs = [run.has(one) for one in actions]
         for position, one in enumerate(actions):
             started_s = time.monotonic()
@@ -127,11 +125,8 @@ class Executor:
                 if runs[position]:
                     run.do(one)
                 done += 1
-                if run.given.is_timed and self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
                 if runs[position]:
                     self.trace.append((one, started_s, time.monotonic()))
-                    self.waited_s.append(run.take_waited_s())
                 if run.is_training and self.after_stage is not None:
                     for stage in self._through.get(position, ()):
                         self.after_stage(stage)
@@ -269,7 +264,6 @@ class _Run:
         self.is_training = is_training
         self._outgoing: dict[tuple[int, int, int], Message] = {}
         self._read: set[StageAction] = set()
-        self._waited_s = 0.0
 
     def do(self, one: StageAction) -> None:
         """Carries out one action."""
@@ -281,11 +275,6 @@ class _Run:
         """True if an action's microbatch has samples."""
         count = self.given.microbatches
         return count is None or one.microbatch < count
-
-    def take_waited_s(self) -> float:
-        """Time waited for messages since the last call."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return waited_s
 
     def unread(self, actions: Iterable[StageAction]) -> list[StageAction]:
         """The receives of a list whose messages were not taken."""
@@ -351,9 +340,7 @@ class _Run:
             return self._outgoing.pop((stage, way, one.microbatch))
         receive = StageAction(one.stage, kind, one.microbatch)
         address = self._owner.address(receive)
-        begun_s = time.monotonic()
         message = self._owner.transport.receive(address, self.given.timeout_s)
-        self._waited_s += time.monotonic() - begun_s
         self._read.add(receive)
         if message.failure is not None:
             raise PeerFailedError(message.failure)

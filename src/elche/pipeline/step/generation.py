@@ -15,7 +15,6 @@ from typing import Any, final
 import torch
 
 from elche.errors import ConfigError
-from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.stage import LayerCaches
 from elche.pipeline.step.caching import NO_CACHE, distance, tolerance
 from elche.pipeline.step.inputs import Call
@@ -50,17 +49,11 @@ class Generation:
 
     Args:
         stepping: runs the stages.
-        communicator: all ranks.
         asked: what is wanted.
     """
 
-    def __init__(
-        self,
-        stepping: Stepping,
-        communicator: PipelineCommunicator,
-        asked: GenerationRequest,
-    ) -> None:
-        self._stepping, self._communicator = stepping, communicator
+    def __init__(self, stepping: Stepping, asked: GenerationRequest) -> None:
+        self._stepping, self._communicator = stepping, stepping.communicator
         self._layers, self._asked = stepping.cached, asked
         self._caches: LayerCaches | None = None
         self._cached_positions = self._compared = 0
@@ -69,7 +62,7 @@ class Generation:
 
     def run(self) -> torch.Tensor:
         """Appends tokens to those of the first stage's rank; with all ranks."""
-        if self._stepping.has_replicas:
+        if self._stepping.groups.are_several:
             raise ConfigError(
                 "generate runs one pipeline, and this one has replicas; load its "
                 "state_dict into a Pipeline without them"

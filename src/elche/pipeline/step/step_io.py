@@ -35,8 +35,6 @@ class StepInput:
         input_gradients: whether the gradients of the inputs are wanted.
         microbatches: that have samples in this step; None for all of the schedule's.
         timeout_s: deadline of each wait.
-        is_timed: whether what the actions take matters: waits for the device after
-            each.
         caches: of this rank's layers, in generation; None runs them without.
     """
 
@@ -47,7 +45,6 @@ class StepInput:
     input_gradients: bool = False
     microbatches: int | None = None
     timeout_s: float = 300.0
-    is_timed: bool = False
     caches: LayerCaches | None = None
 
 

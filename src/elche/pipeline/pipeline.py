@@ -128,12 +128,12 @@ class Pipeline:
     @property
     def is_first(self) -> bool:
         """True if this rank has the first stage, and reads the batch."""
-        return self.schedule.placement[0] == self.rank
+        return self._parts.is_first
 
     @property
     def is_last(self) -> bool:
         """True if this rank has the last stage, and reads the target."""
-        return self.schedule.placement[-1] == self.rank
+        return self._parts.is_last
 
     @property
     def replica(self) -> int:

@@ -137,9 +137,10 @@ class Stage:
         """True if a layer may take a keyword."""
         return any(one.takes_all or keyword in one.names for one in self._keywords)
 
-    def names(self, keyword: str) -> bool:
-        """True if a layer's forward names a keyword."""
-        return any(keyword in one.names for one in self._keywords)
+    @property
+    def keywords(self) -> frozenset[str]:
+        """Arguments that forward of a layer names."""
+        return frozenset().union(*(one.names for one in self._keywords))
 
     def run(
         self,

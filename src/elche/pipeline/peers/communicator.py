@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, final
@@ -175,11 +175,17 @@ class PipelineCommunicator:
         partners = frozenset[int]().union(*edges) - {self.rank}
         peers.open_devices(parts.given.device, partners, self._timeout_s)
 
-    def begin(self, given: LocalInput, groups: ReplicaGroups) -> list[InputReport]:
+    def begin(
+        self,
+        given: LocalInput,
+        named: Sequence[Collection[str]],
+        groups: ReplicaGroups,
+    ) -> list[InputReport]:
         """All ranks begin the same call.
 
         Args:
             given: what this rank has read of it.
+            named: by rank, the keywords that its layers name.
             groups: the replicas.
 
         Returns:
@@ -195,10 +201,7 @@ class PipelineCommunicator:
         if given.raised is not None and not isinstance(given.raised, ConfigError):
             raise given.raised
         read = [InputReport(*one) for one in told]
-        errors = [one.error for one in read if one.error]
-        if errors:
-            raise ConfigError(errors[0])
-        check_reports(read, groups)
+        check_reports(read, named, groups)
         return read
 
     def run(

@@ -30,7 +30,6 @@ from elche.pipeline.replicas.replica_groups import (
     ReplicaShares,
     check_grouping,
     group_ranks,
-    read_shares,
 )
 from elche.pipeline.replicas.replica_units import (
     BUFFER,
@@ -84,6 +83,9 @@ class Replicas:
         reduction: sums their gradients; None where there is only one.
         buffers: this rank's.
         frozen: this rank's parameters that did not learn when the replicas joined.
+
+    Attributes:
+        counts: microbatches of each.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Replicas:
         frozen: Sequence[tuple[str, nn.Parameter]] = (),
     ) -> None:
         self.groups = groups
-        self._counts = counts
+        self.counts = counts
         self._reduction = reduction
         self._buffers = buffers
         self._frozen = frozen
@@ -196,17 +198,6 @@ class Replicas:
                     "Pipeline after unfreezing"
                 )
         return ""
-
-    def shares(
-        self,
-        said: Sequence[tuple[int | None, int | None]],
-        loss_reduction: str,
-        needs_target: bool,
-    ) -> ReplicaShares:
-        """The shares of a step; see `read_shares`."""
-        return read_shares(
-            said, self.groups, self._counts, loss_reduction, needs_target
-        )
 
     def losses(self, by_rank: Sequence[list[float]]) -> list[list[float]]:
         """The losses of each replica's microbatches."""

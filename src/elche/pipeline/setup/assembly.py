@@ -67,6 +67,21 @@ class Parts:
     executor: Executor
 
     @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.executor.rank
+
+    @property
+    def is_first(self) -> bool:
+        """True if this rank has the first stage, and reads the batch."""
+        return self.plan.schedule.placement[0] == self.rank
+
+    @property
+    def is_last(self) -> bool:
+        """True if this rank has the last stage, and reads the target."""
+        return self.plan.schedule.placement[-1] == self.rank
+
+    @property
     def built(self) -> dict[int, Layer]:
         """This rank's layers by their index in the model."""
         return {

@@ -69,7 +69,7 @@ def _cached(parts: Parts) -> tuple[Executor, bool]:
         executor = executor.with_stages(
             {index: StageBackward(one, None, False) for index, one in stages.items()}
         )
-    return executor, any(one.names(CACHE) for one in stages.values())
+    return executor, any(CACHE in one.keywords for one in stages.values())
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -58,7 +58,7 @@ class Executor:
         loss_fn: Any,
         device: torch.device,
     ) -> None:
-        self._rank = rank
+        self.rank = rank
         self._schedule = schedule
         self._stages = stages
         self._transport = transport
@@ -78,7 +78,7 @@ class Executor:
     def with_stages(self, stages: Mapping[int, StageBackward]) -> Executor:
         """The same schedule and messages with other stages."""
         return Executor(
-            *(self._rank, self._schedule, stages, self._transport),
+            *(self.rank, self._schedule, stages, self._transport),
             *(self._loss_fn, self._device),
         )
 
@@ -154,7 +154,7 @@ class Executor:
         """
         if self._transport is None or isinstance(error, _TRANSPORT_ERRORS):
             return
-        message = Message(failure=failure_of(self._rank, error))
+        message = Message(failure=failure_of(self.rank, error))
         timeout_s = run.given.timeout_s
         for one in sends:
             self._transport.send(self.address(one), message, timeout_s)
@@ -180,7 +180,7 @@ class Executor:
 
     def is_elsewhere(self, stage: int) -> bool:
         """True if a stage is on another rank."""
-        return self._schedule.placement[stage] != self._rank
+        return self._schedule.placement[stage] != self.rank
 
     def splits(self, stage: int, microbatch: int) -> bool:
         """True if the schedule runs I and W apart."""

@@ -121,7 +121,7 @@ class Generation:
         """Does without caches from now on, if there is a reason; says so once."""
         if reason and not self._layers.refused:
             self._layers.refused = reason
-            if self._stepping.seat.is_first:
+            if self._stepping.parts.is_first:
                 logger.warning(
                     "generate runs the whole sequence again for each token: %s (see "
                     "Pipeline.generate)",
@@ -136,7 +136,7 @@ class Generation:
         outputs = self._outputs(made)
 
         def choose() -> list[int] | None:
-            if not self._stepping.seat.is_last:
+            if not self._stepping.parts.is_last:
                 return None
             told = self._asked.choose(_last_logits(outputs))
             chosen = torch.as_tensor(told, device="cpu")
@@ -180,7 +180,7 @@ class Generation:
         """
 
         def compare() -> str:
-            if not self._stepping.seat.is_last:
+            if not self._stepping.parts.is_last:
                 return ""
             logits = _last_logits(wanted)
             apart = distance(_last_logits(found), logits)

@@ -9,19 +9,22 @@ import torch
 
 from elche.pipeline.checkpoints.loader_passes import LoaderPasses
 from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.replicas.replica_groups import ReplicaGroups, ReplicaShares
+from elche.pipeline.replicas.replica_groups import (
+    ReplicaGroups,
+    ReplicaShares,
+    read_shares,
+)
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import LayerCaches
 from elche.pipeline.step.caching import CachedLayers
 from elche.pipeline.step.executor import Executor
 from elche.pipeline.step.inputs import (
+    COMPARED_STEPS,
     Call,
-    InputReport,
     LocalInput,
-    Seat,
-    check_shared,
     read_call,
+    warn_of_other_batch,
 )
 from elche.pipeline.step.outputs import (
     EvaluationOutput,
@@ -30,7 +33,6 @@ from elche.pipeline.step.outputs import (
     hand_out,
     joined_gradients,
 )
-from elche.pipeline.step.same_batch import COMPARED_STEPS, compare_batches
 from elche.pipeline.step.step_io import StepInput, StepResults
 from elche.pipeline.trees import as_plain, join_batches, split_batch
 
@@ -65,29 +67,14 @@ class Stepping:
         self.cached, self.passes = CachedLayers(parts), LoaderPasses()
         self.config = config = parts.given.config
         self.steps = 0
-        self._compared: set[str] = set()
         self.replicas = Replicas.join(groups, parts, communicator, config.timeout_s)
-
-    @property
-    def seat(self) -> Seat:
-        """Current position of this rank."""
-        placement, rank = self.parts.plan.schedule.placement, self.communicator.rank
-        return Seat(
-            rank=rank,
-            device=self.parts.given.device,
-            stages=[one.stage for one in self.parts.stages.values()],
-            is_first=placement[0] == rank,
-            is_last=placement[-1] == rank,
-            may_rest=self.groups.are_several,
-            trouble=self.replicas.late_learner(),
-        )
+        mine = {name for one in parts.stages.values() for name in one.stage.keywords}
+        self._named = communicator.exchange(sorted(mine), "the keywords of layers")
 
     def step(self, call: Call) -> StepOutput:
         """One step: forward and backward."""
         self.communicator.check_open()
         given, shares = self._begin(call)
-        if self.steps < COMPARED_STEPS:
-            compare_batches(call.batch, self.seat, self.communicator, self.groups)
         asked = self._input(
             given,
             shares,
@@ -166,39 +153,25 @@ class Stepping:
 
     def _begin(self, call: Call) -> tuple[LocalInput, ReplicaShares]:
         """All ranks begin the same thing, and know the samples of all microbatches."""
-        seat = self.seat
-        given = read_call(call, seat)
-        reports = self.communicator.begin(given, self.groups)
-        self._compare_keywords(reports, seat)
+        is_step = call.what == "step"
+        compares = is_step and self.steps < COMPARED_STEPS
+        may_rest, trouble = self.groups.are_several, self.replicas.late_learner()
+        given = read_call(call, self.parts, may_rest, trouble, compares)
+        reports = self.communicator.begin(given, self._named, self.groups)
+        if compares:
+            warn_of_other_batch(reports, self.parts)
         for runner in self.parts.stages.values():
             runner.stage.step = self.steps
         said = [(one.samples, one.targets) for one in reports]
-        reduction = self.config.loss_reduction
-        shares = self.replicas.shares(said, reduction, call.what == "step")
-        return given, shares
-
-    def _compare_keywords(self, reports: list[InputReport], seat: Seat) -> None:
-        """Once for each choice of keywords that ranks are given."""
-        given = {name for one in reports for name in one.keywords}
-        form = str([sorted(one.keywords) for one in reports])
-        if not given or form in self._compared:
-            return
-        named = [
-            name
-            for name in sorted(given)
-            if any(stage.names(name) for stage in seat.stages)
-        ]
-        check_shared(
-            reports, self.communicator.exchange(named, "the keywords"), self.groups
-        )
-        self._compared.add(form)
+        reduction, counts = self.config.loss_reduction, self.replicas.counts
+        return given, read_shares(said, self.groups, counts, reduction, is_step)
 
     def _input(
         self, given: LocalInput, shares: ReplicaShares, **more: Any
     ) -> StepInput:
         sizes, has_target = shares.mine, given.target is not None
         return StepInput(
-            inputs=split_batch(given.batch, sizes) if self.seat.is_first else (),
+            inputs=split_batch(given.batch, sizes) if self.parts.is_first else (),
             targets=split_batch(given.target, sizes) if has_target else (),
             keywords=(split_batch(given.keywords, sizes) if given.keywords else ()),
             microbatches=len(sizes),

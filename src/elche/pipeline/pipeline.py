@@ -211,7 +211,7 @@ class Pipeline:
                 gradients here (`torch.no_grad`); on every rank.
             MismatchError: ranks call different methods, or give other loss scales.
             ContributionError: a parameter's gradient is lost; do not step.
-            RemoteRankError: another rank failed; the gradients are incomplete.
+            RemoteRankError: another rank failed; the pipeline has ended.
             DeadlineError: a rank is late; the pipeline has ended.
             CommunicationError: a rank is gone; the pipeline has ended, or was closed.
         """

@@ -249,15 +249,14 @@ class Stumbling(nn.Module):
         return self.body(x)
 
 
-def stumbles(kind: str, at: int, steps: int) -> tuple[list[str], list[torch.Tensor]]:
-    """The last rank of two replicas stumbles; what steps came to, gradients."""
+def stumbles(kind: str, at: int, steps: int) -> list[str]:
+    """The last rank of two replicas stumbles; what steps came to."""
     rank, last = this_place().rank, this_place().world_size - 1
     torch.manual_seed(1)
     middle = Stumbling(kind if rank == last else "", at)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), middle, nn.Linear(WIDTH, CLASSES)]
     x, y = torch.randn(8, WIDTH), torch.randint(CLASSES, (8,))
     told: list[str] = []
-    gradients: list[torch.Tensor] = []
     pipe = Pipeline(
         layers,
         loss_of,
@@ -273,10 +272,9 @@ def stumbles(kind: str, at: int, steps: int) -> tuple[list[str], list[torch.Tens
                 lose_patience(pipe, 5.0)
             pipe.zero_grad()
             told.append(_told(lambda: pipe.step(x, y)))
-        gradients = [one.grad for one in pipe.parameters() if one.grad is not None]
     finally:
         pipe.close()
-    return told, gradients
+    return told
 
 
 def bad_batches() -> list[str]:
@@ -332,16 +330,6 @@ def not_built(kind: str) -> str:
     return _told(
         lambda: Pipeline(layers, loss_of, micro_batches=4, **CALM, **options).close()
     )
-
-
-def sparse() -> list[str]:
-    """Two replicas with an embedding that makes sparse gradients on one rank."""
-    layers = [nn.Embedding(11, WIDTH, sparse=True), nn.Linear(WIDTH, 11)]
-    x = torch.randint(11, (6, 2))
-    with Pipeline(
-        layers, loss_of, micro_batches=2, schedule="gpipe", replicas=2, **CALM
-    ) as pipe:
-        return [_told(lambda: pipe.step(x, x)) for _ in range(2)]
 
 
 def dropped(replicas: int) -> dict[str, torch.Tensor]:

@@ -13,18 +13,12 @@ from elche.errors import (
     CommunicationError,
     ConfigError,
     MismatchError,
-    RemoteRankError,
 )
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.step.inputs import InputReport, LocalInput, check_reports
-from elche.pipeline.step.step_io import (
-    PeerFailedError,
-    StepInput,
-    StepResults,
-    failure_of,
-)
+from elche.pipeline.step.step_io import StepInput, StepResults
 
 OF_ALL_REPLICAS = "the settings"
 
@@ -210,7 +204,7 @@ class PipelineCommunicator:
         given: StepInput,
         wants_cut: Callable[[], bool] = lambda: False,
     ) -> tuple[StepResults, list[list[float]], bool]:
-        """Carries out a step; every rank then knows whether all ranks could.
+        """Carries out a step; every rank then knows that all ranks could.
 
         Args:
             carry_out: does this rank's part.
@@ -223,35 +217,17 @@ class PipelineCommunicator:
 
         Raises:
             RemoteRankError: another rank failed; what this rank's own work raises is
-                raised here.
+                raised here. The pipeline has ended.
             CommunicationError: a rank is gone, or late; the pipeline has ended.
         """
         if self.peers is None:
             results = carry_out(given)
             return results, [_losses(results)], wants_cut()
-        results, failure, raised, wants = StepResults(), None, None, False
         with self.ending_on_failure():
-            try:
-                results = carry_out(given)
-                wants = wants_cut()
-            except (CommunicationError, RemoteRankError):
-                raise
-            except Exception as error:
-                found = failure_of(self.rank, error)
-                failure = [found.rank, found.text, found.traceback]
-                raised = error
-            told = self.peers.exchange(
-                [failure, _losses(results), wants],
-                given.timeout_s,
-                "the end of the step",
-            )
-        if raised is not None and not isinstance(raised, PeerFailedError):
-            raise raised
-        for told_failure, _, _ in told:
-            if told_failure is not None:
-                rank, text, trace = told_failure
-                raise RemoteRankError(f"rank {rank} failed: {text}", rank, trace)
-        return results, [one[1] for one in told], bool(told[0][2])
+            results = carry_out(given)
+            said, what = [_losses(results), wants_cut()], "the end of the step"
+            told = self.peers.exchange(said, given.timeout_s, what)
+        return results, [losses for losses, _ in told], told[0][1]
 
 
 def _losses(results: StepResults) -> list[float]:

@@ -10,7 +10,6 @@ share a parameter, such as a language model's embedding, do the same with it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -45,8 +44,6 @@ from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
 from elche.pipeline.step.step_io import StepInput, StepResults
 from elche.runtime.process.environment import Placement
-
-logger = logging.getLogger(__name__)
 
 
 def agree_on_groups(
@@ -159,13 +156,6 @@ class Replicas:
             if peers.rank in unit.ranks
         ]
         fixed = {name for unit in frozen for name in unit.names}
-        if groups.are_several:
-            logger.info(
-                "rank %d is in replica %d of %d; each step sums %.1f MB of gradients "
-                "over them, which takes as much memory once more",
-                *(groups.rank, groups.index, len(groups.ranks)),
-                reduction.nbytes / 1e6,
-            )
         return Replicas(
             *(groups, counts, reduction, shared),
             [one for one in parameters.items() if one[0] in fixed],

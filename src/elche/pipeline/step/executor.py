@@ -8,26 +8,19 @@ needs it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
 
 from elche.comm.transport.messages import Address, Message
 from elche.comm.transport.point_to_point import PointToPoint
-from elche.errors import CommunicationError, ConfigError, RemoteRankError
+from elche.errors import ConfigError
 from elche.pipeline.split_backward.backward import StageBackward
-from elche.pipeline.step.step_io import (
-    PeerFailedError,
-    StepInput,
-    StepResults,
-    failure_of,
-)
+from elche.pipeline.step.step_io import StepInput, StepResults
 from elche.pipeline.trees import flatten, unflatten
 from elche.schedule.actions import Kind, Schedule, StageAction
 
-_TRANSPORT_ERRORS = (CommunicationError, RemoteRankError)
 _FORWARD_KINDS = frozenset({Kind.FORWARD, Kind.SEND_F, Kind.RECV_F})
 _DIRECTIONS = {Kind.SEND_F: 0, Kind.RECV_F: 0, Kind.SEND_B: 1, Kind.RECV_B: 1}
 
@@ -87,12 +80,7 @@ class Executor:
         return next(at for at, stages in self._through.items() if stage in stages)
 
     def train(self, given: StepInput) -> StepResults:
-        """Runs the schedule; gradients are added to the parameters' ``grad``.
-
-        Raises:
-            PeerFailedError: another rank failed; what this rank's own work raises is
-                raised after the others have been told.
-        """
+        """Runs the schedule; gradients are added to the parameters' ``grad``."""
         for stage in self._stages.values():
             stage.begin_step()
         run = _Run(self, given, is_training=True)
@@ -113,54 +101,20 @@ class Executor:
         """Runs a list, but for microbatches that have no samples in this step.
 
         What is left keeps its order, and loses sends together with their receives, so
-        it deadlocks no more than the whole. Stages are told to be complete at the same
+        it deadlocks no more than the whole. Stages are reported complete at the same
         places: replicas sum in that order.
         """
         self.trace = []
-        runs = [run.has(one) for one in actions]
         for position, one in enumerate(actions):
-            started_s = time.monotonic()
-            done = position
-            try:
-                if runs[position]:
-                    run.do(one)
-                done += 1
-                if runs[position]:
-                    self.trace.append((one, started_s, time.monotonic()))
-                if run.is_training and self.after_stage is not None:
-                    for stage in self._through.get(position, ()):
-                        self.after_stage(stage)
-            except Exception as error:
-                sends = [
-                    one
-                    for one in compress(actions[done:], runs[done:])
-                    if one.kind in (Kind.SEND_F, Kind.SEND_B)
-                ]
-                self._tell_peers(sends, run.unread(compress(actions, runs)), run, error)
-                raise
+            if run.has(one):
+                started_s = time.monotonic()
+                run.do(one)
+                self.trace.append((one, started_s, time.monotonic()))
+            if run.is_training and self.after_stage is not None:
+                for stage in self._through.get(position, ()):
+                    self.after_stage(stage)
         if self._transport is not None:
             self._transport.flush(run.given.timeout_s)
-
-    def _tell_peers(
-        self,
-        sends: Sequence[StageAction],
-        unread: Sequence[StageAction],
-        run: _Run,
-        error: Exception,
-    ) -> None:
-        """Sends the failure in the place of all messages that others still expect.
-
-        What they send is received, so that the next step does not find it.
-        """
-        if self._transport is None or isinstance(error, _TRANSPORT_ERRORS):
-            return
-        message = Message(failure=failure_of(self.rank, error))
-        timeout_s = run.given.timeout_s
-        for one in sends:
-            self._transport.send(self.address(one), message, timeout_s)
-        for one in unread:
-            self._transport.receive(self.address(one), timeout_s)
-        self._transport.flush(timeout_s)
 
     def address(self, one: StageAction) -> Address:
         """Target of a send, or source of a receive."""
@@ -263,7 +217,6 @@ class _Run:
         self._owner = owner
         self.is_training = is_training
         self._outgoing: dict[tuple[int, int, int], Message] = {}
-        self._read: set[StageAction] = set()
 
     def do(self, one: StageAction) -> None:
         """Carries out one action."""
@@ -275,11 +228,6 @@ class _Run:
         """True if an action's microbatch has samples."""
         count = self.given.microbatches
         return count is None or one.microbatch < count
-
-    def unread(self, actions: Iterable[StageAction]) -> list[StageAction]:
-        """The receives of a list whose messages were not taken."""
-        receives = (one for one in actions if one.kind in (Kind.RECV_F, Kind.RECV_B))
-        return [one for one in receives if one not in self._read]
 
     def _forward(self, one: StageAction) -> None:
         stage, microbatch = one.stage, one.microbatch
@@ -341,9 +289,6 @@ class _Run:
         receive = StageAction(one.stage, kind, one.microbatch)
         address = self._owner.address(receive)
         message = self._owner.transport.receive(address, self.given.timeout_s)
-        self._read.add(receive)
-        if message.failure is not None:
-            raise PeerFailedError(message.failure)
         return self._owner.to_device(message)
 
     def _hand_on(self, one: StageAction, way: int, message: Message) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from typing_extensions import Self
 from elche.pipeline.checkpoints.named_states import NamedState
 from elche.pipeline.checkpoints.pipeline_state import PipelineState
 from elche.pipeline.optimizers import GivenOptimizers, as_optimizers
-from elche.pipeline.pipeline_config import REMOVED, PipelineConfig
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.setup.builder import PipelineBuilder
 from elche.pipeline.setup.building import Split
@@ -107,13 +107,6 @@ class Pipeline:
             "a Pipeline cannot be copied or pickled: it is one rank's end of "
             "connections; copy what state_dict() returns"
         )
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name in REMOVED:
-                raise AttributeError(REMOVED[name])
-            return object.__getattribute__(self, name)  # with the error of its own
 
     @property
     def schedule(self) -> Schedule:

@@ -40,7 +40,6 @@ from tests.pipeline.setup.cases.profiling_cases import (
     unsplit,
     virtual_time,
 )
-from tests.pipeline.split_backward.test_split_backward import Own
 
 CPU = torch.device("cpu")
 
@@ -80,11 +79,6 @@ def test_a_layer_whose_split_costs_too_much_is_not_split(
     assert found.forward_s == pytest.approx(0.01 * more, rel=1e-4)
     assert found.input_gradient_s == pytest.approx(0.01 * more, rel=1e-4)
     assert found.backward_s == pytest.approx(0.01, rel=1e-4)
-
-
-def test_a_backward_of_its_own_stays_split() -> None:
-    (found,) = profile_layers([Own(forgets=False)], torch.randn(4, WIDTH), CPU)
-    assert found.weight_gradient_s > 0.0
 
 
 @pytest.mark.distributed

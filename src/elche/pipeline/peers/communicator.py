@@ -120,18 +120,6 @@ class PipelineCommunicator:
                 raise ConfigError(f"rank {rank} failed in {what}: {text}")
         return [value for _, _, value in told]
 
-    def agree_on(self, value: Any, what: str) -> None:
-        """Begins something that all ranks must ask for alike.
-
-        Raises:
-            MismatchError: another rank gives another value, or calls another method.
-        """
-        if self.peers is None:
-            return
-        told = self.agree(lambda: value, what)
-        if any(one != value for one in told):
-            raise MismatchError(f"ranks ask {what} for different things: {told}")
-
     def build(self, build: Callable[[], Parts], groups: ReplicaGroups) -> Parts:
         """Builds on every rank, and raises on all if one cannot, or they differ.
 

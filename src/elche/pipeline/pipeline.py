@@ -21,9 +21,9 @@ from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer
 from elche.pipeline.step.generation import (
     BatchOf,
+    CachedLayers,
     Choose,
     Generation,
-    GenerationRequest,
     greedy,
 )
 from elche.pipeline.step.gradients import clip_norm, unscale
@@ -83,6 +83,7 @@ class Pipeline:
         given = (model, loss_fn, micro_batches, schedule, devices, split)
         self._stepping = PipelineBuilder(*given, config, options).build()
         self._state = PipelineState(self._stepping)
+        self._cached = CachedLayers(self._parts)
         self._communicator, self._groups = self._state.communicator, self._state.groups
         self.config = self._stepping.config
         self.rank, self.world_size = self._state.rank, self._state.world_size
@@ -273,10 +274,8 @@ class Pipeline:
             ConfigError: tokens, settings or the model's output are wrong, on every
                 rank; or there are several replicas. Others as in `step`.
         """
-        asked = GenerationRequest(
-            *(tokens, max_new_tokens, end_token, choose, batch_of, use_cache)
-        )
-        return Generation(self._stepping, asked).run()
+        given = (tokens, max_new_tokens, end_token, choose, batch_of, use_cache)
+        return Generation(self._stepping, self._cached, *given).run()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales all gradients of all stages so that their common norm is not larger.

@@ -194,7 +194,7 @@ def test_two_steps_and_an_evaluation_are_those_of_one_process(
         assert [one for one, _, _ in executor.trace] == list(actions)
         splits = any(one.kind is Kind.BACKWARD_INPUT for one in actions)
         deferred = sum(
-            executor.stage(index).deferred
+            executor.stages[index].deferred
             for index in plan.schedule.stages_of(group.rank)
         )
         assert (deferred > 0) is splits

@@ -17,7 +17,6 @@ from elche.pipeline.replicas.replica_groups import (
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import LayerCaches
-from elche.pipeline.step.caching import CachedLayers
 from elche.pipeline.step.executor import Executor
 from elche.pipeline.step.inputs import (
     COMPARED_STEPS,
@@ -53,7 +52,6 @@ class Stepping:
         config: the settings, with what was measured.
         passes: this rank's passes over the loader.
         replicas: all replicas, as this rank sees them.
-        cached: layers of `parts` that generate tokens with caches.
         steps: done so far, those before a resume included.
     """
 
@@ -64,7 +62,7 @@ class Stepping:
         parts: Parts,
     ) -> None:
         self.communicator, self.groups, self.parts = communicator, groups, parts
-        self.cached, self.passes = CachedLayers(parts), LoaderPasses()
+        self.passes = LoaderPasses()
         self.config = config = parts.given.config
         self.steps = 0
         self.replicas = Replicas.join(groups, parts, communicator, config.timeout_s)

@@ -24,26 +24,29 @@ def test_groups_with_names_of_their_own_are_found_by_name() -> None:
     there = torch.optim.SGD(
         [{"params": [], "name": "b"}, {"params": [], "name": "a"}], lr=1e-3
     )
-    check_alike({0: describe([here]), 1: describe([there])})
-    assert [key for key, _ in keyed(there)] == ["b", "a"]
+    check_alike([describe([here]), describe([there])])
+    assert [key for key, _ in keyed(there.param_groups)] == ["b", "a"]
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda p: [torch.optim.Adam(p)], r"\['SGD'\], rank 1 \['Adam'\]"),
-        (lambda p: [], r"\['SGD'\], rank 1 \[\]"),
-        (lambda p: [torch.optim.SGD(p, lr=2.0)], "has lr 0.5 on rank 0 and 2.0 on ra"),
+        (lambda p: [torch.optim.Adam(p)], r"\['SGD'\], rank 1 has \['Adam'\]"),
+        (lambda p: [], r"\['SGD'\], rank 1 has \[\]"),
+        (
+            lambda p: [torch.optim.SGD(p, lr=2.0)],
+            r"lr of group 0 of optimizer 0 \(SGD\): rank 0 has 0.5, rank 1 has 2.0",
+        ),
         (
             lambda p: [torch.optim.SGD([{"params": p}, {"params": []}], lr=0.5)],
-            r"are \[0\] on rank 0 and \[0, 1\] on rank 1",
+            r"rank 0 has \[0\], rank 1 has \[0, 1\]",
         ),
     ],
 )
 def test_ranks_must_have_the_same_optimizers(other: Any, message: str) -> None:
     mine = describe([torch.optim.SGD(parameters(1), lr=0.5)])
     with pytest.raises(MismatchError, match=message):
-        check_alike({0: mine, 1: describe(other(parameters(1)))})
+        check_alike([mine, describe(other(parameters(1)))])
 
 
 def test_what_is_no_optimizer() -> None:

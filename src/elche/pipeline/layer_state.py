@@ -7,12 +7,9 @@ from typing import Any
 
 import torch
 
-from elche.comm.transport.messages import Message
 from elche.errors import ConfigError
-from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
-from elche.pipeline.trees import flatten, unflatten
 
 SHOWN = 3
 
@@ -56,37 +53,6 @@ def local_state(
         if isinstance(value, torch.Tensor)
         for known in names.get(layer.prefixed(name), (layer.prefixed(name),))
     }
-
-
-def gather_trees(
-    mine: dict[str, Any],
-    communicator: PipelineCommunicator,
-    ranks: Iterable[int],
-    timeout_s: float,
-    of: Callable[[int], bool],
-) -> list[dict[str, Any]]:
-    """Nested state of all ranks on the CPU, in rank order; with all ranks.
-
-    Args:
-        mine: this rank's part.
-        communicator: all ranks.
-        ranks: those that need it; the others get an empty list.
-        timeout_s: deadline of each rank's part.
-        of: whether a rank gets this rank's part; others have it from their replica.
-    """
-    tensors, structure = flatten(mine, "the state")
-    copied = [one.detach().to("cpu", copy=True) for one in tensors]
-    whole = Message(tuple(copied), structure)
-    if communicator.peers is None:
-        return [unflatten(structure, copied)]
-    nothing = Message((), flatten({}, "nothing")[1])
-    found: list[dict[str, Any]] = []
-    with communicator.ending_on_failure():
-        for rank in ranks:
-            part = whole if of(rank) else nothing
-            parts = communicator.peers.gather(part, rank, timeout_s)
-            found += [unflatten(one.structure, one.tensors) for one in parts]
-    return [one for one in found if one]
 
 
 def load_state(

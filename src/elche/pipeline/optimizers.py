@@ -55,81 +55,46 @@ def as_optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
     return tuple(found)
 
 
-def describe(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    """Classes, groups and settings, which must agree between ranks."""
-    return [
-        [type(one).__name__, [[key, _settings(group)] for key, group in keyed(one)]]
-        for one in optimizers
-    ]
+def describe(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """Classes, groups and settings, which must agree between ranks, by their place."""
+    found = {"the optimizers": str([type(one).__name__ for one in optimizers])}
+    for number, one in enumerate(optimizers):
+        where = f"optimizer {number} ({type(one).__name__})"
+        groups = dict(keyed(one.param_groups))
+        found[f"the groups of {where}"] = str(sorted(groups, key=str))
+        for key, group in groups.items():
+            for name, value in group.items():
+                if name not in NOT_SETTINGS:
+                    is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+                    shown = value.item() if is_number else value
+                    found[f"{name} of group {key} of {where}"] = repr(shown)
+    return found
 
 
-def check_alike(told: Mapping[int, Any]) -> None:
+def check_alike(told: Sequence[Mapping[str, str]]) -> None:
     """Raises unless all ranks have the same optimizers with the same groups.
 
     Args:
-        told: what each rank described, by rank.
+        told: what each rank described.
 
     Raises:
         MismatchError: they differ; says where.
     """
-    root, first = next(iter(told.items()))
-    for rank, other in told.items():
-        kinds = [[one[0] for one in each] for each in (first, other)]
-        if kinds[0] != kinds[1]:
-            raise MismatchError(
-                f"rank {root} gave the optimizers {kinds[0]}, rank {rank} {kinds[1]}; "
-                "give the same ones in the same order everywhere"
-            )
-        for (kind, mine), (_, theirs) in zip(first, other, strict=True):
-            keys = [sorted(key for key, _ in each) for each in (mine, theirs)]
-            if keys[0] != keys[1]:
+    for rank, theirs in enumerate(told):
+        for place in dict.fromkeys((*told[0], *theirs)):
+            mine, other = told[0].get(place), theirs.get(place)
+            if mine != other:
                 raise MismatchError(
-                    f"the groups of {kind} are {keys[0]} on rank {root} and {keys[1]} "
-                    f"on rank {rank}; make the same groups on every rank, and leave "
-                    "those empty of which it has no parameters"
+                    f"ranks disagree about {place}: rank 0 has {mine}, rank {rank} has "
+                    f"{other}; give the same optimizers in the same order, with the "
+                    "same groups and settings, on every rank; leave those groups empty "
+                    "of which a rank has no parameters"
                 )
-            there = dict(theirs)
-            for key, here in mine:
-                where = f"group {key} of {kind}"
-                _compare_settings(where, (root, here), (rank, there[key]))
 
 
-def keyed(optimizer: torch.optim.Optimizer) -> list[tuple[int | str, dict[str, Any]]]:
-    """Groups by name if all have one of their own, else by position."""
-    return keyed_groups(optimizer.param_groups)
-
-
-def keyed_groups(
-    groups: Sequence[dict[str, Any]],
-) -> list[tuple[int | str, dict[str, Any]]]:
-    """Groups of an optimizer, or of its state, with the keys of `keyed`."""
+def keyed(groups: Sequence[dict[str, Any]]) -> list[tuple[int | str, dict[str, Any]]]:
+    """Groups of an optimizer, or of its state, by name if all have one, or by place."""
     names = [group.get("name") for group in groups]
     if len(set(names)) == len(groups) and all(isinstance(one, str) for one in names):
         return [(group["name"], group) for group in groups]
     return list(enumerate(groups))
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as text: a learning rate may be a tensor."""
-    return {
-        key: repr(value.item() if _is_number(value) else value)
-        for key, value in sorted(group.items())
-        if key not in NOT_SETTINGS
-    }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
-
-
-def _compare_settings(
-    where: str, first: tuple[int, dict[str, str]], other: tuple[int, dict[str, str]]
-) -> None:
-    (root, mine), (rank, theirs) = first, other
-    for key in sorted({*mine, *theirs}):
-        if mine.get(key) != theirs.get(key):
-            raise MismatchError(
-                f"{where} has {key} {mine.get(key)} on rank {root} and "
-                f"{theirs.get(key)} on rank {rank}; give the same settings on every "
-                "rank"
-            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
@@ -13,18 +13,17 @@ from typing_extensions import Self
 from elche.pipeline.checkpoints.named_states import NamedState
 from elche.pipeline.checkpoints.pipeline_state import PipelineState
 from elche.pipeline.optimizers import GivenOptimizers, as_optimizers
-from elche.pipeline.pipeline_config import REMOVED, PipelineConfig
-from elche.pipeline.replicas.reduction import ReplicaReduction
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.setup.builder import PipelineBuilder, Request
+from elche.pipeline.setup.builder import PipelineBuilder
 from elche.pipeline.setup.building import Split
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer
 from elche.pipeline.step.generation import (
     BatchOf,
+    CachedLayers,
     Choose,
     Generation,
-    GenerationRequest,
     greedy,
 )
 from elche.pipeline.step.gradients import clip_norm, unscale
@@ -81,17 +80,13 @@ class Pipeline:
         config: PipelineConfig | None = None,
         **options: Any,
     ) -> None:
-        asked = Request(model, loss_fn, micro_batches, schedule, devices, split)
-        builder = PipelineBuilder.join(asked, config, options)
-        self._stepping = builder.build()
-        self.config = builder.config
-        self._communicator, self._groups = builder.communicator, builder.groups
-        placement = builder.placement
-        self.rank, self.world_size = placement.rank, placement.world_size
-        self._state = PipelineState(
-            *(self._stepping, self._communicator, self._groups),
-            self.config.timeout_s,
-        )
+        given = (model, loss_fn, micro_batches, schedule, devices, split)
+        self._stepping = PipelineBuilder(*given, config, options).build()
+        self._state = PipelineState(self._stepping)
+        self._cached = CachedLayers(self._parts)
+        self._communicator, self._groups = self._state.communicator, self._state.groups
+        self.config = self._stepping.config
+        self.rank, self.world_size = self._state.rank, self._state.world_size
 
     def __enter__(self) -> Self:
         return self
@@ -114,13 +109,6 @@ class Pipeline:
             "connections; copy what state_dict() returns"
         )
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name in REMOVED:
-                raise AttributeError(REMOVED[name])
-            return object.__getattribute__(self, name)  # with the error of its own
-
     @property
     def schedule(self) -> Schedule:
         """Schedule that this replica's ranks run."""
@@ -134,12 +122,12 @@ class Pipeline:
     @property
     def is_first(self) -> bool:
         """True if this rank has the first stage, and reads the batch."""
-        return self.schedule.placement[0] == self.rank
+        return self._parts.is_first
 
     @property
     def is_last(self) -> bool:
         """True if this rank has the last stage, and reads the target."""
-        return self.schedule.placement[-1] == self.rank
+        return self._parts.is_last
 
     @property
     def replica(self) -> int:
@@ -188,10 +176,6 @@ class Pipeline:
         """This rank's actions in the last step: begin and end, time.monotonic()."""
         return list(self._parts.executor.trace)
 
-    def reductions(self) -> list[ReplicaReduction]:
-        """This rank's sums over the replicas in the last step, as they began."""
-        return self._stepping.replicas.reductions
-
     def step(
         self,
         batch: Any = None,
@@ -221,7 +205,7 @@ class Pipeline:
                 gradients here (`torch.no_grad`); on every rank.
             MismatchError: ranks call different methods, or give other loss scales.
             ContributionError: a parameter's gradient is lost; do not step.
-            RemoteRankError: another rank failed; the gradients are incomplete.
+            RemoteRankError: another rank failed; the pipeline has ended.
             DeadlineError: a rank is late; the pipeline has ended.
             CommunicationError: a rank is gone; the pipeline has ended, or was closed.
         """
@@ -290,10 +274,8 @@ class Pipeline:
             ConfigError: tokens, settings or the model's output are wrong, on every
                 rank; or there are several replicas. Others as in `step`.
         """
-        asked = GenerationRequest(
-            *(tokens, max_new_tokens, end_token, choose, batch_of, use_cache)
-        )
-        return Generation(self._stepping, self._communicator, asked).run()
+        given = (tokens, max_new_tokens, end_token, choose, batch_of, use_cache)
+        return Generation(self._stepping, self._cached, *given).run()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales all gradients of all stages so that their common norm is not larger.
@@ -310,7 +292,7 @@ class Pipeline:
             MismatchError: ranks give different ones; nothing has changed.
             CommunicationError: a rank is gone or late; the pipeline has ended.
         """
-        copies = self._stepping.copies
+        copies = self._stepping.replicas.copies
         return clip_norm(self.parameters(), copies, max_norm, self._communicator)
 
     def unscale_(

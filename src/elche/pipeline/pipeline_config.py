@@ -11,8 +11,8 @@ from elche.errors import ConfigError
 from elche.schedule.costs import PipelineCosts
 
 _NEW_PLAN = (
-    "was removed: a pipeline keeps its plan, and the log says when a new one would be "
-    "faster; save a checkpoint, and resume it in a new Pipeline with "
+    "was removed: a pipeline keeps its plan; save a checkpoint, and resume it in a new "
+    "Pipeline with "
 )
 _ONE_DEADLINE = (
     "was removed: all waits of a pipeline have one deadline; set it by timeout_s="
@@ -21,12 +21,10 @@ REMOVED = {
     "auto_repartition": f'auto_repartition= {_NEW_PLAN}costs="measure" or partition=',
     "replan_every": f'replan_every= {_NEW_PLAN}costs="measure"',
     "drift_threshold": f'drift_threshold= {_NEW_PLAN}costs="measure"',
-    "repartition": f'repartition() {_NEW_PLAN}costs="measure" or partition=',
-    "profile_layers": f'profile_layers() {_NEW_PLAN}costs="measure"',
     "patience_factor": f"patience_factor= {_ONE_DEADLINE}",
     "min_patience_s": f"min_patience_s= {_ONE_DEADLINE}",
 }
-"""Settings and methods that pipelines had, and what to write instead."""
+"""Settings that pipelines had, and what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -526,7 +526,7 @@ def hang(pipe: Pipeline | None) -> None:
 def lose_patience(pipe: Pipeline, seconds: float) -> None:
     """From here on the waits of steps are short: all have come, one will hang."""
     stepping = pipe._stepping
-    stepping._config = replace(stepping._config, timeout_s=seconds)
+    stepping.config = replace(stepping.config, timeout_s=seconds)
 
 
 class Trouble(nn.Module):

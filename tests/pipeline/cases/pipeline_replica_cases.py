@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.pipeline.pipeline import Pipeline
-from elche.pipeline.replicas.reduction import ReplicaReduction
 from elche.schedule.actions import Kind
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import (
@@ -79,7 +79,7 @@ class Outcome:
     norms: list[float]
     evaluated: float | None
     has_gradient: dict[str, bool]
-    reductions: list[ReplicaReduction]
+    complete_s: list[float]
     last_action_s: tuple[float, float]
     own_losses: list[int]
     input_gradient: torch.Tensor | None = None
@@ -143,7 +143,7 @@ def alone(work: Union) -> Outcome:
             name: one.grad is not None
             for name, one in whole.named_parameters(remove_duplicate=False)
         },
-        reductions=[],
+        complete_s=[],
         last_action_s=(0.0, 0.0),
         own_losses=[],
         input_gradient=x.grad,
@@ -167,6 +167,11 @@ def together(work: Union) -> Outcome:
         assert pipe.replica == replica
         assert pipe.num_replicas == len(groups)
         optimizer = _optimizer(list(pipe.parameters()))
+        begin, complete_s = pipe._parts.executor.after_stage, list[float]()
+        pipe._parts.executor.after_stage = lambda stage: (
+            complete_s.append(time.monotonic()),
+            begin(stage),
+        )
         losses, norms, own, gradient = [], [], [], None
         for step in range(len(work.sizes)):
             pipe.zero_grad()
@@ -187,7 +192,7 @@ def together(work: Union) -> Outcome:
         ]
         return Outcome(
             replica=replica,
-            reductions=pipe.reductions(),
+            complete_s=complete_s,
             last_action_s=last[-1] if last else (0.0, 0.0),
             evaluated=pipe.evaluate(*_part(work, 0, pipe)).loss,
             state=pipe.state_dict(),
@@ -244,15 +249,14 @@ class Stumbling(nn.Module):
         return self.body(x)
 
 
-def stumbles(kind: str, at: int, steps: int) -> tuple[list[str], list[torch.Tensor]]:
-    """The last rank of two replicas stumbles; what steps came to, gradients."""
+def stumbles(kind: str, at: int, steps: int) -> list[str]:
+    """The last rank of two replicas stumbles; what steps came to."""
     rank, last = this_place().rank, this_place().world_size - 1
     torch.manual_seed(1)
     middle = Stumbling(kind if rank == last else "", at)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), middle, nn.Linear(WIDTH, CLASSES)]
     x, y = torch.randn(8, WIDTH), torch.randint(CLASSES, (8,))
     told: list[str] = []
-    gradients: list[torch.Tensor] = []
     pipe = Pipeline(
         layers,
         loss_of,
@@ -268,10 +272,9 @@ def stumbles(kind: str, at: int, steps: int) -> tuple[list[str], list[torch.Tens
                 lose_patience(pipe, 5.0)
             pipe.zero_grad()
             told.append(_told(lambda: pipe.step(x, y)))
-        gradients = [one.grad for one in pipe.parameters() if one.grad is not None]
     finally:
         pipe.close()
-    return told, gradients
+    return told
 
 
 def bad_batches() -> list[str]:
@@ -327,16 +330,6 @@ def not_built(kind: str) -> str:
     return _told(
         lambda: Pipeline(layers, loss_of, micro_batches=4, **CALM, **options).close()
     )
-
-
-def sparse() -> list[str]:
-    """Two replicas with an embedding that makes sparse gradients on one rank."""
-    layers = [nn.Embedding(11, WIDTH, sparse=True), nn.Linear(WIDTH, 11)]
-    x = torch.randint(11, (6, 2))
-    with Pipeline(
-        layers, loss_of, micro_batches=2, schedule="gpipe", replicas=2, **CALM
-    ) as pipe:
-        return [_told(lambda: pipe.step(x, x)) for _ in range(2)]
 
 
 def dropped(replicas: int) -> dict[str, torch.Tensor]:

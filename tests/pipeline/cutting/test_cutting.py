@@ -16,8 +16,7 @@ from torch.distributed.pipelining import SplitPoint
 
 from elche.errors import ConfigError
 from elche.pipeline.cutting.cut import cut_model
-from elche.pipeline.setup.building import layers_of
-from elche.pipeline.setup.naming import names_of_split
+from elche.pipeline.setup.building import layers_of, layers_of_split
 from tests.pipeline.cases.pipeline_cut_cases import MODELS, Gpt, ResNet
 
 WIDTH = 4
@@ -84,7 +83,7 @@ def test_a_cut_model_is_the_model(model: str) -> None:
     assert torch.equal(sample_for(model), sample), "nothing was drawn in between"
     mine = {id(one) for layer in layers for one in layer.parameters()}
     assert mine == {id(one) for one in whole.parameters()}
-    assert set(names_of_split(whole, layers).of_state) == set(before)
+    assert set(layers_of_split(whole, layers).state_names) == set(before)
     whole.eval()
     for layer in again:
         layer.eval()
@@ -169,7 +168,7 @@ def test_what_forward_does_not_use_stays_in_the_state() -> None:
     model = Outer(lambda model, x: x)
     model.inner.add_module("unused", nn.Linear(2, 2))
     layers = cut_model(model, ["inner.second"], torch.randn(3, WIDTH))
-    found = names_of_split(model, layers)
+    found = layers_of_split(model, layers)
     names = {name for one in found.aliases for name in (one or {}).values()}
     assert names == set(model.state_dict())
 

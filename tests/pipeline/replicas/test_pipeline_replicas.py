@@ -22,7 +22,6 @@ from tests.pipeline.cases.pipeline_replica_cases import (
     dropped,
     normed,
     not_built,
-    sparse,
     stumbles,
     together,
 )
@@ -158,13 +157,9 @@ def test_the_reduction_begins_before_the_last_weight_gradient(
 ) -> None:
     own = scheduled(schedule, schedule)
     for one in check(ranks4, Union(sizes=((6, 5),), own=own)):
-        assert len(one.reductions) == 2, "one for each stage"
-        first, second = one.reductions
-        assert first.begin_s <= one.last_action_s[0]
-        assert second.begin_s >= one.last_action_s[1]
-        assert first.stages != second.stages
-        assert first.nbytes > 0
-        assert first.begin_s <= first.end_s
+        first_s, second_s = one.complete_s
+        assert first_s <= one.last_action_s[0]
+        assert second_s >= one.last_action_s[1]
 
 
 def test_dropout_is_that_of_one_pipeline_with_all_microbatches(
@@ -226,19 +221,13 @@ def test_the_example_with_replicas_ends_with_the_loss_of_one_process() -> None:
 
 
 @pytest.mark.faults
-def test_a_failing_stage_is_told_everywhere_and_the_next_step_is_right(
-    ranks4: RankPool,
-) -> None:
+def test_a_failing_stage_is_told_everywhere(ranks4: RankPool) -> None:
     found = ranks4.run(stumbles, "raises", 2, 2, case_setup=serve_in_thread)
-    for rank, (told, _) in enumerate(found):
+    for rank, (first, second) in enumerate(found):
         own = "ValueError" if rank == 3 else "RemoteRankError: rank 3 failed"
-        assert told[0].startswith(own)
-        assert "a layer's own trouble" in told[0]
-        assert told[1] == ""
-    for (_, mine), (_, theirs) in ((found[0], found[2]), (found[1], found[3])):
-        assert mine
-        for a, b in zip(mine, theirs, strict=True):
-            assert torch.equal(a, b)
+        assert first.startswith(own)
+        assert "a layer's own trouble" in first
+        assert second.startswith("CommunicationError: the pipeline has ended (")
 
 
 @pytest.mark.faults
@@ -246,7 +235,7 @@ def test_a_failing_stage_is_told_everywhere_and_the_next_step_is_right(
 def test_a_hanging_rank_is_named_in_all_replicas(ranks4: RankPool) -> None:
     found = ranks4.run(stumbles, "hangs", 4 * 4 + 1, 5, case_setup=serve_in_thread)
     for rank in range(3):
-        told, _ = found[rank]
+        told = found[rank]
         assert told[:4] == [""] * 4
         assert "rank 3 is late" in told[4], told[4]
 
@@ -254,9 +243,7 @@ def test_a_hanging_rank_is_named_in_all_replicas(ranks4: RankPool) -> None:
 @pytest.mark.faults
 @pytest.mark.slow
 def test_a_rank_that_is_late_for_a_sum_is_named(ranks2: RankPool) -> None:
-    (told, _), _ = ranks2.run(
-        stumbles, "hangs", 4 * 4 + 1, 5, case_setup=serve_in_thread
-    )
+    told, _ = ranks2.run(stumbles, "hangs", 4 * 4 + 1, 5, case_setup=serve_in_thread)
     assert told[:4] == [""] * 4
     assert re.search(r"the sum of the gradients of stage \d", told[4]), told[4]
     assert "rank 1 is late" in told[4]
@@ -307,14 +294,6 @@ def test_what_cannot_be_built_is_told_everywhere(
 
 
 @pytest.mark.faults
-def test_sparse_gradients_are_refused(ranks2: RankPool) -> None:
-    for told in ranks2.run(sparse, case_setup=serve_in_thread):
-        for one in told:
-            assert "is sparse" in one
-            assert "sparse=False" in one
-
-
-@pytest.mark.faults
 def test_a_dead_rank_is_named_in_all_replicas(ranks4: RankPool) -> None:
     outcomes = ranks4.run(
         stumbles, "dies", 2, 1, case_setup=serve_in_thread, expect_failure=True
@@ -323,5 +302,5 @@ def test_a_dead_rank_is_named_in_all_replicas(ranks4: RankPool) -> None:
     assert "exit code 7" in outcomes[3].error.text
     for rank in range(3):
         assert outcomes[rank].error is None, outcomes[rank].error
-        told, _ = outcomes[rank].value
+        told = outcomes[rank].value
         assert "rank 3" in told[0], told[0]

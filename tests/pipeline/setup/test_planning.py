@@ -50,15 +50,6 @@ def test_settings_that_were_removed_are_answered_by_name(
         pipeline([nn.Linear(6, 3)], **{name: 1})
 
 
-@pytest.mark.parametrize("name", ["repartition", "profile_layers"])
-def test_methods_that_were_removed_are_answered_by_name(name: str) -> None:
-    with pipeline([nn.Linear(6, 3)]) as pipe:
-        with pytest.raises(AttributeError, match=rf"{name}\(\) was removed: a pipel"):
-            getattr(pipe, name)
-        with pytest.raises(AttributeError, match="has no attribute 'partitions'"):
-            getattr(pipe, "partitions")  # noqa: B009 - mypy knows that it is none
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -17,13 +17,8 @@ from elche.errors import ConfigError, MismatchError
 from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import layers_of
-from elche.pipeline.setup.measured_plan import plan_measured
-from elche.pipeline.setup.memory import memory_limit
-from elche.pipeline.setup.profiling import (
-    LayerMeasurement,
-    as_message,
-    profile_layers,
-)
+from elche.pipeline.setup.measured_plan import memory_limit, plan_measured
+from elche.pipeline.setup.profiling import LayerMeasurement, profile_layers
 from elche.runtime.process.environment import Placement
 from elche.schedule.costs import PipelineCosts
 from tests.harness.rank_pool import RankPool
@@ -45,7 +40,6 @@ from tests.pipeline.setup.cases.profiling_cases import (
     unsplit,
     virtual_time,
 )
-from tests.pipeline.split_backward.test_split_backward import Own
 
 CPU = torch.device("cpu")
 
@@ -85,11 +79,6 @@ def test_a_layer_whose_split_costs_too_much_is_not_split(
     assert found.forward_s == pytest.approx(0.01 * more, rel=1e-4)
     assert found.input_gradient_s == pytest.approx(0.01 * more, rel=1e-4)
     assert found.backward_s == pytest.approx(0.01, rel=1e-4)
-
-
-def test_a_backward_of_its_own_stays_split() -> None:
-    (found,) = profile_layers([Own(forgets=False)], torch.randn(4, WIDTH), CPU)
-    assert found.weight_gradient_s > 0.0
 
 
 @pytest.mark.distributed
@@ -144,10 +133,7 @@ def test_factories_and_meta_layers_are_measured_without_the_model() -> None:
 
 
 def plan(slow: float, layers: int = 9, limit: float = math.inf) -> PipelineConfig:
-    told = [
-        as_message([LayerMeasurement(t, t, t, 2 * t, 8, 8, 8)] * layers)
-        for t in (1.0, slow)
-    ]
+    told = [[LayerMeasurement(t, t, t, 2 * t, 8, 8, 8)] * layers for t in (1.0, slow)]
     return plan_measured(told, [math.inf, limit], "1f1b", 8, PipelineConfig())[1]
 
 
@@ -194,7 +180,7 @@ def test_memory_that_is_none_is_refused(limits: Any) -> None:
 
 def test_ranks_with_other_layers_are_refused() -> None:
     one = LayerMeasurement(1.0, 1.0, 1.0, 2.0, 8, 8, 8)
-    told = [as_message([one] * 3), as_message([one] * 4)]
+    told = [[one] * 3, [one] * 4]
     with pytest.raises(MismatchError, match=r"numbers of layers: \[3, 4\]"):
         plan_measured(told, [math.inf] * len(told), "1f1b", 2, PipelineConfig())
 

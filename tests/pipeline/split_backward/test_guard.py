@@ -13,7 +13,7 @@ from elche.errors import ContributionError
 from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.split_backward.weight_gradients import WeightGradients
 from tests.pipeline.cases.pipeline_cases import Checkpointed
-from tests.pipeline.split_backward.test_split_backward import Own, forward, runner_for
+from tests.pipeline.split_backward.test_split_backward import forward, runner_for
 
 
 def pipeline(*layers: nn.Module, schedule: str = "zb-h1") -> Pipeline:
@@ -100,14 +100,6 @@ def test_a_deferred_weight_that_is_lost_under_a_checkpoint(
     monkeypatch.setattr(WeightGradients, "add", lambda *_: None)
     with pytest.raises(ContributionError, match=r"0\.body\.0\.weight.* got no contr"):
         pipeline(Checkpointed(False), nn.Linear(6, 3)).step(*DATA)
-
-
-def test_an_own_backward_that_forgets() -> None:
-    runner = runner_for(Own(forgets=True))
-    runner.begin_step()
-    runner.keep(0, forward(runner, 0, torch.randn(2, 6)))
-    with pytest.raises(ContributionError, match="weight got no contribution"):
-        runner.full_backward(0, [torch.ones(2, 4)])
 
 
 class Twofold(nn.Module):

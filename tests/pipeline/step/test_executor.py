@@ -17,7 +17,7 @@ from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.stage import Layer, Stage
 from elche.pipeline.step.executor import Executor
-from elche.pipeline.step.step_io import PeerFailedError, StepInput, StepResults
+from elche.pipeline.step.step_io import StepInput, StepResults
 from elche.schedule.actions import Kind
 from tests.comm.thread_group import on_ranks
 from tests.comm.transport.thread_link import Cable, transports
@@ -194,7 +194,7 @@ def test_two_steps_and_an_evaluation_are_those_of_one_process(
         assert [one for one, _, _ in executor.trace] == list(actions)
         splits = any(one.kind is Kind.BACKWARD_INPUT for one in actions)
         deferred = sum(
-            executor.stage(index).deferred
+            executor.stages[index].deferred
             for index in plan.schedule.stages_of(group.rank)
         )
         assert (deferred > 0) is splits
@@ -231,59 +231,3 @@ def test_two_steps_and_an_evaluation_are_those_of_one_process(
                 f"evaluated loss {at}",
             )
     assert [end.left for end in ends] == [0] * ranks
-
-
-class Breaks(nn.Module):
-    """Fails in one of its forwards."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.left = at
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.left -= 1
-        if self.left == 0:
-            raise ZeroDivisionError("a layer of the user's")
-        return x
-
-
-@pytest.mark.parametrize("by", ["host", "devices"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_all_ranks_hear_of_a_failure_and_the_next_step_is_whole(
-    schedule: str, by: str
-) -> None:
-    ranks = 3
-    plan = planned(schedule, ranks)
-    whole = Whole()
-    model = copy.deepcopy(whole)
-    layers = list(model.layers)
-    inside = plan.layers_of(1)[-1]
-    layers[inside] = nn.Sequential(Breaks(at=3), layers[inside])
-    batch = Batch.drawn(5)
-    between = cables(by)
-    links = transports(ranks, between)
-
-    def run(group: Any, transport: Any) -> str:
-        executor = executor_for(group.rank, plan, layers, transport)
-        given = batch.given(group.rank, plan)
-        expected = ZeroDivisionError if group.rank == 1 else PeerFailedError
-        with pytest.raises(expected, match="a layer of the user's") as caught:
-            executor.train(given)
-        group.all_reduce(torch.zeros(1), "forgetting the step")
-        if group.rank == 0:
-            model.zero_grad()
-        group.all_reduce(torch.zeros(1), "the next step")
-        executor.train(given)
-        return str(caught.value)
-
-    said = on_ranks(ranks, run, links)
-    for link in links:
-        link.close()
-    are_used(between, ranks)
-    assert said[0] == said[2]
-    assert said[0].startswith("rank 1 failed: ZeroDivisionError")
-    for at, weight in enumerate(batch.weights):
-        loss = loss_of(whole(batch.inputs[at], **batch.keywords[at]), batch.targets[at])
-        (loss * weight).backward()
-    for name, value in gradients(whole).items():
-        near(gradients(model)[name], value, name)

@@ -132,13 +132,6 @@ class OutgoingMemory(_MappedSlots):
         self._words[_WRITTEN] = number + 1
         return True
 
-    def empty(self) -> None:
-        """Returns its pages to the system; all that was sent has been taken.
-
-        The receiver may not: the next message may be on its way into them.
-        """
-        self._give_back(_HEADER_BYTES, len(self._memory))
-
     def close(self) -> None:
         """Lets the receiver see that nothing more comes."""
         self._words[_CLOSED] = 1

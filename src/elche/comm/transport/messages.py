@@ -1,4 +1,4 @@
-"""Messages from rank to rank: tensors with their shapes, structure, and failures.
+"""Messages from rank to rank: tensors with their shapes, and structure.
 
 Through gloo a message is a frame of fixed size with its tag and its description, the
 rest of the description where the frame is too small, and then the tensors.
@@ -46,21 +46,6 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """Reason why a rank cannot complete a step.
-
-    Attributes:
-        rank: the failed rank.
-        text: its error.
-        traceback: of the error.
-    """
-
-    rank: int
-    text: str
-    traceback: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Message:
     """Tensors for another rank, such as an activation or a gradient.
 
@@ -70,13 +55,11 @@ class Message:
         structure: their nesting, or any value that msgpack can write.
         needs_grad: per tensor, whether a gradient is to come back; in a message of
             gradients whether it is there.
-        failure: set when the sender has failed.
     """
 
     tensors: tuple[torch.Tensor, ...] = ()
     structure: Any = None
     needs_grad: tuple[bool, ...] = ()
-    failure: Failure | None = None
 
 
 @final
@@ -102,7 +85,6 @@ class Packed:
                     f"a tensor of {one.dtype} and layout {one.layout} cannot travel "
                     f"between stages; expected a dense one of {', '.join(_DTYPES)}"
                 )
-        failure = message.failure
         self.on_device = on_device
         self.tensors = tuple(one.detach() for one in message.tensors)
         self.head: bytes = msgpack.packb(
@@ -110,7 +92,6 @@ class Packed:
                 [[_NAMES[one.dtype], list(one.shape)] for one in self.tensors],
                 message.structure,
                 message.needs_grad,
-                failure and [failure.rank, failure.text, failure.traceback],
                 on_device,
             ]
         )
@@ -144,14 +125,13 @@ def read_head(head: bytes) -> tuple[Message, bool]:
         ProtocolError: it is no description of a message.
     """
     try:
-        described, structure, needs_grad, failure, on_device = msgpack.unpackb(head)
+        described, structure, needs_grad, on_device = msgpack.unpackb(head)
         place = "meta" if on_device else "cpu"
         tensors = tuple(
             torch.empty(shape, dtype=_DTYPES[name], device=place)
             for name, shape in described
         )
-        failed = Failure(*failure) if failure else None
-        return Message(tensors, structure, tuple(needs_grad), failed), on_device
+        return Message(tensors, structure, tuple(needs_grad)), on_device
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(
             f"expected the head of a message, got {head[:40]!r}"

@@ -16,7 +16,7 @@ from torch import nn
 
 from elche.errors import ConfigError, MismatchError
 from elche.pipeline.layer_state import few
-from elche.pipeline.optimizers import NOT_SETTINGS, keyed, keyed_groups
+from elche.pipeline.optimizers import NOT_SETTINGS, keyed
 from elche.pipeline.trees import map_tensors
 
 NamedState = dict[str, Any]
@@ -36,7 +36,7 @@ def named_state(optimizer: torch.optim.Optimizer, names: Names) -> NamedState:
     """
     states: dict[str, Any] = {}
     groups = []
-    for _, group in keyed(optimizer):
+    for group in optimizer.param_groups:
         named = [(_names(names, one, optimizer)[0], one) for one in group["params"]]
         states |= {
             name: dict(optimizer.state[one])
@@ -65,7 +65,7 @@ def join_states(parts: Iterable[NamedState]) -> NamedState:
     groups: dict[int | str, dict[str, Any]] = {}
     for part in parts:
         states = {**part["state"], **states}
-        for key, group in _saved_groups(part):
+        for key, group in keyed(part["param_groups"]):
             held = groups.setdefault(key, {**group, "params": []})
             held["params"] += [n for n in group["params"] if n not in held["params"]]
     return {"state": states, "param_groups": list(groups.values())}
@@ -102,7 +102,7 @@ def load_named_state(
             "expected what pipe.optimizer_state_dict returns, with the entries state "
             f"and param_groups, got a {type(saved).__name__}"
         )
-    there, here = dict(_saved_groups(saved)), keyed(optimizer)
+    there, here = dict(keyed(saved["param_groups"])), keyed(optimizer.param_groups)
     if set(there) != {key for key, _ in here}:
         raise MismatchError(
             f"the state has the groups {sorted(there, key=str)}, the "
@@ -131,7 +131,3 @@ def load_named_state(
     copied = map_tensors(list(states.values()), torch.clone)
     own = dict(zip(states, copied, strict=True))
     optimizer.load_state_dict({"state": own, "param_groups": whole["param_groups"]})
-
-
-def _saved_groups(saved: Mapping[str, Any]) -> list[tuple[int | str, dict[str, Any]]]:
-    return keyed_groups(saved["param_groups"])

@@ -8,6 +8,7 @@ from typing import Any, final
 
 import torch
 
+from elche.comm.transport.messages import Message
 from elche.errors import ConfigError, MismatchError
 from elche.pipeline.checkpoints.named_states import (
     NamedState,
@@ -15,16 +16,10 @@ from elche.pipeline.checkpoints.named_states import (
     load_named_state,
     named_state,
 )
-from elche.pipeline.layer_state import (
-    gather_trees,
-    load_state,
-    local_state,
-    parameter_names,
-)
+from elche.pipeline.layer_state import load_state, local_state, parameter_names
 from elche.pipeline.optimizers import check_alike, describe, only_optimizer
-from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.step.stepping import Stepping
+from elche.pipeline.trees import flatten, unflatten
 
 
 @final
@@ -33,14 +28,12 @@ class PipelineState:
 
     Args:
         stepping: has this rank's layers, and counts its steps.
-        communicator: all ranks.
-        groups: the replicas.
-        timeout_s: deadline of each message.
 
     Attributes:
         stepping: see there.
-        communicator: see there.
-        timeout_s: see there.
+        communicator: all ranks.
+        groups: the replicas.
+        timeout_s: deadline of each message.
         rank: this rank.
         world_size: ranks of the run.
         replica: this rank's.
@@ -50,21 +43,15 @@ class PipelineState:
         on_close: called with whether the run has failed, when the pipeline closes.
     """
 
-    def __init__(
-        self,
-        stepping: Stepping,
-        communicator: PipelineCommunicator,
-        groups: ReplicaGroups,
-        timeout_s: float,
-    ) -> None:
-        self.stepping, self.communicator = stepping, communicator
-        self.timeout_s = timeout_s
-        self.rank, self.world_size = communicator.rank, sum(map(len, groups.ranks))
-        self.replica = groups.index
+    def __init__(self, stepping: Stepping) -> None:
+        self.stepping, self.communicator = stepping, stepping.communicator
+        self.groups, self.timeout_s = stepping.groups, stepping.config.timeout_s
+        self.rank = self.communicator.rank
+        self.world_size = sum(map(len, self.groups.ranks))
+        self.replica = self.groups.index
         self.parts, self.passes = stepping.parts, stepping.passes
         self.on_close: Callable[[bool], None] | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        self._groups = groups
         _open.append(weakref.ref(self))
 
     @staticmethod
@@ -104,7 +91,7 @@ class PipelineState:
 
     def model(self, rank: int | None) -> dict[str, torch.Tensor]:
         """Parameters and buffers of the whole model; see `Pipeline.state_dict`."""
-        self.communicator.agree_on(rank, "state_dict")
+        self._agree("state_dict", rank, dict)
         self.average_buffers()
         found: dict[str, torch.Tensor] = {}
         for part in self._gather(self.local_model(), rank):
@@ -120,30 +107,50 @@ class PipelineState:
         self, optimizer: torch.optim.Optimizer, rank: int | None
     ) -> NamedState:
         """State over the whole model; see `Pipeline.optimizer_state_dict`."""
-        what = "optimizer_state_dict"
         given = only_optimizer(optimizer)
         made: list[NamedState] = []
 
-        def report() -> list[Any]:
+        def described() -> dict[str, str]:
             made.append(named_state(given, self.parameter_names()))
-            return [rank, describe([given])]
+            return describe([given])
 
-        told = self.communicator.agree(report, what)
-        if any(one[0] != rank for one in told):
-            raise MismatchError(f"ranks ask {what} for different ranks: {told}")
-        check_alike({r: one[1] for r, one in enumerate(told)})
+        check_alike(self._agree("optimizer_state_dict", rank, described))
         parts = self._gather(made[0], rank)
         return join_states(parts) if parts else {}
 
+    def _agree(self, what: str, rank: int | None, make: Callable[[], Any]) -> list[Any]:
+        """What all ranks make, which want the state on the same rank.
+
+        Raises:
+            MismatchError: they want it on different ones.
+        """
+        if self.communicator.peers is None:
+            return [make()]
+        told = self.communicator.agree(lambda: [rank, make()], what)
+        wanted = [one for one, _ in told]
+        if any(one != rank for one in wanted):
+            raise MismatchError(f"ranks ask {what} for different things: {wanted}")
+        return [one for _, one in told]
+
     def _gather(self, mine: dict[str, Any], rank: int | None) -> list[dict[str, Any]]:
-        """Parts of this rank's replica on one rank, or on all."""
-        return gather_trees(
-            mine,
-            self.communicator,
-            range(self.world_size) if rank is None else (rank,),
-            self.timeout_s,
-            lambda to: to in self._groups.members,
-        )
+        """Parts of this rank's replica on the CPU; on one rank, or on all.
+
+        Ranks of other replicas send nothing: theirs are the same.
+        """
+        tensors, structure = flatten(mine, "the state")
+        copied = [one.detach().to("cpu", copy=True) for one in tensors]
+        peers = self.communicator.peers
+        if peers is None:
+            return [unflatten(structure, copied)]
+        whole = Message(tuple(copied), structure)
+        nothing = Message((), flatten({}, "nothing")[1])
+        found: list[dict[str, Any]] = []
+        with self.communicator.ending_on_failure():
+            for to in range(self.world_size) if rank is None else (rank,):
+                part = whole if to in self.groups.members else nothing
+                parts = peers.gather(part, to, self.timeout_s)
+                found += [unflatten(one.structure, one.tensors) for one in parts]
+        return [one for one in found if one]
 
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, state: NamedState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, final
@@ -13,18 +13,12 @@ from elche.errors import (
     CommunicationError,
     ConfigError,
     MismatchError,
-    RemoteRankError,
 )
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.step.inputs import InputReport, LocalInput, check_reports
-from elche.pipeline.step.step_io import (
-    PeerFailedError,
-    StepInput,
-    StepResults,
-    failure_of,
-)
+from elche.pipeline.step.step_io import StepInput, StepResults
 
 OF_ALL_REPLICAS = "the settings"
 
@@ -126,18 +120,6 @@ class PipelineCommunicator:
                 raise ConfigError(f"rank {rank} failed in {what}: {text}")
         return [value for _, _, value in told]
 
-    def agree_on(self, value: Any, what: str) -> None:
-        """Begins something that all ranks must ask for alike.
-
-        Raises:
-            MismatchError: another rank gives another value, or calls another method.
-        """
-        if self.peers is None:
-            return
-        told = self.agree(lambda: value, what)
-        if any(one != value for one in told):
-            raise MismatchError(f"ranks ask {what} for different things: {told}")
-
     def build(self, build: Callable[[], Parts], groups: ReplicaGroups) -> Parts:
         """Builds on every rank, and raises on all if one cannot, or they differ.
 
@@ -175,11 +157,17 @@ class PipelineCommunicator:
         partners = frozenset[int]().union(*edges) - {self.rank}
         peers.open_devices(parts.given.device, partners, self._timeout_s)
 
-    def begin(self, given: LocalInput, groups: ReplicaGroups) -> list[InputReport]:
+    def begin(
+        self,
+        given: LocalInput,
+        named: Sequence[Collection[str]],
+        groups: ReplicaGroups,
+    ) -> list[InputReport]:
         """All ranks begin the same call.
 
         Args:
             given: what this rank has read of it.
+            named: by rank, the keywords that its layers name.
             groups: the replicas.
 
         Returns:
@@ -195,60 +183,39 @@ class PipelineCommunicator:
         if given.raised is not None and not isinstance(given.raised, ConfigError):
             raise given.raised
         read = [InputReport(*one) for one in told]
-        errors = [one.error for one in read if one.error]
-        if errors:
-            raise ConfigError(errors[0])
-        check_reports(read, groups)
+        check_reports(read, named, groups)
         return read
 
     def run(
         self,
         carry_out: Callable[[StepInput], StepResults],
         given: StepInput,
-        report: Callable[[], Any] = lambda: None,
-    ) -> tuple[StepResults, list[list[float]], list[Any]]:
-        """Carries out a step; every rank then knows whether all ranks could.
+        wants_cut: Callable[[], bool] = lambda: False,
+    ) -> tuple[StepResults, list[list[float]], bool]:
+        """Carries out a step; every rank then knows that all ranks could.
 
         Args:
             carry_out: does this rank's part.
             given: for it.
-            report: called after it; what it returns goes to all ranks.
+            wants_cut: called after it.
 
         Returns:
             This rank's results, the losses of the microbatches from each rank that has
-            them, and the ranks' reports.
+            them, and what `wants_cut` returned on rank 0.
 
         Raises:
             RemoteRankError: another rank failed; what this rank's own work raises is
-                raised here.
+                raised here. The pipeline has ended.
             CommunicationError: a rank is gone, or late; the pipeline has ended.
         """
         if self.peers is None:
             results = carry_out(given)
-            return results, [_losses(results)], [report()]
-        results, failure, raised, said = StepResults(), None, None, None
+            return results, [_losses(results)], wants_cut()
         with self.ending_on_failure():
-            try:
-                results = carry_out(given)
-                said = report()
-            except (CommunicationError, RemoteRankError):
-                raise
-            except Exception as error:
-                found = failure_of(self.rank, error)
-                failure = [found.rank, found.text, found.traceback]
-                raised = error
-            told = self.peers.exchange(
-                [failure, _losses(results), said],
-                given.timeout_s,
-                "the end of the step",
-            )
-        if raised is not None and not isinstance(raised, PeerFailedError):
-            raise raised
-        for told_failure, _, _ in told:
-            if told_failure is not None:
-                rank, text, trace = told_failure
-                raise RemoteRankError(f"rank {rank} failed: {text}", rank, trace)
-        return results, [one[1] for one in told], [one[2] for one in told]
+            results = carry_out(given)
+            said, what = [_losses(results), wants_cut()], "the end of the step"
+            told = self.peers.exchange(said, given.timeout_s, what)
+        return results, [losses for losses, _ in told], told[0][1]
 
 
 def _losses(results: StepResults) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -31,7 +32,6 @@ from elche.comm.transport.process_group import Group, gather_texts
 from elche.coordination.protocol.events import Failed, Left
 from elche.errors import CommunicationError, ConfigError, RemoteRankError
 from elche.pipeline.peers.waits import Rendezvous, Waits
-from elche.pipeline.step.step_io import failure_of
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 
@@ -290,9 +290,10 @@ class StagePeers:
     def fail(self, error: BaseException) -> None:
         """Ends the run for all ranks, whose messages have failed."""
         if not self._closed and not isinstance(error, RemoteRankError):
-            failure = failure_of(self.rank, error)
             failed = Failed(
-                rank=self.rank, error=failure.text, traceback=failure.traceback
+                rank=self.rank,
+                error=f"{type(error).__name__}: {error}",
+                traceback="".join(traceback.format_exception(error)),
             )
             with contextlib.suppress(CommunicationError):
                 self._channel.send(failed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import final
 
@@ -28,9 +27,7 @@ class GradientBucket:
         group: of the ranks that hold these parameters; all of them make the bucket.
 
     Attributes:
-        nbytes: size of the message.
         exchange: sums it.
-        begin_s: when the sum began.
     """
 
     def __init__(
@@ -40,8 +37,6 @@ class GradientBucket:
         self._group = group
         self._numel = sum(as_numbers(one.detach()).numel() for one in parameters)
         count, cpu = self._numel + len(parameters), torch.device("cpu")
-        self.nbytes = count * dtype.itemsize
-        self.begin_s = 0.0
         self.exchange = open_exchange(group, count, dtype, cpu)
         if isinstance(self.exchange, GlooExchange) and parameters[0].is_cuda:
             self.exchange.renew(
@@ -80,7 +75,6 @@ class GradientBucket:
         flat[self._numel :] = torch.tensor(
             [one is not None for one in gradients], device="cpu"
         )
-        self.begin_s = time.monotonic()
         try:
             self.exchange.begin(0)
         except RuntimeError as error:

@@ -2,47 +2,24 @@
 
 These are the replicas of a pipeline, and stages that share a parameter. When the last
 weight gradient of a stage has run, its gradients go into flat buckets, whose sums
-begin; the step ends when all sums are there. A replica without a batch sends zeros. A
-rank that fails in a step sends zeros for all that it has not sent yet, so that the
-others complete their sums, and the next step is a new one.
+begin; the step ends when all sums are there. A replica without a batch sends zeros.
 
 The buckets are one more copy of this rank's gradients.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import final
 
 from torch import nn
 
 from elche.comm.transport.process_group import Group
-from elche.errors import CommunicationError, RemoteRankError
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.gradient_buckets import GradientBucket, make_buckets
 from elche.pipeline.replicas.replica_units import Unit
 from elche.pipeline.step.step_io import StepInput, StepResults
-
-
-@final
-@dataclass(frozen=True)
-class ReplicaReduction:
-    """One sum over the replicas in a step; times of time.monotonic().
-
-    Attributes:
-        stages: of this rank, whose gradients were summed.
-        nbytes: that travelled.
-        begin_s: when this rank had all its gradients.
-        end_s: when the step had the sum.
-    """
-
-    stages: tuple[int, ...]
-    nbytes: int
-    begin_s: float
-    end_s: float
 
 
 @final
@@ -53,26 +30,22 @@ class _Line:
         self.ranks = ranks
         self.units: list[tuple[tuple[int, ...], list[GradientBucket]]] = []
         self.begun = 0
-        self._under_way: list[tuple[tuple[int, ...], GradientBucket]] = []
 
-    def begin_complete(self, complete: set[int], contributes: bool) -> None:
+    def begin_complete(self, complete: set[int]) -> None:
         """Begins those that are complete, as far as the order allows."""
         while self.begun < len(self.units):
             stages, buckets = self.units[self.begun]
-            if contributes and not complete.issuperset(stages):
+            if not complete.issuperset(stages):
                 return
-            # Counted bucket by bucket: one that fails is begun again, with zeros.
-            done = [bucket for _, bucket in self._under_way]
             for bucket in buckets:
-                if bucket not in done:
-                    bucket.begin(contributes)
-                    self._under_way.append((stages, bucket))
+                bucket.begin(contributes=True)
             self.begun += 1
 
-    def take(self) -> list[tuple[tuple[int, ...], GradientBucket]]:
-        """Buckets whose reduction has begun, in order; the next step begins anew."""
-        taken, self._under_way, self.begun = self._under_way, [], 0
-        return taken
+    def begin_zeros(self) -> None:
+        """Begins all, with zeros."""
+        for _, buckets in self.units:
+            for bucket in buckets:
+                bucket.begin(contributes=False)
 
 
 @final
@@ -87,7 +60,6 @@ class GradientReduction:
 
     Attributes:
         copies: ids of the parameters that a lower rank holds, too.
-        last: the sums of the last step.
     """
 
     def __init__(
@@ -99,12 +71,13 @@ class GradientReduction:
     ) -> None:
         self._peers = peers
         self._parameters = [parameters[name] for unit in units for name in unit.names]
-        self._lines = {ranks: _Line(ranks) for ranks in groups if peers.rank in ranks}
+        lines = {ranks: _Line(ranks) for ranks in groups if peers.rank in ranks}
         for unit in units:
             mine = [parameters[name] for name in unit.names]
             stages = unit.stages_on(peers.rank)
             made = make_buckets(mine, groups[unit.ranks])
-            self._lines[unit.ranks].units.append((stages, made))
+            lines[unit.ranks].units.append((stages, made))
+        self._lines = list(lines.values())
         self.copies = frozenset(
             id(parameters[name])
             for unit in units
@@ -112,17 +85,6 @@ class GradientReduction:
             if unit.ranks[0] != peers.rank
         )
         self._complete: set[int] = set()
-        self.last: list[ReplicaReduction] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of each step's messages."""
-        return sum(
-            bucket.nbytes
-            for line in self._lines.values()
-            for _, buckets in line.units
-            for bucket in buckets
-        )
 
     def stage_is_through(self, stage: int) -> None:
         """The last weight gradient of a stage has run; begins what waited for it.
@@ -132,8 +94,8 @@ class GradientReduction:
             CommunicationError: a connection has failed.
         """
         self._complete.add(stage)
-        for line in self._lines.values():
-            line.begin_complete(self._complete, True)
+        for line in self._lines:
+            line.begin_complete(self._complete)
 
     def run(
         self,
@@ -159,44 +121,29 @@ class GradientReduction:
         for one in self._parameters:
             one.grad = None
         self._complete = set()
-        try:
-            results = carry_out(given) if has_batch else StepResults()
-            self._begin_rest(has_batch)
-        except (CommunicationError, RemoteRankError):
-            raise
-        except Exception:
-            self._begin_rest(False)
-            for bucket in self._wait(given.timeout_s):
-                bucket.exchange.release()
-            for one, before in zip(self._parameters, earlier, strict=True):
-                one.grad = before
-            raise
-        for bucket in self._wait(given.timeout_s):
-            bucket.write()
+        results = StepResults()
+        for line in self._lines:
+            line.begun = 0
+            if not has_batch:
+                line.begin_zeros()
+        if has_batch:
+            results = carry_out(given)
+        self._take_sums(given.timeout_s)
         for one, before in zip(self._parameters, earlier, strict=True):
             if before is not None:
                 one.grad = before if one.grad is None else before.add_(one.grad)
         return results
 
-    def _begin_rest(self, contributes: bool) -> None:
-        every = {s for line in self._lines.values() for of, _ in line.units for s in of}
-        for line in self._lines.values():
-            line.begin_complete(every, contributes)
-
-    def _wait(self, timeout_s: float) -> list[GradientBucket]:
-        """Waits for all sums, those that began first first."""
-        under_way = [
-            (bucket.begin_s, stages, line, bucket)
-            for line in self._lines.values()
-            for stages, bucket in line.take()
-        ]
-        self.last = []
-        for begin_s, stages, line, bucket in sorted(under_way, key=lambda one: one[0]):
-            named = " and ".join(map(str, stages))
-            what = f"the sum of the gradients of stage {named}"
-            poll, end = bucket.exchange.poll, partial(bucket.exchange.wait, what)
-            self._peers.wait(poll, end, line.ranks, what, timeout_s)
-            now_s = time.monotonic()
-            found = ReplicaReduction(stages, bucket.nbytes, begin_s, now_s)
-            self.last.append(found)
-        return [bucket for *_, bucket in under_way]
+    def _take_sums(self, timeout_s: float) -> None:
+        """Waits for all sums; then writes them."""
+        buckets = []
+        for line in self._lines:
+            for stages, mine in line.units:
+                named = " and ".join(map(str, stages))
+                what = f"the sum of the gradients of stage {named}"
+                for one in mine:
+                    poll, end = one.exchange.poll, partial(one.exchange.wait, what)
+                    self._peers.wait(poll, end, line.ranks, what, timeout_s)
+                buckets += mine
+        for one in buckets:
+            one.write()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.step.outputs import loss_weights, microbatch_sizes
+from elche.pipeline.step.outputs import microbatch_sizes
 from elche.schedule.actions import Schedule
 
 Grouping: TypeAlias = int | Sequence[Sequence[int]]
@@ -128,10 +128,10 @@ class ReplicaShares:
     def weights(self, replica: int, scale: float = 1.0) -> list[float]:
         """Weight of each microbatch's loss in that of the union of all batches."""
         mine = self.sizes[replica]
-        total = sum(sum(sizes) for sizes in self.sizes)
-        if self.reduction == "mean" and sum(mine) != total:
-            return [scale * size / total for size in mine]
-        return loss_weights(mine, scale, self.reduction)
+        if self.reduction == "sum":
+            return [scale] * len(mine)
+        total = sum(map(sum, self.sizes))
+        return [scale * size / total for size in mine]
 
     def loss(self, by_replica: Sequence[Sequence[float]]) -> float | None:
         """The loss of the union of all batches from those of all microbatches.

@@ -10,7 +10,6 @@ share a parameter, such as a language model's embedding, do the same with it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -22,7 +21,7 @@ from elche.comm.transport.shared_memory import may_share_memory
 from elche.errors import MismatchError
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.replicas.reduction import GradientReduction, ReplicaReduction
+from elche.pipeline.replicas.reduction import GradientReduction
 from elche.pipeline.replicas.replica_buffers import SharedBuffers
 from elche.pipeline.replicas.replica_groups import (
     Grouping,
@@ -30,7 +29,6 @@ from elche.pipeline.replicas.replica_groups import (
     ReplicaShares,
     check_grouping,
     group_ranks,
-    read_shares,
 )
 from elche.pipeline.replicas.replica_units import (
     BUFFER,
@@ -45,12 +43,11 @@ from elche.pipeline.replicas.replica_units import (
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
 from elche.pipeline.step.step_io import StepInput, StepResults
-
-logger = logging.getLogger(__name__)
+from elche.runtime.process.environment import Placement
 
 
 def agree_on_groups(
-    replicas: Grouping, rank: int, world_size: int, communicator: PipelineCommunicator
+    replicas: Grouping, placement: Placement, communicator: PipelineCommunicator
 ) -> ReplicaGroups:
     """The replicas, which all ranks must have given alike.
 
@@ -58,10 +55,11 @@ def agree_on_groups(
         ConfigError: see `group_ranks`; on every rank.
         MismatchError: ranks have given different ones; on every rank.
     """
+    made: list[ReplicaGroups] = []
 
     def ranks() -> list[list[int]]:
-        found = group_ranks(replicas, rank, world_size)
-        return [list(members) for members in found.ranks]
+        made.append(group_ranks(replicas, placement.rank, placement.world_size))
+        return [list(members) for members in made[0].ranks]
 
     told = communicator.gather(ranks, "sharing out the ranks among replicas")
     try:
@@ -69,7 +67,7 @@ def agree_on_groups(
     except MismatchError:
         communicator.close()
         raise
-    return group_ranks(replicas, rank, world_size)
+    return made[0]
 
 
 @final
@@ -82,6 +80,9 @@ class Replicas:
         reduction: sums their gradients; None where there is only one.
         buffers: this rank's.
         frozen: this rank's parameters that did not learn when the replicas joined.
+
+    Attributes:
+        counts: microbatches of each.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Replicas:
         frozen: Sequence[tuple[str, nn.Parameter]] = (),
     ) -> None:
         self.groups = groups
-        self._counts = counts
+        self.counts = counts
         self._reduction = reduction
         self._buffers = buffers
         self._frozen = frozen
@@ -155,13 +156,6 @@ class Replicas:
             if peers.rank in unit.ranks
         ]
         fixed = {name for unit in frozen for name in unit.names}
-        if groups.are_several:
-            logger.info(
-                "rank %d is in replica %d of %d; each step sums %.1f MB of gradients "
-                "over them, which takes as much memory once more",
-                *(groups.rank, groups.index, len(groups.ranks)),
-                reduction.nbytes / 1e6,
-            )
         return Replicas(
             *(groups, counts, reduction, shared),
             [one for one in parameters.items() if one[0] in fixed],
@@ -171,11 +165,6 @@ class Replicas:
     def copies(self) -> frozenset[int]:
         """Ids of this rank's parameters that a lower rank holds, too."""
         return frozenset() if self._reduction is None else self._reduction.copies
-
-    @property
-    def reductions(self) -> list[ReplicaReduction]:
-        """Those of the last step."""
-        return [] if self._reduction is None else list(self._reduction.last)
 
     def average_buffers(
         self, communicator: PipelineCommunicator, timeout_s: float
@@ -199,17 +188,6 @@ class Replicas:
                     "Pipeline after unfreezing"
                 )
         return ""
-
-    def shares(
-        self,
-        said: Sequence[tuple[int | None, int | None]],
-        loss_reduction: str,
-        needs_target: bool,
-    ) -> ReplicaShares:
-        """The shares of a step; see `read_shares`."""
-        return read_shares(
-            said, self.groups, self._counts, loss_reduction, needs_target
-        )
 
     def losses(self, by_rank: Sequence[list[float]]) -> list[list[float]]:
         """The losses of each replica's microbatches."""

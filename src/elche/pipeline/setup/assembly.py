@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,21 @@ class Parts:
     plan: PipelinePlan
     stages: dict[int, StageBackward]
     executor: Executor
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.executor.rank
+
+    @property
+    def is_first(self) -> bool:
+        """True if this rank has the first stage, and reads the batch."""
+        return self.plan.schedule.placement[0] == self.rank
+
+    @property
+    def is_last(self) -> bool:
+        """True if this rank has the last stage, and reads the target."""
+        return self.plan.schedule.placement[-1] == self.rank
 
     @property
     def built(self) -> dict[int, Layer]:
@@ -145,44 +160,30 @@ class Parts:
         return len(self.given.layers), name
 
 
-def build_layers(given: Blueprint, plan: PipelinePlan, rank: int) -> dict[int, Layer]:
-    """Builds a rank's layers; by their index in the model.
+def assemble(given: Blueprint, plan: PipelinePlan, peers: StagePeers | None) -> Parts:
+    """Builds this rank's layers and puts them together for a plan.
 
     Raises:
         ConfigError: a layer cannot be built.
     """
-    config = given.config
-    built: dict[int, Layer] = {}
-    for index in plan.schedule.stages_of(rank):
-        mine = plan.layers_of(index)
-        made = given.layers.build(mine, given.device, _seed(given, plan), config.init)
-        built.update(zip(mine, made, strict=True))
-    return built
-
-
-def assemble(
-    given: Blueprint,
-    plan: PipelinePlan,
-    built: Mapping[int, Layer],
-    peers: StagePeers | None,
-) -> Parts:
-    """Puts this rank's layers together for a plan.
-
-    Args:
-        given: the model and the settings.
-        plan: what runs where.
-        built: this rank's layers by index; the stages hold these objects.
-        peers: the ranks.
-    """
     rank = 0 if peers is None else peers.rank
+    layers, seed = given.layers, _seed(given, plan)
+    places = {index: plan.layers_of(index) for index in plan.schedule.stages_of(rank)}
+    built = {
+        index: layer
+        for mine in places.values()
+        for index, layer in zip(
+            mine,
+            layers.build(mine, given.device, seed, given.config.init),
+            strict=True,
+        )
+    }
     join_ties(given.ties, built)
     stages: dict[int, StageBackward] = {}
-    for index in plan.schedule.stages_of(rank):
-        mine = plan.layers_of(index)
+    for index, mine in places.items():
         own = [built[layer] for layer in mine]
-        unpacks, seed = given.layers.unpacks, _seed(given, plan)
         unsplit = [layer - mine.start for layer in mine if layer in given.unsplit]
-        stage = Stage(index, own, unpacks, seed, mine.start, unsplit)
+        stage = Stage(index, own, layers.unpacks, seed, mine.start, unsplit)
         stages[index] = _runner(stage, plan, given.config)
     transport = peers and peers.transport
     executor = Executor(

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from elche.comm.tensors.unshareable import why_not_plain, wrapped_module
 from elche.errors import ConfigError
 from elche.pipeline.cutting.whole_modules import SplitPoints
-from elche.pipeline.setup.naming import names_of_split
 from elche.pipeline.stage import Layer
 from elche.torch_internals.held import held_parameters
 
@@ -179,11 +178,7 @@ def _listed(model: Any, split: Split | None) -> LayerList:
                 f"split= cuts a module, got {type(model).__name__} as the model"
             )
         _check_layer(model, None)
-        modules = list(split(model))
-        found = names_of_split(model, modules)
-        return LayerList(
-            *(found.names, tuple(modules), True, found.aliases), found.of_state
-        )
+        return layers_of_split(model, list(split(model)))
     if isinstance(model, nn.Sequential):
         children = dict(model.named_children())
         nothing = (None,) * len(children)
@@ -201,6 +196,70 @@ def _listed(model: Any, split: Split | None) -> LayerList:
         "expected an nn.Module or a list of layers as the model, got "
         f"{type(model).__name__}"
     )
+
+
+def layers_of_split(model: nn.Module, modules: Sequence[Any]) -> LayerList:
+    """The layers that `split` made of a model; they must hold the same as the model.
+
+    Raises:
+        ConfigError: one is no module, or holds what the model has not, or none holds
+            what the model has.
+    """
+    prefixes = {id(one): name for name, one in model.named_modules()}
+    originals: dict[int, str] = {}
+    for name, one in _held(model):
+        originals.setdefault(id(one), name)
+    covered: set[int] = set()
+    names: list[str] = []
+    aliases: list[dict[str, str] | None] = []
+    for index, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"expected split to return modules, got {type(module).__name__} at "
+                f"{index}; wrap a function in a module"
+            )
+        held = _held(module)
+        covered |= {id(one) for _, one in held}
+        prefix = prefixes.get(id(module))
+        names.append(f"{index}" if prefix is None else prefix)
+        if prefix is not None:
+            aliases.append(None)
+            continue
+        foreign = [name for name, one in held if id(one) not in originals]
+        if foreign:
+            raise ConfigError(
+                f"layer {index} of split has {', '.join(foreign[:3])}, which the model "
+                "has not; layers must hold the model's own parameters"
+            )
+        aliases.append({name: originals[id(one)] for name, one in held})
+    left = [name for key, name in originals.items() if key not in covered]
+    if left:
+        raise ConfigError(
+            f"no layer of split holds {', '.join(left[:3])} of the model, which would "
+            "never be trained; add the module that does"
+        )
+    state_names = _names_of_state(model)
+    return LayerList(*(tuple(names), tuple(modules), True, tuple(aliases)), state_names)
+
+
+def _held(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers under all their names."""
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _names_of_state(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    state = model.state_dict()
+    owners = {name: id(one) for name, one in _held(model) if name in state}
+    shared: dict[int, list[str]] = {}
+    for name, key in owners.items():
+        shared.setdefault(key, []).append(name)
+    return {
+        name: tuple(shared[owners[name]]) if name in owners else (name,)
+        for name in state
+    }
 
 
 def _made(factory: Callable[[], Any], index: int, device: torch.device) -> nn.Module:

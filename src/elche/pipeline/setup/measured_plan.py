@@ -1,4 +1,4 @@
-"""The plan from all ranks' measured layers and links.
+"""The plan from all ranks' measured layers.
 
 The ranks exchange what they found, and each makes the same partition and schedule of it
 (`elche.schedule.planning.planner`).
@@ -6,45 +6,112 @@ The ranks exchange what they found, and each makes the same partition and schedu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 
-from elche.errors import MismatchError
+import torch
+from torch import nn
+
+from elche.errors import ConfigError, MismatchError
 from elche.pipeline.pipeline_config import PipelineConfig
+from elche.pipeline.setup.building import LayerList
 from elche.pipeline.setup.profiling import LayerMeasurement
+from elche.pipeline.trees import as_tensors, batch_samples
+from elche.runtime.process.environment import Placement
 from elche.schedule.actions import Schedule
-from elche.schedule.costs import StageCost
-from elche.schedule.planning.layer_costs import LayerCosts
 from elche.schedule.planning.plan import PlanConfig
 from elche.schedule.planning.planner import plan_pipeline
 from elche.schedule.planning.profile import (
-    ADAM_STATE_FACTOR,
     DeviceProfile,
     LayerProfile,
     LayerTimes,
-    LinkProfile,
     PipelineProfile,
 )
 
+USABLE_SHARE = 0.9
+"""Usable fraction of a device's free memory; fragmentation takes the rest."""
+
+
+def check_measuring(schedule: str | Schedule, config: PipelineConfig) -> None:
+    """Raises unless a plan can be made of measured times.
+
+    Raises:
+        ConfigError: there is no sample, or the plan is given already.
+    """
+    if config.sample is None:
+        raise ConfigError(
+            'costs="measure" needs sample=, one microbatch of the input, on every rank'
+        )
+    if config.partition is not None:
+        raise ConfigError(
+            'costs="measure" chooses the partition; leave partition out, or give costs'
+        )
+    if batch_samples(as_tensors(config.sample, "the sample")) is None:
+        raise ConfigError(
+            "expected one microbatch of the input as sample=, with samples along its "
+            f"first dimension, got {type(config.sample).__name__}"
+        )
+    if isinstance(schedule, Schedule) or schedule.endswith(".csv"):
+        raise ConfigError(
+            'costs="measure" needs the name of a schedule, such as "auto", got one '
+            "that is made already"
+        )
+
+
+def memory_limit(
+    config: PipelineConfig,
+    placement: Placement,
+    device: torch.device,
+    layers: LayerList,
+) -> float:
+    """Bytes for parameters, their state and activations on this rank.
+
+    Layers that stand on the device already count as free: they are part of the plan.
+
+    Returns:
+        What the settings give; else a share of what a CUDA device has free; infinite on
+        the CPU, whose memory ranks and other programs share, and which can be swapped.
+
+    Raises:
+        ConfigError: the settings do not give one for each rank.
+    """
+    if config.memory_bytes is not None:
+        if len(config.memory_bytes) != placement.world_size:
+            raise ConfigError(
+                f"expected memory_bytes for each of {placement.world_size} ranks, got "
+                f"{list(config.memory_bytes)}"
+            )
+        return float(config.memory_bytes[placement.rank])
+    if device.type != "cuda":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    here = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for source in layers.sources
+        if isinstance(source, nn.Module)
+        for one in (*source.parameters(), *source.buffers())
+        if one.device == device
+    }
+    return USABLE_SHARE * (free + cached + sum(here.values()))
+
 
 def plan_measured(
-    told: Sequence[Sequence[Sequence[float]]],
+    by_rank: Sequence[Sequence[LayerMeasurement]],
     limits: Sequence[float],
     schedule: str,
     micro_batches: int,
     config: PipelineConfig,
-    links: Mapping[tuple[int, int], LinkProfile] | None = None,
 ) -> tuple[Schedule, PipelineConfig]:
     """The plan for what all ranks have measured; the same on every rank.
 
     Args:
-        told: of each rank, its measurements as tuples.
+        by_rank: of each rank, its layers.
         limits: of each rank, bytes for parameters, their state and activations.
         schedule: a name.
         micro_batches: of one step.
         config: the other settings.
-        links: between two ranks, the lower place first; None: messages cost nothing.
 
     Returns:
         The schedule, compute only, and settings with its partition and costs.
@@ -54,20 +121,18 @@ def plan_measured(
         ConfigError: fewer layers than ranks, too little memory, or the schedule cannot
             run.
     """
-    by_rank = [[LayerMeasurement(*one) for one in rows] for rows in told]  # type: ignore[arg-type]
-    _check_counts(by_rank)
+    counts = [len(rows) for rows in by_rank]
+    if len(set(counts)) > 1:
+        raise MismatchError(f"ranks have different numbers of layers: {counts}")
     profile = PipelineProfile(
         layers=tuple(
-            _layer_profile(index, [rows[index] for rows in by_rank])
-            for index in range(len(by_rank[0]))
+            _layer_profile(index, row)
+            for index, row in enumerate(zip(*by_rank, strict=True))
         ),
         devices=tuple(
-            DeviceProfile(
-                name=f"rank {rank}", kind=f"rank {rank}", memory_bytes=limits[rank]
-            )
-            for rank in range(len(by_rank))
+            DeviceProfile(name=f"rank {rank}", kind=f"rank {rank}", memory_bytes=limit)
+            for rank, limit in enumerate(limits)
         ),
-        links=links or {},
     )
     asked = PlanConfig(
         num_microbatches=micro_batches,
@@ -78,7 +143,6 @@ def plan_measured(
     chosen = plan_pipeline(profile, asked).chosen
     devices, ranks = chosen.partition.devices, chosen.partition.ranks
     by_device = [ranks.index(device) for device in range(len(by_rank))]
-    limits = chosen.costs.memory
     made = Schedule(
         name=chosen.schedule.name,
         num_microbatches=micro_batches,
@@ -88,71 +152,11 @@ def plan_measured(
     costs = replace(
         chosen.costs,
         placement=devices,
-        memory=tuple(limits[rank] for rank in by_device),
+        memory=tuple(chosen.costs.memory[rank] for rank in by_device),
     )
     sizes = chosen.partition.sizes
     # The limits are those of the costs now.
     return made, replace(config, partition=sizes, costs=costs, memory_bytes=None)
-
-
-def layer_costs_of(
-    told: Sequence[Sequence[Sequence[float]]],
-    limits: Sequence[float] = (),
-    links: Mapping[tuple[int, int], LinkProfile] | None = None,
-) -> LayerCosts:
-    """Costs in seconds and bytes, from the measurements of all ranks.
-
-    Args:
-        told: of each rank, its measurements as tuples.
-        limits: of each rank, bytes for parameters, their state and activations.
-        links: as for `plan_measured`; the mean of all messages is taken.
-
-    Raises:
-        MismatchError: ranks have different numbers of layers.
-    """
-    rows = [[LayerMeasurement(*one) for one in each] for each in told]  # type: ignore[arg-type]
-    _check_counts(rows)
-    return LayerCosts(
-        by_rank=tuple(
-            tuple(
-                StageCost(
-                    forward=one.forward_s,
-                    input_gradient=one.input_gradient_s,
-                    weight_gradient=one.weight_gradient_s,
-                    backward=one.backward_s,
-                    activation=one.activation_bytes,
-                )
-                for one in row
-            )
-            for row in rows
-        ),
-        link=_mean_message_s([one.output_bytes for one in rows[0]], links or {}),
-        memory=tuple(limits),
-        state=tuple(ADAM_STATE_FACTOR * one.parameter_bytes for one in rows[0]),
-    )
-
-
-def unsplit_layers(costs: LayerCosts | None, seat: int) -> frozenset[int]:
-    """Layers whose backward runs whole on a rank, by what was measured there."""
-    rows = () if costs is None else costs.by_rank[seat]
-    return frozenset(i for i, one in enumerate(rows) if not one.weight_gradient)
-
-
-def _mean_message_s(
-    sizes: Sequence[int], links: Mapping[tuple[int, int], LinkProfile]
-) -> float:
-    times = [
-        link.latency_s + link.transfer_s(size)
-        for link in links.values()
-        for size in sizes[:-1]
-    ]
-    return fmean(times) if times else 0.0
-
-
-def _check_counts(by_rank: Sequence[Sequence[LayerMeasurement]]) -> None:
-    counts = [len(rows) for rows in by_rank]
-    if len(set(counts)) > 1:
-        raise MismatchError(f"ranks have different numbers of layers: {counts}")
 
 
 def _layer_profile(index: int, by_rank: Sequence[LayerMeasurement]) -> LayerProfile:

@@ -71,7 +71,7 @@ def make_plan(
     if made.is_lowered:
         check_deadlock_free(made)
     elif num_ranks > 1:
-        made = lower(made, _fitting(known_costs(config), made))
+        made = lower(made, _fitting(config, made))
     return PipelinePlan(made, _partition(made.num_stages, num_layers, config))
 
 
@@ -93,37 +93,6 @@ def check_asked(schedule: object, micro_batches: object) -> None:
         )
 
 
-def plan_placed(
-    schedule: str,
-    micro_batches: int,
-    sizes: tuple[int, ...],
-    costs: PipelineCosts,
-) -> PipelinePlan:
-    """The plan of stages whose layers and ranks are decided.
-
-    Args:
-        schedule: its name.
-        micro_batches: of one step.
-        sizes: layers of each stage.
-        costs: of the stages, where they stand.
-
-    Raises:
-        ConfigError: the schedule is not defined for them.
-    """
-    if schedule == "auto":
-        made = auto_schedule(costs, micro_batches)
-    else:
-        made = make_schedule(schedule, costs, micro_batches)
-    if costs.num_ranks > 1 and not made.is_lowered:
-        made = lower(made, costs)
-    return PipelinePlan(made, sizes)
-
-
-def known_costs(config: PipelineConfig) -> PipelineCosts | None:
-    """The costs that were given, or that have been measured."""
-    return None if isinstance(config.costs, str) else config.costs
-
-
 def _schedule(
     schedule: str | Schedule,
     micro_batches: int,
@@ -135,8 +104,8 @@ def _schedule(
         return schedule
     if schedule.endswith(".csv"):
         return _read_csv(Path(schedule))
-    costs = known_costs(config)
-    if costs is None:
+    costs = config.costs
+    if costs is None or isinstance(costs, str):
         placement = _placement(schedule, num_ranks, num_layers, config)
         costs = equal_costs(_EQUAL, placement, num_ranks)
     if schedule == "auto":
@@ -167,8 +136,11 @@ def _placement(
     return loop_placement(num_ranks, each or 1)
 
 
-def _fitting(costs: PipelineCosts | None, made: Schedule) -> PipelineCosts | None:
-    return costs if costs is not None and costs.placement == made.placement else None
+def _fitting(config: PipelineConfig, made: Schedule) -> PipelineCosts | None:
+    costs = config.costs
+    if isinstance(costs, PipelineCosts) and costs.placement == made.placement:
+        return costs
+    return None
 
 
 def _partition(

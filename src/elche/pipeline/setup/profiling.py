@@ -13,7 +13,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import fmean, median
 from typing import Any, final
@@ -24,13 +24,10 @@ from torch import nn
 from elche.comm.transport.message_memory import IncomingMemory, OutgoingMemory
 from elche.comm.transport.messages import Message, Packed
 from elche.comm.transport.shared_memory import may_share_memory
-from elche.errors import ConfigError
-from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList, layers_of
 from elche.pipeline.split_backward.backward import StageBackward
-from elche.pipeline.stage import Layer, OwnBackward, Stage
-from elche.pipeline.trees import as_plain, as_tensors, batch_samples, flatten, unflatten
-from elche.schedule.actions import Schedule
+from elche.pipeline.stage import Layer, Stage
+from elche.pipeline.trees import as_plain, as_tensors, flatten, unflatten
 
 WARM_RUNS = 1
 UNDER_WAY = 4
@@ -107,38 +104,6 @@ def profile_layers(
     return measured
 
 
-def check_measuring(schedule: str | Schedule, config: PipelineConfig) -> None:
-    """Raises unless a plan can be made of measured times.
-
-    Raises:
-        ConfigError: there is no sample, or the plan is given already.
-    """
-    if config.sample is None:
-        raise ConfigError(
-            'costs="measure" needs sample=, one microbatch of the input, on every rank'
-        )
-    if config.partition is not None:
-        raise ConfigError(
-            'costs="measure" chooses the partition; leave partition out, or measure '
-            "with profile_layers and give costs"
-        )
-    if batch_samples(as_tensors(config.sample, "the sample")) is None:
-        raise ConfigError(
-            "expected one microbatch of the input as sample=, with samples along its "
-            f"first dimension, got {type(config.sample).__name__}"
-        )
-    if isinstance(schedule, Schedule) or schedule.endswith(".csv"):
-        raise ConfigError(
-            'costs="measure" needs the name of a schedule, such as "auto", got one '
-            "that is made already"
-        )
-
-
-def as_message(measured: Sequence[LayerMeasurement]) -> list[list[float]]:
-    """Measurements as the ranks exchange them."""
-    return [list(astuple(one)) for one in measured]
-
-
 def _copy_of(layers: LayerList, index: int, device: torch.device) -> Layer:
     """A layer of its own to measure; the values of a meta layer do not matter."""
     source = layers.sources[index]
@@ -196,9 +161,8 @@ def _measure(
     # Whatever else the machine does only adds to a time.
     least = [max(_LEAST_S, min(column)) for column in columns]
     split_cost = sum(least[:3]) / sum(least[4:7])
-    has_own = isinstance(layer.module, OwnBackward)
     is_put_off = split[0].deferred > 0 and split_cost <= MOST_SPLIT_COST
-    if not has_own and not is_put_off:
+    if not is_put_off:
         forward_s, input_s, weight_s = whole_s, backward_s, 0.0
     message = whole[0].keep(0, as_plain(whole[0].forward(0, given, {}, False)))
     parameters = list(layer.module.parameters())

@@ -8,98 +8,64 @@ needs it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 import torch
 
 from elche.comm.transport.messages import Address, Message
 from elche.comm.transport.point_to_point import PointToPoint
-from elche.errors import CommunicationError, ConfigError, RemoteRankError
+from elche.errors import ConfigError
 from elche.pipeline.split_backward.backward import StageBackward
-from elche.pipeline.step.step_io import (
-    PeerFailedError,
-    StepInput,
-    StepResults,
-    failure_of,
-)
+from elche.pipeline.step.step_io import StepInput, StepResults
 from elche.pipeline.trees import flatten, unflatten
 from elche.schedule.actions import Kind, Schedule, StageAction
 
-_TRANSPORT_ERRORS = (CommunicationError, RemoteRankError)
 _FORWARD_KINDS = frozenset({Kind.FORWARD, Kind.SEND_F, Kind.RECV_F})
 _DIRECTIONS = {Kind.SEND_F: 0, Kind.RECV_F: 0, Kind.SEND_B: 1, Kind.RECV_B: 1}
 
 
 @final
+@dataclass
 class Executor:
     """One rank's stages and the messages between them.
 
-    Args:
+    Attributes:
         rank: this rank.
         schedule: lowered.
         stages: this rank's stages by index.
         transport: messages to other ranks; None where one rank holds all stages.
         loss_fn: of output and target; called on the last stage.
         device: where this rank computes.
-
-    Attributes:
         trace: actions of the last step, with begin and end by time.monotonic().
-        waited_s: the part of each in which it waited for a message.
         after_stage: called in training with each stage whose gradients are complete.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        schedule: Schedule,
-        stages: Mapping[int, StageBackward],
-        transport: PointToPoint | None,
-        loss_fn: Any,
-        device: torch.device,
-    ) -> None:
-        self._rank = rank
-        self._schedule = schedule
-        self._stages = stages
-        self._transport = transport
-        self._loss_fn = loss_fn
-        self._device = device
-        self._last = schedule.num_stages - 1
-        self._actions = schedule.actions[rank]
-        self._splitting = {
-            (one.stage, one.microbatch)
-            for one in self._actions
-            if one.kind is Kind.BACKWARD_INPUT
-        }
-        self._through = _stages_through(self._actions)
-        self.trace: list[tuple[StageAction, float, float]] = []
-        self.waited_s: list[float] = []
-        self.after_stage: Callable[[int], None] | None = None
+    rank: int
+    schedule: Schedule
+    stages: Mapping[int, StageBackward]
+    transport: PointToPoint | None
+    loss_fn: Callable[[Any, Any], Any]
+    device: torch.device
+    trace: list[tuple[StageAction, float, float]] = field(default_factory=list)
+    after_stage: Callable[[int], None] | None = None
 
-    def with_stages(self, stages: Mapping[int, StageBackward]) -> Executor:
-        """The same schedule and messages with other stages."""
-        return Executor(
-            *(self._rank, self._schedule, stages, self._transport),
-            *(self._loss_fn, self._device),
-        )
+    def __post_init__(self) -> None:
+        self._actions = self.schedule.actions[self.rank]
+        self._through = _stages_through(self._actions)
 
     def finished_at(self, stage: int) -> int:
         """Place in this rank's list where the gradients of a stage are complete."""
         return next(at for at, stages in self._through.items() if stage in stages)
 
     def train(self, given: StepInput) -> StepResults:
-        """Runs the schedule; gradients are added to the parameters' ``grad``.
-
-        Raises:
-            PeerFailedError: another rank failed; what this rank's own work raises is
-                raised after the others have been told.
-        """
-        for stage in self._stages.values():
+        """Runs the schedule; gradients are added to the parameters' ``grad``."""
+        for stage in self.stages.values():
             stage.begin_step()
         run = _Run(self, given, is_training=True)
         self._carry_out(run, self._actions)
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.end_step()
         return run.results
 
@@ -115,57 +81,21 @@ class Executor:
         """Runs a list, but for microbatches that have no samples in this step.
 
         What is left keeps its order, and loses sends together with their receives, so
-        it deadlocks no more than the whole. Stages are told to be complete at the same
+        it deadlocks no more than the whole. Stages are reported complete at the same
         places: replicas sum in that order.
         """
-        self.trace, self.waited_s = [], []
-        runs = [run.has(one) for one in actions]
+        self.trace = []
+        count = run.given.microbatches
         for position, one in enumerate(actions):
-            started_s = time.monotonic()
-            done = position
-            try:
-                if runs[position]:
-                    run.do(one)
-                done += 1
-                if run.given.is_timed and self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
-                if runs[position]:
-                    self.trace.append((one, started_s, time.monotonic()))
-                    self.waited_s.append(run.take_waited_s())
-                if run.is_training and self.after_stage is not None:
-                    for stage in self._through.get(position, ()):
-                        self.after_stage(stage)
-            except Exception as error:
-                sends = [
-                    one
-                    for one in compress(actions[done:], runs[done:])
-                    if one.kind in (Kind.SEND_F, Kind.SEND_B)
-                ]
-                self._tell_peers(sends, run.unread(compress(actions, runs)), run, error)
-                raise
-        if self._transport is not None:
-            self._transport.flush(run.given.timeout_s)
-
-    def _tell_peers(
-        self,
-        sends: Sequence[StageAction],
-        unread: Sequence[StageAction],
-        run: _Run,
-        error: Exception,
-    ) -> None:
-        """Sends the failure in the place of all messages that others still expect.
-
-        What they send is received, so that the next step does not find it.
-        """
-        if self._transport is None or isinstance(error, _TRANSPORT_ERRORS):
-            return
-        message = Message(failure=failure_of(self._rank, error))
-        timeout_s = run.given.timeout_s
-        for one in sends:
-            self._transport.send(self.address(one), message, timeout_s)
-        for one in unread:
-            self._transport.receive(self.address(one), timeout_s)
-        self._transport.flush(timeout_s)
+            if count is None or one.microbatch < count:
+                started_s = time.monotonic()
+                run.do(one)
+                self.trace.append((one, started_s, time.monotonic()))
+            if run.is_training and self.after_stage is not None:
+                for stage in self._through.get(position, ()):
+                    self.after_stage(stage)
+        if self.transport is not None:
+            self.transport.flush(run.given.timeout_s)
 
     def address(self, one: StageAction) -> Address:
         """Target of a send, or source of a receive."""
@@ -173,37 +103,15 @@ class Executor:
         sends = one.kind in (Kind.SEND_F, Kind.SEND_B)
         other = one.stage + (1 if forwards == sends else -1)
         sender = one.stage if sends else other
-        count = self._schedule.num_microbatches
+        count = self.schedule.num_microbatches
         tag = (2 * sender + _DIRECTIONS[one.kind]) * count + one.microbatch
         what = "activation" if forwards else "gradient"
         return Address(
-            rank=self._schedule.placement[other],
+            rank=self.schedule.placement[other],
             tag=tag,
             what=f"the {what} of microbatch {one.microbatch} between stages "
             f"{min(one.stage, other)} and {max(one.stage, other)} ({one})",
         )
-
-    def is_elsewhere(self, stage: int) -> bool:
-        """True if a stage is on another rank."""
-        return self._schedule.placement[stage] != self._rank
-
-    def splits(self, stage: int, microbatch: int) -> bool:
-        """True if the schedule runs I and W apart."""
-        return (stage, microbatch) in self._splitting
-
-    @property
-    def transport(self) -> PointToPoint:
-        """Messages to other ranks."""
-        if self._transport is None:
-            raise ConfigError(
-                f"schedule {self._schedule.name} has stages on other ranks, but this "
-                "pipeline runs in one process"
-            )
-        return self._transport
-
-    def stage(self, index: int) -> StageBackward:
-        """One of this rank's stages."""
-        return self._stages[index]
 
     def loss(self, value: Any, target: Any, microbatch: int) -> torch.Tensor:
         """The loss of one microbatch.
@@ -211,13 +119,13 @@ class Executor:
         Raises:
             ConfigError: it is not a scalar.
         """
-        found = self._loss_fn(value, target)
+        found = self.loss_fn(value, target)
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
-            shape = list(found.shape) if isinstance(found, torch.Tensor) else None
+            is_tensor = isinstance(found, torch.Tensor)
+            shown = f"shape {list(found.shape)}" if is_tensor else type(found).__name__
             raise ConfigError(
-                "expected loss_fn to return a scalar tensor, got "
-                + (f"shape {shape}" if shape is not None else type(found).__name__)
-                + f" for microbatch {microbatch}; take the mean or the sum over samples"
+                f"expected loss_fn to return a scalar tensor, got {shown} for "
+                f"microbatch {microbatch}; take the mean or the sum over samples"
             )
         if found.is_complex():
             raise ConfigError(
@@ -225,18 +133,6 @@ class Executor:
                 f"microbatch {microbatch}"
             )
         return found.reshape(())
-
-    @property
-    def last_stage(self) -> int:
-        """Index of the stage whose output the loss takes."""
-        return self._last
-
-    def to_device(self, value: Message) -> Message:
-        """A received message on this rank's device."""
-        if self._device.type == "cpu":
-            return value
-        moved = tuple(one.to(self._device) for one in value.tensors)
-        return Message(moved, value.structure, value.needs_grad)
 
 
 def _stages_through(actions: Sequence[StageAction]) -> dict[int, list[int]]:
@@ -263,13 +159,16 @@ class _Run:
     """One step under way on one rank."""
 
     def __init__(self, owner: Executor, given: StepInput, is_training: bool) -> None:
-        self.given = given
+        self.given, self.is_training = given, is_training
         self.results = StepResults()
         self._owner = owner
-        self.is_training = is_training
+        self._last_stage = owner.schedule.num_stages - 1
+        self._split = {
+            (one.stage, one.microbatch)
+            for one in owner.schedule.actions[owner.rank]
+            if one.kind is Kind.BACKWARD_INPUT
+        }
         self._outgoing: dict[tuple[int, int, int], Message] = {}
-        self._read: set[StageAction] = set()
-        self._waited_s = 0.0
 
     def do(self, one: StageAction) -> None:
         """Carries out one action."""
@@ -277,43 +176,27 @@ class _Run:
         if act is not None:
             act(self, one)
 
-    def has(self, one: StageAction) -> bool:
-        """True if an action's microbatch has samples."""
-        count = self.given.microbatches
-        return count is None or one.microbatch < count
-
-    def take_waited_s(self) -> float:
-        """Time waited for messages since the last call."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return waited_s
-
-    def unread(self, actions: Iterable[StageAction]) -> list[StageAction]:
-        """The receives of a list whose messages were not taken."""
-        receives = (one for one in actions if one.kind in (Kind.RECV_F, Kind.RECV_B))
-        return [one for one in receives if one not in self._read]
-
     def _forward(self, one: StageAction) -> None:
         stage, microbatch = one.stage, one.microbatch
-        runner = self._owner.stage(stage)
+        runner = self._owner.stages[stage]
         given = self._input(one)
         words = dict(self.given.keywords[microbatch]) if self.given.keywords else {}
-        is_last = stage == self._owner.last_stage
         if self.is_training:
-            split = self._owner.splits(stage, microbatch)
-            value = runner.forward(microbatch, given, words, split)
+            is_split = (stage, microbatch) in self._split
+            value = runner.forward(microbatch, given, words, is_split)
         else:
             value = runner.stage.run(
                 *(unflatten(given.structure, given.tensors), microbatch, words),
                 self.given.caches,
             )
-        if is_last:
+        if stage == self._last_stage:
             self._finish(runner, microbatch, value)
         elif self.is_training:
-            self._hand_on(one, 0, runner.keep(microbatch, value))
+            self._outgoing[stage, 0, microbatch] = runner.keep(microbatch, value)
         else:
             tensors, structure = flatten(value, f"the output of stage {stage}")
-            nothing = (False,) * len(tensors)
-            self._hand_on(one, 0, Message(tuple(tensors), structure, nothing))
+            message = Message(tuple(tensors), structure, (False,) * len(tensors))
+            self._outgoing[stage, 0, microbatch] = message
 
     def _finish(self, runner: StageBackward, microbatch: int, value: Any) -> None:
         """The last stage: the loss instead of a message."""
@@ -346,30 +229,24 @@ class _Run:
         return Message(tuple(tensors), structure, needs)
 
     def _incoming(self, one: StageAction, stage: int, way: int, kind: Kind) -> Message:
-        """Input of this action from another stage."""
-        if not self._owner.is_elsewhere(stage):
+        """Input of this action from another stage, on this rank's device."""
+        owner = self._owner
+        if owner.schedule.placement[stage] == owner.rank:
             return self._outgoing.pop((stage, way, one.microbatch))
-        receive = StageAction(one.stage, kind, one.microbatch)
-        address = self._owner.address(receive)
-        begun_s = time.monotonic()
-        message = self._owner.transport.receive(address, self.given.timeout_s)
-        self._waited_s += time.monotonic() - begun_s
-        self._read.add(receive)
-        if message.failure is not None:
-            raise PeerFailedError(message.failure)
-        return self._owner.to_device(message)
-
-    def _hand_on(self, one: StageAction, way: int, message: Message) -> None:
-        self._outgoing[one.stage, way, one.microbatch] = message
+        address = owner.address(StageAction(one.stage, kind, one.microbatch))
+        assert owner.transport is not None, "the schedule is for as many ranks as run"
+        message = owner.transport.receive(address, self.given.timeout_s)
+        moved = tuple(tensor.to(owner.device) for tensor in message.tensors)
+        return Message(moved, message.structure, message.needs_grad)
 
     def _send(self, one: StageAction) -> None:
-        way = _DIRECTIONS[one.kind]
+        way, owner = _DIRECTIONS[one.kind], self._owner
         message = self._outgoing.pop((one.stage, way, one.microbatch))
-        address = self._owner.address(one)
-        self._owner.transport.send(address, message, self.given.timeout_s)
+        assert owner.transport is not None, "the schedule is for as many ranks as run"
+        owner.transport.send(owner.address(one), message, self.given.timeout_s)
 
     def _gradients(self, one: StageAction) -> list[torch.Tensor | None]:
-        if one.stage < self._owner.last_stage:
+        if one.stage < self._last_stage:
             message = self._incoming(one, one.stage + 1, 1, Kind.RECV_B)
             tensors = iter(message.tensors)
             return [next(tensors) if there else None for there in message.needs_grad]
@@ -377,24 +254,21 @@ class _Run:
         return [torch.full_like(loss, self.given.weights[one.microbatch])]
 
     def _backward_input(self, one: StageAction) -> None:
-        runner = self._owner.stage(one.stage)
+        runner = self._owner.stages[one.stage]
         found = runner.backward_input(one.microbatch, self._gradients(one))
-        self._return(one, found)
-
-    def _backward_weight(self, one: StageAction) -> None:
-        self._owner.stage(one.stage).backward_weight(one.microbatch)
-
-    def _full_backward(self, one: StageAction) -> None:
-        runner = self._owner.stage(one.stage)
-        self._return(one, runner.full_backward(one.microbatch, self._gradients(one)))
-
-    def _return(self, one: StageAction, found: list[torch.Tensor | None]) -> None:
         if one.stage == 0:
             self.results.input_gradients[one.microbatch] = found
             return
         there = tuple(gradient is not None for gradient in found)
         tensors = tuple(gradient for gradient in found if gradient is not None)
-        self._hand_on(one, 1, Message(tensors, None, there))
+        self._outgoing[one.stage, 1, one.microbatch] = Message(tensors, None, there)
+
+    def _backward_weight(self, one: StageAction) -> None:
+        self._owner.stages[one.stage].backward_weight(one.microbatch)
+
+    def _full_backward(self, one: StageAction) -> None:
+        self._backward_input(one)
+        self._backward_weight(one)
 
     # Functions: bound methods kept in the object would be a cycle, which holds the
     # step's batch and outputs until Python looks for cycles.

@@ -9,15 +9,15 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 
 from elche.errors import ConfigError
-from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.stage import LayerCaches
-from elche.pipeline.step.caching import NO_CACHE, distance, tolerance
+from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.split_backward.backward import StageBackward
+from elche.pipeline.stage import CACHE, Layer, LayerCaches, Stage
 from elche.pipeline.step.inputs import Call
 from elche.pipeline.step.stepping import Stepping
 from elche.pipeline.trees import as_tensors, flatten, map_tensors
@@ -32,10 +32,72 @@ WHOLE_ARGUMENT = "attention_mask"
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """Arguments of a generation; see `elche.pipeline.Pipeline.generate`."""
+@final
+class CachedLayers:
+    """This rank's layers that take `cache=`.
 
+    Args:
+        parts: of this rank.
+
+    Attributes:
+        executor: of these layers.
+        proven: kinds of input for which caches have given the logits of whole runs.
+        refused: why the pipeline does without caches, the same on all ranks; "" while
+            it does not.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._offer: tuple[bool, str] | None = None
+        self.executor = parts.executor
+        self.proven: set[str] = set()
+        self.refused = ""
+
+    def offer(self) -> tuple[bool, str]:
+        """True if a layer of this rank takes a cache, and why that is not known.
+
+        Makes the layers anew that were cut of a model: that may take seconds.
+        """
+        if self._offer is None:
+            try:
+                self._offer = self._make(), ""
+            except Exception as error:  # without a cache it is slow, not wrong
+                self._offer = False, f"{type(error).__name__}: {error}"
+        return self._offer
+
+    def _make(self) -> bool:
+        """Makes the executor; True if a layer takes a cache."""
+        parts, layers = self._parts, self._parts.given.layers
+        stages = {index: one.stage for index, one in parts.stages.items()}
+        if layers.cut_cached is not None:
+            made = layers.cut_cached()
+            if len(made) != len(layers):
+                raise ConfigError(
+                    f"the model has {len(layers)} layers, and {len(made)} with a cache"
+                )
+            for index in stages:
+                mine, device = parts.plan.layers_of(index), parts.given.device
+                own = [Layer(layers.names[at], made[at].to(device)) for at in mine]
+                stages[index] = Stage(index, own, layers.unpacks, None, mine.start)
+            self.executor = replace(
+                parts.executor,
+                stages={i: StageBackward(s, None, False) for i, s in stages.items()},
+            )
+        return any(CACHE in one.keywords for one in stages.values())
+
+
+@final
+@dataclass
+class Generation:
+    """Generation under way; see `elche.pipeline.Pipeline.generate` for the arguments.
+
+    Args:
+        stepping: runs the stages.
+        layers: with caches.
+    """
+
+    stepping: Stepping
+    layers: CachedLayers
     tokens: Any
     max_new_tokens: int
     end_token: int | None
@@ -43,25 +105,8 @@ class GenerationRequest:
     batch_of: BatchOf
     use_cache: bool
 
-
-@final
-class Generation:
-    """Generation under way.
-
-    Args:
-        stepping: runs the stages.
-        communicator: all ranks.
-        asked: what is wanted.
-    """
-
-    def __init__(
-        self,
-        stepping: Stepping,
-        communicator: PipelineCommunicator,
-        asked: GenerationRequest,
-    ) -> None:
-        self._stepping, self._communicator = stepping, communicator
-        self._layers, self._asked = stepping.cached, asked
+    def __post_init__(self) -> None:
+        self._communicator = self.stepping.communicator
         self._caches: LayerCaches | None = None
         self._cached_positions = self._compared = 0
         self._form = ""
@@ -69,16 +114,15 @@ class Generation:
 
     def run(self) -> torch.Tensor:
         """Appends tokens to those of the first stage's rank; with all ranks."""
-        if self._stepping.has_replicas:
+        if self.stepping.groups.are_several:
             raise ConfigError(
                 "generate runs one pipeline, and this one has replicas; load its "
                 "state_dict into a Pipeline without them"
             )
-        most, end_token = self._asked.max_new_tokens, self._asked.end_token
-        made = self._begin()
+        made, end_token = self._begin(), self.end_token
         ended = torch.zeros(len(made), dtype=torch.bool, device="cpu")
         try:
-            for _ in range(most):
+            for _ in range(self.max_new_tokens):
                 following = self._next(made)
                 if end_token is not None:
                     following[ended] = end_token
@@ -93,19 +137,19 @@ class Generation:
 
     def _begin(self) -> torch.Tensor:
         """The tokens to continue, on every rank, which agree on what to do."""
-        asked, first = self._asked, self._stepping.parts.plan.schedule.placement[0]
+        first = self.stepping.parts.plan.schedule.placement[0]
 
         def prompt() -> list[Any]:
-            most, use_cache = asked.max_new_tokens, bool(asked.use_cache)
+            most, use_cache = self.max_new_tokens, bool(self.use_cache)
             if not isinstance(most, int) or most < 0:
                 raise ConfigError(
                     f"expected max_new_tokens of at least 0, got {most!r}"
                 )
-            settings = [most, asked.end_token, use_cache]
-            offer = self._layers.offer() if use_cache else (False, "")
+            settings = [most, self.end_token, use_cache]
+            offer = self.layers.offer() if use_cache else (False, "")
             if self._communicator.rank != first:
                 return [settings, *offer]
-            listed = _listed(asked.tokens)
+            listed = _listed(self.tokens)
             _, form = flatten(self._batch(_tokens(listed)), "the batch")
             return [settings, *offer, listed, str(form)]
 
@@ -117,18 +161,19 @@ class Generation:
                 f"got {settings} by rank"
             )
         self._form = told[first][4]
-        if asked.use_cache:
+        if self.use_cache:
             fault = next((one[2] for one in told if one[2]), "")
-            self._refuse(fault or ("" if any(one[1] for one in told) else NO_CACHE))
-            if not self._layers.refused:
+            has_cache = any(one[1] for one in told)
+            self._refuse(fault or ("" if has_cache else "no layer takes cache="))
+            if not self.layers.refused:
                 self._caches = {}
         return _tokens(told[first][3])
 
     def _refuse(self, reason: str) -> None:
         """Does without caches from now on, if there is a reason; says so once."""
-        if reason and not self._layers.refused:
-            self._layers.refused = reason
-            if self._stepping.seat.is_first:
+        if reason and not self.layers.refused:
+            self.layers.refused = reason
+            if self.stepping.parts.is_first:
                 logger.warning(
                     "generate runs the whole sequence again for each token: %s (see "
                     "Pipeline.generate)",
@@ -136,16 +181,16 @@ class Generation:
                 )
 
     def _batch(self, tokens: torch.Tensor) -> Any:
-        return as_tensors(self._asked.batch_of(tokens), "what batch_of returns")
+        return as_tensors(self.batch_of(tokens), "what batch_of returns")
 
     def _next(self, made: torch.Tensor) -> torch.Tensor:
         """The next token of each sequence, on every rank."""
         outputs = self._outputs(made)
 
         def choose() -> list[int] | None:
-            if not self._stepping.seat.is_last:
+            if not self.stepping.parts.is_last:
                 return None
-            told = self._asked.choose(_last_logits(outputs))
+            told = self.choose(_last_logits(outputs))
             chosen = torch.as_tensor(told, device="cpu")
             if chosen.shape != (len(made),):
                 raise ConfigError(
@@ -155,7 +200,7 @@ class Generation:
             return [int(one) for one in chosen]
 
         told = self._communicator.agree(choose, "the choice of a token")
-        last = self._stepping.parts.plan.schedule.placement[-1]
+        last = self.stepping.parts.plan.schedule.placement[-1]
         return _tokens(told[last])
 
     def _outputs(self, made: torch.Tensor) -> Any:
@@ -168,16 +213,16 @@ class Generation:
             return _behind(self._batch(made), made.shape, done, self._fixed)
 
         call = Call(what="generate", make_batch=behind)
-        executor = self._layers.executor
-        found = self._stepping.evaluate(call, executor, self._caches).outputs
+        executor = self.layers.executor
+        found = self.stepping.evaluate(call, executor, self._caches).outputs
         self._cached_positions = made.shape[1]
-        if self._form in self._layers.proven:
+        if self._form in self.layers.proven:
             return found
         return self._prove(found, self._whole(made))
 
     def _whole(self, made: torch.Tensor) -> Any:
         call = Call(what="generate", make_batch=lambda: self._batch(made))
-        return self._stepping.evaluate(call).outputs
+        return self.stepping.evaluate(call).outputs
 
     def _prove(self, found: Any, wanted: Any) -> Any:
         """Compares the logits with those of a run without caches, and returns these.
@@ -187,21 +232,21 @@ class Generation:
         """
 
         def compare() -> str:
-            if not self._stepping.seat.is_last:
+            if not self.stepping.parts.is_last:
                 return ""
             logits = _last_logits(wanted)
-            apart = distance(_last_logits(found), logits)
-            if apart <= tolerance(logits.dtype):
+            apart = _distance(_last_logits(found), logits)
+            if apart <= torch.finfo(logits.dtype).eps ** 0.4:  # rounding alone
                 return ""
             return f"its layers' caches lead to other logits (by {apart:.1e})"
 
         told = self._communicator.agree(compare, "the check of the caches")
         self._refuse("".join(told))
         self._compared += 1
-        if self._layers.refused:
+        if self.layers.refused:
             self._caches = None
         elif self._compared == PROVEN_AFTER:
-            self._layers.proven.add(self._form)
+            self.layers.proven.add(self._form)
         return wanted
 
 
@@ -210,9 +255,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
 
 
-def _behind(
-    batch: Any, shape: Sequence[int], done: int, fixed: set[int] | None = None
-) -> Any:
+def _behind(batch: Any, shape: Sequence[int], done: int, fixed: set[int]) -> Any:
     """The part of a model's input that is of new positions.
 
     Args:
@@ -222,7 +265,7 @@ def _behind(
         fixed: places of tensors that once were of another length: they are never of
             positions, though the sequence may come to their length.
     """
-    fixed, places = set() if fixed is None else fixed, itertools.count()
+    places = itertools.count()
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         place = next(places)
@@ -236,6 +279,18 @@ def _behind(
             for name, one in batch.items()
         }
     return map_tensors(batch, cut)
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Distance of logits, relative to the second ones.
+
+    A token that may not be chosen has one of -inf in both.
+    """
+    found, wanted = found.double().cpu(), wanted.double().cpu()
+    is_ruled_out = torch.isneginf(found) & torch.isneginf(wanted)
+    found, wanted = (one.masked_fill(is_ruled_out, 0.0) for one in (found, wanted))
+    apart = (found - wanted).norm() / wanted.norm().clamp_min(1e-300)
+    return float(apart)
 
 
 def _tokens(listed: Any) -> torch.Tensor:
@@ -261,13 +316,10 @@ def _last_logits(outputs: Any) -> torch.Tensor:
     elif isinstance(outputs, (tuple, list)):
         found = outputs[0]
     if not isinstance(found, torch.Tensor) or found.dim() != 3:
+        is_tensor = isinstance(found, torch.Tensor)
+        shown = f"shape {list(found.shape)}" if is_tensor else type(outputs).__name__
         raise ConfigError(
             "generate needs logits [sequences, length, vocabulary] as the model's "
-            "output, its first value, or its 'logits', got "
-            + (
-                f"shape {list(found.shape)}"
-                if isinstance(found, torch.Tensor)
-                else f"{type(outputs).__name__}"
-            )
+            f"output, its first value, or its 'logits', got {shown}"
         )
     return found[:, -1]

@@ -6,8 +6,9 @@ that an error in one part is raised on all ranks.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -15,8 +16,13 @@ import torch
 
 from elche.errors import ConfigError, MismatchError
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
-from elche.pipeline.stage import Stage
+from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.trees import as_tensors, batch_samples, map_tensors
+from elche.runtime.data.fingerprint import fingerprint
+
+COMPARED_STEPS = 2
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,7 @@ class Call:
         loss_scale: see there.
         input_gradients: see there.
         outputs: see `elche.pipeline.Pipeline.evaluate`.
-        make_batch: makes the batch on the rank that reads it; other ranks are told
+        make_batch: makes the batch on the rank that reads it; other ranks are notified
             where that fails.
     """
 
@@ -43,29 +49,6 @@ class Call:
     input_gradients: bool = False
     outputs: Any = "last"
     make_batch: Callable[[], Any] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Position of a rank in its pipeline.
-
-    Attributes:
-        rank: its number.
-        device: where it computes.
-        stages: that it runs.
-        is_first: whether it reads the batch.
-        is_last: whether it reads the target.
-        may_rest: whether there may be no batch for it, because others have one.
-        trouble: what is wrong with the rank itself, "" if nothing is.
-    """
-
-    rank: int
-    device: torch.device
-    stages: Sequence[Stage]
-    is_first: bool
-    is_last: bool
-    may_rest: bool
-    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +63,7 @@ class InputReport:
         loss_scale: of the call.
         keywords: names of those given, and whether a layer of the rank may take them.
         outputs: which ranks want the outputs.
+        batch: fingerprint of the batch as it was given, in the first steps.
     """
 
     what: str
@@ -89,6 +73,7 @@ class InputReport:
     loss_scale: float = 1.0
     keywords: Mapping[str, bool] = field(default_factory=dict)
     outputs: int | str = "last"
+    batch: int | None = None
 
     def as_message(self) -> list[Any]:
         """Fields that the ranks exchange."""
@@ -104,7 +89,7 @@ class LocalInput:
         batch: on the device; None where it is not read.
         target: likewise.
         keywords: on the device.
-        raised: what reading it came to.
+        raised: error from reading it.
     """
 
     report: InputReport
@@ -114,57 +99,71 @@ class LocalInput:
     raised: Exception | None = None
 
 
-def read_call(call: Call, seat: Seat) -> LocalInput:
-    """Reads what this rank needs of a call; never raises."""
+def read_call(
+    call: Call, parts: Parts, may_rest: bool, trouble: str, compares: bool
+) -> LocalInput:
+    """Reads what this rank needs of a call; never raises.
+
+    Args:
+        call: of the script.
+        parts: of this rank.
+        may_rest: whether there may be no batch for it, because others have one.
+        trouble: what is wrong with the rank itself, "" if nothing is.
+        compares: whether the batch's fingerprint is reported.
+    """
     try:
-        return _read(call, seat)
+        if trouble:
+            raise ConfigError(trouble)
+        return _read(call, parts, may_rest, compares)
     except Exception as error:
         name = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        text = f"{name}{error}"
-        return LocalInput(
-            InputReport(call.what, text or type(error).__name__), raised=error
-        )
+        text = f"{name}{error}" or type(error).__name__
+        return LocalInput(InputReport(call.what, text), raised=error)
 
 
-def _read(call: Call, seat: Seat) -> LocalInput:
-    what, rank = call.what, seat.rank
+def _read(call: Call, parts: Parts, may_rest: bool, compares: bool) -> LocalInput:
+    what, rank = call.what, parts.rank
     if what == "step" and not torch.is_grad_enabled():
         raise ConfigError(
             f"step runs under torch.no_grad() or inference_mode() on rank {rank}, "
             "where there are no gradients; call it outside, or call evaluate"
         )
-    if seat.trouble:
-        raise ConfigError(seat.trouble)
     loss_scale = scale_of(call.loss_scale)
     batch = target = samples = targets = None
-    if seat.is_first:
+    if parts.is_first:
         given = call.batch if call.make_batch is None else call.make_batch()
         batch = as_tensors(given, f"the batch on rank {rank}")
         samples = batch_samples(batch)
-        if samples is None and not (seat.may_rest and batch is None):
+        if samples is None and not (may_rest and batch is None):
             raise ConfigError(
                 f"{what} needs a batch on rank {rank}, which has the first stage: "
                 "expected a tensor with samples along its first dimension, got "
                 f"{type(batch).__name__}"
             )
-    if seat.is_last and call.target is not None:
+    if parts.is_last and call.target is not None:
         target = as_tensors(call.target, f"the target on rank {rank}")
         targets = batch_samples(target)
         targets = -1 if targets is None else targets
-    elif seat.is_last and what == "step" and not seat.may_rest:
+    elif parts.is_last and what == "step" and not may_rest:
         raise ConfigError(
             f"step needs a target on rank {rank}, which has the last stage"
         )
 
     def here(value: Any) -> Any:
-        return map_tensors(value, lambda tensor: tensor.to(seat.device))
+        return map_tensors(value, lambda tensor: tensor.to(parts.given.device))
 
     keywords = {
         name: here(as_tensors(one, f"keyword {name} on rank {rank}", is_cut=False))
         for name, one in call.keywords.items()
     }
-    takes = {name: any(one.takes(name) for one in seat.stages) for name in keywords}
-    report = InputReport(what, "", samples, targets, loss_scale, takes, call.outputs)
+    stages = [one.stage for one in parts.stages.values()]
+    takes = {name: any(one.takes(name) for one in stages) for name in keywords}
+    shown = None
+    if compares and (parts.is_first or parts.is_last) and call.batch is not None:
+        shown = fingerprint(call.batch)
+    report = InputReport(
+        *(what, "", samples, targets, loss_scale, takes, call.outputs, shown)
+    )
     return LocalInput(report, here(batch), here(target), keywords)
 
 
@@ -194,14 +193,27 @@ def number_of(value: Any, name: str) -> float:
         raise ConfigError(f"expected a number as {name}, got {value!r}") from None
 
 
-def check_reports(reports: Sequence[InputReport], groups: ReplicaGroups) -> None:
+def check_reports(
+    reports: Sequence[InputReport],
+    named: Sequence[Collection[str]],
+    groups: ReplicaGroups,
+) -> None:
     """Compares the reports of all ranks; raises the same error on all of them.
 
+    Args:
+        reports: by rank.
+        named: by rank, the keywords that its layers name.
+        groups: the replicas.
+
     Raises:
-        ConfigError: a keyword is taken by no layer where it was given, or outputs are
+        ConfigError: a rank's part is wrong; a keyword is taken by no layer where it was
+            given, or named by those of a rank that was not given it; or outputs are
             wanted on a rank that there is not.
         MismatchError: ranks have different loss scales, or want outputs elsewhere.
     """
+    for one in reports:
+        if one.error:
+            raise ConfigError(one.error)
     scales = [one.loss_scale for one in reports]
     if len(set(scales)) > 1:
         raise MismatchError(
@@ -219,41 +231,16 @@ def check_reports(reports: Sequence[InputReport], groups: ReplicaGroups) -> None
             f"{wanted[0]!r}"
         )
     for members in groups.ranks:
-        given = sorted({name for rank in members for name in reports[rank].keywords})
-        for name in given:
-            ranks = [rank for rank in members if name in reports[rank].keywords]
-            if not any(reports[rank].keywords[name] for rank in ranks):
+        for name in sorted({key for rank in members for key in reports[rank].keywords}):
+            have = [rank for rank in members if name in reports[rank].keywords]
+            if not any(reports[rank].keywords[name] for rank in have):
                 raise ConfigError(
-                    f"no layer of {_ranks(ranks)} takes the keyword {name!r} that "
+                    f"no layer of {_ranks(have)} takes the keyword {name!r} that "
                     f"{reports[0].what} was given there; check its name, and give it "
                     "on every rank whose layers take it"
                 )
-
-
-def check_shared(
-    reports: Sequence[InputReport],
-    named: Sequence[Sequence[str]],
-    groups: ReplicaGroups,
-) -> None:
-    """Compares the keywords that were given with those that layers name.
-
-    In one process all layers that name a keyword get it.
-
-    Args:
-        reports: by rank.
-        named: by rank, the keywords of any rank that its layers name.
-        groups: the replicas.
-
-    Raises:
-        ConfigError: a rank's layers name a keyword that only others were given.
-    """
-    for members in groups.ranks:
-        given = sorted({name for rank in members for name in reports[rank].keywords})
-        for name in given:
-            have = [rank for rank in members if name in reports[rank].keywords]
-            lack = [rank for rank in members if name in named[rank]]
-            lack = [rank for rank in lack if rank not in have]
-            if lack:
+            lack = [r for r in members if r not in have and name in named[r]]
+            if lack:  # in one process all layers that name a keyword get it
                 raise ConfigError(
                     f"{reports[0].what} was given the keyword {name!r} on "
                     f"{_ranks(have)}, but not on {_ranks(lack)}, whose layers take it, "
@@ -264,3 +251,24 @@ def check_shared(
 def _ranks(ranks: Sequence[int]) -> str:
     named = " and ".join(map(str, ranks))
     return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
+
+
+def warn_of_other_batch(reports: Sequence[InputReport], parts: Parts) -> None:
+    """Warns when the first and the last stage's rank were given different batches.
+
+    Scripts whose loaders shuffle differently on two ranks would train on pairs that do
+    not belong together, and no gradient is wrong. Only a warning: augmentation may draw
+    differently on two ranks that hold the same samples.
+    """
+    placement = parts.plan.schedule.placement
+    first, last = placement[0], placement[-1]
+    read, seen = reports[first].batch, reports[last].batch
+    if parts.is_last and None not in (read, seen) and read != seen:
+        logger.warning(
+            "rank %d, which reads the batch, was given another batch than rank %d, "
+            "which reads the target: input and target may belong to different samples; "
+            "seed the sampler alike on all ranks (generator=), or pass each rank only "
+            "what it reads",
+            first,
+            last,
+        )

@@ -106,13 +106,6 @@ def hand_out(
     return unflatten(message.structure, message.tensors)
 
 
-def loss_weights(sizes: list[int], scale: float, reduction: str) -> list[float]:
-    """Weight of each microbatch's loss in the batch's, times a loss scale."""
-    if reduction == "sum":
-        return [scale] * len(sizes)
-    return [scale * size / sum(sizes) for size in sizes]
-
-
 def joined_gradients(results: StepResults) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the batch's tensors from those of the microbatches'."""
     by_input = zip(

@@ -1,25 +1,14 @@
-"""Input and output of one rank's part of a step, and its failures."""
+"""Input and output of one rank's part of a step."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from elche.comm.transport.messages import Failure
-from elche.errors import ElcheError
 from elche.pipeline.stage import LayerCaches
-
-
-class PeerFailedError(ElcheError):
-    """Another rank cannot go on with the step; carries its failure."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(f"rank {failure.rank} failed: {failure.text}")
-        self.failure = failure
 
 
 @dataclass(frozen=True)
@@ -35,8 +24,6 @@ class StepInput:
         input_gradients: whether the gradients of the inputs are wanted.
         microbatches: that have samples in this step; None for all of the schedule's.
         timeout_s: deadline of each wait.
-        is_timed: whether what the actions take matters: waits for the device after
-            each.
         caches: of this rank's layers, in generation; None runs them without.
     """
 
@@ -47,7 +34,6 @@ class StepInput:
     input_gradients: bool = False
     microbatches: int | None = None
     timeout_s: float = 300.0
-    is_timed: bool = False
     caches: LayerCaches | None = None
 
 
@@ -65,11 +51,3 @@ class StepResults:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     input_gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
-
-
-def failure_of(rank: int, error: BaseException) -> Failure:
-    """Message to the others about an error."""
-    if isinstance(error, PeerFailedError):
-        return error.failure
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
-    return Failure(rank, f"{type(error).__name__}: {error}", "".join(lines))

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
 
 from elche.pipeline.checkpoints.loader_passes import LoaderPasses
 from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.pipeline_config import PipelineConfig
-from elche.pipeline.replicas.replica_groups import ReplicaGroups, ReplicaShares
+from elche.pipeline.replicas.replica_groups import (
+    ReplicaGroups,
+    ReplicaShares,
+    read_shares,
+)
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import LayerCaches
-from elche.pipeline.step.caching import CachedLayers
 from elche.pipeline.step.executor import Executor
 from elche.pipeline.step.inputs import (
+    COMPARED_STEPS,
     Call,
-    InputReport,
     LocalInput,
-    Seat,
-    check_shared,
     read_call,
+    warn_of_other_batch,
 )
-from elche.pipeline.step.measured_steps import MeasuredSteps
 from elche.pipeline.step.outputs import (
     EvaluationOutput,
     OutputRanks,
@@ -33,7 +32,6 @@ from elche.pipeline.step.outputs import (
     hand_out,
     joined_gradients,
 )
-from elche.pipeline.step.same_batch import COMPARED_STEPS, compare_batches
 from elche.pipeline.step.step_io import StepInput, StepResults
 from elche.pipeline.trees import as_plain, join_batches, split_batch
 
@@ -46,14 +44,14 @@ class Stepping:
         communicator: all ranks.
         groups: the replicas.
         parts: what this rank has.
-        times: of the steps of this replica.
-        config: the settings.
 
     Attributes:
+        communicator: all ranks.
+        groups: the replicas.
         parts: what this rank has.
+        config: the settings, with what was measured.
         passes: this rank's passes over the loader.
         replicas: all replicas, as this rank sees them.
-        cached: layers of `parts` that generate tokens with caches.
         steps: done so far, those before a resume included.
     """
 
@@ -62,64 +60,32 @@ class Stepping:
         communicator: PipelineCommunicator,
         groups: ReplicaGroups,
         parts: Parts,
-        times: MeasuredSteps,
-        config: PipelineConfig,
     ) -> None:
-        self.parts, self.cached = parts, CachedLayers(parts)
+        self.communicator, self.groups, self.parts = communicator, groups, parts
         self.passes = LoaderPasses()
-        self._communicator, self._groups, self._times = communicator, groups, times
-        self._config = config
+        self.config = config = parts.given.config
         self.steps = 0
-        self._compared: set[str] = set()
         self.replicas = Replicas.join(groups, parts, communicator, config.timeout_s)
-
-    @property
-    def seat(self) -> Seat:
-        """Current position of this rank."""
-        placement, rank = self.parts.plan.schedule.placement, self._communicator.rank
-        return Seat(
-            rank=rank,
-            device=self.parts.given.device,
-            stages=[one.stage for one in self.parts.stages.values()],
-            is_first=placement[0] == rank,
-            is_last=placement[-1] == rank,
-            may_rest=self._groups.are_several,
-            trouble=self.replicas.late_learner(),
-        )
-
-    @property
-    def has_replicas(self) -> bool:
-        """True if other pipelines train the model, too."""
-        return self._groups.are_several
-
-    @property
-    def copies(self) -> Set[int]:
-        """Ids of this rank's parameters that another rank counts in norms."""
-        return self.replicas.copies
+        mine = {name for one in parts.stages.values() for name in one.stage.keywords}
+        self._named = communicator.exchange(sorted(mine), "the keywords of layers")
 
     def step(self, call: Call) -> StepOutput:
         """One step: forward and backward."""
-        self._communicator.check_open()
+        self.communicator.check_open()
         given, shares = self._begin(call)
-        if self.steps < COMPARED_STEPS:
-            compare_batches(call.batch, self.seat, self._communicator, self._groups)
-        is_timed = self._times.is_due()
-        is_whole = len(shares.mine) == self.parts.plan.schedule.num_microbatches
         asked = self._input(
             given,
             shares,
             weights=shares.weights(shares.index, given.report.loss_scale),
             input_gradients=call.input_gradients,
-            is_timed=is_timed,
         )
-        started_s = time.monotonic()
-        results, told, reports = self._communicator.run(
+        results, told, wants_cut = self.communicator.run(
             self.replicas.training(self.parts.executor.train, shares),
             asked,
-            lambda: self._report(is_timed and is_whole),
+            self.passes.pauses.wants_cut,
         )
         self.steps += 1
-        self._take(reports, time.monotonic() - started_s)
+        self.passes.step_done(wants_cut=wants_cut)
         losses = self.replicas.losses(told)
         loss = shares.loss(losses)
         assert loss is not None, "there is a target"
@@ -130,25 +96,6 @@ class Stepping:
             ),
             input_gradients=joined_gradients(results) if call.input_gradients else (),
         )
-
-    def _report(self, is_timed: bool) -> list[Any]:
-        """The report to the other ranks at the end of a step."""
-        times, span_s = None, 0.0
-        if is_timed:
-            trace = self.parts.executor.trace
-            times = self._times.report(trace, self.parts.executor.waited_s)
-            span_s = trace[-1][2] - trace[0][1] if trace else 0.0
-        return [times, self.passes.pauses.wants_cut(), span_s]
-
-    def _take(self, reports: Sequence[Any], duration_s: float) -> None:
-        """Takes all ranks' reports of a step that lasted so long here."""
-        self._times.ended()
-        self.passes.step_done(wants_cut=reports[0][1])
-        mine = [reports[rank] for rank in self._groups.members]
-        if any(one[0] is None for one in mine):
-            return
-        ends_s = duration_s - max(one[2] for one in mine)
-        self._times.take([one[0] for one in mine], ends_s)
 
     def evaluate(
         self,
@@ -163,9 +110,9 @@ class Stepping:
             executor: in the place of the usual one; with the same modules in it.
             caches: of this rank's layers.
         """
-        self._communicator.check_open()
+        self.communicator.check_open()
         given, shares = self._begin(call)
-        self.replicas.average_buffers(self._communicator, self._config.timeout_s)
+        self.replicas.average_buffers(self.communicator, self.config.timeout_s)
         carry_out: Callable[[StepInput], StepResults] = _nothing
         if shares.mine:
             carry_out = (executor or self.parts.executor).evaluate
@@ -176,7 +123,7 @@ class Stepping:
         try:
             for top in layers:
                 top.train(False)
-            results, told, _ = self._communicator.run(
+            results, told, _ = self.communicator.run(
                 carry_out, self._input(given, shares, caches=caches)
             )
         finally:
@@ -191,56 +138,42 @@ class Stepping:
         self, results: StepResults, shares: ReplicaShares, wanted: OutputRanks
     ) -> Any:
         """The outputs of this replica's batch, on the ranks that want them."""
-        members = self._groups.members
+        members = self.groups.members
         if not shares.mine or (isinstance(wanted, int) and wanted not in members):
             return None
         parts = [as_plain(results.outputs[i]) for i in sorted(results.outputs)]
-        with self._communicator.ending_on_failure():
+        with self.communicator.ending_on_failure():
             return hand_out(
                 *(join_batches(parts) if parts else None, wanted, members),
-                *(self.parts.plan.schedule.placement[-1], self._communicator.peers),
-                self._config.timeout_s,
+                *(self.parts.plan.schedule.placement[-1], self.communicator.peers),
+                self.config.timeout_s,
             )
 
     def _begin(self, call: Call) -> tuple[LocalInput, ReplicaShares]:
         """All ranks begin the same thing, and know the samples of all microbatches."""
-        seat = self.seat
-        given = read_call(call, seat)
-        reports = self._communicator.begin(given, self._groups)
-        self._compare_keywords(reports, seat)
+        is_step = call.what == "step"
+        compares = is_step and self.steps < COMPARED_STEPS
+        may_rest, trouble = self.groups.are_several, self.replicas.late_learner()
+        given = read_call(call, self.parts, may_rest, trouble, compares)
+        reports = self.communicator.begin(given, self._named, self.groups)
+        if compares:
+            warn_of_other_batch(reports, self.parts)
         for runner in self.parts.stages.values():
             runner.stage.step = self.steps
         said = [(one.samples, one.targets) for one in reports]
-        reduction = self._config.loss_reduction
-        shares = self.replicas.shares(said, reduction, call.what == "step")
-        return given, shares
-
-    def _compare_keywords(self, reports: list[InputReport], seat: Seat) -> None:
-        """Once for each choice of keywords that ranks are given."""
-        given = {name for one in reports for name in one.keywords}
-        form = str([sorted(one.keywords) for one in reports])
-        if not given or form in self._compared:
-            return
-        named = [
-            name
-            for name in sorted(given)
-            if any(stage.names(name) for stage in seat.stages)
-        ]
-        check_shared(
-            reports, self._communicator.exchange(named, "the keywords"), self._groups
-        )
-        self._compared.add(form)
+        reduction, counts = self.config.loss_reduction, self.replicas.counts
+        return given, read_shares(said, self.groups, counts, reduction, is_step)
 
     def _input(
         self, given: LocalInput, shares: ReplicaShares, **more: Any
     ) -> StepInput:
         sizes, has_target = shares.mine, given.target is not None
         return StepInput(
-            inputs=split_batch(given.batch, sizes) if self.seat.is_first else (),
+            inputs=split_batch(given.batch, sizes) if self.parts.is_first else (),
             targets=split_batch(given.target, sizes) if has_target else (),
             keywords=(split_batch(given.keywords, sizes) if given.keywords else ()),
             microbatches=len(sizes),
-            timeout_s=self._config.timeout_s,
+            timeout_s=self.config.timeout_s,
             **more,
         )
 

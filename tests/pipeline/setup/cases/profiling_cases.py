@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.pipeline.pipeline import Pipeline
-from elche.pipeline.setup import links, profiling
+from elche.pipeline.setup import profiling
 from elche.pipeline.step import executor
 from tests.harness.rank_main import this_place
 
@@ -37,9 +37,8 @@ class Clock:
 @contextmanager
 def virtual_time() -> Iterator[None]:
     """Layers and actions take as long as their delays say, on any machine."""
-    timed = (profiling, links, executor)
     with pytest.MonkeyPatch.context() as patch:
-        for module in timed:
+        for module in (profiling, executor):
             patch.setattr(module, "time", Clock)
         yield
 

@@ -33,14 +33,14 @@ from elche.ddp.options import DdpOptions, cap_mb, refuse_arguments
 from elche.ddp.pass_weights import OUTSIDE, PassWeights
 from elche.ddp.reduction import DdpReduction, Reduced, WeightedReduction
 from elche.errors import CommunicationError, ConfigError
-from elche.torch_internals.groups import IGNORED_BY_DDP
-from elche.torch_internals.passes import graph_task_id, queue_callback
-from elche.torch_internals.reducers import (
+from elche.torch_internals.groups import (
     COMM_HOOKS,
+    IGNORED_BY_DDP,
     push_all_rebuilt,
     rebuild_buckets,
     zero_buckets,
 )
+from elche.torch_internals.passes import graph_task_id, queue_callback
 
 
 @final

@@ -36,9 +36,9 @@ from torch import distributed as dist
 from torch import multiprocessing, nn
 
 from benchmarks.hetero.workloads import build_workload
+from benchmarks.paired import paired_interval
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.demo.workload import Batch, Workload
-from elche.monitor.table import paired_interval
 from elche.runtime.emulation import EmulationConfig, emulate
 
 CONTENDERS = ("torch", "elche")

@@ -11,10 +11,10 @@ from typing import Any
 from benchmarks.goodput_table.design import Setting, bench_name
 from benchmarks.goodput_table.records import CONTROL, Record, Records
 from benchmarks.hetero.verdict import MIN_WINDOWS
+from benchmarks.paired import Interval, student_t_95
 from elche.cadence.convergence import UPDATES, sample_efficiency
 from elche.config import DELAYED_SYNC
 from elche.demo.compare import MOST_OVERRUN
-from elche.monitor.table import Interval, student_t_95
 
 _LATE_WORTH = 0.98
 """docs/convergence.md: extrapolated, three seeds, 0.91 to 1.05."""

@@ -33,11 +33,11 @@ from elche.by_hand.replica_calls import (
     Announcement,
     Structure,
     announce,
-    broadcast_bits,
 )
 from elche.by_hand.replica_gradients import GradientExchange, check_gradients
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm
+from elche.comm.tensors.equal_tensors import broadcast_bits
 from elche.comm.tensors.unshareable import unshareable_module
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.config import RunConfig

@@ -140,30 +140,8 @@ def structure_difference(texts: Sequence[str]) -> str:
     return what_differs(joins)
 
 
-def broadcast_bits(group: Group, tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Copies rank 0's tensors to all ranks bit for bit, in one message."""
-    if not tensors:
-        return
-    with torch.no_grad():
-        message = torch.cat([_bytes_of(tensor) for tensor in tensors])
-        group.broadcast(message, what)
-        if group.rank == 0:
-            return
-        at = 0
-        for tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            part = message[at : at + size].clone().view(tensor.dtype)
-            tensor.copy_(part.view(tensor.shape))
-            at += size
-
-
 def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if is_lazy(tensor) else tuple(tensor.shape)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    host = tensor.detach().to("cpu").contiguous().view(-1)
-    return host.view(torch.uint8)
 
 
 def _described(model: nn.Module) -> list[tuple[str, str, str]]:

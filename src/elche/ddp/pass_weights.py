@@ -22,6 +22,7 @@ from elche.comm.gradients.gradient_factor import (
     accumulation_nodes,
     hook_accumulation,
 )
+from elche.comm.tensors.nested import items_of, tensors_in
 from elche.errors import ConfigError
 from elche.torch_internals.held import version
 from elche.torch_internals.passes import graph_task_id, queue_callback
@@ -352,3 +353,18 @@ def _state(gradient: torch.Tensor) -> tuple[int, Any]:
 
 def _is_something(parameter: nn.Parameter) -> bool:
     return parameter.grad is not None and bool(parameter.grad.count_nonzero())
+
+
+def samples_in(inputs: Any, dim: int) -> float:
+    """Samples of a batch: the size of its first tensor along ``dim``; 1 without one.
+
+    Of packed sequences their number.
+    """
+    if isinstance(inputs, nn.utils.rnn.PackedSequence):
+        return float(inputs.batch_sizes[0]) if len(inputs.batch_sizes) else 0.0
+    if isinstance(inputs, torch.Tensor):
+        return float(inputs.shape[dim]) if inputs.dim() > dim else 1.0
+    for item in items_of(inputs) or ():
+        if any(tensor.dim() > dim for tensor in tensors_in(item)):
+            return samples_in(item, dim)
+    return 1.0

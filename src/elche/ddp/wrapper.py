@@ -15,23 +15,32 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any, Literal, NoReturn, final
+from typing import Any, Literal, final
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from elche.comm.gradients.graph_capture import refuse_capture
+from elche.comm.norm.norm_scope import NormScope
+from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.comm.tensors.nested import outputs_in
-from elche.ddp.buffer_broadcast import BufferBroadcast
-from elche.ddp.comparison import compare
-from elche.ddp.forward import places_of, refuse_replaced, samples_in
+from elche.config_checks import check_choice
 from elche.ddp.group import TorchGroup, as_group
-from elche.ddp.norms import bind_norms, plain_norms, refuse_converted
-from elche.ddp.options import DdpOptions, cap_mb, refuse_arguments
-from elche.ddp.pass_weights import OUTSIDE, PassWeights
-from elche.ddp.reduction import DdpReduction, Reduced, WeightedReduction
+from elche.ddp.model_checks import (
+    compare,
+    places_of,
+    plain_norms,
+    refuse_converted,
+    refuse_replaced,
+)
+from elche.ddp.pass_weights import OUTSIDE, PassWeights, samples_in
+from elche.ddp.reduction import (
+    BufferBroadcast,
+    DdpReduction,
+    Reduced,
+    WeightedReduction,
+)
 from elche.errors import CommunicationError, ConfigError
 from elche.torch_internals.groups import (
     COMM_HOOKS,
@@ -41,6 +50,38 @@ from elche.torch_internals.groups import (
     zero_buckets,
 )
 from elche.torch_internals.passes import graph_task_id, queue_callback
+
+MIB = 2**20
+LEAST_CAP_MB, MOST_CAP_MB = 2.0, 25.0
+BUCKETS_AIMED_AT = 16
+_IN_ORDER = "leave it out: buckets are sent in the order in which gradients appear"
+REFUSED = {
+    "codec": "compress gradients by register_comm_hook and a hook of torch's "
+    "(ddp_comm_hooks.default_hooks.bf16_compress_hook, say), or train with "
+    "elche.setup(..., codec=...)",
+    "delay_all_reduce_named_params": _IN_ORDER,
+    "device_mesh": "give process_group=mesh.get_group()",
+    "mixed_precision": "run the model under torch.autocast",
+    "param_to_hook_all_reduce": _IN_ORDER,
+}
+"""Arguments that are refused unless they ask for nothing, and what to do instead."""
+CHOICES = {
+    "loss_reduction": ("mean", "sum"),
+    "weight_by": ("samples", "ranks"),
+    "strategy": ("overlapped", "synchronous", "none"),
+    "transport": ("auto", "gloo"),
+}
+OF_HOOK = (
+    "_frozen",
+    "_group",
+    "_norms",
+    "_passes",
+    "_places",
+    "_plain_norms",
+    "_reduction",
+    "_trained",
+)
+"""Attributes that a copy makes for itself."""
 
 
 @final
@@ -106,23 +147,27 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         transport: Literal["auto", "gloo"] = "auto",
         **options: Any,
     ) -> None:
-        refuse_arguments(options)
-        given = options.get("forward_sync_buffers"), broadcast_buffers, True
-        settings = DdpOptions(
-            loss_reduction=loss_reduction,
-            weight_by=weight_by,
-            strategy=strategy,
-            transport=transport,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            keeps_buffers=next(value for value in given if value is not None),
-            bucket_cap_mb=bucket_cap_mb,
-        )
+        _refuse_arguments(options)
+        buffers = options.get("forward_sync_buffers"), broadcast_buffers, True
+        settings = {
+            "loss_reduction": loss_reduction,
+            "weight_by": weight_by,
+            "strategy": strategy,
+            "transport": transport,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "keeps_buffers": next(each for each in buffers if each is not None),
+            "bucket_cap_mb": bucket_cap_mb,
+        }
+        for name, choices in CHOICES.items():
+            check_choice(name, settings[name], choices)
         group = as_group(process_group, timeout_s)
         ignored = frozenset(getattr(module, IGNORED_BY_DDP, ()))
-        compare(group, module, ignored, asdict(settings))
+        compare(group, module, ignored, settings)
         if bucket_cap_mb is None and "bucket_cap_mb_list" not in options:
-            bucket_cap_mb = cap_mb(p for p in module.parameters() if p.requires_grad)
+            trained = (p.nbytes for p in module.parameters() if p.requires_grad)
+            part_mb = sum(trained) / MIB / BUCKETS_AIMED_AT
+            bucket_cap_mb = min(MOST_CAP_MB, max(LEAST_CAP_MB, part_mb))
         if broadcast_buffers is not None:  # deprecated by torch
             options["broadcast_buffers"] = broadcast_buffers
         super().__init__(
@@ -140,7 +185,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             **options,
         )
         self._settings = settings
-        self._norms = bind_norms(module, group) if strategy != "none" else None
+        self._norms: NormScope | None = None
+        layers = sync_batchnorm_layers(module).values()
+        is_alone = strategy == "none" or group.world_size == 1
+        if not (is_alone or all(layer.has_own_scope for layer in layers)):
+            self._norms = bind_sync_batchnorm(module, group.sibling())
         self._attach(group)
 
     def _attach(self, group: TorchGroup) -> None:
@@ -153,10 +202,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._places = places_of(module, self._trained)
         self._plain_norms = plain_norms(module) if group.world_size > 1 else []
-        is_mean = settings.loss_reduction == "mean"
+        is_mean = settings["loss_reduction"] == "mean"
         kept = [name for name, _ in module.named_buffers() if name not in ignored]
         buffers = None
-        if settings.keeps_buffers and kept:
+        if settings["keeps_buffers"] and kept:
             buffers = BufferBroadcast(module, ignored, group)
         self._passes = PassWeights(self._trained, is_mean=is_mean)
         self._reduction = WeightedReduction(
@@ -165,7 +214,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             buffers,
             is_mean=is_mean,
             has_float16=any(p.dtype is torch.float16 for p in self._trained),
-            overlaps=settings.strategy == "overlapped",
+            overlaps=settings["strategy"] == "overlapped",
         )
         self._reduction.at_end = _rebuilding(weakref.ref(self))
         super().register_comm_hook(self._reduction, _reduce)
@@ -183,7 +232,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 CUDA graph is being captured.
             CommunicationError: a reduction has failed before, or was broken off.
         """
-        if self._settings.strategy == "none":
+        if self._settings["strategy"] == "none":
             with self.no_sync():
                 return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         is_again = graph_task_id() != OUTSIDE and self._passes.is_open
@@ -193,12 +242,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self._check()
         weight = 1.0
-        if self._settings.weight_by == "samples":
+        if self._settings["weight_by"] == "samples":
             weight = samples_in((inputs, kwargs), self.dim)
         if self._norms is not None:
             given = self._passes.given
             seen = weight if given is None else given
-            is_mean = self._settings.loss_reduction == "mean"
+            is_mean = self._settings["loss_reduction"] == "mean"
             self._norms.weigh(seen if is_mean else float(seen > 0))
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         outputs = outputs_in(output)
@@ -291,7 +340,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
             CommunicationError: it failed, or a rank did not arrive in time.
         """
-        if self._settings.strategy == "none":
+        if self._settings["strategy"] == "none":
             return None
         self._refuse_absence()
         if self.static_graph:
@@ -337,7 +386,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _rebuild(self) -> None:
         """Orders buckets as gradients appear, once, with all ranks."""
         try:
-            self._reduction.at_end = _nothing
+            self._reduction.at_end = None
             rebuild_buckets(self.reducer)
         except RuntimeError as error:
             text = f"ordering buckets failed on rank {self._group.rank}: {error}"
@@ -362,7 +411,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         hook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
         ends, reduction = hook.post_hook, self._reduction
         reduction.divides_by_world = kwargs.get("divide_by_initial_world_size", True)
-        reduction.at_end = _nothing  # torch's forward rebuilds buckets
+        reduction.at_end = None  # torch's forward rebuilds buckets
 
         def end(is_last_joiner: bool) -> None:
             reduction.divides_by_world = False
@@ -383,27 +432,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self._reduction.user_hook is not None:
             raise ConfigError("a communication hook was registered before")
         self._reduction.user_hook = state, hook
-
-    def set_group(self, *_: Any, **__: Any) -> NoReturn:
-        """Removed.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "set_group() was removed: wrap the module again in the new process group"
-        )
-
-    def _register_buffer_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: torch would call such a hook before a forward pass.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "buffers are broadcast after a backward pass, without hooks; give "
-            "forward_sync_buffers=False and broadcast them in the loop"
-        )
 
     def will_sync_module_buffers(self) -> bool:
         """Torch broadcasts buffers before a forward pass; here after a backward one."""
@@ -427,18 +455,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         group.watch(pids)
         self._norms = None
         self._attach(group)
-
-
-OF_HOOK = (
-    "_frozen",
-    "_group",
-    "_norms",
-    "_passes",
-    "_places",
-    "_plain_norms",
-    "_reduction",
-    "_trained",
-)
 
 
 def _reduce(state: WeightedReduction, bucket: dist.GradBucket) -> Reduced:
@@ -477,5 +493,12 @@ def _rebuilding(
     return queue
 
 
-def _nothing() -> None:
-    """Buckets have been ordered, or torch does it."""
+def _refuse_arguments(given: dict[str, Any]) -> None:
+    """Refuses arguments that would reduce gradients in another way."""
+    for name, instead in REFUSED.items():
+        value = given.pop(name, None)
+        asks_nothing = value is None or value is False
+        if not asks_nothing and (name, value) != ("codec", "fp32"):
+            raise ConfigError(
+                f"elche.DistributedDataParallel has no argument {name}; {instead}"
+            )

@@ -1,23 +1,27 @@
-"""Comparison of the ranks' models and settings before they are wrapped."""
+"""Checks of the model: across ranks when it is wrapped, and before a forward pass."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
+from elche.comm.norm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
 from elche.comm.tensors.unshareable import unshareable_module, why_unshareable
 from elche.comm.transport.exchange import agree_to_share, can_share
 from elche.comm.transport.process_group import gather_texts
 from elche.ddp.group import TorchGroup
 from elche.errors import ConfigError, MismatchError
+from elche.torch_internals.held import BatchNormBase, held_modules, held_parameters
 
 SHOWN_DIFFERENCES = 5
+
+Place = tuple[dict[str, Any], str, str, nn.Parameter, torch.dtype]
+"""Holder and key of a parameter, its name in the model, itself, its dtype."""
 
 
 def compare(
@@ -130,3 +134,65 @@ def _problem(model: nn.Module, ignored: frozenset[str], weight_by: str) -> str:
     tensors = parameters + _kept(model.named_buffers(), ignored)
     found = (f"{name} {why}" for name, t in tensors if (why := why_unshareable(t)))
     return next(found, "")
+
+
+def places_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Place]:
+    """Places at which a model holds parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [
+        (held, key, f"{path}.{key}" if path else key, parameter, parameter.dtype)
+        for path, module in model.named_modules()
+        for held in [held_parameters(module)]
+        for key, parameter in held.items()
+        if parameter is not None and id(parameter) in wanted
+    ]
+
+
+def refuse_replaced(places: list[Place], model: nn.Module) -> None:
+    """Refuses a model whose parameters are not those that are reduced, as they were.
+
+    One that the model holds elsewhere now (pruning and parametrizations move it) is
+    still reduced: ``places`` is brought up to date.
+
+    Raises:
+        ConfigError: names one.
+    """
+    has_moved = False
+    for held, key, name, parameter, dtype in places:
+        if parameter.dtype is not dtype:
+            raise ConfigError(
+                f"{name} was {dtype} when the model was wrapped and is "
+                f"{parameter.dtype} now; convert it before wrapping the model"
+            )
+        if key in held and held[key] is parameter:
+            continue
+        has_moved = True
+        if all(parameter is not each for each in model.parameters()):
+            raise ConfigError(
+                f"{name} was replaced after the model was wrapped, so its gradient "
+                "would not be reduced; assign to its .data, or wrap the model again"
+            )
+    if has_moved:
+        places[:] = places_of(model, [parameter for *_, parameter, _ in places])
+
+
+def plain_norms(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Holders of the model's plain BatchNorm layers, and their keys."""
+    return [
+        (held, key)
+        for module in model.modules()
+        for held in [held_modules(module)]
+        for key, layer in held.items()
+        if isinstance(layer, BatchNormBase) and not isinstance(layer, SyncBatchNorm)
+    ]
+
+
+def refuse_converted(places: list[tuple[dict[str, Any], str]]) -> None:
+    """Raises ConfigError for a SyncBatchNorm layer made after wrapping: no group."""
+    for held, key in places:
+        layer = held.get(key)
+        if isinstance(layer, SyncBatchNorm) and not layer.has_own_scope:
+            raise ConfigError(
+                f"BatchNorm layer {key!r} was converted after the model was wrapped, "
+                "and does not take part in the group; convert before wrapping"
+            )

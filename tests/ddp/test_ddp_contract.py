@@ -139,7 +139,7 @@ def test_weights(ranks2: RankPool, case: str, weights: list[float]) -> None:
         ("delayed", r"has no argument param_to_hook_all_reduce; leave it out"),
         ("precision", r"has no argument mixed_precision; run the model under"),
         ("only torch's", r"^made$"),
-        ("strategy", r"expected strategy to be one of overlapped, synchronous, none"),
+        ("strategy", r"unknown strategy 'eager'; expected one of: overlapped"),
         ("device_ids", r"ValueError: .*device_ids and output_device arguments only"),
     ],
 )
@@ -159,8 +159,6 @@ def test_what_cannot_be_wrapped_is_refused(
         ("some weights", r"set_weight\(\) was called for some of the backward passes"),
         ("added to a sum", r"a pass of weight 3 after one of 4 under no_sync\(\) can"),
         ("static", r"the first backward pass, which must not be in no_sync\(\)"),
-        ("set_group", r"ConfigError: set_group\(\) was removed: wrap the module again"),
-        ("buffer hook", r"ConfigError: buffers are broadcast after a backward pass"),
         ("two hooks", r"ConfigError: a communication hook was registered before"),
         ("elche's group", r"expected process_group to be a torch\.distributed process"),
         ("joined static", r"join_step\(\) does not know which parameters a static"),

@@ -14,14 +14,52 @@ from elche.comm.norm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
 from elche.comm.tensors.unshareable import unshareable_module, why_unshareable
 from elche.comm.transport.exchange import agree_to_share, can_share
 from elche.comm.transport.process_group import gather_texts
+from elche.config_checks import check_choice
 from elche.ddp.group import TorchGroup
 from elche.errors import ConfigError, MismatchError
 from elche.torch_internals.held import BatchNormBase, held_modules, held_parameters
 
 SHOWN_DIFFERENCES = 5
+MIB = 2**20
+LEAST_CAP_MB, MOST_CAP_MB = 2.0, 25.0
+BUCKETS_AIMED_AT = 16
+_IN_ORDER = "leave it out: buckets are sent in the order in which gradients appear"
+REFUSED = {
+    "codec": "compress gradients by register_comm_hook and a hook of torch's "
+    "(ddp_comm_hooks.default_hooks.bf16_compress_hook, say), or train with "
+    "elche.setup(..., codec=...)",
+    "delay_all_reduce_named_params": _IN_ORDER,
+    "device_mesh": "give process_group=mesh.get_group()",
+    "mixed_precision": "run the model under torch.autocast",
+    "param_to_hook_all_reduce": _IN_ORDER,
+}
+"""Arguments that are refused unless they ask for nothing, and what to do instead."""
+CHOICES = {
+    "loss_reduction": ("mean", "sum"),
+    "weight_by": ("samples", "ranks"),
+    "strategy": ("overlapped", "synchronous", "none"),
+    "transport": ("auto", "gloo"),
+}
 
 Place = tuple[dict[str, Any], str, str, nn.Parameter, torch.dtype]
 """Holder and key of a parameter, its name in the model, itself, its dtype."""
+
+
+def refuse_arguments(given: dict[str, Any]) -> None:
+    """Raises ConfigError for arguments that would reduce gradients in another way."""
+    for name, instead in REFUSED.items():
+        value = given.pop(name, None)
+        asks_nothing = value is None or value is False
+        if not asks_nothing and (name, value) != ("codec", "fp32"):
+            raise ConfigError(
+                f"elche.DistributedDataParallel has no argument {name}; {instead}"
+            )
+
+
+def cap_mb(model: nn.Module) -> float:
+    """Most MiB of a bucket; small enough to overlap, few enough to be cheap."""
+    size = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    return min(MOST_CAP_MB, max(LEAST_CAP_MB, size / MIB / BUCKETS_AIMED_AT))
 
 
 def compare(
@@ -47,6 +85,8 @@ def compare(
         MismatchError: ranks differ; the message names the difference.
         CommunicationError: ranks did not come together.
     """
+    for name, choices in CHOICES.items():
+        check_choice(name, settings[name], choices)
     kinds = {parameter.device.type for parameter in model.parameters()}
     problem = _problem(model, ignored, settings["weight_by"])
     own = {
@@ -68,7 +108,8 @@ def compare(
     group.is_mixed = len(devices) > 1
     on_cpu = devices == {"cpu"} and settings["transport"] == "auto"
     group.shares_host = agree_to_share(group, on_cpu and can_share("CPU"))
-    group.watch([each["pid"] for each in ranks])
+    if len(set(group.hosts())) == 1:  # a process ID means nothing on another host
+        group.pids = tuple(each["pid"] for each in ranks)
 
 
 def _found(

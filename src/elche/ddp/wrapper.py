@@ -25,12 +25,13 @@ from elche.comm.gradients.graph_capture import refuse_capture
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.comm.tensors.nested import outputs_in
-from elche.config_checks import check_choice
 from elche.ddp.group import TorchGroup, as_group
 from elche.ddp.model_checks import (
+    cap_mb,
     compare,
     places_of,
     plain_norms,
+    refuse_arguments,
     refuse_converted,
     refuse_replaced,
 )
@@ -51,35 +52,9 @@ from elche.torch_internals.groups import (
 )
 from elche.torch_internals.passes import graph_task_id, queue_callback
 
-MIB = 2**20
-LEAST_CAP_MB, MOST_CAP_MB = 2.0, 25.0
-BUCKETS_AIMED_AT = 16
-_IN_ORDER = "leave it out: buckets are sent in the order in which gradients appear"
-REFUSED = {
-    "codec": "compress gradients by register_comm_hook and a hook of torch's "
-    "(ddp_comm_hooks.default_hooks.bf16_compress_hook, say), or train with "
-    "elche.setup(..., codec=...)",
-    "delay_all_reduce_named_params": _IN_ORDER,
-    "device_mesh": "give process_group=mesh.get_group()",
-    "mixed_precision": "run the model under torch.autocast",
-    "param_to_hook_all_reduce": _IN_ORDER,
-}
-"""Arguments that are refused unless they ask for nothing, and what to do instead."""
-CHOICES = {
-    "loss_reduction": ("mean", "sum"),
-    "weight_by": ("samples", "ranks"),
-    "strategy": ("overlapped", "synchronous", "none"),
-    "transport": ("auto", "gloo"),
-}
 OF_HOOK = (
-    "_frozen",
-    "_group",
-    "_norms",
-    "_passes",
-    "_places",
-    "_plain_norms",
-    "_reduction",
-    "_trained",
+    *("_frozen", "_group", "_norms", "_passes"),
+    *("_places", "_plain_norms", "_reduction", "_trained"),
 )
 """Attributes that a copy makes for itself."""
 
@@ -92,19 +67,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Args:
         module: the model; the same on every rank.
-        device_ids: as torch's.
-        output_device: as torch's.
         dim: the dimension of a batch along which its samples lie.
         broadcast_buffers: buffers that a rank wrote are overwritten, after backward, by
             those of the lowest rank that had a batch (rank 0, as in torch).
-        init_sync: as torch's.
         process_group: a torch process group, or None for the default one.
         bucket_cap_mb: most MiB of gradients in one message. None: a sixteenth of the
             model, from 2 to 25 MiB.
-        find_unused_parameters: as torch's; without it torch reports an unused
-            parameter at the next forward.
-        check_reduction: as torch's.
-        gradient_as_bucket_view: as torch's.
         static_graph: as torch's; the first backward must not be in :meth:`no_sync`.
         loss_reduction: ``"mean"``: a loss is the mean over the samples of its forward
             pass, and gradients are those of the mean over the union of all batches;
@@ -147,7 +115,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         transport: Literal["auto", "gloo"] = "auto",
         **options: Any,
     ) -> None:
-        _refuse_arguments(options)
+        refuse_arguments(options)
         buffers = options.get("forward_sync_buffers"), broadcast_buffers, True
         settings = {
             "loss_reduction": loss_reduction,
@@ -159,15 +127,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             "keeps_buffers": next(each for each in buffers if each is not None),
             "bucket_cap_mb": bucket_cap_mb,
         }
-        for name, choices in CHOICES.items():
-            check_choice(name, settings[name], choices)
         group = as_group(process_group, timeout_s)
         ignored = frozenset(getattr(module, IGNORED_BY_DDP, ()))
         compare(group, module, ignored, settings)
         if bucket_cap_mb is None and "bucket_cap_mb_list" not in options:
-            trained = (p.nbytes for p in module.parameters() if p.requires_grad)
-            part_mb = sum(trained) / MIB / BUCKETS_AIMED_AT
-            bucket_cap_mb = min(MOST_CAP_MB, max(LEAST_CAP_MB, part_mb))
+            bucket_cap_mb = cap_mb(module)
         if broadcast_buffers is not None:  # deprecated by torch
             options["broadcast_buffers"] = broadcast_buffers
         super().__init__(
@@ -324,7 +288,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 "set_weight() came after a forward pass in which SyncBatchNorm layers "
                 "have weighed this batch; call it before"
             )
-        self._passes.give(float(weight))
+        self._passes.given = float(weight)
 
     def join_step(self) -> DdpReduction | None:
         """Takes part in this step's reduction without a batch.
@@ -354,15 +318,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             begun = [self._send(bucket) for bucket in zero_buckets(self.reducer)]
         finally:
             reduction.is_joining = False
-        sums = [pair for bucket, future in begun for pair in _sums(bucket, future)]
-        if self.find_unused_parameters:
-            absent = self._unused(used)
-            sums = [pair for pair in sums if id(pair[0]) not in absent]
-        for parameter, total in sums:
-            if parameter.grad is None:
-                parameter.grad = total.clone()
-            else:
-                parameter.grad.copy_(total)
+        absent = self._unused(used) if self.find_unused_parameters else set()
+        for bucket, future in begun:  # a user's hook may return another tensor
+            bucket.buffer().copy_(future.wait())
+            for parameter, total in zip(
+                bucket.parameters(), bucket.gradients(), strict=True
+            ):
+                if id(parameter) in absent:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = total.clone()
+                else:
+                    parameter.grad.copy_(total)
         push_all_rebuilt(self.reducer)
         self._rebuild()
         return reduction.last
@@ -393,7 +360,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             raise self._group.on_failure(text, ()) from error
 
     def _refuse_absence(self) -> None:
-        """A rank without a batch cannot take part in the middle of the model."""
         if self._norms is not None:
             raise ConfigError(
                 "a rank without a batch takes part in SyncBatchNorm layers by an empty "
@@ -452,7 +418,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         group = as_group(None, timeout_s)
         group.shares_host = shares_host
-        group.watch(pids)
+        group.pids = pids
         self._norms = None
         self._attach(group)
 
@@ -462,14 +428,6 @@ def _reduce(state: WeightedReduction, bucket: dist.GradBucket) -> Reduced:
 
 
 _reduce.__annotations__.clear()  # torch refuses those that are strings
-
-
-def _sums(
-    bucket: dist.GradBucket, future: Reduced
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters of a bucket, and their reduced gradients."""
-    bucket.buffer().copy_(future.wait())  # a user's hook may return another tensor
-    return list(zip(bucket.parameters(), bucket.gradients(), strict=True))
 
 
 def _rebuilding(
@@ -491,14 +449,3 @@ def _rebuilding(
             queue_callback(lambda: queue_callback(rebuild))
 
     return queue
-
-
-def _refuse_arguments(given: dict[str, Any]) -> None:
-    """Refuses arguments that would reduce gradients in another way."""
-    for name, instead in REFUSED.items():
-        value = given.pop(name, None)
-        asks_nothing = value is None or value is False
-        if not asks_nothing and (name, value) != ("codec", "fp32"):
-            raise ConfigError(
-                f"elche.DistributedDataParallel has no argument {name}; {instead}"
-            )

@@ -302,10 +302,6 @@ def misused(case: str) -> str:
             elif case == "static":
                 with ddp.no_sync():
                     ddp(x)
-            elif case == "set_group":
-                ddp.set_group(None)
-            elif case == "buffer hook":
-                ddp._register_buffer_comm_hook(None, print)
             elif case == "two hooks":
                 ddp.register_comm_hook(None, default_hooks.allreduce_hook)
                 ddp.register_comm_hook(None, default_hooks.allreduce_hook)

@@ -30,7 +30,6 @@ from torch import nn
 
 from elche.by_hand.manual_run import begin_manual_run
 from elche.by_hand.replica_calls import (
-    Announcement,
     Structure,
     announce,
 )
@@ -293,7 +292,7 @@ class Replica:
         if self.world_size == 1:
             return what, [list(values)]
         is_stale, rows = announce(
-            self.group, Announcement(what, self._structure, self._is_stale, values)
+            self.group, what, self._structure, values, is_stale=self._is_stale
         )
         if is_stale:
             trained = [p for p in self.model.parameters() if p.requires_grad]

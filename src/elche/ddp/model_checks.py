@@ -11,7 +11,11 @@ import torch
 from torch import nn
 
 from elche.comm.norm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
-from elche.comm.tensors.unshareable import unshareable_module, why_unshareable
+from elche.comm.tensors.unshareable import (
+    difference,
+    model_layout,
+    unshareable_module,
+)
 from elche.comm.transport.exchange import agree_to_share, can_share
 from elche.comm.transport.process_group import gather_texts
 from elche.config_checks import check_choice
@@ -19,7 +23,6 @@ from elche.ddp.group import TorchGroup
 from elche.errors import ConfigError, MismatchError
 from elche.torch_internals.held import BatchNormBase, held_modules, held_parameters
 
-SHOWN_DIFFERENCES = 5
 MIB = 2**20
 LEAST_CAP_MB, MOST_CAP_MB = 2.0, 25.0
 BUCKETS_AIMED_AT = 16
@@ -88,13 +91,15 @@ def compare(
     for name, choices in CHOICES.items():
         check_choice(name, settings[name], choices)
     kinds = {parameter.device.type for parameter in model.parameters()}
-    problem = _problem(model, ignored, settings["weight_by"])
-    own = {
-        "problem": problem,
+    own: dict[str, Any] = {
         "device": " and ".join(sorted(kinds)),
         "pid": os.getpid(),
-        "found": {} if problem else _found(model, ignored, settings),
+        "problem": "",
     }
+    try:
+        own["found"] = _found(model, ignored, settings)
+    except ConfigError as error:
+        own["problem"] = str(error)
     ranks = [
         json.loads(text)
         for text in gather_texts(group, json.dumps(own), "comparing the ranks")
@@ -102,8 +107,11 @@ def compare(
     for rank, each in enumerate(ranks):
         if each["problem"]:
             raise ConfigError(f"on rank {rank}: {each['problem']}")
-    for rank, each in enumerate(ranks):
-        _refuse_differences(rank, each["found"], ranks[0]["found"])
+    if differing := difference([each["found"] for each in ranks]):
+        raise MismatchError(
+            f"ranks differ in what they would reduce: {differing}; build the same "
+            "model with the same arguments on every rank"
+        )
     devices = {each["device"] for each in ranks}
     group.is_mixed = len(devices) > 1
     on_cpu = devices == {"cpu"} and settings["transport"] == "auto"
@@ -115,66 +123,23 @@ def compare(
 def _found(
     model: nn.Module, ignored: frozenset[str], settings: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Settings and layouts by name."""
-    found = {f"option {name}": repr(value) for name, value in settings.items()}
-    found["option SyncBatchNorm"] = repr(list(sync_batchnorm_layers(model)))
-    for at, (name, parameter) in enumerate(_kept(model.named_parameters(), ignored)):
-        trained = "trained" if parameter.requires_grad else "frozen"
-        found[f"parameter {name}"] = f"{_layout(parameter)} {trained}"
-        found[f"place {at}"] = name
-    for name, buffer in _kept(model.named_buffers(), ignored):
-        found[f"buffer {name}"] = _layout(buffer)
-    return found
+    """Settings and layout by name.
 
-
-def _refuse_differences(
-    rank: int, found: dict[str, str], first: dict[str, str]
-) -> None:
-    differing = [
-        name for name in sorted({*first, *found}) if first.get(name) != found.get(name)
-    ]
-    names = [name for name in differing if not name.startswith("place ")] or differing
-    if names:
-        lines = [
-            f"{name}: rank 0 has {first.get(name, 'none')}, "
-            f"rank {rank} has {found.get(name, 'none')}"
-            for name in names[:SHOWN_DIFFERENCES]
-        ]
-        if len(names) > SHOWN_DIFFERENCES:
-            lines.append(f"and {len(names) - SHOWN_DIFFERENCES} more")
-        raise MismatchError(
-            "ranks differ in what they would reduce: "
-            + "; ".join(lines)
-            + "; build the same model with the same arguments on every rank"
-        )
-
-
-def _kept(named: Any, ignored: frozenset[str]) -> list[tuple[str, Any]]:
-    return [(name, tensor) for name, tensor in named if name not in ignored]
-
-
-def _layout(tensor: torch.Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    contiguous = tensor.is_contiguous()
-    strides = "" if contiguous else f" strides {list(tensor.stride())}"
-    return f"{list(tensor.shape)} {dtype}{strides}"
-
-
-def _problem(model: nn.Module, ignored: frozenset[str], weight_by: str) -> str:
-    """Reason why the model cannot be reduced, or ""."""
-    parameters = _kept(model.named_parameters(), ignored)
+    Raises:
+        ConfigError: the model cannot be reduced.
+    """
     if fault := unshareable_module(model):
-        return fault
+        raise ConfigError(fault)
     norms = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
-    if norms and weight_by == "samples":
-        return (
+    if norms and settings["weight_by"] == "samples":
+        raise ConfigError(
             "torch.nn.SyncBatchNorm weighs all ranks alike in its backward pass; call "
             "elche.convert_sync_batchnorm(model) before wrapping, or give "
             "weight_by='ranks'"
         )
-    tensors = parameters + _kept(model.named_buffers(), ignored)
-    found = (f"{name} {why}" for name, t in tensors if (why := why_unshareable(t)))
-    return next(found, "")
+    found = {f"option {name}": repr(value) for name, value in settings.items()}
+    found["option SyncBatchNorm"] = repr(list(sync_batchnorm_layers(model)))
+    return {**found, **model_layout(model, ignored)}
 
 
 def places_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Place]:

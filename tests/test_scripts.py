@@ -52,13 +52,11 @@ class Declared(NamedTuple):
 
 CORPUS = {
     "char_rnn": Declared("E", "N no column stays on a rank"),
-    "detection": Declared("E", "A"),
     "early_stopping": Declared("E", "L lr samples"),
     "image_classifier": Declared("S", "N is a SyncBatchNorm layer"),
     "metric_learning": Declared("E", "N elche.all_gather inside the loop"),
     "nanogpt": Declared("E", "N swap the two lines, loss.backward.. first"),
     "reinforce": Declared("E", "A"),
-    "seq2seq_ema": Declared("E", "A"),
     "token_lm": Declared("E", "A"),
     "vae": Declared("S", "A"),
 }

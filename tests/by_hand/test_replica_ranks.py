@@ -19,10 +19,6 @@ pytestmark = pytest.mark.distributed
 
 SCRIPT = str(Path(__file__).parent / "cases" / "replica_scripts.py")
 ELCHE = [sys.executable, "-m", "elche", "run", "--nproc", "2"]
-TORCHRUN = [
-    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-    "--nproc-per-node=2",
-]
 
 
 @pytest.mark.parametrize("counts", [(5, 3), (7, 1), (4, 3, 1)], ids=str)
@@ -151,20 +147,6 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, timeout=240, env=own, check=False
     )
-
-
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(ELCHE, marks=pytest.mark.slow, id="elche"),
-        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
-    ],
-)
-def test_launchers(launcher: list[str]) -> None:
-    ended = _run(*launcher, SCRIPT, "ok")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("of 2") == 2
-    assert "terminate called" not in ended.stderr
 
 
 def test_a_plain_script_is_one_rank_without_sockets() -> None:

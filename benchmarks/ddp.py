@@ -36,10 +36,10 @@ from torch import distributed as dist
 from torch import multiprocessing, nn
 
 from benchmarks.hetero.workloads import build_workload
+from benchmarks.paired import paired_interval
 from benchmarks.record import write_record
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.demo.workload import Batch, Workload
-from elche.monitor.table import paired_interval
 from elche.runtime.emulation import EmulationConfig, emulate
 
 CONTENDERS = ("torch", "elche")

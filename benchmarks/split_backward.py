@@ -31,8 +31,8 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
+from benchmarks.paired import paired_interval
 from elche.comm.transport.messages import Message
-from elche.monitor.table import paired_interval
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.stage import Layer, Stage

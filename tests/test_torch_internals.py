@@ -1,32 +1,26 @@
-"""Private names of torch: in one room, and each can be missing."""
+"""Private names of torch: in one room, and all there."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import json
-import os
-import pkgutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import rnn
 
-import elche
-from elche.torch_internals import batches
-from elche.torch_internals.batches import tree_map
+from elche.errors import ConfigError
+from elche.torch_internals import lookup
 from elche.torch_internals.groups import SCALER_FLAG
 from elche.torch_internals.lookup import INTERNALS
-from tests.torch_without import CHECKS, REFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "elche"
 HOME = SRC / "torch_internals"
+TORCHS = {SCALER_FLAG, "_buffers", "_modules", "_parameters", "_version"}
+"""Names that are torch's even where elche has one of its own."""
 NOT_TORCH = ("_fields", "_extra_state", "_elche_")
 """Of namedtuples, of state dicts' format, and what elche sets on a user's objects."""
 ELSEWHERE = {
@@ -48,56 +42,22 @@ ELSEWHERE = {
 }
 
 
-def test_every_name_is_here_and_has_a_check() -> None:
-    for module in pkgutil.walk_packages(elche.__path__, "elche."):
-        if "integrations" not in module.name and "__main__" not in module.name:
-            importlib.import_module(module.name)
-    names = [each.name for each in INTERNALS]
-    assert set(names) == CHECKS.keys()
-    assert len(set(names)) == len(names)
-    assert [each.name for each in INTERNALS if not each.is_there] == []
-    assert CHECKS.keys() >= REFUSED
+def test_every_name_is_here() -> None:
+    for path in HOME.glob("*.py"):
+        importlib.import_module(f"elche.torch_internals.{path.stem}")
+    assert [name for name, is_there in INTERNALS.items() if not is_there] == []
+    assert len(INTERNALS) > 15
 
 
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> dict[str, dict[str, str]]:
-    """Outcomes of the checks that are tested, by the missing name; "" for none."""
-    selected = [item.name for item in request.session.items]
-    names = [name for name in CHECKS if f"test_without_a_name[{name}]" in selected]
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.torch_without", "", *names],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "src"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    said = run.stdout.splitlines()  # torch 2.9's gloo writes lines of its own there
-    lines = [json.loads(line) for line in said if line.startswith("{")]
-    return {each["name"]: each for each in lines}
-
-
-def test_with_all_names_all_is_right(outcomes: dict[str, dict[str, str]]) -> None:
-    assert outcomes[""] == {"name": "", "warnings": [], "error": ""}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in REFUSED))
-        for name in CHECKS
-    ],
-)
-def test_without_a_name(name: str, outcomes: dict[str, dict[str, str]]) -> None:
-    found = outcomes[name]
-    (warning,) = found["warnings"]
-    assert warning.startswith(f"torch {torch.__version__} has no {name} (")
-    if name in REFUSED:
-        expected = f"expected a torch that has {name}"
-        assert found["error"].startswith(f"elche.errors.ConfigError: {expected}")
-    else:
-        assert found["error"] == ""
+def test_a_name_that_is_gone_is_refused_where_it_is_needed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "INTERNALS", {})
+    gone = lookup.bind("torch._gone", "does everything")
+    assert lookup.INTERNALS == {"torch._gone": False}
+    assert f"torch {torch.__version__} has no torch._gone, which does" in caplog.text
+    with pytest.raises(ConfigError, match=r"a torch that has torch\._gone, which does"):
+        gone(1, a=2)
 
 
 def test_a_scaler_that_asks_for_no_flag_ends_the_loop_itself() -> None:
@@ -109,22 +69,6 @@ def test_a_scaler_that_asks_for_no_flag_ends_the_loop_itself() -> None:
     weight.grad = None  # as a window takes it
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         scaler.step(optimizer)
-
-
-def test_nested_values_are_mapped_as_torch_does() -> None:
-    packed = rnn.pack_sequence([torch.ones(2)])
-    tree = {"a": [1, (2, packed)], "b": ()}
-    leaf = rnn.PackedSequence
-
-    def is_leaf(item: object) -> bool:
-        return isinstance(item, leaf)
-
-    def call(item: object) -> object:
-        return item if is_leaf(item) else -1
-
-    own = batches._map(call, tree, is_leaf)
-    assert own == tree_map(call, tree, is_leaf=is_leaf)
-    assert own == {"a": [-1, (-1, packed)], "b": ()}
 
 
 def _private(text: str) -> bool:
@@ -151,7 +95,7 @@ def _own_names(trees: list[ast.Module]) -> set[str]:
 
 def _foreign(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
     """Private names in a module that are not elche's: lines and names."""
-    torchs = {each.name.rpartition(".")[2] for each in INTERNALS} | {SCALER_FLAG}
+    torchs = {name.rpartition(".")[2] for name in INTERNALS} | TORCHS
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _private(node.attr):
             is_self = isinstance(node.value, ast.Name) and node.value.id == "self"

@@ -7,13 +7,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from benchmarks.paired import Interval, paired_interval, spread
 from elche.demo.compare import MOST_OVERRUN, ContenderRun
-from elche.monitor.table import (
-    ContenderResult,
-    Interval,
-    paired_interval,
-    spread,
-)
+from elche.monitor.results import ContenderResult, contenders_to_json
 
 MIN_CONTROL = 0.98
 """Least efficiency of the control: all devices at once, without communication."""
@@ -104,7 +100,7 @@ class BenchVerdict:
     def contenders(self) -> dict[str, dict[str, Any]]:
         """Everything measured, by contender, as values for JSON."""
         return {
-            name: {**self._row(name).to_json(), **self._details(name)}
+            name: {**contenders_to_json([self._row(name)])[name], **self._details(name)}
             for name in self._names
         }
 

@@ -227,6 +227,11 @@ _FORMER = {
 REMOVED = {
     "micro_batches": "micro_batches= is no setting any more: elche.Trainer runs what "
     "exceeds max_samples in micro-batches, a loop of your own does not",
+    **{
+        name: f"{name}= was removed: checkpoint_dir= saves the run, on_epoch_end= is "
+        "called at the end of every epoch"
+        for name in ("on_checkpoint", "checkpoint_every_epochs")
+    },
     "fragments": "fragments= was removed: short windows with an encoding "
     "(max_anchor=, codec='int4') send less and learn more",
     "drift_weights": "drift_weights= was removed: parameter deltas of a window weigh "

@@ -11,14 +11,14 @@ from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 
-SLOW = ("compiled",)
-ALL = [
-    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
-    for name in cases.SCRIPTS
-]
 
-
-@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "compiled"))
+        for name in cases.SCRIPTS
+    ],
+)
 def test_it_ends_as_with_torchs_wrapper(ranks2: RankPool, script: str) -> None:
     for ours, theirs in ranks2.run(cases.both, script, case_setup=meeting):
         assert ours
@@ -38,9 +38,3 @@ def test_an_empty_batch_counts_nowhere(ranks2: RankPool) -> None:
 def test_a_copy_trains(ranks2: RankPool) -> None:
     for copied, first in ranks2.run(cases.a_copy_trains, case_setup=meeting):
         same(copied, first, 0.0)
-
-
-@pytest.mark.slow
-def test_synchronised_norms_in_a_compiled_model(ranks2: RankPool) -> None:
-    for found, eager in ranks2.run(cases.compiled_norms, case_setup=meeting):
-        same(found, eager, 1e-12)

@@ -12,8 +12,8 @@ from torch.distributions import Categorical
 from torch.nn.utils import prune
 
 from elche.comm.tensors.nested import outputs_in, tensors_in
-from elche.ddp.forward import places_of, refuse_replaced, samples_in
-from elche.ddp.options import cap_mb
+from elche.ddp.model_checks import cap_mb, places_of, refuse_replaced
+from elche.ddp.pass_weights import samples_in
 from elche.errors import ConfigError
 
 
@@ -79,5 +79,7 @@ def test_a_parameter_that_a_pruning_moves_is_still_the_same() -> None:
     ("elements", "expected_mb"), [(10, 2), (16 * 2**20, 4), (2**29, 25)]
 )
 def test_the_capacity_grows_with_the_model(elements: int, expected_mb: float) -> None:
-    large = nn.Parameter(torch.empty(elements, device="meta"))
-    assert cap_mb([large]) == expected_mb
+    large = nn.Module()
+    large.weight = nn.Parameter(torch.empty(elements, device="meta"))
+    large.frozen = nn.Parameter(torch.empty(2**29, device="meta"), requires_grad=False)
+    assert cap_mb(large) == expected_mb

@@ -20,7 +20,7 @@ from elche.integrations.optimizer_steps import (
     items_of,
     step_loader,
 )
-from elche.integrations.step_losses import MOST_STEPS, StepLosses
+from elche.integrations.shared_figures import MOST_STEPS, StepLosses
 
 
 @given(

@@ -17,8 +17,13 @@ from elche.coordination.protocol.instructions import (
     MetricsReported,
 )
 from elche.monitor.live_run import LiveRun
-from elche.monitor.rank_table import RANKS_SHOWN, RankLine, rank_table
-from elche.monitor.run_view import RECENT_S, RunView
+from elche.monitor.run_view import (
+    RANKS_SHOWN,
+    RECENT_S,
+    RankLine,
+    RunView,
+    rank_table,
+)
 
 Window = tuple[float, tuple[int, int]]
 

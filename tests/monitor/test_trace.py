@@ -145,19 +145,8 @@ def test_an_empty_trace_is_valid() -> None:
     assert spans_from_jsonl("\n") == []
 
 
-@pytest.mark.parametrize(
-    "line", ["{", "[]", '{"rank": 0}', '{"rank": -1, "name": "", "category": ""}']
-)
+@pytest.mark.parametrize("line", ["{", "[]", '{"rank": 0}'])
 def test_a_bad_line_is_named(line: str) -> None:
     good = spans_to_jsonl([Span(0, "batch", BATCH, 0.0, 1.0)])
     with pytest.raises(ConfigError, match="line 2 is not a span"):
         spans_from_jsonl(good + line)
-
-
-def test_impossible_spans_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rank must not be negative, got -1"):
-        Span(-1, "batch", BATCH, 0.0, 1.0)
-    with pytest.raises(ConfigError, match="start_s must be finite, got nan"):
-        Span(0, "batch", BATCH, math.nan, 1.0)
-    with pytest.raises(ConfigError, match=r"not negative, got -0.5 for 'batch'"):
-        Span(0, "batch", BATCH, 0.0, -0.5)

@@ -79,7 +79,7 @@ def test_without_tqdm_the_log_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
-    monkeypatch.setattr(bars, "LogProgress", lambda _: LogProgress(0.0))
+    monkeypatch.setattr(bars, "LogProgress", lambda: LogProgress(0.0))
     with caplog.at_level(logging.INFO):
         for _ in elche.progress(iter("ab"), desc="letters"):
             elche.print("seen")

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import elche
 from elche.errors import ConfigError
 from elche.trainer import EarlyStopping
-from elche.trainer.early_stopping import BestEpoch
+from elche.trainer.trained_epochs import TrainedEpochs
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -37,10 +37,11 @@ def test_it_ends_after_so_many_epochs_without_a_better_one(
     config = EarlyStopping(
         metric="train_loss", patience=patience, min_delta=min_delta, mode=mode
     )
-    best, sign = BestEpoch(config), -1.0 if is_max else 1.0
+    settings: Any = SimpleNamespace(early_stopping=config)
+    best, sign = TrainedEpochs(settings), -1.0 if is_max else 1.0
     improved: list[int] = []
     for epoch, loss in enumerate(losses):
-        ends = best.take(record_of(sign * loss), lambda epoch=epoch: {"at": epoch})
+        ends = best.judge(record_of(sign * loss), lambda epoch=epoch: {"at": epoch})
         kept = losses[improved[-1]] if improved else None
         if not math.isnan(loss) and (kept is None or kept - loss > min_delta):
             improved.append(epoch)
@@ -48,10 +49,10 @@ def test_it_ends_after_so_many_epochs_without_a_better_one(
         if ends:
             break
     if improved:
-        assert best.metric == sign * losses[improved[-1]]
-        assert best.state == {"at": improved[-1]}
+        assert best.best_metric == sign * losses[improved[-1]]
+        assert best.best_state == {"at": improved[-1]}
     else:
-        assert best.metric is best.state is None
+        assert best.best_metric is best.best_state is None
 
 
 def fit(losses: list[float], **options: Any) -> elche.trainer.TrainResult:
@@ -95,7 +96,10 @@ def test_a_run_that_ends_anyway_was_not_stopped() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: EarlyStopping(mode="less"), "expected mode to be 'min' or 'max'"),  # type: ignore[arg-type]
+        (
+            lambda: EarlyStopping(mode="less"),
+            "unknown mode .less.; expected",
+        ),  # type: ignore[arg-type]
         (lambda: EarlyStopping(patience=0), "expected patience to be an int >= 1"),
         (lambda: EarlyStopping(min_delta=-1.0), "expected a min_delta from 0 on"),
         (lambda: fit([1.0], early_stopping=3), "expected early_stopping to be an"),

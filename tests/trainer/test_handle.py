@@ -152,17 +152,6 @@ def test_a_signal_ends_fit_with_a_result(number: signal.Signals) -> None:
     ] == before
 
 
-def test_the_second_interrupt_is_one() -> None:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        raise AssertionError
-
-    with pytest.raises(KeyboardInterrupt):
-        trainer(loss).fit()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_signals_in_the_main_thread_reach_the_thread_that_trains(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

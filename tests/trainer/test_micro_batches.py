@@ -15,19 +15,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import elche
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.emulation import EmulationConfig, emulate
 from elche.runtime.memory_limits import check_caps, memory_hint
 from elche.runtime.training import Training
-from elche.trainer.batch_parts import cut_batch
-from elche.trainer.micro_batches import (
-    MicroBatches,
-    PartsConfig,
-    meets_in_batches,
-)
+from elche.trainer.micro_batches import MicroBatches, cut_batch
 
 CPU = torch.device("cpu")
 OutOfMemory = torch.cuda.OutOfMemoryError
@@ -83,9 +77,11 @@ def parts_of(
     model: nn.Module,
     host: Host | None = None,
     on_part: Callable[[float], None] = lambda part: None,
-    **config: Any,
+    **options: Any,
 ) -> MicroBatches:
-    return MicroBatches(model, CPU, PartsConfig(**config), host, on_part)
+    given: dict[str, Any] = {"max_samples": None, "least_samples": 1, "is_sum": False}
+    given = {**given, "weights": None, "host": host, "on_part": on_part, **options}
+    return MicroBatches(model, CPU, **given)
 
 
 def gradient(model: nn.Module) -> torch.Tensor:
@@ -142,9 +138,7 @@ def test_parts_weigh_what_they_are_said_to(samples: int, most: int) -> None:
         return F.cross_entropy(model(part[0]), part[1], weight=by_label)
 
     weights = BatchWeights(lambda part: part[1].sum(), 0)
-    parts = parts_of(
-        model, None, said.append, max_samples=most, least_samples=1, weights=weights
-    )
+    parts = parts_of(model, None, said.append, max_samples=most, weights=weights)
     loss = parts.backward((x, y), samples, loss_of)
     expected = F.cross_entropy(whole(x), y, weight=by_label)
     expected.backward()
@@ -156,6 +150,7 @@ def test_parts_weigh_what_they_are_said_to(samples: int, most: int) -> None:
     if samples > most:
         assert sum(said[:-1]) == pytest.approx(1.0)
         assert 0.0 not in said
+        assert said[-1] == 1.0
 
 
 def test_out_of_memory_is_met_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -169,13 +164,6 @@ def test_out_of_memory_is_met_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [told for told in host.told if told not in (True, False)] == [16, "rewind"]
     (line,) = caplog.messages
     assert line.startswith("32 samples do not fit cpu; it gets at most 16 at once")
-
-
-def test_what_is_logged_counts_by_the_part() -> None:
-    model, seen = network(), []
-    parts = parts_of(model, None, seen.append, max_samples=3)
-    parts.backward(batch_of(8), 8, Bounded(model, 3))
-    assert seen == [3 / 8, 3 / 8, 2 / 8, 1.0]
 
 
 class _FailsOnce(torch.autograd.Function):
@@ -248,20 +236,6 @@ def test_an_emulated_device_has_so_much_memory_in_training() -> None:
     model(x)
     with pytest.raises(ConfigError, match="memory_samples of an emulated device"):
         EmulationConfig(speed=1.0, memory_samples=0)
-
-
-def test_a_size_that_fitted_before_may_fail_later() -> None:
-    """Less is kept for it, but the gradient is no other."""
-    model, whole = network(), network()
-    loss_of, parts = Bounded(model, 8), parts_of(model)
-    parts.backward(batch_of(8), 8, loss_of)
-    model.zero_grad()
-    loss_of.most = 5
-    parts.backward(batch_of(8), 8, loss_of)
-    Bounded(whole, 8)(batch_of(8)).backward()
-    assert loss_of.sizes == [8, 8, 4, 4]
-    difference = gradient(model) - gradient(whole)
-    assert float(difference.norm() / gradient(whole).norm()) <= 1e-12
 
 
 class Pair(NamedTuple):
@@ -339,12 +313,7 @@ def test_a_device_without_room_for_the_least_micro_batch_is_named(
 
 def test_a_cap_below_what_the_model_trains_on_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected max_samples of at least 3"):
-        PartsConfig(max_samples=2, least_samples=2)
-
-
-def test_layers_in_which_ranks_meet_are_not_run_in_parts() -> None:
-    assert meets_in_batches(elche.convert_sync_batchnorm(nn.BatchNorm1d(3)))
-    assert not meets_in_batches(nn.BatchNorm1d(3))
+        parts_of(network(), max_samples=2, least_samples=2)
 
 
 @pytest.mark.parametrize(

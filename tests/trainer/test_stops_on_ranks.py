@@ -73,12 +73,10 @@ def stop_on(stopping: set[int], policy: str, norm: str = "") -> Any:
 @pytest.mark.parametrize(
     ("policy", "stopping", "norm"),
     [
-        ("sync", {0}, ""),
         ("sync", {0, 1}, ""),
         ("cadence", {1}, ""),
         ("async", {0}, ""),
         ("sync", {1}, "sync"),
-        ("delayed_sync", {0}, ""),
         ("delayed_sync", {1}, "sync"),
     ],
 )

@@ -15,7 +15,7 @@ from elche.comm.tensors.row_gather import RowGather
 from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
-from elche.coordination.protocol.events import BarrierReached, Event, Join, Left
+from elche.coordination.protocol.events import BarrierReached, Join, Left
 from elche.coordination.protocol.instructions import BarrierPassed, Welcome
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.errors import ElcheError
@@ -90,21 +90,15 @@ class ManualRun:
             self._rows = RowGather(self._worker.groups.side())
         return self._rows.gather(tensor, weight)
 
-    def leave(self) -> None:
-        """Ends this rank's part; the group cannot be used any more."""
-        if self._worker is not None:
-            self._end(Left(rank=self._worker.rank))
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends this rank's part; reports the error to the other ranks, if there is one.
 
-    def fail(self, error: BaseException) -> None:
-        """Tells the other ranks why this one ends."""
-        if self._worker is None:
-            return
-        self._end(failure_of(self._worker.rank, error))
-
-    def _end(self, last_event: Event) -> None:
+        The group cannot be used any more.
+        """
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.close(last_event)
+            rank = worker.rank
+            worker.close(Left(rank=rank) if error is None else failure_of(rank, error))
 
 
 def _join(placement: Placement, config: RunConfig) -> Join:
@@ -127,42 +121,32 @@ class _Process:
     hooked = False
 
 
-_process = _Process()
-
-
 def begin_manual_run(config: RunConfig) -> ManualRun:
     """The run of this process; joins it if there is none yet."""
-    if _process.run is None:
+    if _Process.run is None:
         placement = read_placement()
         watch_launcher(placement.rank)
-        if placement.world_size > 1:
-            _watch_process()
-        _process.run = ManualRun.start(placement, config)
-    return _process.run
+        if placement.world_size > 1 and not _Process.hooked:
+            _Process.hooked = True
+            watch_process(_report_failure, end_manual_run)
+        _Process.run = ManualRun.start(placement, config)
+    return _Process.run
 
 
 def current_manual_run() -> ManualRun | None:
     """The run under way, None if there is none."""
-    return _process.run
+    return _Process.run
 
 
 def end_manual_run() -> None:
     """Leaves the run of this process, if there is one; so does the process' end."""
-    run, _process.run = _process.run, None
+    run, _Process.run = _Process.run, None
     if run is not None:
-        run.leave()
+        run.end()
 
 
-def _watch_process() -> None:
-    """Leaves cleanly at exit, and tells the others about an uncaught exception."""
-    if _process.hooked:
-        return
-    _process.hooked = True
-    watch_process(_tell_failure, end_manual_run)
-
-
-def _tell_failure(error: BaseException) -> None:
-    run, _process.run = _process.run, None
+def _report_failure(error: BaseException) -> None:
+    run, _Process.run = _Process.run, None
     if run is not None:
         with contextlib.suppress(ElcheError):
-            run.fail(error)
+            run.end(error)

@@ -30,14 +30,13 @@ from torch import nn
 
 from elche.by_hand.manual_run import begin_manual_run
 from elche.by_hand.replica_calls import (
-    Announcement,
     Structure,
     announce,
-    broadcast_bits,
 )
 from elche.by_hand.replica_gradients import GradientExchange, check_gradients
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm
+from elche.comm.tensors.equal_tensors import broadcast_bits
 from elche.comm.tensors.unshareable import unshareable_module
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.config import RunConfig
@@ -293,7 +292,7 @@ class Replica:
         if self.world_size == 1:
             return what, [list(values)]
         is_stale, rows = announce(
-            self.group, Announcement(what, self._structure, self._is_stale, values)
+            self.group, what, self._structure, values, is_stale=self._is_stale
         )
         if is_stale:
             trained = [p for p in self.model.parameters() if p.requires_grad]

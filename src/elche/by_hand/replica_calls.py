@@ -11,18 +11,15 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elche.comm.tensors.unshareable import why_unshareable
+from elche.comm.tensors.unshareable import difference, model_layout
 from elche.comm.transport.process_group import Group, gather_texts
-from elche.coordination.agreement import what_differs
-from elche.coordination.protocol.events import Join
-from elche.errors import ConfigError, MismatchError, ProtocolError
+from elche.errors import MismatchError, ProtocolError
 
 HEAD = 3
 """Numbers of a rank before the values: what it calls, on what, whether that is new."""
@@ -58,33 +55,28 @@ class Structure:
         signature += [(0, False, b.dtype, _shape_of(b)) for b in model.buffers()]
         if signature == self._signature:
             return False
-        self.text = json.dumps(_described(model))
+        self.text = json.dumps(model_layout(model))
         self.digest = zlib.crc32(self.text.encode())
         self._signature = signature
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """Next call of a rank, announced to the others.
-
-    Attributes:
-        what: in words, the same on every rank.
-        structure: of the model it does it with.
-        is_stale: whether this rank must prepare for that structure first.
-        values: a number per rank, for the call's own use.
-    """
-
-    what: str
-    structure: Structure
-    is_stale: bool
-    values: Sequence[float]
-
-
 def announce(
-    group: Group, announcement: Announcement
+    group: Group,
+    what: str,
+    structure: Structure,
+    values: Sequence[float],
+    *,
+    is_stale: bool,
 ) -> tuple[bool, list[list[float]]]:
     """Makes sure that all ranks are about to do the same.
+
+    Args:
+        group: all ranks.
+        what: the call, in words that are the same on every rank.
+        structure: of the model it does it with.
+        values: a number per rank, for the call's own use.
+        is_stale: this rank must prepare for that structure first.
 
     Returns:
         Whether any rank must prepare first, so that all do, and each one's values.
@@ -94,13 +86,10 @@ def announce(
         MismatchError: their models differ; the error names the tensors.
         CommunicationError: a rank has gone, or did not come in time.
     """
-    world_size, what = group.world_size, announcement.what
+    world_size = group.world_size
     rows = torch.zeros(world_size, HEAD + world_size, dtype=torch.float64, device="cpu")
-    is_stale = float(announcement.is_stale)
-    own = [zlib.crc32(what.encode()), announcement.structure.digest, is_stale]
-    rows[group.rank] = torch.tensor(
-        [*own, *announcement.values], dtype=torch.float64, device="cpu"
-    )
+    own = [zlib.crc32(what.encode()), structure.digest, float(is_stale), *values]
+    rows[group.rank] = torch.tensor(own, dtype=torch.float64, device="cpu")
     group.all_reduce(rows, what)
     calls, digests = rows[:, 0].tolist(), rows[:, 1].tolist()
     if len(set(calls)) > 1:
@@ -111,71 +100,15 @@ def announce(
             f"{texts[other]}; make the same calls in the same order on every rank"
         )
     if len(set(digests)) > 1:
-        texts = gather_texts(group, announcement.structure.text, "comparing models")
-        raise MismatchError(f"{what}: {structure_difference(texts)}")
+        texts = gather_texts(group, structure.text, "comparing models")
+        differing = difference([json.loads(text) for text in texts])
+        raise MismatchError(
+            f"{what}: the model differs between ranks: {differing}; build the same "
+            "model on every rank"
+        )
     values: list[list[float]] = rows[:, HEAD:].tolist()
     return bool(rows[:, 2].any()), values
 
 
-def structure_difference(texts: Sequence[str]) -> str:
-    """Names the tensors in which models differ; "" if they are equal.
-
-    Args:
-        texts: `Structure.text` of each replica.
-    """
-    joins = [
-        Join(
-            rank=rank,
-            version=0,
-            world_size=len(texts),
-            settings=(),
-            tensors=tuple(
-                (name, shape, kind) for name, shape, kind in json.loads(text)
-            ),
-            device="",
-            horizon_batches=0,
-        )
-        for rank, text in enumerate(texts)
-    ]
-    return what_differs(joins)
-
-
-def broadcast_bits(group: Group, tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Copies rank 0's tensors to all ranks bit for bit, in one message."""
-    if not tensors:
-        return
-    with torch.no_grad():
-        message = torch.cat([_bytes_of(tensor) for tensor in tensors])
-        group.broadcast(message, what)
-        if group.rank == 0:
-            return
-        at = 0
-        for tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            part = message[at : at + size].clone().view(tensor.dtype)
-            tensor.copy_(part.view(tensor.shape))
-            at += size
-
-
 def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if is_lazy(tensor) else tuple(tensor.shape)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    host = tensor.detach().to("cpu").contiguous().view(-1)
-    return host.view(torch.uint8)
-
-
-def _described(model: nn.Module) -> list[tuple[str, str, str]]:
-    """(name, shape, dtype and role) of parameters and buffers, in order."""
-    described = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if why := why_unshareable(tensor):
-            raise ConfigError(f"{name} {why}")
-        kind = str(tensor.dtype).removeprefix("torch.")
-        if isinstance(tensor, nn.Parameter):
-            kind += "" if tensor.requires_grad else " (frozen)"
-        else:
-            kind += " (buffer)"
-        described.append((name, str(list(tensor.shape)), kind))
-    return described

@@ -7,7 +7,6 @@ gloo's own error names no rank.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -37,7 +36,8 @@ class TorchGroup(Group):
         torch_group: the wrapped group.
         control_device: where small messages must be.
         is_mixed: ranks compute on devices of several kinds.
-        pids: processes of the ranks, where all are on this host.
+        pids: processes of the ranks, where all are on this host: a wait in shared
+            memory ends when one of them has ended.
     """
 
     def __init__(self, process_group: Any, timeout_s: float) -> None:
@@ -54,14 +54,6 @@ class TorchGroup(Group):
         self.on_failure = self._explained
         self.check = self._check
         self.pids: Sequence[int] = ()
-
-    def watch(self, pids: Sequence[int]) -> None:
-        """Ends waits in shared memory when one of these processes has ended.
-
-        Args:
-            pids: of each rank; all on this host.
-        """
-        self.pids = tuple(pids)
 
     @property
     @override
@@ -99,7 +91,7 @@ class TorchGroup(Group):
         )
         sibling = TorchGroup(made, self._timeout_s)
         sibling.shares_host = self.shares_host
-        sibling.watch(self.pids)
+        sibling.pids = self.pids
         return sibling
 
     def close(self) -> None:
@@ -117,25 +109,22 @@ class TorchGroup(Group):
 
     def _silent(self, ranks: Sequence[int]) -> list[int]:
         """Those that have not reported a failure too, soon after this one."""
-        store = _store_of(self.torch_group)
         missing = [rank for rank in ranks if rank != self.rank]
-        if store is None:
-            return []
+        name = f"elche/{self.torch_group.group_name}/failed"
         try:
-            store.set(self._key(self.rank), b"failed")
+            store = self.torch_group.get_group_store()
+            store.set(f"{name}/{self.rank}", b"failed")
             end_s = time.monotonic() + ROLL_CALL_S
             while missing and time.monotonic() < end_s:
-                missing = [rank for rank in missing if not self._has_come(store, rank)]
+                missing = [r for r in missing if not store.check([f"{name}/{r}"])]
                 time.sleep(ROLL_CALL_EVERY_S)
-        except RuntimeError:  # the store's host is gone as well
+        except (
+            RuntimeError,
+            AttributeError,
+            KeyError,
+        ):  # its host is gone
             return []
         return missing
-
-    def _has_come(self, store: Any, rank: int) -> bool:
-        return bool(store.check([self._key(rank)]))
-
-    def _key(self, rank: int) -> str:
-        return f"elche/{self.torch_group.group_name}/failed/{rank}"
 
 
 def as_group(process_group: Any, timeout_s: float | None) -> TorchGroup:
@@ -175,10 +164,3 @@ def _has_ended(pid: int) -> bool:
         return True
     except OSError:
         return False
-
-
-def _store_of(process_group: Any) -> Any:
-    """The store in which the group's ranks found each other, if it can be had."""
-    with contextlib.suppress(RuntimeError, AttributeError, KeyError):
-        return process_group.get_group_store()
-    return None

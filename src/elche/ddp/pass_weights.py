@@ -22,6 +22,7 @@ from elche.comm.gradients.gradient_factor import (
     accumulation_nodes,
     hook_accumulation,
 )
+from elche.comm.tensors.nested import items_of, tensors_in
 from elche.errors import ConfigError
 from elche.torch_internals.held import version
 from elche.torch_internals.passes import graph_task_id, queue_callback
@@ -34,7 +35,7 @@ class _Pass:
     """A backward pass under way.
 
     Attributes:
-        given: its weight by :meth:`PassWeights.give`; None: samples count.
+        given: weight that was set for it; None: samples count.
         counted: samples of its forward passes.
         forwards: those that it goes through.
         reduces: a forward pass of it was outside of ``no_sync()``.
@@ -80,12 +81,15 @@ class PassWeights:
     Args:
         parameters: all that are reduced.
         is_mean: losses are means; else sums, of which none is scaled.
+
+    Attributes:
+        given: weight that was set for the next backward pass; None: samples count.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, is_mean: bool) -> None:
         self._parameters = parameters
         self._is_mean = is_mean
-        self._given: float | None = None
+        self.given: float | None = None
         self._expected: _Forward | None = None
         self._current: _Pass | None = None
         self._ended: _Pass | None = None
@@ -93,13 +97,7 @@ class PassWeights:
         self._sent: _Pass | None = None
         self._left: list[tuple[nn.Parameter, tuple[int, Any]]] = []
         self._holds_sum = False
-        self._is_watching = False
         self._nodes: list[Any] = []
-
-    @property
-    def given(self) -> float | None:
-        """The weight that was set for the pass to come, if any."""
-        return self._given
 
     @property
     def is_expected(self) -> bool:
@@ -110,10 +108,6 @@ class PassWeights:
     def is_open(self) -> bool:
         """True if a backward pass is under way that counts."""
         return self._current is not None
-
-    def give(self, weight: float) -> None:
-        """Sets the weight of the next backward pass."""
-        self._given = weight
 
     def expect(
         self,
@@ -129,8 +123,9 @@ class PassWeights:
             begin: called when another backward pass comes to them; None: gradients are
                 accumulated, and not reduced.
         """
-        if begin is None and not self._is_watching:
-            self._watch()
+        if begin is None and not self._nodes:  # not those of autograd.grad
+            self._nodes = accumulation_nodes(self._parameters)
+            hook_accumulation(self._nodes, self._weighed)
         if graph_task_id() == OUTSIDE:
             self._current = None  # of a backward pass that was broken off
         self._expected = forward = _Forward(weight, begin is not None)
@@ -142,12 +137,6 @@ class PassWeights:
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(count)
-
-    def _watch(self) -> None:
-        """Weighs gradients where they are added, so not those of autograd.grad."""
-        self._is_watching = True
-        self._nodes = accumulation_nodes(self._parameters)
-        hook_accumulation(self._nodes, self._weighed)
 
     def is_local(self) -> bool:
         """True if the backward pass under way is one to accumulate.
@@ -171,7 +160,7 @@ class PassWeights:
             ConfigError: weights were set for some passes and counted for others.
         """
         if is_joining:
-            self._given = None
+            self.given = None
             self._forget_dropped()
         else:
             current = self._note_gradient()
@@ -221,7 +210,7 @@ class PassWeights:
                 queue_callback(self._end)
             elif self._ended is not None:
                 self._current, self._ended = self._ended, None
-                self._given = None if self._current.given is not None else self._given
+                self.given = None if self._current.given is not None else self.given
         if self._current is not None:
             self._current.has_gradients = True
         return self._current
@@ -240,11 +229,11 @@ class PassWeights:
         is_new = self._current is None
         if self._current is None and self._sent is not None:
             self._refuse_uncounted(self._sent, forward)
-            self._current, self._given = self._sent, None
+            self._current, self.given = self._sent, None
             queue_callback(self._end)
         elif self._current is None:
             self._forget_dropped()
-            if not self._passes and (self._is_watching or not self._is_mean):
+            if not self._passes and (self._nodes or not self._is_mean):
                 self._holds_sum = any(map(_is_something, self._parameters))
             if self._holds_sum and not self._is_mean:
                 raise ConfigError(
@@ -252,7 +241,7 @@ class PassWeights:
                     "summed over the ranks; put all backwards of a step but the last "
                     "into no_sync(), and call zero_grad() after the step"
                 )
-            self._current, self._given = _Pass(self._given), None
+            self._current, self.given = _Pass(self.given), None
             if task != OUTSIDE:
                 queue_callback(self._end)
         is_another = all(each is not forward for each in self._current.forwards)
@@ -288,7 +277,7 @@ class PassWeights:
             return
         if not current.has_gradients:  # of inputs alone
             self._ended = current
-            self._given = current.given if self._given is None else self._given
+            self.given = current.given if self.given is None else self.given
             return
         self._add(current)
         self._left = [
@@ -352,3 +341,18 @@ def _state(gradient: torch.Tensor) -> tuple[int, Any]:
 
 def _is_something(parameter: nn.Parameter) -> bool:
     return parameter.grad is not None and bool(parameter.grad.count_nonzero())
+
+
+def samples_in(inputs: Any, dim: int) -> float:
+    """Samples of a batch: the size of its first tensor along ``dim``; 1 without one.
+
+    Of packed sequences their number.
+    """
+    if isinstance(inputs, nn.utils.rnn.PackedSequence):
+        return float(inputs.batch_sizes[0]) if len(inputs.batch_sizes) else 0.0
+    if isinstance(inputs, torch.Tensor):
+        return float(inputs.shape[dim]) if inputs.dim() > dim else 1.0
+    for item in items_of(inputs) or ():
+        if any(tensor.dim() > dim for tensor in tensors_in(item)):
+            return samples_in(item, dim)
+    return 1.0

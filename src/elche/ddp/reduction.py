@@ -13,18 +13,22 @@ is the only one that waits, with a deadline.
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
+from elche.comm.model_buffers.buffers import BufferWatch
+from elche.comm.tensors.equal_tensors import broadcast_bits
 from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
-from elche.ddp.buffer_broadcast import BufferBroadcast
 from elche.ddp.group import TorchGroup
 from elche.ddp.pass_weights import PassWeights
+from elche.errors import MismatchError
 
 Reduced = torch.futures.Future[torch.Tensor]
 UserHook = Callable[[Any, dist.GradBucket], Reduced]
@@ -65,6 +69,65 @@ class _Message:
 
 
 @final
+class BufferBroadcast:
+    """Keeps the buffers of one model equal on all ranks.
+
+    torch's DistributedDataParallel broadcasts all buffers of rank 0 before a forward
+    pass, so that an evaluation on one rank waits for the others. Here they are sent
+    after a backward pass in which some rank has written one, from the lowest rank that
+    had a batch.
+
+    Args:
+        model: the model; its present buffers are looked up at every call.
+        ignored: names of buffers that stay local.
+        group: the process group.
+    """
+
+    def __init__(
+        self, model: nn.Module, ignored: frozenset[str], group: TorchGroup
+    ) -> None:
+        self._model = model
+        self._ignored = ignored
+        self._group = group
+        self._watch = BufferWatch(model)
+
+    def facts(self) -> tuple[float, float]:
+        """1 if this rank wrote a buffer since the last broadcast; the layout's digest.
+
+        Other names, shapes or dtypes have another digest.
+        """
+        names = [name for name, _ in self._model.named_buffers()]
+        wrote = any(names[at] not in self._ignored for at in self._watch.written())
+        layout = [(name, b.shape, b.dtype) for name, b in self._named()]
+        return float(wrote), float(zlib.crc32(repr(layout).encode()))
+
+    def send(self, layouts: Sequence[float], source: int) -> None:
+        """Copies the buffers of rank ``source`` to all, with all ranks.
+
+        Raises:
+            MismatchError: the ranks' layouts differ.
+            CommunicationError: it failed, or a rank did not arrive in time.
+        """
+        for rank, layout in enumerate(layouts):
+            if layout != layouts[0]:
+                raise MismatchError(
+                    f"the model has other buffers on rank {rank} than on rank 0: one "
+                    "was added, removed or resized; do so on every rank, or keep "
+                    "buffers local by forward_sync_buffers=False"
+                )
+        buffers = [buffer for _, buffer in self._named()]
+        broadcast_bits(self._group, buffers, "broadcasting buffers", source)
+        self._watch.mark()
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (name, buffer)
+            for name, buffer in self._model.named_buffers()
+            if name not in self._ignored
+        ]
+
+
+@final
 class WeightedReduction:
     """Reduces torch's gradient buckets by the weights of the ranks.
 
@@ -85,7 +148,7 @@ class WeightedReduction:
         divides_by_world: the mean is divided by all ranks, not only by those that
             contributed.
         user_hook: takes the place of the exchange, with its state.
-        at_end: called when a reduction has ended inside a backward pass.
+        at_end: called when a reduction has ended inside a backward pass, if given.
     """
 
     def __init__(
@@ -122,7 +185,7 @@ class WeightedReduction:
         self.is_joining = False
         self.divides_by_world = False
         self.user_hook: tuple[Any, UserHook] | None = None
-        self.at_end: Callable[[], None] = _nothing
+        self.at_end: Callable[[], None] | None = None
 
     @torch.no_grad()
     def reduce(self, bucket: dist.GradBucket) -> Reduced:
@@ -180,7 +243,7 @@ class WeightedReduction:
         self._control.reclaim(AGREEING)
         facts = [weight, 0.0, 0.0]
         if buffers is not None:
-            facts[1:] = float(buffers.is_written()), buffers.layout()
+            facts[1:] = buffers.facts()
         message = self._control.contribution(0).zero_().view(group.world_size, FACTS)
         message[group.rank] = torch.tensor(facts, dtype=torch.float64, device="cpu")
         self._control.begin(0)
@@ -269,7 +332,7 @@ class WeightedReduction:
         source = next((rank for rank, weight in enumerate(weights) if weight), None)
         if self._buffers is not None and self._layouts and source is not None:
             self._buffers.send(self._layouts, source)
-        if not self.is_joining:
+        if self.at_end is not None and not self.is_joining:
             self.at_end()
 
     def _by_user_hook(
@@ -283,7 +346,3 @@ class WeightedReduction:
         if bucket.is_last():
             self._end(0.0)
         return hook(state, bucket)
-
-
-def _nothing() -> None:
-    """No end is waited for."""

@@ -15,32 +15,48 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any, Literal, NoReturn, final
+from typing import Any, Literal, final
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from elche.comm.gradients.graph_capture import refuse_capture
+from elche.comm.norm.norm_scope import NormScope
+from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.comm.tensors.nested import outputs_in
-from elche.ddp.buffer_broadcast import BufferBroadcast
-from elche.ddp.comparison import compare
-from elche.ddp.forward import places_of, refuse_replaced, samples_in
 from elche.ddp.group import TorchGroup, as_group
-from elche.ddp.norms import bind_norms, plain_norms, refuse_converted
-from elche.ddp.options import DdpOptions, cap_mb, refuse_arguments
-from elche.ddp.pass_weights import OUTSIDE, PassWeights
-from elche.ddp.reduction import DdpReduction, Reduced, WeightedReduction
+from elche.ddp.model_checks import (
+    cap_mb,
+    compare,
+    places_of,
+    plain_norms,
+    refuse_arguments,
+    refuse_converted,
+    refuse_replaced,
+)
+from elche.ddp.pass_weights import OUTSIDE, PassWeights, samples_in
+from elche.ddp.reduction import (
+    BufferBroadcast,
+    DdpReduction,
+    Reduced,
+    WeightedReduction,
+)
 from elche.errors import CommunicationError, ConfigError
-from elche.torch_internals.groups import IGNORED_BY_DDP
-from elche.torch_internals.passes import graph_task_id, queue_callback
-from elche.torch_internals.reducers import (
+from elche.torch_internals.groups import (
     COMM_HOOKS,
+    IGNORED_BY_DDP,
     push_all_rebuilt,
     rebuild_buckets,
     zero_buckets,
 )
+from elche.torch_internals.passes import graph_task_id, queue_callback
+
+OF_HOOK = (
+    *("_frozen", "_group", "_norms", "_passes"),
+    *("_places", "_plain_norms", "_reduction", "_trained"),
+)
+"""Attributes that a copy makes for itself."""
 
 
 @final
@@ -51,19 +67,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Args:
         module: the model; the same on every rank.
-        device_ids: as torch's.
-        output_device: as torch's.
         dim: the dimension of a batch along which its samples lie.
         broadcast_buffers: buffers that a rank wrote are overwritten, after backward, by
             those of the lowest rank that had a batch (rank 0, as in torch).
-        init_sync: as torch's.
         process_group: a torch process group, or None for the default one.
         bucket_cap_mb: most MiB of gradients in one message. None: a sixteenth of the
             model, from 2 to 25 MiB.
-        find_unused_parameters: as torch's; without it torch reports an unused
-            parameter at the next forward.
-        check_reduction: as torch's.
-        gradient_as_bucket_view: as torch's.
         static_graph: as torch's; the first backward must not be in :meth:`no_sync`.
         loss_reduction: ``"mean"``: a loss is the mean over the samples of its forward
             pass, and gradients are those of the mean over the union of all batches;
@@ -107,22 +116,22 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         **options: Any,
     ) -> None:
         refuse_arguments(options)
-        given = options.get("forward_sync_buffers"), broadcast_buffers, True
-        settings = DdpOptions(
-            loss_reduction=loss_reduction,
-            weight_by=weight_by,
-            strategy=strategy,
-            transport=transport,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            keeps_buffers=next(value for value in given if value is not None),
-            bucket_cap_mb=bucket_cap_mb,
-        )
+        buffers = options.get("forward_sync_buffers"), broadcast_buffers, True
+        settings = {
+            "loss_reduction": loss_reduction,
+            "weight_by": weight_by,
+            "strategy": strategy,
+            "transport": transport,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "keeps_buffers": next(each for each in buffers if each is not None),
+            "bucket_cap_mb": bucket_cap_mb,
+        }
         group = as_group(process_group, timeout_s)
         ignored = frozenset(getattr(module, IGNORED_BY_DDP, ()))
-        compare(group, module, ignored, asdict(settings))
+        compare(group, module, ignored, settings)
         if bucket_cap_mb is None and "bucket_cap_mb_list" not in options:
-            bucket_cap_mb = cap_mb(p for p in module.parameters() if p.requires_grad)
+            bucket_cap_mb = cap_mb(module)
         if broadcast_buffers is not None:  # deprecated by torch
             options["broadcast_buffers"] = broadcast_buffers
         super().__init__(
@@ -140,7 +149,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             **options,
         )
         self._settings = settings
-        self._norms = bind_norms(module, group) if strategy != "none" else None
+        self._norms: NormScope | None = None
+        layers = sync_batchnorm_layers(module).values()
+        is_alone = strategy == "none" or group.world_size == 1
+        if not (is_alone or all(layer.has_own_scope for layer in layers)):
+            self._norms = bind_sync_batchnorm(module, group.sibling())
         self._attach(group)
 
     def _attach(self, group: TorchGroup) -> None:
@@ -153,10 +166,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._places = places_of(module, self._trained)
         self._plain_norms = plain_norms(module) if group.world_size > 1 else []
-        is_mean = settings.loss_reduction == "mean"
+        is_mean = settings["loss_reduction"] == "mean"
         kept = [name for name, _ in module.named_buffers() if name not in ignored]
         buffers = None
-        if settings.keeps_buffers and kept:
+        if settings["keeps_buffers"] and kept:
             buffers = BufferBroadcast(module, ignored, group)
         self._passes = PassWeights(self._trained, is_mean=is_mean)
         self._reduction = WeightedReduction(
@@ -165,7 +178,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             buffers,
             is_mean=is_mean,
             has_float16=any(p.dtype is torch.float16 for p in self._trained),
-            overlaps=settings.strategy == "overlapped",
+            overlaps=settings["strategy"] == "overlapped",
         )
         self._reduction.at_end = _rebuilding(weakref.ref(self))
         super().register_comm_hook(self._reduction, _reduce)
@@ -183,7 +196,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 CUDA graph is being captured.
             CommunicationError: a reduction has failed before, or was broken off.
         """
-        if self._settings.strategy == "none":
+        if self._settings["strategy"] == "none":
             with self.no_sync():
                 return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         is_again = graph_task_id() != OUTSIDE and self._passes.is_open
@@ -193,12 +206,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self._check()
         weight = 1.0
-        if self._settings.weight_by == "samples":
+        if self._settings["weight_by"] == "samples":
             weight = samples_in((inputs, kwargs), self.dim)
         if self._norms is not None:
             given = self._passes.given
             seen = weight if given is None else given
-            is_mean = self._settings.loss_reduction == "mean"
+            is_mean = self._settings["loss_reduction"] == "mean"
             self._norms.weigh(seen if is_mean else float(seen > 0))
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         outputs = outputs_in(output)
@@ -275,7 +288,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 "set_weight() came after a forward pass in which SyncBatchNorm layers "
                 "have weighed this batch; call it before"
             )
-        self._passes.give(float(weight))
+        self._passes.given = float(weight)
 
     def join_step(self) -> DdpReduction | None:
         """Takes part in this step's reduction without a batch.
@@ -291,7 +304,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
             CommunicationError: it failed, or a rank did not arrive in time.
         """
-        if self._settings.strategy == "none":
+        if self._settings["strategy"] == "none":
             return None
         self._refuse_absence()
         if self.static_graph:
@@ -305,15 +318,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             begun = [self._send(bucket) for bucket in zero_buckets(self.reducer)]
         finally:
             reduction.is_joining = False
-        sums = [pair for bucket, future in begun for pair in _sums(bucket, future)]
-        if self.find_unused_parameters:
-            absent = self._unused(used)
-            sums = [pair for pair in sums if id(pair[0]) not in absent]
-        for parameter, total in sums:
-            if parameter.grad is None:
-                parameter.grad = total.clone()
-            else:
-                parameter.grad.copy_(total)
+        absent = self._unused(used) if self.find_unused_parameters else set()
+        for bucket, future in begun:  # a user's hook may return another tensor
+            bucket.buffer().copy_(future.wait())
+            for parameter, total in zip(
+                bucket.parameters(), bucket.gradients(), strict=True
+            ):
+                if id(parameter) in absent:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = total.clone()
+                else:
+                    parameter.grad.copy_(total)
         push_all_rebuilt(self.reducer)
         self._rebuild()
         return reduction.last
@@ -337,14 +353,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _rebuild(self) -> None:
         """Orders buckets as gradients appear, once, with all ranks."""
         try:
-            self._reduction.at_end = _nothing
+            self._reduction.at_end = None
             rebuild_buckets(self.reducer)
         except RuntimeError as error:
             text = f"ordering buckets failed on rank {self._group.rank}: {error}"
             raise self._group.on_failure(text, ()) from error
 
     def _refuse_absence(self) -> None:
-        """A rank without a batch cannot take part in the middle of the model."""
         if self._norms is not None:
             raise ConfigError(
                 "a rank without a batch takes part in SyncBatchNorm layers by an empty "
@@ -362,7 +377,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         hook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
         ends, reduction = hook.post_hook, self._reduction
         reduction.divides_by_world = kwargs.get("divide_by_initial_world_size", True)
-        reduction.at_end = _nothing  # torch's forward rebuilds buckets
+        reduction.at_end = None  # torch's forward rebuilds buckets
 
         def end(is_last_joiner: bool) -> None:
             reduction.divides_by_world = False
@@ -384,27 +399,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             raise ConfigError("a communication hook was registered before")
         self._reduction.user_hook = state, hook
 
-    def set_group(self, *_: Any, **__: Any) -> NoReturn:
-        """Removed.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "set_group() was removed: wrap the module again in the new process group"
-        )
-
-    def _register_buffer_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: torch would call such a hook before a forward pass.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "buffers are broadcast after a backward pass, without hooks; give "
-            "forward_sync_buffers=False and broadcast them in the loop"
-        )
-
     def will_sync_module_buffers(self) -> bool:
         """Torch broadcasts buffers before a forward pass; here after a backward one."""
         return False
@@ -424,21 +418,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         group = as_group(None, timeout_s)
         group.shares_host = shares_host
-        group.watch(pids)
+        group.pids = pids
         self._norms = None
         self._attach(group)
-
-
-OF_HOOK = (
-    "_frozen",
-    "_group",
-    "_norms",
-    "_passes",
-    "_places",
-    "_plain_norms",
-    "_reduction",
-    "_trained",
-)
 
 
 def _reduce(state: WeightedReduction, bucket: dist.GradBucket) -> Reduced:
@@ -446,14 +428,6 @@ def _reduce(state: WeightedReduction, bucket: dist.GradBucket) -> Reduced:
 
 
 _reduce.__annotations__.clear()  # torch refuses those that are strings
-
-
-def _sums(
-    bucket: dist.GradBucket, future: Reduced
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters of a bucket, and their reduced gradients."""
-    bucket.buffer().copy_(future.wait())  # a user's hook may return another tensor
-    return list(zip(bucket.parameters(), bucket.gradients(), strict=True))
 
 
 def _rebuilding(
@@ -475,7 +449,3 @@ def _rebuilding(
             queue_callback(lambda: queue_callback(rebuild))
 
     return queue
-
-
-def _nothing() -> None:
-    """Buckets have been ordered, or torch does it."""

@@ -19,7 +19,7 @@ from elche.demo.contender import ContenderSpec
 from elche.demo.outcome import DemoOutcome
 from elche.demo.workload import BATCH_SIZE, GPT_MODEL, language_workload
 from elche.errors import ConfigError
-from elche.monitor.progress import ProgressReporter, open_progress
+from elche.monitor.progress import LogProgress, open_progress
 from elche.monitor.results import print_table
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def _spec(config: DemoConfig, samples: int, **settings: Any) -> ContenderSpec:
 
 
 def run_contenders(
-    config: DemoConfig, devices: Devices, samples: int, progress: ProgressReporter
+    config: DemoConfig, devices: Devices, samples: int, progress: LogProgress
 ) -> dict[str, ContenderRun]:
     """All contenders; the devices alone run at the same time, each on its own."""
     alone = [f"alone on device {index}" for index in range(devices.count)]
@@ -168,8 +168,6 @@ def run_contenders(
     return runs
 
 
-def _show(
-    progress: ProgressReporter, tasks: Sequence[str], rank: int, done: float
-) -> None:
+def _show(progress: LogProgress, tasks: Sequence[str], rank: int, done: float) -> None:
     if rank < len(tasks):
         progress.update(tasks[rank], done)

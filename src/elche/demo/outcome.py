@@ -7,21 +7,22 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from elche.demo.compare import ContenderRun, Devices, devices_in_words, machine
 from elche.demo.words import sentences, what_was_emulated
 from elche.errors import ConfigError
-from elche.monitor.plots import LossCurve, PlotText, plot_loss_curves
-from elche.monitor.results import to_json_text
-from elche.monitor.table import ContenderResult, contenders_to_json, time_to_loss
+from elche.monitor.plots import Curve, plot_loss_curves
+from elche.monitor.results import (
+    ContenderResult,
+    contenders_to_json,
+    time_to_loss,
+    to_json_text,
+)
 from elche.monitor.trace import to_chrome_trace
 from elche.runtime.report.files import replace_file
 
 logger = logging.getLogger(__name__)
-
-Curve: TypeAlias = Sequence[tuple[float, float, float]]
-"""Evaluations of a contender: seconds, samples, loss."""
 
 SOLO = "solo"
 TRACED = "elche-cadence"
@@ -84,14 +85,10 @@ class DemoOutcome:
         }
 
     def _draw(self, path: Path) -> bool:
-        curves = [
-            LossCurve(name, *(list(column) for column in zip(*points, strict=True)))
-            for name, points in self._curves
-        ]
         names = devices_in_words(self._runs[SOLO].devices)
         try:
             plot_loss_curves(
-                curves, path, PlotText(self.title, names, self.target_loss)
+                self._curves, path, f"{self.title}\n{names}", self.target_loss
             )
         except ConfigError as error:
             logger.warning("no picture: %s", error)

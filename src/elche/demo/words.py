@@ -10,7 +10,7 @@ from elche.demo.compare import (
     Devices,
     devices_in_words,
 )
-from elche.monitor.table import ContenderResult
+from elche.monitor.results import ContenderResult
 
 EQUAL_WITHIN = 0.02
 """A single run does not tell differences below this apart."""

@@ -26,7 +26,6 @@ from typing_extensions import Unpack, override
 
 from elche.errors import ConfigError
 from elche.integrations.rank_strategy import RankStrategy
-from elche.integrations.sync_only import sync_config
 from elche.session import ranks
 from elche.session.options import SetupOptions
 
@@ -58,8 +57,7 @@ class ElcheFabricStrategy(RankStrategy, SingleDeviceStrategy):
         super().__init__(
             device=ranks.device(), checkpoint_io=checkpoint_io, precision=precision
         )
-        config = sync_config(options, "Lightning Fabric")
-        self.take_rank(config, weight_of, samples_per_epoch)
+        self.take_rank("Lightning Fabric", options, weight_of, samples_per_epoch)
         self._module: nn.Module | None = None
         self._first_optimizer: Optimizer | None = None
         self._has_loader = False

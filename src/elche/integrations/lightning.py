@@ -26,7 +26,6 @@ from typing_extensions import Unpack, override
 from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
 from elche.errors import ConfigError
 from elche.integrations.rank_strategy import RankStrategy
-from elche.integrations.sync_only import sync_config
 from elche.session import ranks
 from elche.session.options import SetupOptions
 from elche.session.process import failing_together, shutdown
@@ -65,8 +64,7 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        config = sync_config(options, "Lightning's Trainer")
-        self.take_rank(config, weight_of, samples_per_epoch)
+        self.take_rank("Lightning's Trainer", options, weight_of, samples_per_epoch)
         self._layer_sync: Any = None  # Lightning's, with Trainer(sync_batchnorm=True)
         self._batches: TrainingBatches | None = None
 
@@ -175,20 +173,10 @@ class TrainingBatches:
         self._left -= 1
         return batch
 
-    @property
-    def dataset(self) -> Any:
-        """The user's."""
-        return self.loader.dataset
-
-    @property
-    def sampler(self) -> Any:
-        """The user's."""
-        return self.loader.sampler
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The user's."""
-        return self.loader.batch_sampler
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def end_epoch(self) -> None:
         """Ends the epoch under way, or leaves it where batches are left."""

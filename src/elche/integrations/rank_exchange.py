@@ -17,14 +17,6 @@ from torch import distributed as dist
 from elche.errors import ConfigError
 
 T = TypeVar("T")
-MOST_DIMS = 8
-DTYPES = tuple(
-    getattr(torch, name)
-    for name in (
-        *("float32", "float64", "float16", "bfloat16"),
-        *("int64", "int32", "int16", "int8", "uint8", "bool"),
-    )
-)
 
 
 @final
@@ -96,14 +88,17 @@ class RankExchange:
                 "gradient"
             )
         host = tensor.detach().cpu().contiguous()
-        forms = self._each(_form_of(host))
-        if any(not form.equal(forms[0]) for form in forms):
-            shapes = [form[2 : 2 + int(form[1])].tolist() for form in forms]
+        form = str(host.dtype), list(host.shape)
+        forms = [self.broadcast(form, rank) for rank in range(self._world_size)]
+        if any(each != forms[0] for each in forms):
             raise ConfigError(
-                f"all_gather stacks equal tensors, and the ranks' are {shapes}: ranks "
-                "train shares of different sizes; elche.all_gather() takes them"
+                "all_gather stacks equal tensors, and the ranks' are "
+                f"{[shape for _, shape in forms]}: ranks train shares of different "
+                "sizes; elche.all_gather() takes them"
             )
-        return torch.stack(self._each(host)).to(tensor.device)
+        parts = [torch.empty_like(host) for _ in range(self._world_size)]
+        dist.all_gather(parts, host, self._group)
+        return torch.stack(parts).to(tensor.device)
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """One rank's value of plain Python, on all ranks.
@@ -115,7 +110,15 @@ class RankExchange:
             return value
         packed = torch.empty(0, dtype=torch.uint8, device="cpu")
         if dist.get_rank() == source:
-            packed = torch.frombuffer(bytearray(_pack(value)), dtype=torch.uint8)
+            try:
+                raw = bytearray(msgpack.packb(value))
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ConfigError(
+                    "only None, numbers, strings, bytes, lists and dicts are "
+                    f"broadcast, got {type(value).__name__}: {error}; a tensor goes "
+                    "through elche.all_gather()"
+                ) from error
+            packed = torch.frombuffer(raw, dtype=torch.uint8)
         size = torch.tensor([packed.numel()], device="cpu")
         dist.broadcast(size, source, self._group)
         if dist.get_rank() != source:
@@ -123,32 +126,3 @@ class RankExchange:
         dist.broadcast(packed, source, self._group)
         got: T = msgpack.unpackb(packed.numpy().tobytes(), strict_map_key=False)
         return got
-
-    def _each(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self._world_size)]
-        dist.all_gather(parts, tensor, self._group)
-        return parts
-
-
-def _form_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Dtype, number of dimensions and shape, in a tensor of fixed length."""
-    if tensor.dim() > MOST_DIMS or tensor.dtype not in DTYPES:
-        raise ConfigError(
-            f"expected a tensor of at most {MOST_DIMS} dimensions and a real dtype, "
-            f"got {tensor.dtype} {list(tensor.shape)}"
-        )
-    form = torch.zeros(2 + MOST_DIMS, dtype=torch.int64, device="cpu")
-    form[0], form[1] = DTYPES.index(tensor.dtype), tensor.dim()
-    form[2 : 2 + tensor.dim()] = torch.tensor(tensor.shape, device="cpu")
-    return form
-
-
-def _pack(value: Any) -> bytes:
-    try:
-        packed: bytes = msgpack.packb(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            "only None, numbers, strings, bytes, lists and dicts are broadcast, got "
-            f"{type(value).__name__}: {error}; a tensor goes through elche.all_gather()"
-        ) from error
-    return packed

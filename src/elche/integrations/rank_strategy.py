@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from elche.config import RunConfig
+from elche.errors import ConfigError
 from elche.integrations.rank_exchange import RankExchange
 from elche.session import ranks
+from elche.session.options import run_config
 from elche.session.setup import setup
 
 
@@ -31,29 +33,22 @@ class RankStrategy(ABC):
 
     def take_rank(
         self,
-        config: RunConfig,
+        framework: str,
+        options: Mapping[str, Any],
         weight_of: Callable[[Any], Any] | None,
         samples_per_epoch: int | None,
     ) -> None:
         """Takes this process's place in the run, and what `elche.setup` is to get."""
-        self._config = config
-        self._weight_of = weight_of
-        self._samples_per_epoch = samples_per_epoch
+        self._config = sync_config(options, framework)
+        self._given = {"weight_of": weight_of, "samples_per_epoch": samples_per_epoch}
         self._exchange: RankExchange | None = None
         self.global_rank = self.local_rank = ranks.rank()
         self.world_size = ranks.world_size()
 
     def share(self, module: Any, optimizer: Optimizer, loader: DataLoader[Any]) -> Any:
         """`elche.setup`; returns this rank's loader."""
-        _, _, own = setup(
-            module,
-            optimizer,
-            loader,
-            config=self._config,
-            weight_of=self._weight_of,
-            samples_per_epoch=self._samples_per_epoch,
-        )
-        return own
+        given: dict[str, Any] = {"config": self._config, **self._given}
+        return setup(module, optimizer, loader, **given)[2]
 
     @property
     def accelerator(self) -> Any:
@@ -93,3 +88,24 @@ class RankStrategy(ABC):
         if self._exchange is None:
             self._exchange = RankExchange(self.world_size, self._config.timeout_s)
         return self._exchange
+
+
+def sync_config(options: Mapping[str, Any], framework: str) -> RunConfig:
+    """The run's settings for a framework whose ranks count the same steps.
+
+    Raises:
+        ConfigError: the policy trains windows, or an option is unknown or wrong.
+    """
+    config = run_config(None, {"leave_out": False, **options})
+    if config.policy != "sync":
+        raise ConfigError(
+            f"{framework} counts steps on every rank, and under policy "
+            f"{config.policy!r} ranks run different numbers of batches; choose "
+            "policy='sync' (also in ELCHE_POLICY), or use elche.setup in your own loop"
+        )
+    if config.leave_out:
+        raise ConfigError(
+            f"{framework} counts steps on every rank, also on ranks that would be left "
+            "out; leave leave_out=True out"
+        )
+    return config

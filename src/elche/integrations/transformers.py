@@ -16,14 +16,13 @@ from torch.utils.data import IterableDataset
 
 from elche.config import RunConfig
 from elche.errors import ConfigError
-from elche.integrations.main_evaluation import MainEvaluation
 from elche.integrations.optimizer_steps import (
     StepBatch,
     StepEpochs,
     items_of,
     step_loader,
 )
-from elche.integrations.step_losses import StepLosses
+from elche.integrations.shared_figures import MainEvaluation, StepLosses
 from elche.integrations.transformers_arguments import (
     ElcheArgumentsMixin,
     ElcheTrainingArguments,

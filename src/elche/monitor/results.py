@@ -1,4 +1,4 @@
-"""Results on the screen and in files."""
+"""Results on the screen and in files: the table of contenders, JSON, the log."""
 
 from __future__ import annotations
 
@@ -8,47 +8,142 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from elche.errors import ConfigError
-from elche.monitor.table import COLUMNS, ContenderResult, plain_table, table_rows
+from elche.monitor.run_view import aligned
 
-LEFT_COLUMNS = ("contender", "note")
+
+@dataclass(frozen=True, kw_only=True)
+class ContenderResult:
+    """Results of one way of training; None where it was not measured.
+
+    Attributes:
+        name: the contender, for example ``solo-0``, ``ddp`` or ``elche-sync``.
+        samples_per_s: median over the runs.
+        samples_per_s_spread: relative spread over the runs, see `spread`.
+        efficiency: hardware efficiency, 1.0 being the sum of all devices alone.
+        bound: best possible efficiency of this way of training there.
+        sample_efficiency: samples that one device needs to the same loss over
+            those needed here.
+        eval_loss: held-out loss at the end.
+        time_to_loss_s: seconds until the loss that all contenders are held to.
+        gain: time of the fastest device alone over this one's, to that loss.
+        note: a remark for the reader.
+    """
+
+    name: str
+    samples_per_s: float
+    samples_per_s_spread: float | None = None
+    efficiency: float | None = None
+    bound: float | None = None
+    sample_efficiency: float | None = None
+    eval_loss: float | None = None
+    time_to_loss_s: float | None = None
+    gain: float | None = None
+    note: str = ""
+
+
+COLUMNS = (
+    "contender",
+    "samples/s",
+    "hardware eff.",
+    "bound",
+    "sample eff.",
+    "eval loss",
+    "time to loss",
+    "gain",
+    "note",
+)
+"""Headings of the cells that `table_rows` returns."""
+
+
+def contenders_to_json(results: Sequence[ContenderResult]) -> dict[str, dict[str, Any]]:
+    """Fields by name, as the JSON holds them; numbers that it cannot hold are None."""
+    rows = [_finite(asdict(result)) for result in results]
+    return {row.pop("name"): row for row in rows}
+
+
+def table_rows(results: Sequence[ContenderResult]) -> list[list[str]]:
+    """Cells of the table, a row per contender and a cell per entry of `COLUMNS`."""
+    return [
+        [
+            result.name,
+            _rate(result),
+            _cell(result.efficiency, "{:.1%}"),
+            _cell(result.bound, "{:.1%}"),
+            _cell(result.sample_efficiency, "{:.0%}"),
+            _cell(result.eval_loss, "{:.4f}"),
+            _cell(result.time_to_loss_s, "{:.1f} s"),
+            _cell(result.gain, "{:.2f}x"),
+            result.note,
+        ]
+        for result in results
+    ]
 
 
 def print_table(
     results: Sequence[ContenderResult], title: str, stream: TextIO | None = None
 ) -> None:
-    """Prints the table: drawn by rich on a terminal, as plain text elsewhere.
+    """Prints the table as aligned text.
 
     Args:
         results: a row each.
         title: heads the table.
         stream: standard output unless given.
     """
-    stream = sys.stdout if stream is None else stream
-    if not stream.isatty():
-        stream.write(f"{title}\n\n{plain_table(results)}\n")
-        return
-    from rich.console import Console
-    from rich.table import Table
+    print(f"{title}\n\n{plain_table(results)}", file=stream)
 
-    table = Table(title=title, title_justify="left")
-    rows = table_rows(results)
-    kept = [
-        index
-        for index in range(len(COLUMNS))
-        if any(row[index] not in ("", "-") for row in rows)
-    ]
-    for index in kept:
-        left = COLUMNS[index] in LEFT_COLUMNS
-        table.add_column(
-            COLUMNS[index], justify="left" if left else "right", no_wrap=not left
+
+def plain_table(results: Sequence[ContenderResult]) -> str:
+    """The table as aligned text; columns that say nothing are left out."""
+    columns = zip(*table_rows(results), strict=True)
+    return "\n".join(
+        aligned(
+            [
+                (heading, "<" if heading in ("contender", "note") else ">", cells)
+                for heading, cells in zip(COLUMNS, columns, strict=False)
+                if any(cell not in ("", "-") for cell in cells)
+            ]
         )
-    for row in rows:
-        table.add_row(*(row[index] for index in kept))
-    Console(file=stream).print(table)
+    )
+
+
+def time_to_loss(
+    curve: Sequence[tuple[float, float]], target_loss: float
+) -> float | None:
+    """Time or samples at which a curve first reaches a loss, by interpolation.
+
+    Args:
+        curve: (time, loss) in order of time; samples may stand for the time.
+        target_loss: the loss to reach.
+
+    Returns:
+        The time, in the curve's unit; None if the loss is never reached.
+    """
+    before: tuple[float, float] | None = None
+    for at, loss in curve:
+        if loss <= target_loss:
+            if before is None:
+                return at
+            done = (before[1] - target_loss) / (before[1] - loss)
+            return before[0] + done * (at - before[0])
+        if math.isfinite(loss):
+            before = (at, loss)
+    return None
+
+
+def _rate(result: ContenderResult) -> str:
+    text = f"{result.samples_per_s:.1f}"
+    if result.samples_per_s_spread is not None:
+        text += f" ±{result.samples_per_s_spread / 2:.1%}"
+    return text
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def to_json_text(values: Any) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from elche.coordination.accounts.metrics import WindowMetrics
 from elche.coordination.protocol.events import Event, Join
@@ -16,10 +18,73 @@ from elche.coordination.protocol.instructions import (
     Instruction,
     MetricsReported,
 )
-from elche.monitor.rank_table import RankLine, rank_table, waiting_parts
 
 RECENT_S = 5.0
 BAR_CELLS = 24
+
+
+RANKS_SHOWN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLine:
+    """State of one rank; None for values not known yet.
+
+    Attributes:
+        rank: which.
+        device: its name.
+        memory_bytes: of the device; 0 if it was not found out.
+        samples_per_s: what the rank delivers outside of synchronisations.
+        share: its part of the samples.
+        waiting: part of its time in synchronisations: for other ranks, and reducing.
+    """
+
+    rank: int
+    device: str
+    memory_bytes: int = 0
+    samples_per_s: float | None = None
+    share: float | None = None
+    waiting: float | None = None
+
+
+def rank_table(lines: Sequence[RankLine]) -> list[str]:
+    """Aligned text with a heading; the first ranks of many."""
+    shown = lines[:RANKS_SHOWN]
+    columns = [
+        ("rank", ">", [str(line.rank) for line in shown]),
+        ("device", "<", [line.device for line in shown]),
+        ("memory", ">", [f"{line.memory_bytes / 1e9:.1f} GB" for line in shown]),
+        ("samples/s", ">", [_cell(line.samples_per_s, ",.0f") for line in shown]),
+        ("share", ">", [_cell(line.share, ".0%") for line in shown]),
+        ("waiting", ">", [_cell(line.waiting, ".0%") for line in shown]),
+    ]
+    if not any(line.memory_bytes for line in shown):
+        del columns[2]
+    more = len(lines) - len(shown)
+    rows = [f"  {row}" for row in aligned(columns)]
+    return [*rows, *([f"  and {more} more"] if more else [])]
+
+
+def aligned(columns: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
+    """Lines of a table: of each column its heading, its side (< or >), its cells."""
+    padded = [
+        [
+            f"{cell:{side}{max(map(len, (heading, *cells)))}}"
+            for cell in (heading, *cells)
+        ]
+        for heading, side, cells in columns
+    ]
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def waiting_parts(
+    busy_s: Sequence[float], sync_wait_s: Sequence[float]
+) -> tuple[float, ...]:
+    """Part of each rank's time that it spent in synchronisations."""
+    return tuple(
+        wait / (busy + wait) if busy + wait > 0 else 0.0
+        for busy, wait in zip(busy_s, sync_wait_s, strict=True)
+    )
 
 
 class RunView:
@@ -136,3 +201,7 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"

@@ -18,7 +18,7 @@ from elche.runtime.windows.window_sync import WindowSync
 
 @final
 class RankHost:
-    """Host of micro-batches in a run of ranks (:class:`micro_batches.Host`).
+    """Host of micro-batches in a run of ranks (`trainer.micro_batches`).
 
     Args:
         synchroniser: reduces the batch's gradients, or its window.

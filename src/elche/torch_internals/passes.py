@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -12,60 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elche.torch_internals.lookup import (
-    INTERNALS,
-    REFUSED,
-    bind,
-    has,
-    nothing,
-    refusing,
-)
+from elche.torch_internals.lookup import bind
 
-_QUEUE = "torch.autograd.Variable._execution_engine.queue_callback"
 queue_callback: Callable[[Callable[[], None]], None] = bind(
-    _QUEUE, "2.0", "calls back when a backward pass ends", REFUSED, refusing(_QUEUE)
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "calls back when a backward pass ends",
 )
 
-_NODE = "torch._C._current_autograd_node"
 current_node: Callable[[], Any] = bind(
-    _NODE, "2.0", "tells a nested backward pass", REFUSED, refusing(_NODE)
+    "torch._C._current_autograd_node", "tells a nested backward pass"
 )
 """The node that autograd is in; None at the end of an outermost backward pass."""
 
-_passes = itertools.count()
-
-
-def _new_pass() -> int:
-    """Another number whenever it is asked for, so that nobody relies on an old one."""
-    try:
-        queue_callback(nothing)
-    except RuntimeError:  # torch's answer outside of a backward pass
-        return -1
-    return next(_passes)
-
-
 graph_task_id: Callable[[], int] = bind(
-    "torch._C._current_graph_task_id",
-    "2.0",
-    "tells backward passes apart",
-    "every gradient is handled as if it were the first of its backward pass",
-    _new_pass,
+    "torch._C._current_graph_task_id", "tells backward passes apart"
 )
 """The number of the backward pass under way on this thread; -1 outside of one."""
 
 
-_LOSSES = "sees that a loss is a sum"
-_HAS_REDUCTION = has(
-    "torch._C._functions.NllLossBackward0._saved_reduction",
-    "2.0",
-    _LOSSES,
-    "losses that are sums train as means unless loss_reduction says so",
-)
-
-
 def saved_reduction(node: Any) -> str:
     """Reduction of a node of autograd's graph that is torch's own loss, or ""."""
-    saved = getattr(node, "_saved_reduction", None) if _HAS_REDUCTION else None
+    saved = getattr(node, "_saved_reduction", None)
     return ("none", "mean", "sum")[saved] if saved in (0, 1, 2) else ""
 
 
@@ -96,45 +62,23 @@ def backward_roots(thread: int) -> tuple[torch.Tensor, ...]:
     return (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
 
 
-# Split backward passes of pipelines. Where one of these is missing, nothing is split:
-# a full backward pass gives the same gradients.
-
 _SPLIT = "splits a pipeline's backward pass"
-_FULL = "pipelines run full backward passes"
-
-
-def _unsure(*_: Any) -> bool:
-    """The answer that lets nothing be deferred."""
-    return True
-
-
 in_functorch: Callable[[], bool] = bind(
-    "torch._C._are_functorch_transforms_active", "2.0", _SPLIT, _FULL, _unsure
+    "torch._C._are_functorch_transforms_active", _SPLIT
 )
-function_modes: Callable[[], int] = bind(
-    "torch._C._len_torch_function_stack", "2.0", _SPLIT, _FULL, _unsure
-)
+function_modes: Callable[[], int] = bind("torch._C._len_torch_function_stack", _SPLIT)
 """Number of the function modes that are active; a default device is one."""
 is_in_backward: Callable[[Any], bool] = bind(
-    "torch._C._will_engine_execute_node", "2.0", _SPLIT, _FULL, _unsure
+    "torch._C._will_engine_execute_node", _SPLIT
 )
 """The backward pass under way comes to a node: `torch.autograd.grad` leaves some out.
 
 Only within a backward pass."""
 _PROJECTIONS = {
-    name: bind(f"torch.nn.functional.{name}", "2.0", _SPLIT, _FULL, _unsure)
+    name: bind(f"torch.nn.functional.{name}", _SPLIT)
     for name in ("_in_projection", "_in_projection_packed")
 }
 """Functions inside of attention that hold its first linear layers."""
-HAS_VERSION = has(
-    "torch.Tensor._version",
-    "2.0",
-    _SPLIT,
-    f"{_FULL}, and tensors are copied again where a change would tell",
-)
-has("torch.nn.Module._compiled_call_impl", "2.1", _SPLIT, _FULL)
-CAN_SPLIT = all(each.is_there for each in INTERNALS if each.used_for == _SPLIT)
-"""True if weight gradients may be deferred with this torch."""
 
 
 def attention_with(linear: Callable[..., torch.Tensor]) -> Callable[..., Any]:
@@ -179,8 +123,7 @@ def mark_dynamic(tensor: torch.Tensor) -> None:
         mark(tensor, 0)
 
 
-_FAKE = "torch._subclasses.FakeTensorMode"
 FakeTensorMode: Any = bind(
-    _FAKE, "2.1", "cuts a model for a pipeline", REFUSED, refusing(_FAKE)
+    "torch._subclasses.FakeTensorMode", "cuts a model for a pipeline"
 )
 """Runs a model without computing, with sizes as symbols."""

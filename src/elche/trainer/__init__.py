@@ -1,9 +1,9 @@
 """The `Trainer`: its loop, evaluation, its handle, and its end."""
 
-from elche.trainer.early_stopping import EarlyStopping as EarlyStopping
 from elche.trainer.handle import TrainingHandle as TrainingHandle
 from elche.trainer.handle import TrainingPhase as TrainingPhase
 from elche.trainer.trainer import Trainer as Trainer
+from elche.trainer.trainer_config import EarlyStopping as EarlyStopping
 from elche.trainer.trainer_config import TrainerConfig as TrainerConfig
 from elche.trainer.trainer_result import EpochRecord as EpochRecord
 from elche.trainer.trainer_result import RunReport as RunReport

@@ -108,15 +108,13 @@ def predict(
             f"expected rows of one shape from every batch, got others: {error}; pad "
             "them to one length"
         ) from error
-    stop = None if part.is_own else 0
-    gathered = iter(
-        [gather_rows(c[:stop], part.call, is_of_batch=False) for c in columns]
-    )
-    if not part.is_whole:  # a rank has died with its part
+    gathered = part.gather(columns)
+    if gathered is None:  # a rank has died with its part
         return predict(step, loader, on=on)
     if on == "main" and not ranks.is_main_process():
         return None
-    return map_rows(trees[0], lambda _: next(gathered))
+    found = iter(gathered)
+    return map_rows(trees[0], lambda _: next(found))
 
 
 def evaluate_by(
@@ -133,19 +131,6 @@ def evaluate_by(
         weights: what batches weigh; None: their samples.
         is_over: asked before each batch; where it is the (one) mean is NaN.
     """
-    means: Any = None
-    while means is None:  # again, where a rank has died with its part
-        means = _evaluate_once(step, loader, weights, is_over)
-    return means
-
-
-def _evaluate_once(
-    step: Callable[[Any, float], Values],
-    loader: DataLoader[Any],
-    weights: BatchWeights | None,
-    is_over: Callable[[], bool],
-) -> Any:
-    """The means; None where a rank has died meanwhile."""
     part = _Part.of(loader, "elche.evaluate")
     names, is_one = [""], True
     rows: list[list[float]] = []
@@ -161,14 +146,10 @@ def _evaluate_once(
             by_name = values if isinstance(values, dict) else {"": values}
             names, is_one = sorted(by_name), by_name is not values
             rows.append([weight, *(_number(by_name[name]) for name in names)])
-    if not part.done():
-        return None
-    mine = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    mine = mine[: None if part.is_own else 0]
-    table = gather_rows(mine, part.call, is_of_batch=False)
-    if not part.is_whole:
-        return None
-    weight_column, *columns = table.T.tolist()
+    table = part.gather([_float64(rows)]) if part.done() else None
+    if table is None:  # a rank has died with its part
+        return evaluate_by(step, loader, weights, is_over)
+    weight_column, *columns = table[0].T.tolist()
     means = [_mean(weight_column, column) for column in columns]
     return means[0] if is_one else dict(zip(names, means, strict=True))
 
@@ -191,7 +172,7 @@ class _Part:
     @staticmethod
     def of(loader: DataLoader[Any], call: str) -> _Part:
         length, size = _checked(loader)
-        speeds = _speeds.of_rank_0(call)
+        speeds = _speeds_of_rank_0(call)
         start, stop = batches_of(ranks.rank(), speeds, -(-length // size))
         is_own = stop > start
         indices = [
@@ -218,55 +199,51 @@ class _Part:
             loaded = iter(loader)
         return zip(self.indices, loaded, strict=True)
 
-    @property
-    def is_whole(self) -> bool:
-        """True if all ranks live that divided the batches; the same on all of them."""
-        return len(self.speeds) == ranks.world_size()
-
     def done(self) -> bool:
-        """All ranks say how fast they were; see :attr:`is_whole`."""
+        """All ranks report their speeds; False if one has died with its part."""
         samples = sum(map(len, self.indices)) if self.is_own else 0
         speed = samples / max(time.monotonic() - self.began_s, 1e-9)
-        mine = torch.tensor([speed], dtype=torch.float64, device="cpu")
-        all_speeds = gather_rows(mine, self.call, is_of_batch=False).tolist()
-        if not self.is_whole:
+        speeds = gather_rows(_float64([speed]), self.call, is_of_batch=False).tolist()
+        if len(self.speeds) != ranks.world_size():
             return False
-        pairs = zip(all_speeds, self.speeds, strict=True)
-        _speeds.values = tuple(new or old for new, old in pairs)
+        pairs = zip(speeds, self.speeds, strict=True)
+        _Last.speeds = tuple(new or old for new, old in pairs)
         return True
 
-
-class _Speeds:
-    """Samples per second of each rank in the last evaluation."""
-
-    values: tuple[float, ...] = ()
-
-    def of_rank_0(self, call: str) -> tuple[float, ...]:
-        """The speeds that rank 0 uses: ranks with other measurements must agree."""
-        told: tuple[float, ...] = ()
-        while len(told) != ranks.world_size():  # again, where a rank has died
-            row = self._all() if ranks.rank() == 0 else ()
-            mine = torch.tensor(row, dtype=torch.float64, device="cpu")
-            told = tuple(gather_rows(mine, call, is_of_batch=False).tolist())
-        return told
-
-    def _all(self) -> tuple[float, ...]:
-        world_size, speeds = ranks.world_size(), self.values
-        if len(speeds) != world_size:
-            speeds = _training_speeds()
-        if len(speeds) != world_size or not sum(speeds) > 0.0:
-            speeds = (1.0,) * world_size
-        return speeds
+    def gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The rows of all ranks; None if one has died with its part."""
+        stop = None if self.is_own else 0
+        rows = [gather_rows(c[:stop], self.call, is_of_batch=False) for c in columns]
+        return rows if len(self.speeds) == ranks.world_size() else None
 
 
-_speeds = _Speeds()
+class _Last:
+    """The last evaluation: samples per second of each rank."""
+
+    speeds: tuple[float, ...] = ()
 
 
-def _training_speeds() -> tuple[float, ...]:
-    """Samples per second of each rank in the last epoch."""
-    view = process.metrics
-    last = None if view is None else view.newest_epoch()
-    return () if last is None else last.rank_samples_per_s
+def _speeds_of_rank_0(call: str) -> tuple[float, ...]:
+    """The speeds that rank 0 uses: ranks with other measurements must agree."""
+    agreed: tuple[float, ...] = ()
+    while len(agreed) != ranks.world_size():  # again, where a rank has died
+        mine = _float64(_known_speeds() if ranks.rank() == 0 else ())
+        agreed = tuple(gather_rows(mine, call, is_of_batch=False).tolist())
+    return agreed
+
+
+def _known_speeds() -> tuple[float, ...]:
+    """Of the last evaluation, before that of training, before that equal ones."""
+    last = None if process.metrics is None else process.metrics.newest_epoch()
+    trained = () if last is None else last.rank_samples_per_s
+    for speeds in (_Last.speeds, trained):
+        if len(speeds) == ranks.world_size():
+            return speeds if sum(speeds) > 0.0 else (1.0,) * len(speeds)
+    return (1.0,) * ranks.world_size()
+
+
+def _float64(rows: Sequence[Any]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def batches_of(rank: int, speeds: Sequence[float], batches: int) -> tuple[int, int]:
@@ -311,14 +288,13 @@ def _checked(loader: object) -> tuple[int, int]:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    is_tensor = isinstance(value, torch.Tensor)
+    if isinstance(value, int | float) or (is_tensor and value.numel() == 1):
         return float(value)
-    if isinstance(value, int | float):
-        return float(value)
-    shape = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    shape = f" of shape {list(value.shape)}" if is_tensor else ""
     raise ConfigError(
         "expected the mean over the batch as a number, or a dictionary of such, got "
-        f"{type(value).__name__} {shape}".rstrip()
+        f"{type(value).__name__}{shape}"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.config import DELAYED_SYNC
 from elche.coordination.accounts.metrics import EpochMetrics
 from elche.errors import ElcheError
@@ -27,16 +27,10 @@ from elche.session.metrics import current_metrics
 from elche.session.process import current_run, process
 from elche.session.start import set_up
 from elche.trainer.evaluation import evaluate_by
-from elche.trainer.micro_batches import (
-    MicroBatches,
-    PartsConfig,
-    meets_in_batches,
-)
+from elche.trainer.micro_batches import MicroBatches
 from elche.trainer.recipe import Recipe
 from elche.trainer.trained_epochs import TrainedEpochs
 from elche.trainer.trainer_result import EpochRecord, RunReport, TrainResult
-
-logger = logging.getLogger(__name__)
 
 
 class Fitting:
@@ -68,7 +62,7 @@ class Fitting:
             epochs=self._config.epochs,
             samples_per_epoch=self._config.samples_per_epoch,
             weight_of=self._config.weight_of,
-            micro_batches=not meets_in_batches(model),
+            micro_batches=not sync_batchnorm_layers(model),
             is_default=recipe.names_no_policy,
             stops=stops,
             delayed=self._delayed,
@@ -93,14 +87,12 @@ class Fitting:
         self._parts = MicroBatches(
             self._model,
             ranks.device(),
-            PartsConfig(
-                max_samples=run.cap_of(ranks.rank()),
-                least_samples=min_share_samples(model),
-                is_sum=run.loss_reduction == "sum",
-                weights=self._weights,
-            ),
-            None if current is None else current.host,
-            metrics.run_part,
+            max_samples=run.cap_of(ranks.rank()),
+            least_samples=min_share_samples(model),
+            is_sum=run.loss_reduction == "sum",
+            weights=self._weights,
+            host=None if current is None else current.host,
+            on_part=metrics.run_part,
         )
 
     def run(self, *, heeds_signals: bool) -> TrainResult:
@@ -123,9 +115,8 @@ class Fitting:
 
     def _run_epochs(self) -> TrainResult:
         stopped_by, config = "", self._config
-        best, numbers = self._epochs.best, self._epochs.numbers()
-        for epoch in numbers:
-            history = self._epochs.records
+        epochs = self._epochs
+        for epoch in epochs.numbers():
             started_s = time.monotonic()
             is_whole = self._train_epoch()
             record = self._record(epoch, time.monotonic() - started_s, is_whole)
@@ -134,12 +125,11 @@ class Fitting:
             if stopped_by and math.isnan(record.eval_loss or 0.0):  # broken off
                 record, is_judged = replace(record, eval_loss=None), False
             if is_whole or record.samples:
-                history.append(record)
-            is_enough = is_judged and best.take(record, self._state)
-            if is_whole and ranks.is_main_process():
-                if config.on_epoch_end is not None:
-                    config.on_epoch_end(record)
-                self._checkpoint(epoch, sum(each.samples for each in history))
+                epochs.records.append(record)
+            is_enough = is_judged and epochs.judge(record, self._state)
+            tell = config.on_epoch_end
+            if is_whole and tell is not None and ranks.is_main_process():
+                tell(record)
             if stopped_by:
                 process.checkpoints.end()
                 break
@@ -148,11 +138,11 @@ class Fitting:
                 break
         return TrainResult(
             self._state(),
-            self._epochs.records,
-            self._report(self._epochs.records[self._epochs.resumed :]),
+            epochs.records,
+            self._report(epochs.records[epochs.resumed :]),
             stopped_by or None,
-            best.metric,
-            best.state,
+            epochs.best_metric,
+            epochs.best_state,
         )
 
     def _train_epoch(self) -> bool:
@@ -240,26 +230,12 @@ class Fitting:
     ) -> ProgressLR | None:
         """Scheduler of the rate of every step; None scales it once."""
         schedule = self._config.lr_schedule
-        factor = self._config.lr_factor(ranks.world_size())
+        factor = self._config.lr_scale
         if schedule is not None:
             return ProgressLR(optimizer, schedule, total_samples, factor)
         if factor != 1.0:
-            ProgressLR(optimizer, _constant, total_samples, factor).step()
+            ProgressLR(optimizer, lambda _: 1.0, total_samples, factor).step()
         return None
-
-    def _checkpoint(self, epoch: int, samples: int) -> None:
-        """Hands a checkpoint out if one is due; what the callback raises is logged."""
-        save = self._config.on_checkpoint
-        every = self._config.checkpoint_every_epochs or 1
-        if save is None or (epoch + 1) % every:
-            return
-        checkpoint = {"model": self._state(), "epoch": epoch, "samples": samples}
-        try:
-            save(epoch, checkpoint)
-        except Exception:
-            logger.exception(
-                "on_checkpoint failed after epoch %d; training goes on", epoch
-            )
 
     def _state(self) -> dict[str, Any]:
         """The consensus, copied to the CPU."""
@@ -310,10 +286,6 @@ class Fitting:
             synchronisations=sum(end.windows for end in ends),
             anchor=ends[-1].anchor if ends else 1,
         )
-
-
-def _constant(progress: float) -> float:
-    return 1.0
 
 
 def _train_loss(metrics: EpochMetrics) -> float:

@@ -18,11 +18,11 @@ the same, however they are divided. (With dropout they are those of the first ma
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -33,56 +33,13 @@ from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.data.transfer import batch_length
-from elche.trainer.batch_parts import cut_batch
+from elche.runtime.memory_limits import RankHost
+from elche.torch_internals.batches import tree_leaves, tree_map
 
 logger = logging.getLogger(__name__)
 
 LARGE_BUFFER_ELEMENTS = 65_536
 """A larger buffer (a mask, a table) is not copied before every batch."""
-
-
-class Host(Protocol):
-    """The run on several ranks, as far as a batch in parts concerns it."""
-
-    def hold(self, holds: bool) -> None:
-        """Gradients that appear now are kept for the last micro-batch, or not."""
-
-    def rewind(self) -> None:
-        """The forward or backward pass was broken off, and the batch is run again."""
-
-    def limited(self, samples: int) -> None:
-        """This rank's device holds no more samples at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartsConfig:
-    """Division of batches.
-
-    Attributes:
-        max_samples: samples that the device holds at once; None if that is not known
-            to be limited.
-        least_samples: of a micro-batch: BatchNorm cannot train on one sample.
-        is_sum: the loss is a sum over samples; else their mean.
-        weights: what a part of a batch weighs in that mean; None: its samples.
-    """
-
-    max_samples: int | None = None
-    least_samples: int = 1
-    is_sum: bool = False
-    weights: BatchWeights | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_samples is not None and self.max_samples < self.least_cap:
-            raise ConfigError(
-                f"expected max_samples of at least {self.least_cap} for a model that "
-                f"trains on {self.least_samples} samples and more, got "
-                f"{self.max_samples}"
-            )
-
-    @property
-    def least_cap(self) -> int:
-        """The smallest cap with which every larger batch can be divided."""
-        return 2 * self.least_samples - 1
 
 
 @final
@@ -92,30 +49,53 @@ class MicroBatches:
     Args:
         model: the model, in training.
         device: where it is.
-        config: the cap known so far, and how losses add up.
+        max_samples: samples that the device holds at once; None if that is not known
+            to be limited.
+        least_samples: of a micro-batch: BatchNorm cannot train on one sample.
+        is_sum: the loss is a sum over samples; else their mean.
+        weights: what a part of a batch weighs in that mean; None: its samples.
         host: the run on several ranks; None on one.
-        on_part: told before each micro-batch which part of the batch it is, 0 to 1.
+        on_part: called before each micro-batch with its part of the batch, 0 to 1.
 
     Attributes:
         max_samples: samples that the device holds at once, None if not known.
+
+    Raises:
+        ConfigError: with this ``max_samples`` not every larger batch can be divided.
     """
 
     def __init__(
         self,
         model: nn.Module,
         device: torch.device,
-        config: PartsConfig,
-        host: Host | None,
+        *,
+        max_samples: int | None,
+        least_samples: int,
+        is_sum: bool,
+        weights: BatchWeights | None,
+        host: RankHost | None,
         on_part: Callable[[float], None],
     ) -> None:
+        self._least_cap = 2 * least_samples - 1
+        if max_samples is not None and max_samples < self._least_cap:
+            raise ConfigError(
+                f"expected max_samples of at least {self._least_cap} for a model that "
+                f"trains on {least_samples} samples and more, got {max_samples}"
+            )
         self._model = model
         self._device = device
-        self._config = config
+        self._is_sum = is_sum
+        self._weights = weights
         self._host = host
         self._on_part = on_part
-        self._buffers = _written_buffers(model)
+        norms = norm_buffers(model)
+        self._buffers = [  # that a forward pass may write
+            buffer
+            for buffer in model.buffers()
+            if id(buffer) in norms or buffer.numel() <= LARGE_BUFFER_ELEMENTS
+        ]
         self._proven = 0
-        self.max_samples = config.max_samples
+        self.max_samples = max_samples
 
     def backward(
         self, batch: Any, samples: int, loss_of: Callable[[Any], torch.Tensor]
@@ -175,7 +155,7 @@ class MicroBatches:
                 if self._host is not None:
                     self._host.hold(index < len(weighed) - 1)
                 self._on_part(share)
-                loss = loss_of(part) * (1.0 if self._config.is_sum else share)
+                loss = loss_of(part) * (1.0 if self._is_sum else share)
                 loss.backward()
                 loss = loss.detach()
                 total = loss if total is None else total + loss
@@ -192,7 +172,7 @@ class MicroBatches:
         A mean over no token is NaN, and so is NaN times 0.
         """
         counts = [float(samples) for _, samples in parts]
-        weights = self._config.weights
+        weights = self._weights
         if weights is not None:
             said = [weights.of(part, f"a micro-batch of {n}") for part, n in parts]
             counts = said if any(said) else counts
@@ -216,7 +196,7 @@ class MicroBatches:
             ) from error
         count = len(parts) + max(1, len(parts) // 2)
         cap = min(-(-batch_length(batch) // count), size - 1)
-        cap = max(cap, self._config.least_cap)
+        cap = max(cap, self._least_cap)
         logger.warning(
             "%d samples do not fit %s; it gets at most %d at once from now on (%s)",
             size,
@@ -247,9 +227,9 @@ class MicroBatches:
             cut_batch(batch, 0, 1, length)
         except ConfigError as error:
             return f"its batch cannot be divided ({error}); lower batch_size"
-        if size <= self._config.least_cap:
+        if size <= self._least_cap:
             return (
-                f"fewer than {self._config.least_cap} at once are not possible: it has "
+                f"fewer than {self._least_cap} at once are not possible: it has "
                 "too little memory for this model"
             )
         return ""
@@ -272,33 +252,58 @@ class _Moment:
 
     def __init__(self, device: torch.device, buffers: Sequence[torch.Tensor]) -> None:
         self._device = device
-        self._buffers = buffers
-        self._values = [buffer.detach().clone() for buffer in buffers]
+        self._kept = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._host_state = torch.get_rng_state()
-        self._device_state = (
-            torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        )
+        if device.type == "cuda":
+            self._device_state = torch.cuda.get_rng_state(device)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Makes them so again."""
-        for buffer, value in zip(self._buffers, self._values, strict=True):
+        for buffer, value in self._kept:
             buffer.copy_(value)
         torch.set_rng_state(self._host_state)
-        if self._device_state is not None:
+        if self._device.type == "cuda":
             torch.cuda.set_rng_state(self._device_state, self._device)
 
 
-def meets_in_batches(model: nn.Module) -> bool:
-    """True if ranks of a run meet in its forward pass, which has no parts then."""
-    return bool(sync_batchnorm_layers(model))
+def cut_batch(batch: Any, start: int, stop: int, length: int) -> Any:
+    """Samples ``start`` to ``stop`` of everything in a batch of ``length``.
 
+    Tensors are cut along dimension 0, and so are lists and tuples that hold one thing
+    per sample and no tensor. Single numbers, texts and tensors of no dimension belong
+    to every sample.
 
-def _written_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """Buffers that a forward pass may write: small ones, and those of norm layers."""
-    norms = norm_buffers(model)
-    return [
-        buffer
-        for buffer in model.buffers()
-        if id(buffer) in norms or buffer.numel() <= LARGE_BUFFER_ELEMENTS
-    ]
+    Raises:
+        ConfigError: something in it has another length, or cannot be cut.
+    """
+
+    def is_whole(item: Any) -> bool:
+        is_rows = isinstance(item, (list, tuple)) and len(item) == length
+        return is_rows and not any(
+            isinstance(leaf, torch.Tensor) for leaf in tree_leaves(item)
+        )
+
+    def cut(item: Any) -> Any:
+        if isinstance(item, torch.Tensor) and item.dim():
+            if len(item) != length:
+                raise ConfigError(
+                    f"expected every tensor to have {length} samples in dimension 0, "
+                    f"got {list(item.shape)}"
+                )
+            return item[start:stop]
+        if isinstance(item, (list, tuple)):
+            return item[start:stop]
+        if isinstance(item, Mapping):  # one that torch does not look into
+            same: Any = copy.copy(item)
+            same.update(
+                {key: cut_batch(item[key], start, stop, length) for key in item}
+            )
+            return same
+        if item is None or isinstance(item, (torch.Tensor, str, bytes, int, float)):
+            return item
+        raise ConfigError(
+            f"expected tensors in tuples, lists or dicts, got {type(item).__name__}"
+        )
+
+    return tree_map(cut, batch, is_leaf=is_whole)

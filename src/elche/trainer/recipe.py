@@ -76,14 +76,11 @@ class Recipe:
                 )
             loss = self._loss_fn(model(batch[0]), batch[1])
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = (
-                f"a tensor of shape {list(loss.shape)}"
-                if isinstance(loss, torch.Tensor)
-                else type(loss).__name__
-            )
+            is_tensor = isinstance(loss, torch.Tensor)
+            shape = f" of shape {list(loss.shape)}" if is_tensor else ""
             raise ConfigError(
-                f"expected loss_fn to return a scalar tensor, got {shape}; take the "
-                "mean over the batch"
+                "expected loss_fn to return a scalar tensor, got "
+                f"{type(loss).__name__}{shape}; take the mean over the batch"
             )
         return loss.reshape(())
 

@@ -6,21 +6,44 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import Required
 
-from elche.config import DELAYED_SYNC, RunConfig, TrainerPolicyName
-from elche.config_checks import check_known
+from elche.config import RunConfig, TrainerPolicyName
+from elche.config_checks import check_choice, check_known, check_positive, check_whole
 from elche.config_parts import refuse_former
-from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.accounts.metrics import WindowMetrics
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import WeightOf, check_weight_of
 from elche.session.options import RunOptions, run_config
-from elche.trainer.early_stopping import EarlyStopping
 from elche.trainer.trainer_result import EpochRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStopping:
+    """Ends training when a metric has not improved for some epochs.
+
+    The model of the best epoch is kept: ``result.best_state``.
+
+    Attributes:
+        metric: ``"eval_loss"``, ``"train_loss"`` or the name of a logged scalar.
+        patience: epochs without improvement after which training ends.
+        min_delta: least change that counts as an improvement.
+        mode: ``"min"`` where less is better, or ``"max"``.
+    """
+
+    metric: str = "eval_loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, ("min", "max"))
+        check_whole("patience", self.patience, 1)
+        if not 0.0 <= self.min_delta < math.inf:
+            raise ConfigError(f"expected a min_delta from 0 on, got {self.min_delta!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,24 +70,13 @@ class TrainerConfig:
         max_grad_norm: clip gradients to this norm, after the reduction.
         lr_schedule: factor on the learning rate as a function of progress in samples,
             0 to 1; the same on every rank, whatever its speed.
-        lr_scale: constant factor on top of it. ``"linear"`` is the linear scaling rule
-            (Goyal et al., 2017), the batches whose samples go into one common update:
-            1, as ``batch_size`` is already the global batch, but with a larger
-            ``local_batch_size`` under ``cadence`` and ``async``: up to the world size.
-            Or a number. ``"none"`` is 1.
+        lr_scale: constant factor on top of it.
         on_window_end: called on rank 0 with the `WindowMetrics` of every window, in the
             training thread between two batches. What it raises ends the run on every
             rank and leaves `Trainer.fit`, as from a loop that the user owns: a way to
             stop, and no fault in it goes unseen.
         on_epoch_end: called on rank 0 with each `EpochRecord`. What it raises ends the
-            run likewise, before the epoch's checkpoint.
-        on_checkpoint: called on rank 0 at the end of an epoch with its number and a
-            dictionary of ``"model"`` (the consensus' state dict, copied to the CPU),
-            ``"epoch"`` and ``"samples"`` (trained on so far). The other ranks wait
-            meanwhile, at most the run's ``timeout_s``. If it raises, that is logged
-            and training goes on: a full disk does not cost the run.
-        checkpoint_every_epochs: call it at the end of every so many epochs; None for
-            each.
+            run likewise.
         checkpoint_dir: folder for checkpoints of the whole run, from which it can go
             on; see `elche.save_every`. One that the launcher names
             (``elche run --checkpoint-dir``) goes before it.
@@ -88,11 +100,9 @@ class TrainerConfig:
     weight_of: WeightOf | None = None
     max_grad_norm: float | None = None
     lr_schedule: Callable[[float], float] | None = None
-    lr_scale: str | float = "none"
+    lr_scale: float = 1.0
     on_window_end: Callable[[WindowMetrics], None] | None = None
     on_epoch_end: Callable[[EpochRecord], None] | None = None
-    on_checkpoint: Callable[[int, dict[str, Any]], None] | None = None
-    checkpoint_every_epochs: int | None = None
     checkpoint_dir: str | Path | None = None
     checkpoint_every_s: float = 600.0
     resume: bool = False
@@ -100,12 +110,11 @@ class TrainerConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs"):
-            _whole(name, getattr(self, name))
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ConfigError(
-                f"expected a positive max_grad_norm, got {self.max_grad_norm!r}"
-            )
+        check_whole("batch_size", self.batch_size, 1)
+        check_whole("epochs", self.epochs, 1)
+        check_positive("lr_scale", self.lr_scale)
+        if self.max_grad_norm is not None:
+            check_positive("max_grad_norm", self.max_grad_norm)
         if self.weight_of is not None:
             check_weight_of(self.weight_of)
         length = self.num_samples
@@ -116,16 +125,37 @@ class TrainerConfig:
                 f"drop_last leaves nothing of {length} samples in batches of "
                 f"{self.batch_size}"
             )
-        self._check_scale()
-        self._check_callbacks()
-        self._check_early_stopping()
-        if isinstance(self.eval_dataset, IterableDataset):
+        for name in ("on_window_end", "on_epoch_end"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise ConfigError(f"expected {name} to be callable, got {function!r}")
+        if self.resume and self.checkpoint_dir is None:
+            raise ConfigError(
+                "resume=True needs checkpoint_dir=, the folder to look in"
+            )
+        self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        data, stopping = self.eval_dataset, self.early_stopping
+        if isinstance(data, IterableDataset):
             raise ConfigError(
                 "expected eval_dataset to be map-style, got an IterableDataset; its "
                 "parts are evaluated by index"
             )
-        if self.eval_dataset is not None and len(self.eval_dataset) == 0:  # type: ignore[arg-type]
+        if data is not None and len(data) == 0:  # type: ignore[arg-type]
             raise ConfigError("eval_dataset is empty; expected a sample, or None")
+        if stopping is None:
+            return
+        if not isinstance(stopping, EarlyStopping):
+            raise ConfigError(
+                "expected early_stopping to be an elche.trainer.EarlyStopping, got "
+                f"{stopping!r}"
+            )
+        if stopping.metric == "eval_loss" and data is None:
+            raise ConfigError(
+                "early stopping watches 'eval_loss', and there is no eval_dataset; "
+                "give one, or EarlyStopping(metric='train_loss')"
+            )
 
     @property
     def is_stream(self) -> bool:
@@ -141,7 +171,7 @@ class TrainerConfig:
                 set that is not an IterableDataset.
         """
         if self.samples_per_epoch is not None:
-            _whole("samples_per_epoch", self.samples_per_epoch)
+            check_whole("samples_per_epoch", self.samples_per_epoch, 1)
             if not self.is_stream:
                 raise ConfigError(
                     "samples_per_epoch is only for an IterableDataset, got "
@@ -156,71 +186,6 @@ class TrainerConfig:
                 "IterableDataset with __len__ or samples_per_epoch, got "
                 f"{type(self.dataset).__name__}"
             ) from error
-
-    def lr_factor(self, world_size: int) -> float:
-        """The number that ``lr_scale`` stands for."""
-        if self.lr_scale == "linear":
-            if self.run.policy in ("sync", DELAYED_SYNC):
-                return 1.0
-            cut = local_cut(self.run.windows, world_size, 1)
-            return world_size / cut.parts_of(self.batch_size)
-        return 1.0 if self.lr_scale == "none" else float(self.lr_scale)
-
-    def _check_scale(self) -> None:
-        scale = self.lr_scale
-        if isinstance(scale, str):
-            if scale not in ("none", "linear"):
-                raise ConfigError(
-                    "expected lr_scale to be 'none', 'linear' or a positive number, "
-                    f"got {scale!r}"
-                )
-        elif isinstance(scale, bool) or not 0.0 < scale < math.inf:
-            raise ConfigError(f"expected a positive finite lr_scale, got {scale!r}")
-        if scale != "linear":
-            return
-        if self.run.policy == "auto":
-            raise ConfigError(
-                "lr_scale 'linear' depends on the policy, which policy 'auto' chooses "
-                "by measurement; name a policy, or give lr_scale as a number"
-            )
-        if self.run.sums_gradients:
-            raise ConfigError(
-                "lr_scale 'linear' needs a fixed number of samples per update, and "
-                "gradient windows change theirs; give lr_scale as a number"
-            )
-
-    def _check_early_stopping(self) -> None:
-        stopping = self.early_stopping
-        if stopping is None:
-            return
-        if not isinstance(stopping, EarlyStopping):
-            raise ConfigError(
-                "expected early_stopping to be an elche.trainer.EarlyStopping, got "
-                f"{stopping!r}"
-            )
-        if stopping.metric == "eval_loss" and self.eval_dataset is None:
-            raise ConfigError(
-                "early stopping watches 'eval_loss', and there is no eval_dataset; "
-                "give one, or EarlyStopping(metric='train_loss')"
-            )
-
-    def _check_callbacks(self) -> None:
-        for name in ("on_window_end", "on_epoch_end", "on_checkpoint"):
-            function = getattr(self, name)
-            if function is not None and not callable(function):
-                raise ConfigError(f"expected {name} to be callable, got {function!r}")
-        if self.resume and self.checkpoint_dir is None:
-            raise ConfigError(
-                "resume=True needs checkpoint_dir=, the folder to look in"
-            )
-        if self.checkpoint_every_epochs is None:
-            return
-        _whole("checkpoint_every_epochs", self.checkpoint_every_epochs)
-        if self.on_checkpoint is None:
-            raise ConfigError(
-                "checkpoint_every_epochs needs on_checkpoint, which is to save the "
-                "checkpoint"
-            )
 
 
 class TrainerOptions(RunOptions, total=False):
@@ -241,11 +206,9 @@ class TrainerOptions(RunOptions, total=False):
     weight_of: WeightOf | None
     max_grad_norm: float | None
     lr_schedule: Callable[[float], float] | None
-    lr_scale: str | float
+    lr_scale: float
     on_window_end: Callable[[WindowMetrics], None] | None
     on_epoch_end: Callable[[EpochRecord], None] | None
-    on_checkpoint: Callable[[int, dict[str, Any]], None] | None
-    checkpoint_every_epochs: int | None
     checkpoint_dir: str | Path | None
     checkpoint_every_s: float
     resume: bool
@@ -276,8 +239,3 @@ def trainer_config(options: Mapping[str, Any]) -> TrainerConfig:
     if run.sums_gradients:
         run = replace(run, windows=replace(run.windows, max_grad_norm=norm))
     return TrainerConfig(**mine, run=run)
-
-
-def _whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"expected {name} to be an int >= 1, got {value!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Any
 
@@ -126,22 +125,6 @@ def evaluate_on_one_rank() -> bool:
         return True
 
 
-def memory_of_gradients(views: bool) -> tuple[bool, bool]:
-    """Whether gradients share storage; whether a kept one stays as it was."""
-    with torch_world():
-        ddp = DistributedDataParallel(build("mlp"), gradient_as_bucket_view=views)
-        backward(ddp, 0)
-        ddp.zero_grad()
-        backward(ddp, 1)
-        gradients = [p.grad for p in ddp.parameters() if p.grad is not None]
-        storages = {g.untyped_storage().data_ptr() for g in gradients}
-        kept, values = gradients[0], gradients[0].clone()
-        for seed in (2, 3):
-            ddp.zero_grad()
-            backward(ddp, seed)
-        return len(storages) < len(gradients), torch.equal(kept, values)
-
-
 class Shared(nn.Module):
     """A layer that is checkpointed twice: two gradients of it in one backward."""
 
@@ -238,28 +221,14 @@ def refused(case: str) -> str:
         model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3))
     elif case == "meta" and odd:
         model.to("meta")
-    elif case == "expanded" and odd:
-        model.register_buffer("row", torch.zeros(3).expand(2, 3))
-    elif case == "sparse tensor" and odd:
-        model.register_buffer("eye", torch.eye(2).to_sparse())
-    elif case == "nothing":
-        model.requires_grad_(False)
-    elif case == "lazy":
-        model = nn.LazyLinear(3)
     elif case == "codec":
         options["codec"] = "int8"
-    elif case == "misspelt":
-        options["find_unused_parameter"] = False
-    elif case == "delayed":
-        options["param_to_hook_all_reduce"] = model[0].weight
     elif case == "precision":
         options["mixed_precision"] = object()
     elif case == "only torch's":
         options = {"mixed_precision": None, "batched_grad_copy": True}
     elif case == "strategy":
         options["strategy"] = "eager"
-    elif case == "device_ids":
-        options["device_ids"] = [0]
     with torch_world():
         try:
             DistributedDataParallel(model, **options)
@@ -302,10 +271,6 @@ def misused(case: str) -> str:
             elif case == "static":
                 with ddp.no_sync():
                     ddp(x)
-            elif case == "set_group":
-                ddp.set_group(None)
-            elif case == "buffer hook":
-                ddp._register_buffer_comm_hook(None, print)
             elif case == "two hooks":
                 ddp.register_comm_hook(None, default_hooks.allreduce_hook)
                 ddp.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -437,44 +402,6 @@ def uneven_loops_alone(divide: bool) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-def early_end() -> str:
-    with torch_world():
-        ddp = DistributedDataParallel(build("mlp"))
-        try:
-            with ddp.join(throw_on_early_termination=True):
-                for step in range(2 + this_place().rank):
-                    backward(ddp, step)
-        except RuntimeError as error:
-            return str(error)
-    return "went on"
-
-
-def wrapper_is_a_module() -> tuple[list[str], bool, bool]:
-    """Keys as torch's; a round trip; attributes of the module are not the wrapper's."""
-    with torch_world():
-        model = build("mlp")
-        ddp = DistributedDataParallel(model)
-        theirs = nn.parallel.DistributedDataParallel(build("mlp"))
-        state = {k: v + 1 for k, v in theirs.state_dict().items()}
-        ddp.load_state_dict(state)
-        loaded = all(torch.equal(v, ddp.state_dict()[k]) for k, v in state.items())
-        model.extra = 1
-        return list(ddp.state_dict()), loaded, hasattr(ddp, "extra")
-
-
-def wrap_again() -> dict[str, Any]:
-    """A second wrapper of a module whose first one was dropped."""
-    with torch_world():
-        model = build("mlp")
-        first = DistributedDataParallel(model)
-        backward(first)
-        model.zero_grad()
-        del first
-        gc.collect()
-        backward(DistributedDataParallel(model))
-        return gradients_of(model)
-
-
 def accumulate_then_join() -> Any:
     """Rank 1 has accumulated a batch, and has none left for the step itself."""
     with torch_world():
@@ -503,17 +430,6 @@ def one_rank() -> Any:
         return gradients_of(ddp.module), local_gradients(ddp.module)
 
 
-def kinds_of_groups() -> list[Any]:
-    """Gradients in the default group, and in one given."""
-    found = []
-    with torch_world():
-        for group in (None, dist.new_group()):
-            ddp = DistributedDataParallel(build("mlp"), process_group=group)
-            backward(ddp)
-            found.append(gradients_of(ddp.module))
-    return found
-
-
 def by_a_hook(name: str, loss: str) -> list[Any]:
     """Gradients of unequal batches, reduced by a hook of torch's and by elche."""
     found, count = [], 3 + 2 * this_place().rank
@@ -531,11 +447,3 @@ def by_a_hook(name: str, loss: str) -> list[Any]:
             assert ddp.last_reduction is not None
             assert ddp.last_reduction.weights == (3.0, 5.0)
     return found
-
-
-def start(init_sync: bool) -> torch.Tensor:
-    with torch_world():
-        model = build("mlp", seed=this_place().rank)
-        DistributedDataParallel(model, init_sync=init_sync)
-        weight: torch.Tensor = model[0].weight
-        return weight.detach().clone()

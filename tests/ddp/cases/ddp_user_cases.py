@@ -20,12 +20,10 @@ from torch.distributions import Categorical
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
-from elche.ddp.group import as_group
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.errors import MismatchError
 from tests.ddp.cases.ddp_cases import FEATURES, build, gradients_of, torch_world
-from tests.ddp.cases.ddp_contract_cases import KINDS, Shared, batch_of, data
+from tests.ddp.cases.ddp_contract_cases import KINDS, batch_of, data
 from tests.harness.rank_main import this_place
 
 Found = dict[str, Any]
@@ -73,22 +71,6 @@ def loop(
         optimizer.step()
 
 
-def accumulating(wrapper: Any) -> Found:
-    """Micro-batches into views of buckets that are zeroed in place."""
-    model = build("mlp", seed=this_place().rank)
-    ddp = wrapper(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-    for step in range(3):
-        for micro in range(3):
-            x, y = data(3 * step + micro)
-            with ddp.no_sync() if micro < 2 else nullcontext():
-                (F.cross_entropy(ddp(x), y) / 3).backward()
-        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    return end_of(model)
-
-
 def ignored(wrapper: Any) -> Found:
     """A parameter and a buffer that stay each rank's own."""
     model = build("cnn", seed=this_place().rank)
@@ -133,7 +115,7 @@ def scaled(wrapper: Any) -> Found:
 
 
 class Policy(nn.Module):
-    """Returns a distribution, which is no container, and a tensor beside it."""
+    """Keeps its loss beside the distribution that it returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,14 +128,6 @@ class Policy(nn.Module):
         logits = self.head(hidden)
         self.loss = logits.square().mean()
         return Categorical(logits=logits), hidden
-
-
-def distribution(wrapper: Any) -> Found:
-    """The loss is made of the distribution alone."""
-    model = Policy().double()
-    model.load_state_dict(_filled(model))
-    loop(wrapper(model), lambda m, x, y: -m(x)[0].log_prob(y).mean())
-    return end_of(model)
 
 
 def loss_on_the_module(wrapper: Any) -> Found:
@@ -246,41 +220,6 @@ def chained(wrapper: Any) -> Found:
     return {**end_of(first), **{f"2 {k}": v for k, v in end_of(second).items()}}
 
 
-class Sequences(nn.Module):
-    """Reads packed sequences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reader = nn.LSTM(FEATURES, 4, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, packed: nn.utils.rnn.PackedSequence) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.reader(packed)[1][0][0])
-        return out
-
-
-def packed_sequences(wrapper: Any) -> Found:
-    """Ranks have equally many sequences, of other lengths."""
-    torch.manual_seed(3)
-    model = Sequences().double()
-    lengths = torch.tensor([[5, 5, 5, 5], [5, 3, 2, 1]][this_place().rank])
-    x = data(0, 20)[0].view(4, 5, FEATURES)
-    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-    ddp = wrapper(model)
-    F.cross_entropy(ddp(packed), torch.tensor([0, 1, 2, 0])).backward()
-    return end_of(model)
-
-
-def late_static_graph(wrapper: Any) -> Found:
-    """`_set_static_graph()`, which scripts with checkpoints call."""
-    torch.manual_seed(3)
-    model = Shared(reentrant=True).double()
-    ddp = wrapper(model)
-    ddp._set_static_graph()
-    loop(ddp)
-    return end_of(model)
-
-
 def averaged_copy(wrapper: Any) -> Found:
     """A moving average is a copy of the wrapper, and evaluates."""
     model = build("cnn")
@@ -303,22 +242,6 @@ def saved_as_a_whole(wrapper: Any) -> Found:
         return {"out": loaded(batch_of(0, 9)[0])}
 
 
-def uneven_with_local_buffers(wrapper: Any) -> Found:
-    """Statistics that are each rank's own stay so when loops join."""
-    torch.manual_seed(3)
-    model = build("cnn")
-    ddp, optimizer = wrapper(model, broadcast_buffers=False), sgd(model)
-    with ddp.join():
-        for step in range(2 + this_place().rank):
-            x, y = data(step)
-            with ddp.no_sync():
-                F.cross_entropy(ddp(x), y).backward()
-            F.cross_entropy(ddp(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return end_of(model)
-
-
 def compiled(wrapper: Any) -> Found:
     """`torch.compile` around the wrapper and inside it."""
     model = build("mlp")
@@ -335,20 +258,15 @@ def compiled(wrapper: Any) -> Found:
 SCRIPTS: dict[str, Callable[[Any], Found]] = {
     each.__name__: each
     for each in (
-        accumulating,
         ignored,
         checkpointed_as_a_whole,
         scaled,
-        distribution,
         loss_on_the_module,
         broken_before_any_gradient,
         caches,
         chained,
-        packed_sequences,
-        late_static_graph,
         averaged_copy,
         saved_as_a_whole,
-        uneven_with_local_buffers,
         compiled,
     )
 }
@@ -389,17 +307,3 @@ def a_copy_trains() -> tuple[Found, Found]:
         loop(twin)
         loop(DistributedDataParallel(model))
         return end_of(twin.module), end_of(model)
-
-
-def compiled_norms() -> tuple[Found, Found]:
-    """SyncBatchNorm inside a compiled model, and the same one eagerly."""
-    with torch_world():
-        ends = []
-        for compiles in (True, False):
-            model = convert_sync_batchnorm(build("cnn"), as_group(None, 20.0))
-            run = torch.compile(model, backend="aot_eager") if compiles else model
-            for step in range(2):
-                x, y = data(step, 3 + this_place().rank)
-                F.cross_entropy(run(x), y).backward()
-            ends.append(end_of(model))
-        return ends[0], ends[1]

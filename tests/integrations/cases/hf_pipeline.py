@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import (
-    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -19,9 +17,8 @@ from transformers import (
 )
 
 from elche.pipeline.pipeline import Pipeline
-from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import CALM, optimizer_for
-from tests.pipeline.cases.pipeline_cut_cases import parts_of, slow_down
+from tests.pipeline.cases.pipeline_cut_cases import parts_of
 from tests.pipeline.cases.pipeline_generation_cases import Told
 
 WORDS, LAYERS, LENGTH, MICRO_BATCHES = 29, 6, 9, 4
@@ -34,9 +31,6 @@ class Gpt2:
 
     schedule: str = "zb-h1"
     points: tuple[str, ...] | None = None
-    masked: bool = False
-    slow: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -47,9 +41,6 @@ class Outcome:
     evaluated: float | None
     state: dict[str, torch.Tensor]
     tokens: torch.Tensor
-    layers: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    """Of the layers of an automatic cut, those with most of the work."""
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -70,15 +61,11 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).double()
 
 
-def data(step: int, masked: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def data(step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     count = SIZES[step]
     tokens = torch.randint(WORDS, (count, LENGTH - step + 1), generator=generator)
     batch = {"input_ids": tokens[:, :-1].contiguous()}
-    if masked:
-        mask = torch.ones_like(batch["input_ids"])
-        mask[::2, :2] = 0  # padding on the left
-        batch["attention_mask"] = mask
     return batch, tokens[:, 1:].contiguous()
 
 
@@ -90,16 +77,12 @@ def prompt() -> torch.Tensor:
     return torch.tensor([[2, 5, 7]])
 
 
-def with_mask(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-
-
-def alone(work: Gpt2) -> Outcome:
+def alone() -> Outcome:
     model = gpt2()
     optimizer = optimizer_for(list(model.parameters()))
     losses = []
     for step in range(len(SIZES)):
-        batch, target = data(step, work.masked)
+        batch, target = data(step)
         optimizer.zero_grad()
         total = 0.0
         for part, wanted in zip(
@@ -113,19 +96,18 @@ def alone(work: Gpt2) -> Outcome:
         losses.append(total)
     model.eval()
     with torch.no_grad():
-        batch, target = data(2, work.masked)
+        batch, target = data(2)
         evaluated = loss_of(model(**batch), target).item()
-    tokens = model.generate(**with_mask(prompt()), max_new_tokens=8, do_sample=False)
+    mask = torch.ones_like(prompt())
+    tokens = model.generate(
+        prompt(), attention_mask=mask, max_new_tokens=8, do_sample=False
+    )
     return Outcome(losses, evaluated, model.state_dict(), tokens)
 
 
 def piped(work: Gpt2) -> Outcome:
     model = gpt2()
-    if work.slow is not None:
-        is_slow = this_place().rank == work.slow
-        for block in model.transformer.h:
-            slow_down(block, 0.006 if is_slow else 0.002)
-    sample: dict[str, Any] = {"use_cache": False, **data(1, work.masked)[0]}
+    sample: dict[str, Any] = {"use_cache": False, **data(1)[0]}
     with Pipeline(
         model,
         loss_of,
@@ -134,29 +116,18 @@ def piped(work: Gpt2) -> Outcome:
         sample=sample,
         split_points=work.points,
         **CALM,
-        **work.options,
     ) as pipe:
         optimizer = optimizer_for(list(pipe.parameters()))
         losses = []
         for step in range(len(SIZES)):
             pipe.zero_grad()
-            losses.append(pipe.step(*data(step, work.masked)).loss)
+            losses.append(pipe.step(*data(step)).loss)
             optimizer.step()
-        evaluated = pipe.evaluate(*data(2, work.masked)).loss
-        tokens = pipe.generate(
-            prompt(),
-            max_new_tokens=8,
-            batch_of=with_mask if work.masked else lambda tokens: tokens,
-        )
+        evaluated = pipe.evaluate(*data(2)).loss
+        tokens = pipe.generate(prompt(), max_new_tokens=8)
         state = pipe.state_dict()
         gpt2().load_state_dict(state)
-        layers, blocks = [0] * pipe.world_size, [0] * pipe.world_size
-        first = 0
-        for rank, count in zip(pipe.schedule.placement, pipe.partition, strict=True):
-            layers[rank] += count
-            held = range(first, first := first + count)
-            blocks[rank] += sum(1 <= layer <= LAYERS for layer in held)
-        return Outcome(losses, evaluated, state, tokens, layers, blocks)
+        return Outcome(losses, evaluated, state, tokens)
 
 
 @dataclass(frozen=True)
@@ -168,14 +139,12 @@ class Tokens:
         schedule: of the pipeline.
         points: where it is cut.
         padded: sequences are of different lengths, with padding on their left.
-        samples: draws tokens instead of taking the likeliest.
     """
 
     family: str = "gpt2"
     schedule: str = "1f1b"
     points: tuple[str, ...] | None = None
     padded: bool = False
-    samples: bool = False
 
 
 @dataclass
@@ -231,36 +200,18 @@ def padded(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "position_ids": places}
 
 
-def choosing(work: Tokens) -> Callable[[torch.Tensor], torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-
-    def choose(logits: torch.Tensor) -> torch.Tensor:
-        if not work.samples:
-            return logits.argmax(-1)
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-
-    return choose
-
-
 @torch.no_grad()
 def tokens_alone(work: Tokens) -> list[torch.Tensor]:
-    """By transformers' own `generate`, or with its own cache where tokens are drawn."""
-    model, choose, found = model_of(work), choosing(work), []
+    """By transformers' own `generate`."""
+    model, found = model_of(work), []
     for tokens in prompts(work):
         mask = PADDING if work.padded else torch.ones_like(tokens)
-        if not work.samples:
-            made = model.generate(
-                input_ids=tokens,
-                attention_mask=mask,
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-            )
-        else:
-            made, cache = tokens, DynamicCache()
-            for _ in range(NEW_TOKENS):
-                new = made[:, cache.get_seq_length() :]
-                logits = model(new, past_key_values=cache, use_cache=True).logits
-                made = torch.cat([made, choose(logits[:, -1])[:, None]], 1)
+        made = model.generate(
+            input_ids=tokens,
+            attention_mask=mask,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+        )
         found.append(made)
     return found
 
@@ -296,13 +247,12 @@ def tokens_piped(work: Tokens) -> GeneratedTokens:
             **CALM,
         ) as pipe:
             options: dict[str, Any] = {"batch_of": padded} if work.padded else {}
-            choose, found = choosing(work), []
+            found = []
             for tokens in prompts(work):
                 lengths.clear()
                 made = pipe.generate(
                     tokens if pipe.is_first else None,
                     max_new_tokens=NEW_TOKENS,
-                    choose=choose,
                     **options,
                 )
                 found.append(made)

@@ -86,3 +86,21 @@ def make_equal(
             sent_bytes,
         )
     return sent_bytes
+
+
+@torch.no_grad()
+def broadcast_bits(
+    group: Group, tensors: Sequence[torch.Tensor], what: str, source: int = 0
+) -> None:
+    """Copies one rank's tensors to all ranks bit for bit, in one message."""
+    if not tensors:
+        return
+    parts = [each.detach().to("cpu").contiguous().view(-1) for each in tensors]
+    message = torch.cat([part.view(torch.uint8) for part in parts])
+    group.broadcast(message, what, source)
+    if group.rank == source:
+        return
+    sizes = [each.nbytes for each in tensors]
+    for tensor, raw in zip(tensors, message.split(sizes), strict=True):
+        # Autograd would refuse a change of what a pass under way has saved.
+        tensor.data.copy_(raw.clone().view(tensor.dtype).view(tensor.shape))

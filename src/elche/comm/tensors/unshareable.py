@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from elche.errors import ConfigError
 from elche.torch_internals.groups import STEPPED_IN_BACKWARD
+
+SHOWN_DIFFERENCES = 5
 
 WRAPPERS = {
     "torch.distributed.fsdp": "is sharded by FSDP",
@@ -67,4 +72,47 @@ def why_not_plain(tensor: torch.Tensor) -> str:
             "is stepped inside the backward pass (_apply_optimizer_in_backward), where "
             "its gradient is not complete yet; step an optimizer after it"
         )
+    return ""
+
+
+def model_layout(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, str]:
+    """Shape, dtype and role of a model's tensors by name, and the parameters' order.
+
+    Raises:
+        ConfigError: a tensor cannot be shared between ranks.
+    """
+    layout = {}
+    parameters = dict(model.named_parameters())
+    for name, tensor in (*parameters.items(), *model.named_buffers()):
+        if name in ignored:
+            continue
+        if why := why_unshareable(tensor):
+            raise ConfigError(f"{name} {why}")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        text = f"{list(tensor.shape)} {dtype}"
+        if not tensor.is_contiguous():
+            text += f" strides {list(tensor.stride())}"
+        layout[f"place {len(layout)}"] = name
+        if name in parameters:
+            role = "trained" if tensor.requires_grad else "frozen"
+            layout[f"parameter {name}"] = f"{text} {role}"
+        else:
+            layout[f"buffer {name}"] = text
+    return layout
+
+
+def difference(layouts: Sequence[Mapping[str, str]]) -> str:
+    """Names of what differs between the first rank and another; "" if nothing does."""
+    first = layouts[0]
+    for rank, found in enumerate(layouts):
+        names = sorted(n for n in {*first, *found} if first.get(n) != found.get(n))
+        names = [name for name in names if not name.startswith("place ")] or names
+        if names:
+            more = len(names) - SHOWN_DIFFERENCES
+            lines = [
+                f"{name}: rank 0 has {first.get(name, 'none')}, rank {rank} has "
+                f"{found.get(name, 'none')}"
+                for name in names[:SHOWN_DIFFERENCES]
+            ]
+            return "; ".join([*lines, *([f"and {more} more"] if more > 0 else [])])
     return ""

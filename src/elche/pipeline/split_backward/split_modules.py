@@ -31,7 +31,7 @@ from elche.pipeline.split_backward.operations import (
 )
 from elche.pipeline.split_backward.weight_gradients import WeightGradients, defer
 from elche.torch_internals.held import held_parameters, hooks_seen_by
-from elche.torch_internals.passes import CAN_SPLIT, attention_with, is_compiled
+from elche.torch_internals.passes import attention_with, is_compiled
 
 _Output: TypeAlias = torch.Tensor | None
 """Output of a forward that defers; None where it cannot."""
@@ -183,8 +183,6 @@ class SplitModules:
     def begin_step(self) -> None:
         """Finds the modules anew: they may have been changed since."""
         self._split = []
-        if not CAN_SPLIT:
-            return
         found = {id(one): one for top in self._modules for one in top.modules()}
         for module in [one for one in found.values() if is_compiled(one)]:
             for inner in module.modules():

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
-from elche.monitor.rank_table import RankLine, rank_table, waiting_parts
+from elche.monitor.run_view import RankLine, rank_table, waiting_parts
 from elche.runtime.report.notifications import RunNotifications
 
 

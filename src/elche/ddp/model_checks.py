@@ -1,0 +1,204 @@
+"""Checks of the model: across ranks when it is wrapped, and before a forward pass."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.comm.norm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
+from elche.comm.tensors.unshareable import (
+    difference,
+    model_layout,
+    unshareable_module,
+)
+from elche.comm.transport.exchange import agree_to_share, can_share
+from elche.comm.transport.process_group import gather_texts
+from elche.config_checks import check_choice
+from elche.ddp.group import TorchGroup
+from elche.errors import ConfigError, MismatchError
+from elche.torch_internals.held import BatchNormBase, held_modules, held_parameters
+
+MIB = 2**20
+LEAST_CAP_MB, MOST_CAP_MB = 2.0, 25.0
+BUCKETS_AIMED_AT = 16
+_IN_ORDER = "leave it out: buckets are sent in the order in which gradients appear"
+REFUSED = {
+    "codec": "compress gradients by register_comm_hook and a hook of torch's "
+    "(ddp_comm_hooks.default_hooks.bf16_compress_hook, say), or train with "
+    "elche.setup(..., codec=...)",
+    "delay_all_reduce_named_params": _IN_ORDER,
+    "device_mesh": "give process_group=mesh.get_group()",
+    "mixed_precision": "run the model under torch.autocast",
+    "param_to_hook_all_reduce": _IN_ORDER,
+}
+"""Arguments that are refused unless they ask for nothing, and what to do instead."""
+CHOICES = {
+    "loss_reduction": ("mean", "sum"),
+    "weight_by": ("samples", "ranks"),
+    "strategy": ("overlapped", "synchronous", "none"),
+    "transport": ("auto", "gloo"),
+}
+
+Place = tuple[dict[str, Any], str, str, nn.Parameter, torch.dtype]
+"""Holder and key of a parameter, its name in the model, itself, its dtype."""
+
+
+def refuse_arguments(given: dict[str, Any]) -> None:
+    """Raises ConfigError for arguments that would reduce gradients in another way."""
+    for name, instead in REFUSED.items():
+        value = given.pop(name, None)
+        asks_nothing = value is None or value is False
+        if not asks_nothing and (name, value) != ("codec", "fp32"):
+            raise ConfigError(
+                f"elche.DistributedDataParallel has no argument {name}; {instead}"
+            )
+
+
+def cap_mb(model: nn.Module) -> float:
+    """Most MiB of a bucket; small enough to overlap, few enough to be cheap."""
+    size = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    return min(MOST_CAP_MB, max(LEAST_CAP_MB, size / MIB / BUCKETS_AIMED_AT))
+
+
+def compare(
+    group: TorchGroup,
+    model: nn.Module,
+    ignored: frozenset[str],
+    settings: Mapping[str, Any],
+) -> None:
+    """Compares everything that must be the same on every rank, but values.
+
+    What cannot be reduced is sent as a problem, so that all ranks raise instead of
+    waiting for the one that has it. Ranks that all compute on the CPU of one host then
+    share memory, and watch each other's processes.
+
+    Args:
+        group: all ranks, which call this together.
+        model: the model.
+        ignored: names of parameters and buffers that stay local.
+        settings: of the wrapper.
+
+    Raises:
+        ConfigError: a rank has something that cannot be reduced.
+        MismatchError: ranks differ; the message names the difference.
+        CommunicationError: ranks did not come together.
+    """
+    for name, choices in CHOICES.items():
+        check_choice(name, settings[name], choices)
+    kinds = {parameter.device.type for parameter in model.parameters()}
+    own: dict[str, Any] = {
+        "device": " and ".join(sorted(kinds)),
+        "pid": os.getpid(),
+        "problem": "",
+    }
+    try:
+        own["found"] = _found(model, ignored, settings)
+    except ConfigError as error:
+        own["problem"] = str(error)
+    ranks = [
+        json.loads(text)
+        for text in gather_texts(group, json.dumps(own), "comparing the ranks")
+    ]
+    for rank, each in enumerate(ranks):
+        if each["problem"]:
+            raise ConfigError(f"on rank {rank}: {each['problem']}")
+    if differing := difference([each["found"] for each in ranks]):
+        raise MismatchError(
+            f"ranks differ in what they would reduce: {differing}; build the same "
+            "model with the same arguments on every rank"
+        )
+    devices = {each["device"] for each in ranks}
+    group.is_mixed = len(devices) > 1
+    on_cpu = devices == {"cpu"} and settings["transport"] == "auto"
+    group.shares_host = agree_to_share(group, on_cpu and can_share("CPU"))
+    if len(set(group.hosts())) == 1:  # a process ID means nothing on another host
+        group.pids = tuple(each["pid"] for each in ranks)
+
+
+def _found(
+    model: nn.Module, ignored: frozenset[str], settings: Mapping[str, Any]
+) -> dict[str, str]:
+    """Settings and layout by name.
+
+    Raises:
+        ConfigError: the model cannot be reduced.
+    """
+    if fault := unshareable_module(model):
+        raise ConfigError(fault)
+    norms = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
+    if norms and settings["weight_by"] == "samples":
+        raise ConfigError(
+            "torch.nn.SyncBatchNorm weighs all ranks alike in its backward pass; call "
+            "elche.convert_sync_batchnorm(model) before wrapping, or give "
+            "weight_by='ranks'"
+        )
+    found = {f"option {name}": repr(value) for name, value in settings.items()}
+    found["option SyncBatchNorm"] = repr(list(sync_batchnorm_layers(model)))
+    return {**found, **model_layout(model, ignored)}
+
+
+def places_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Place]:
+    """Places at which a model holds parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [
+        (held, key, f"{path}.{key}" if path else key, parameter, parameter.dtype)
+        for path, module in model.named_modules()
+        for held in [held_parameters(module)]
+        for key, parameter in held.items()
+        if parameter is not None and id(parameter) in wanted
+    ]
+
+
+def refuse_replaced(places: list[Place], model: nn.Module) -> None:
+    """Refuses a model whose parameters are not those that are reduced, as they were.
+
+    One that the model holds elsewhere now (pruning and parametrizations move it) is
+    still reduced: ``places`` is brought up to date.
+
+    Raises:
+        ConfigError: names one.
+    """
+    has_moved = False
+    for held, key, name, parameter, dtype in places:
+        if parameter.dtype is not dtype:
+            raise ConfigError(
+                f"{name} was {dtype} when the model was wrapped and is "
+                f"{parameter.dtype} now; convert it before wrapping the model"
+            )
+        if key in held and held[key] is parameter:
+            continue
+        has_moved = True
+        if all(parameter is not each for each in model.parameters()):
+            raise ConfigError(
+                f"{name} was replaced after the model was wrapped, so its gradient "
+                "would not be reduced; assign to its .data, or wrap the model again"
+            )
+    if has_moved:
+        places[:] = places_of(model, [parameter for *_, parameter, _ in places])
+
+
+def plain_norms(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Holders of the model's plain BatchNorm layers, and their keys."""
+    return [
+        (held, key)
+        for module in model.modules()
+        for held in [held_modules(module)]
+        for key, layer in held.items()
+        if isinstance(layer, BatchNormBase) and not isinstance(layer, SyncBatchNorm)
+    ]
+
+
+def refuse_converted(places: list[tuple[dict[str, Any], str]]) -> None:
+    """Raises ConfigError for a SyncBatchNorm layer made after wrapping: no group."""
+    for held, key in places:
+        layer = held.get(key)
+        if isinstance(layer, SyncBatchNorm) and not layer.has_own_scope:
+            raise ConfigError(
+                f"BatchNorm layer {key!r} was converted after the model was wrapped, "
+                "and does not take part in the group; convert before wrapping"
+            )

@@ -378,14 +378,7 @@ class CheckpointKeeper(Pauses):
             info = run.described() | {"epoch": epoch}
             self._plan_next()
         for folder, name in names:
-            self._writer(Path(folder)).begin(
-                name,
-                own=held.own,
-                shared=held.shared,
-                manifest=info,
-                model=held.model or None,
-                model_file=held.model_file,
-            )
+            self._writer(Path(folder)).begin(name, held, info)
         if self._has_ended and names and run.rank == 0:
             run.notifications.emit(f"elche: last checkpoint: {'/'.join(names[-1])}")
         if self._has_ended and self._signals is not None:

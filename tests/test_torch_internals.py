@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.utils import rnn
 
 from elche.torch_internals import batches
 from elche.torch_internals.batches import tree_map
-from elche.torch_internals.groups import SCALER_FLAG
 from elche.torch_internals.lookup import INTERNALS
 from tests.torch_without import CHECKS, REFUSED
 
@@ -94,17 +92,6 @@ def test_without_a_name(name: str, outcomes: dict[str, dict[str, str]]) -> None:
         assert found["error"] == ""
 
 
-def test_a_scaler_that_asks_for_no_flag_ends_the_loop_itself() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    assert not hasattr(optimizer, SCALER_FLAG)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(weight.sum()).backward()
-    weight.grad = None  # as a window takes it
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        scaler.step(optimizer)
-
-
 def test_nested_values_are_mapped_as_torch_does() -> None:
     packed = rnn.pack_sequence([torch.ones(2)])
     tree = {"a": [1, (2, packed)], "b": ()}
@@ -145,7 +132,7 @@ def _own_names(trees: list[ast.Module]) -> set[str]:
 
 def _foreign(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
     """Private names in a module that are not elche's: lines and names."""
-    torchs = {each.name.rpartition(".")[2] for each in INTERNALS} | {SCALER_FLAG}
+    torchs = {each.name.rpartition(".")[2] for each in INTERNALS}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _private(node.attr):
             is_self = isinstance(node.value, ast.Name) and node.value.id == "self"

@@ -378,16 +378,11 @@ class SingleRun:
         else:
             self.progress_steps += 1.0
         self._batch += 1
-        self._observer.scaler.settle()
         times_s = began_s, loaded_s + moved_s, now_s
         self._times.add(BatchCost.measured(samples, times_s, moved_s))
         self.timeline.record(("batch", self._batch - 1, *times_s, samples, 0.0))
         if now_s - self._opened_s >= self._window_s:
-            self._end_window(now_s, self._drain())
-
-    def _drain(self, *, final: bool = False) -> Scalars:
-        self._observer.scaler.settle()
-        return self.notifications.scalars.drain(final=final)
+            self._end_window(now_s, self.notifications.scalars.drain())
 
     def _end_window(
         self, now_s: float, scalars: Scalars, parameter_norm: float | None = None
@@ -416,7 +411,7 @@ class SingleRun:
             return
         self.is_in_epoch, self._data = False, None
         self._graphs.end_epoch()
-        scalars = self._drain(final=True)
+        scalars = self.notifications.scalars.drain(final=True)
         norm = None
         if scalars or self._has_scalars:
             parameters = self._training.model.parameters()

@@ -58,12 +58,6 @@ def group_timeout_s(process_group: Any) -> float | None:
 
 # Names that torch looks for, in what elche hands to it. Nothing tells whether it does.
 
-SCALER_FLAG = "_step_supports_amp_scaling"
-"""Flag that a GradScaler reads of an optimizer before it steps; elche refuses a scaler
-there that has no gradients to work on. Without it the scaler ends the run itself, by
-an assertion. Since 2.0.
-"""
-
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Names of a module's tensors that torch's wrapper leaves alone; elche's reads it too.
 Without it elche's wrapper goes on doing so. Since 2.0.

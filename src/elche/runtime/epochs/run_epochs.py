@@ -373,7 +373,6 @@ class RunEpochs:
 
     def _open_part(self, steps: int) -> EpochPart:
         """Agrees on the epoch, or on what is left of it."""
-        self._observer.scaler.settle()
         self._worker.regroup_if_told()
         course, is_new, opening = self._course, self._is_new, self._opening
         most = steps if steps >= 0 else None

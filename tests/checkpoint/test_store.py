@@ -14,7 +14,8 @@ from torch import nn
 
 from elche.checkpoint import files
 from elche.checkpoint import manifest as manifests
-from elche.checkpoint.contents import Captured, bare_state
+from elche.checkpoint.capture import Captured
+from elche.checkpoint.contents import bare_state
 from elche.checkpoint.manifest import MANIFEST
 from elche.checkpoint.store import CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter

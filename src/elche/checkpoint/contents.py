@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche.checkpoint.capture import copied, random_state, restore_random
-from elche.checkpoint.manifest import MODEL_FILE
+from elche.checkpoint.capture import Captured, copied, random_state, restore_random
 from elche.errors import ConfigError, ElcheError, MismatchError
 from elche.runtime.training import RunParts
 from elche.runtime.watch.rate_watch import is_scheduled
@@ -23,23 +22,6 @@ if TYPE_CHECKING:
     from elche.checkpoint.store import Checkpoint
 
     SavedState: TypeAlias = Checkpoint | HandedOver
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """Copies for the writer.
-
-    Attributes:
-        own: what only this rank holds.
-        shared: what all hold in common; {} but on rank 0.
-        model: the model alone; {} but on rank 0. Of a pipeline, this rank's layers.
-        model_file: where that goes.
-    """
-
-    own: dict[str, Any]
-    shared: dict[str, Any]
-    model: dict[str, Tensor]
-    model_file: str = MODEL_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from elche.checkpoint.contents import Captured
+from elche.checkpoint.capture import Captured
 from elche.checkpoint.files import packed_tensors, unpacked_tensors
 from elche.checkpoint.manifest import Manifest
 from elche.checkpoint.state_tree import StateTree, decode, encode

@@ -18,7 +18,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from elche.checkpoint.contents import Captured
+from elche.checkpoint.capture import Captured
 from elche.checkpoint.files import (
     FileRecord,
     make_folder,

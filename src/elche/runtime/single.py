@@ -20,7 +20,7 @@ from elche.errors import ConfigError
 from elche.runtime.data.epoch_course import FAR_AHEAD, EpochCourse, ranges_of
 from elche.runtime.data.leased_data import BatchFeed
 from elche.runtime.data.positions import enumerate_batches
-from elche.runtime.data.seeding import rank_seed, seed_rank
+from elche.runtime.data.seeds import rank_seed, seed_rank
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.data.transfer import batch_length, to_device
 from elche.runtime.report.notifications import RunNotifications
@@ -296,7 +296,7 @@ class SingleRun:
     def _by_position(self, most: int | None) -> Iterator[Any]:
         data = self._loader.dataset
         if isinstance(data, StreamView):
-            data.begin_epoch(self._epoch)
+            data.elche_reader.begin_epoch(self._epoch)
         course, self._resumed = self._resumed, None
         if course is None:
             keys, sizes = enumerate_batches(self._loader, self._epoch, most)

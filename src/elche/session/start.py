@@ -134,7 +134,7 @@ def _begin_shared(training: Training, asked: SetupConfig, placement: Placement) 
         run.follow(scheduler)
     if isinstance(dataset, StreamView):
         seed = torch.initial_seed() if config.seed is None else config.seed
-        dataset.join(run.worker.group, seed)
+        dataset.elche_reader.join(run.worker.group, seed)
     run.notifications.emit = _write_if_first
     if placement.rank == 0:
         write_line(run.headline())

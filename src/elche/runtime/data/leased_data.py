@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from elche.runtime.data.own_iteration import OwnIteration, own_loader
-from elche.runtime.data.sample_seeds import seed_generators, untraced_generators
+from elche.runtime.data.seeds import seed_generators, untraced_generators
 from elche.runtime.data.stream_data import StreamView, loading_options
 from elche.runtime.data.stream_reader import Stamped
 
@@ -56,7 +56,7 @@ class LeasedDataset(Dataset[Any]):
         if not batch.keys:
             return NO_BATCH
         if isinstance(dataset, StreamView):
-            return dataset.read(batch.epoch, batch.keys)
+            return dataset.elche_reader.read(batch.epoch, batch.keys)
         if batch.seeds is not None:
             return _load_seeded(dataset, batch.keys, batch.seeds)
         many = getattr(dataset, "__getitems__", None)
@@ -229,7 +229,7 @@ class BatchFeed(Generic[Tag]):
         if tag is None or data is NO_BATCH:
             return None
         if isinstance(data, Stamped) and isinstance(self._dataset, StreamView):
-            self._dataset.check(data.stamp)
+            self._dataset.elche_reader.check(data.stamp)
             data = data.data
         return tag, data
 

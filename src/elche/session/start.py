@@ -25,7 +25,6 @@ from elche.runtime.rank_settings import (
     batch_norm_hint,
     check_shared,
     check_training,
-    fused_hint,
     optimizers_of,
 )
 from elche.runtime.report.run_summary import RunFacts
@@ -138,10 +137,8 @@ def _begin_shared(training: Training, asked: SetupConfig, placement: Placement) 
     run.notifications.emit = _write_if_first
     if placement.rank == 0:
         write_line(run.headline())
-        fused = [fused_hint(each) for each in training.optimizers]
-        for hint in (batch_norm_hint(training.model, config.policy), *fused):
-            if hint:
-                write_line(hint)
+        if hint := batch_norm_hint(training.model, config.policy):
+            write_line(hint)
     return run
 
 

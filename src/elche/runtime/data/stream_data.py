@@ -23,45 +23,35 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from elche.errors import ConfigError
 from elche.runtime.data.own_iteration import USER_LOADER
-from elche.runtime.data.stream_reader import StreamReader
+from elche.runtime.data.stream_reader import ForwardingDataset, StreamReader
 
 
-class StreamView(Dataset[Any]):
+class StreamView(ForwardingDataset):
     """An iterable data set that is read by epoch and position.
 
     Other attributes are the data set's own. Made by :func:`stream_loader`.
-
-    Attributes:
-        elche_reader: reads it.
     """
-
-    elche_reader: StreamReader
 
     def __init__(
         self, stream: Any, length: int, loads_here: bool, seed: int | None
     ) -> None:
-        self.__setstate__(StreamReader(stream, length, loads_here, seed))
+        super().__init__(StreamReader(stream, length, loads_here, seed))
+
+    @property
+    def elche_reader(self) -> StreamReader:
+        """Reads the stream."""
+        reader: StreamReader = self._elche_held
+        return reader
 
     def __len__(self) -> int:
         return self.elche_reader.length
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "elche_reader":
-            raise AttributeError(name)
-        return getattr(self.elche_reader.stream, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.elche_reader.stream, name, value)
-
-    def __getstate__(self) -> Any:
-        return self.elche_reader
-
-    def __setstate__(self, state: Any) -> None:
-        object.__setattr__(self, "elche_reader", state)
+    def _elche_target(self) -> Any:
+        return self.elche_reader.stream
 
 
 def by_position(

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import Dataset
 
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError, MismatchError
@@ -33,6 +34,37 @@ MOST_DEPTH = 8
 DIGEST_BYTES = 7
 
 logger = logging.getLogger(__name__)
+
+
+class ForwardingDataset(Dataset[Any]):
+    """A data set with the attributes of another; pickled as what it holds.
+
+    Args:
+        held: the other, or what reads it.
+    """
+
+    def __init__(self, held: Any) -> None:
+        object.__setattr__(self, "_elche_held", held)
+
+    def _elche_target(self) -> Any:
+        return self._elche_held
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_elche_held":
+            raise AttributeError(name)
+        return getattr(self._elche_target(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._elche_target(), name, value)
+
+    def __reduce__(self) -> Any:
+        return _forwarding, (type(self), self._elche_held)
+
+
+def _forwarding(kind: type[ForwardingDataset], held: Any) -> ForwardingDataset:
+    made = kind.__new__(kind)
+    ForwardingDataset.__init__(made, held)
+    return made
 
 
 class Stamp(NamedTuple):

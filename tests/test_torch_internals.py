@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from elche.errors import ConfigError
 from elche.torch_internals import lookup
-from elche.torch_internals.groups import SCALER_FLAG
 from elche.torch_internals.lookup import INTERNALS
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "elche"
 HOME = SRC / "torch_internals"
-TORCHS = {SCALER_FLAG, "_buffers", "_modules", "_parameters", "_version"}
+TORCHS = {"_buffers", "_modules", "_parameters", "_version"}
 """Names that are torch's even where elche has one of its own."""
 NOT_TORCH = ("_fields", "_extra_state", "_elche_")
 """Of namedtuples, of state dicts' format, and what elche sets on a user's objects."""
@@ -58,17 +56,6 @@ def test_a_name_that_is_gone_is_refused_where_it_is_needed(
     assert f"torch {torch.__version__} has no torch._gone, which does" in caplog.text
     with pytest.raises(ConfigError, match=r"a torch that has torch\._gone, which does"):
         gone(1, a=2)
-
-
-def test_a_scaler_that_asks_for_no_flag_ends_the_loop_itself() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    assert not hasattr(optimizer, SCALER_FLAG)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(weight.sum()).backward()
-    weight.grad = None  # as a window takes it
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        scaler.step(optimizer)
 
 
 def _private(text: str) -> bool:

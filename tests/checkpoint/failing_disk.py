@@ -1,25 +1,24 @@
-"""Disks on which something goes wrong, for the tests."""
+"""Disks on which something goes wrong: what `elche.checkpoint.files` has for ``os``."""
 
 from __future__ import annotations
 
 import errno
+import os
 import threading
-from pathlib import Path
-
-from typing_extensions import override
-
-from elche.checkpoint.files import Disk
+from typing import Any
 
 
-class QuickDisk(Disk):
+class QuickOs:
     """One that is not waited for; what the power takes with it is another's test."""
 
-    @override
-    def sync(self, descriptor: int) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def fsync(self, descriptor: int) -> None:
         pass
 
 
-class DyingDisk(QuickDisk):
+class DyingOs(QuickOs):
     """Nothing happens on it any more after so many operations: the process is dead.
 
     The operation in which it dies is half done where it can be.
@@ -36,6 +35,17 @@ class DyingDisk(QuickDisk):
     def is_dead(self) -> bool:
         return self._left < 0
 
+    def __getattr__(self, name: str) -> Any:
+        done = getattr(os, name)
+
+        def required(*args: Any, **named: Any) -> Any:
+            if not self._spend():
+                raise OSError(errno.EIO, "the process dies here")
+            return done(*args, **named)
+
+        changes = ("makedirs", "open", "replace", "unlink", "rmdir")
+        return required if name in changes else done
+
     def _spend(self) -> bool:
         with self._lock:
             self._left -= 1
@@ -43,39 +53,14 @@ class DyingDisk(QuickDisk):
                 raise OSError(errno.EIO, "the process is dead")
             return self._left >= 0
 
-    def _require(self) -> None:
-        if not self._spend():
-            raise OSError(errno.EIO, "the process dies here")
-
-    @override
-    def make_folder(self, path: Path) -> None:
-        self._require()
-        super().make_folder(path)
-
-    @override
-    def create(self, path: Path) -> int:
-        self._require()
-        return super().create(path)
-
-    @override
     def write(self, descriptor: int, data: memoryview) -> int:
         if not self._spend():
-            super().write(descriptor, data[: len(data) // 2])
+            os.write(descriptor, data[: len(data) // 2])
             raise OSError(errno.EIO, "the process dies here")
-        return super().write(descriptor, data)
-
-    @override
-    def rename(self, source: Path, target: Path) -> None:
-        self._require()
-        super().rename(source, target)
-
-    @override
-    def remove(self, path: Path) -> None:
-        self._require()
-        super().remove(path)
+        return os.write(descriptor, data)
 
 
-class FullDisk(QuickDisk):
+class FullOs(QuickOs):
     """One with room for so many bytes.
 
     Args:
@@ -85,10 +70,9 @@ class FullDisk(QuickDisk):
     def __init__(self, room_bytes: int) -> None:
         self.room_bytes = room_bytes
 
-    @override
     def write(self, descriptor: int, data: memoryview) -> int:
         taken = min(len(data), self.room_bytes)
         if not taken:
             raise OSError(errno.ENOSPC, "No space left on device")
         self.room_bytes -= taken
-        return super().write(descriptor, data[:taken])
+        return os.write(descriptor, data[:taken])

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.checkpoint.files import Disk, read_tensors, write_tensors
+from elche.checkpoint.files import StoredTensors, write_tensors
 from elche.checkpoint.state_tree import KIND, decode, encode
 from elche.errors import CheckpointError, ConfigError
 from tests.harness.reached import reach
@@ -105,8 +105,8 @@ TREES = nested(nested(nested(leaves())))
 def stored(tree: Any, folder: Path) -> Any:
     """Through JSON and a file of safetensors."""
     node, found = encode(tree)
-    write_tensors(Disk(), folder / "t.safetensors", found)
-    read = read_tensors(folder / "t.safetensors")
+    write_tensors(folder / "t.safetensors", found)
+    read = StoredTensors(folder / "t.safetensors")
     return decode(json.loads(json.dumps(node)), lambda name, _: read[name])
 
 

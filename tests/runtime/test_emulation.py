@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from elche.errors import ConfigError
@@ -69,14 +68,6 @@ def test_a_step_takes_the_declared_time(speed: float) -> None:
     model = make_model()
     emulate(model, fast_config(speed))
     assert min(step_times_s(lambda: train_step(model), steps=3)) >= STEP_S / speed
-
-
-@pytest.mark.parametrize("speed", [1.0, 0.5])
-def test_a_step_takes_no_more_than_that(clock: Clock, speed: float) -> None:
-    model = make_model()
-    emulate(model, fast_config(speed))
-    model(torch.ones(SAMPLES, 32)).sum().backward()
-    assert clock.now_s == pytest.approx(STEP_S / speed)
 
 
 @pytest.mark.parametrize("speed", [1.0, 0.5])
@@ -165,22 +156,16 @@ def test_a_backward_pays_for_every_forward_it_goes_through() -> None:
     assert handle.steps == 2
 
 
-def test_an_opaque_output_is_paid_by_the_next_backward() -> None:
-    class Opaque(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(32, 4)
-
-        def forward(self, x: Tensor) -> Callable[[], Tensor]:
-            y = self.inner(x)
+def test_an_opaque_output_is_paid_in_the_forward_pass(clock: Clock) -> None:
+    class Opaque(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
             return lambda: y
 
-    model = Opaque()
-    handle = emulate(model, fast_config())
-    begin_s = time.perf_counter()
+    model = Opaque(32, 4)
+    emulate(model, fast_config())
     model(torch.ones(SAMPLES, 32))().sum().backward()
-    assert time.perf_counter() - begin_s >= STEP_S
-    assert handle.nominal_s == pytest.approx(STEP_S)
+    assert clock.now_s == pytest.approx(STEP_S)
 
 
 def test_samples_are_found_in_keywords_and_nested_batches() -> None:
@@ -228,34 +213,6 @@ def test_a_compiled_model_is_compiled_once() -> None:
         train_step(fast)
     assert len(compiled) == 1
     assert handle.steps == 4
-
-
-def ddp_step_times_s(model: nn.Module) -> list[float]:
-    """Times of steps of torch's DDP, of which nothing is left.
-
-    Its reducer must not be the last that holds the group: it joins the group's threads
-    with the interpreter locked, for which they may be waiting.
-    """
-    replica = nn.parallel.DistributedDataParallel(model)
-    return step_times_s(lambda: train_step(replica), steps=3)
-
-
-def test_ddp_around_an_emulated_model_keeps_time_and_gradients() -> None:
-    plain, model = make_model(), make_model()
-    handle = emulate(model, fast_config())
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        times = ddp_step_times_s(model)
-    finally:
-        dist.destroy_process_group()
-    for _ in times:
-        train_step(plain)
-    assert min(times) >= STEP_S
-    assert handle.steps == len(times)
-    for expected, actual in zip(plain.parameters(), model.parameters(), strict=True):
-        assert expected.grad is not None
-        assert actual.grad is not None
-        torch.testing.assert_close(actual.grad, expected.grad)
 
 
 def test_overruns_are_counted() -> None:

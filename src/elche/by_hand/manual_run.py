@@ -24,7 +24,7 @@ from elche.runtime.process.environment import Placement, read_placement
 from elche.runtime.process.launcher_watch import watch_launcher
 from elche.runtime.process.shutdown import failure_of, watch_process
 from elche.runtime.process.worker import Worker
-from elche.runtime.versions import installed_versions
+from elche.runtime.rank_settings import installed_versions
 
 
 @final

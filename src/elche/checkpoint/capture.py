@@ -5,9 +5,30 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from elche.checkpoint.manifest import MODEL_FILE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """Copies for the writer.
+
+    Attributes:
+        own: what only this rank holds.
+        shared: what all hold in common; {} but on rank 0.
+        model: the model alone; {} but on rank 0. Of a pipeline, this rank's layers.
+        model_file: where that goes.
+    """
+
+    own: dict[str, Any]
+    shared: dict[str, Any]
+    model: dict[str, Tensor]
+    model_file: str = MODEL_FILE
 
 
 def copied(tree: Any) -> Any:

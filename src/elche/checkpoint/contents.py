@@ -5,57 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche.checkpoint.bare_model import bare_state
-from elche.checkpoint.capture import copied, random_state, restore_random
-from elche.checkpoint.manifest import Manifest
-from elche.checkpoint.parts import MODEL_FILE
+from elche.checkpoint.capture import Captured, copied, random_state, restore_random
 from elche.errors import ConfigError, ElcheError, MismatchError
 from elche.runtime.training import RunParts
 from elche.runtime.watch.rate_watch import is_scheduled
+from elche.torch_internals.groups import COMPILED_MODULE as _INNER
+from elche.torch_internals.passes import is_compiled
 
+if TYPE_CHECKING:
+    from elche.checkpoint.handed_over import HandedOver
+    from elche.checkpoint.store import Checkpoint
 
-class SavedState(Protocol):
-    """A `Checkpoint`, or one that was never written."""
-
-    @property
-    def path(self) -> Path:
-        """Folder or file that errors name."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Manifest of the checkpoint."""
-
-    def shared(self) -> Any:
-        """State that is common to all ranks."""
-
-    def of_rank(self, rank: int) -> Any:
-        """State of one rank."""
-
-    def model(self) -> dict[str, torch.Tensor]:
-        """The model alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """Copies for the writer.
-
-    Attributes:
-        own: what only this rank holds.
-        shared: what all hold in common; {} but on rank 0.
-        model: the model alone; {} but on rank 0. Of a pipeline, this rank's layers.
-        model_file: where that goes.
-    """
-
-    own: dict[str, Any]
-    shared: dict[str, Any]
-    model: dict[str, torch.Tensor]
-    model_file: str = MODEL_FILE
+    SavedState: TypeAlias = Checkpoint | HandedOver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +178,24 @@ class Contents:
                 each.load_state_dict(state)
 
 
+def bare_state(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors of a model's `state_dict`, without the prefixes of `torch.compile`."""
+    compiled = [
+        f"{name}." if name else ""
+        for name, module in model.named_modules(remove_duplicate=False)
+        if is_compiled(module) and any(n == _INNER for n, _ in module.named_children())
+    ]
+    compiled.sort(key=len, reverse=True)  # inner ones first
+    bare = {}
+    for name, value in model.state_dict().items():
+        for prefix in compiled:
+            if name.startswith(f"{prefix}{_INNER}."):
+                name = prefix + name.removeprefix(f"{prefix}{_INNER}.")
+        if isinstance(value, Tensor):
+            bare[name] = value.detach()
+    return bare
+
+
 def load_registered(
     found: SavedState, registered: Mapping[str, Any], states: Mapping[str, Any]
 ) -> None:
@@ -232,7 +216,7 @@ def load_registered(
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+    return isinstance(value, Tensor)
 
 
 def is_bound(each: Any) -> bool:

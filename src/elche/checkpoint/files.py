@@ -1,7 +1,6 @@
 """Files of a checkpoint: there whole or not at all, with their checksums.
 
-Everything that touches the disk goes through `Disk`, in which tests fail or stop the
-process after any operation.
+What changes the disk is called as ``os.function``: tests put a failing ``os`` there.
 """
 
 from __future__ import annotations
@@ -48,38 +47,7 @@ class FileRecord:
     sha256: str
 
 
-class Disk:
-    """The operations that change a disk."""
-
-    def make_folder(self, path: Path) -> None:
-        """Makes a folder, which may be there."""
-        path.mkdir(parents=True, exist_ok=True)
-
-    def create(self, path: Path) -> int:
-        """Opens an empty file for writing."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-
-    def write(self, descriptor: int, data: memoryview) -> int:
-        """Appends to an open file; returns the bytes that it took."""
-        return os.write(descriptor, data)
-
-    def sync(self, descriptor: int) -> None:
-        """Waits until what was written is on the disk."""
-        os.fsync(descriptor)
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Gives a file the name of another, which it takes the place of."""
-        os.replace(source, target)
-
-    def remove(self, path: Path) -> None:
-        """Removes a file, or an empty folder."""
-        if path.is_dir() and not path.is_symlink():
-            path.rmdir()
-        else:
-            path.unlink(missing_ok=True)
-
-
-def write_file(disk: Disk, path: Path, chunks: Iterable[memoryview]) -> FileRecord:
+def write_file(path: Path, chunks: Iterable[memoryview]) -> FileRecord:
     """Writes a file beside its name, and gives it the name when all of it is there.
 
     Raises:
@@ -87,7 +55,8 @@ def write_file(disk: Disk, path: Path, chunks: Iterable[memoryview]) -> FileReco
     """
     digest, length = hashlib.sha256(), 0
     partial = path.with_name(path.name + PARTIAL)
-    descriptor = disk.create(partial)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    descriptor = os.open(partial, flags, 0o666)
     try:
         for chunk in chunks:
             for start in range(0, len(chunk), CHUNK_BYTES):
@@ -95,47 +64,55 @@ def write_file(disk: Disk, path: Path, chunks: Iterable[memoryview]) -> FileReco
                 digest.update(piece)
                 length += len(piece)
                 while piece:
-                    piece = piece[disk.write(descriptor, piece) :]
-        disk.sync(descriptor)
+                    piece = piece[os.write(descriptor, piece) :]
+        os.fsync(descriptor)
     except OSError:
         with contextlib.suppress(OSError):
-            disk.remove(partial)  # a full disk needs the room
+            os.unlink(partial)  # a full disk needs the room
         raise
     finally:
         os.close(descriptor)
-    disk.rename(partial, path)
-    sync_folder(disk, path.parent)
+    os.replace(partial, path)
+    sync_folder(path.parent)
     return FileRecord(length, digest.hexdigest())
 
 
-def make_folder(disk: Disk, path: Path) -> None:
+def make_folder(path: Path) -> None:
     """Makes a folder that is still there when the power has failed."""
     if not path.is_dir():
-        disk.make_folder(path)
-        sync_folder(disk, path.parent)
+        os.makedirs(path, exist_ok=True)
+        sync_folder(path.parent)
 
 
-def sync_folder(disk: Disk, path: Path) -> None:
+def remove(path: Path) -> None:
+    """Removes a file, or an empty folder."""
+    if path.is_dir() and not path.is_symlink():
+        os.rmdir(path)
+    else:
+        os.unlink(path)
+
+
+def sync_folder(path: Path) -> None:
     """Waits until the names in a folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        disk.sync(descriptor)
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def write_json(disk: Disk, path: Path, content: Any) -> FileRecord:
+def write_json(path: Path, content: Any) -> FileRecord:
     """Writes a file of JSON; see :func:`write_file`."""
     data = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
-    return write_file(disk, path, [memoryview(data)])
+    return write_file(path, [memoryview(data)])
 
 
-def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Writes a file of safetensors, one tensor after the other, without copying all.
 
     Tensors of dtypes that the format has no word for are stored as their bytes.
     """
-    return write_file(disk, path, _tensor_chunks(tensors))
+    return write_file(path, _tensor_chunks(tensors))
 
 
 def packed_tensors(tensors: Mapping[str, Tensor]) -> bytearray:
@@ -147,26 +124,23 @@ def packed_tensors(tensors: Mapping[str, Tensor]) -> bytearray:
 
 
 def unpacked_tensors(raw: bytearray) -> dict[str, Tensor]:
-    """Tensors of bytes that `packed_tensors` made, as `read_tensors` returns them."""
+    """Tensors of bytes that `packed_tensors` made."""
     from safetensors.torch import load
 
     return load(bytes(raw))
-
-
-def is_native(dtype: Any) -> bool:
-    """True if safetensors has a word for a dtype."""
-    return _name_of(dtype) in _CODES
 
 
 def _tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     # The largest items first, so that each tensor begins at a multiple of its own.
-    names = sorted(tensors, key=lambda name: (-_item_bytes(tensors[name]), name))
+    codes = {name: _CODES.get(name_of(t.dtype)) for name, t in tensors.items()}
+    items = {n: t.element_size() if codes[n] else 1 for n, t in tensors.items()}
+    names = sorted(tensors, key=lambda name: (-items[name], name))
     for name in names:
         tensor = tensors[name]
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        native = _CODES.get(_name_of(tensor.dtype))
+        native = codes[name]
         header[name] = {
             "dtype": native or "U8",
             "shape": list(tensor.shape) if native else [end - begin],
@@ -179,10 +153,6 @@ def _tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
         yield _bytes_of(tensors[name])
 
 
-def _item_bytes(tensor: Tensor) -> int:
-    return tensor.element_size() if is_native(tensor.dtype) else 1
-
-
 def _bytes_of(tensor: Tensor) -> memoryview:
     import torch
 
@@ -191,7 +161,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat)  # type: ignore[arg-type]  # numpy's stubs before 3.12
 
 
-def _name_of(dtype: Any) -> str:
+def name_of(dtype: Any) -> str:
+    """Name of a dtype in the namespace of torch."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -239,21 +210,6 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path.name} is cut off or no JSON") from None
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads a file of safetensors.
-
-    Raises:
-        CheckpointError: there is none, or it is none.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error}") from None
 
 
 class StoredTensors:

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from elche.checkpoint.contents import Captured
+from elche.checkpoint.capture import Captured
 from elche.checkpoint.files import packed_tensors, unpacked_tensors
 from elche.checkpoint.manifest import Manifest
 from elche.checkpoint.state_tree import StateTree, decode, encode
@@ -26,37 +26,29 @@ PIECE_BYTES: Final = 1 << 24
 @final
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The first rank's part, the shared one and the model, as a checkpoint has them.
+    """A checkpoint of one rank that was received; see `Checkpoint`.
 
     Attributes:
-        path: what it is called in errors.
-        manifest: what it holds; of one rank.
-        trees: JSON by part.
-        tensors: by part.
+        path: its name in errors.
+        manifest: what it holds.
+        state: this rank's part, the shared one, and the model.
     """
 
     path: Path
     manifest: Manifest
-    trees: Mapping[str, Any]
-    tensors: Mapping[str, Mapping[str, Tensor]]
+    state: Mapping[str, Any]
 
     def shared(self) -> StateTree:
-        """See `Checkpoint`."""
-        return self._part("shared")
+        """State that is common to all ranks."""
+        return self.state["shared"]
 
     def of_rank(self, rank: int) -> StateTree:
-        """See `Checkpoint`: there is one rank."""
-        return self._part("own")
+        """State of the rank that sent it."""
+        return self.state["own"]
 
     def model(self) -> dict[str, Tensor]:
-        """See `Checkpoint`."""
-        return dict(self.tensors["model"])
-
-    def _part(self, part: str) -> StateTree:
-        def tensor(name: str, in_model: bool) -> Tensor:
-            return self.tensors["model" if in_model else part][name]
-
-        return decode(self.trees[part], tensor)
+        """The model alone."""
+        return dict(self.state["model"])
 
 
 def packed(held: Captured, info: Mapping[str, Any]) -> list[bytearray]:
@@ -65,19 +57,15 @@ def packed(held: Captured, info: Mapping[str, Any]) -> list[bytearray]:
     Raises:
         ConfigError: something in it cannot be stored.
     """
-    own, own_tensors = encode(held.own, "own")
-    shared, shared_tensors = encode(held.shared, "shared", held.model)
-    said = {"own": own, "shared": shared, "info": dict(info), "error": ""}
-    parts = held.model, own_tensors, shared_tensors
-    return [bytearray(json.dumps(said).encode()), *map(packed_tensors, parts)]
+    state = {"own": held.own, "shared": held.shared, "model": held.model}
+    tree, tensors = encode(state)
+    said = {"state": tree, "info": dict(info), "error": ""}
+    return [bytearray(json.dumps(said).encode()), packed_tensors(tensors)]
 
 
 def refused(why: str) -> list[bytearray]:
     """The messages of a rank that cannot hand its state over."""
-    return [
-        bytearray(json.dumps({"error": why}).encode()),
-        *(bytearray() for _ in "123"),
-    ]
+    return [bytearray(json.dumps({"error": why}).encode()), bytearray()]
 
 
 def unpacked(messages: list[bytearray]) -> HandedOver:
@@ -89,12 +77,11 @@ def unpacked(messages: list[bytearray]) -> HandedOver:
     said = json.loads(messages[0])
     if said["error"]:
         raise MismatchError(f"this rank cannot join the run: {said['error']}")
-    model, own, shared = map(unpacked_tensors, messages[1:])
+    tensors = unpacked_tensors(messages[1])
     return HandedOver(
         Path("the state of the ranks that train"),
         Manifest(name="", run_id="", world_size=1, info=said["info"], files={}),
-        {"own": said["own"], "shared": said["shared"]},
-        {"model": model, "own": own, "shared": shared},
+        decode(said["state"], lambda name, _: tensors[name]),
     )
 
 
@@ -112,7 +99,7 @@ def send(
     Returns:
         The messages, where they are wanted.
     """
-    lengths = [0] * 4 if messages is None else [len(each) for each in messages]
+    lengths = [0] * 2 if messages is None else [len(each) for each in messages]
     sizes = torch.tensor(lengths, device="cpu")
     group.broadcast(sizes, WHAT, source)
     lengths = sizes.tolist()

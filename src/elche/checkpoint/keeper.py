@@ -6,6 +6,7 @@ the pause all ranks hand copies of what they hold to a thread that writes them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -27,12 +28,7 @@ from elche.checkpoint.saved_run import SavedContents, SavedRun
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
 from elche.comm.transport.process_group import Group
-from elche.errors import (
-    CheckpointError,
-    ConfigError,
-    DeadlineError,
-    MismatchError,
-)
+from elche.errors import CheckpointError, ConfigError, DeadlineError, MismatchError
 from elche.runtime.process.stop_signals import SignalStops, StopRequest
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
@@ -108,8 +104,8 @@ class CheckpointKeeper(Pauses):
         self._signals: SignalStops | None = None
         self._has_ended = False
         self._epoch = self._passes = self._passes_done = self._count = 0
-        self._counts_epochs = self._is_resumed = False
-        self._is_used = self._has_begun = self._cuts_at_stop = False
+        self.is_active = self.counts_epochs = self._is_resumed = False
+        self._has_begun = self._cuts_at_stop = False
 
     def begin_run(
         self,
@@ -175,7 +171,7 @@ class CheckpointKeeper(Pauses):
         self._config = config
         if config is not None:
             self._stores[config.folder] = CheckpointStore(config.folder, config.keep)
-            self._is_used = True
+            self.is_active = True
             if self._stops is None:
                 self._stops = StopRequest()
                 self._signals = SignalStops(self._stops)
@@ -211,30 +207,23 @@ class CheckpointKeeper(Pauses):
         if not any(scheduler is each for each in self._schedulers):
             self._schedulers.append(scheduler)
 
-    @property
-    def is_active(self) -> bool:
-        """True if checkpoints may be made inside epochs."""
-        return self._is_used
-
-    @property
-    def counts_epochs(self) -> bool:
-        """True if the loop is over `elche.epochs`."""
-        return self._counts_epochs
-
     def wants_cut(self) -> bool:
         """True if a checkpoint was asked for, or is due."""
         return bool(self._asked) or self._is_due or self.wants_end()
 
     def wants_end(self) -> bool:
         """True if the run is to end with a last checkpoint."""
-        is_cut = self._config is not None or self._cuts_at_stop
-        return is_cut and self._stops is not None and bool(self._stops.reason)
+        is_asked = self._stops is not None and bool(self._stops.reason)
+        return self._cuts_at_end and is_asked
 
     @property
     def ends_by_cut(self) -> bool:
         """True if a run that is asked to end cuts the epoch under way."""
-        is_cut = self._config is not None or self._cuts_at_stop
-        return is_cut and self._current.can_cut
+        return self._cuts_at_end and self._current.can_cut
+
+    @property
+    def _cuts_at_end(self) -> bool:
+        return self._config is not None or self._cuts_at_stop
 
     @property
     def _is_due(self) -> bool:
@@ -247,21 +236,15 @@ class CheckpointKeeper(Pauses):
         """The loop goes over the loader; False for a pass that is done already."""
         self._passes += 1
         self._has_ended = False
-        if not self._has_begun:
-            self._begin()
-        is_done = self._passes <= self._passes_done
-        return not is_done
-
-    def _begin(self) -> None:
-        """The first loop; says where it begins anew and the launcher was to resume."""
-        self._has_begun = True
-        folder = os.environ.get("ELCHE_RESUME")
+        is_first, self._has_begun = not self._has_begun, True
+        folder = os.environ.get("ELCHE_RESUME") if is_first else None
         if folder and not self._is_resumed and self._current.rank == 0:
             logger.warning(
                 "nothing is resumed from %s: this run begins anew; loop over "
                 "elche.epochs(), or call elche.resume() before the first epoch",
                 folder,
             )
+        return self._passes > self._passes_done
 
     def cut(self, *, is_end: bool) -> None:
         """Makes what is asked for, inside an epoch."""
@@ -272,7 +255,7 @@ class CheckpointKeeper(Pauses):
     @property
     def _passes_before(self) -> int:
         """Passes over the loader before the one under way, of this epoch."""
-        return self._passes - 1 if self._counts_epochs else 0
+        return self._passes - 1 if self.counts_epochs else 0
 
     @override
     def hand_over(self, group: Group, source: int, is_new: bool) -> None:
@@ -282,7 +265,7 @@ class CheckpointKeeper(Pauses):
             loop = {"epoch": self._epoch, "passes": self._passes_before}
             loop["count"] = self._count
             try:
-                if not self._counts_epochs:
+                if not self.counts_epochs:
                     raise ConfigError("the others do not loop over elche.epochs()")
                 told = run.hand_over()
                 messages = packed(self._contents().capture(loop), told)
@@ -307,7 +290,7 @@ class CheckpointKeeper(Pauses):
 
     def _go_on_in(self, loop: Mapping[str, int]) -> None:
         """The user's loop goes on where another stood."""
-        self._is_used = self._is_resumed = True
+        self.is_active = self._is_resumed = True
         self._epoch, self._passes = loop["epoch"], 0
         self._passes_done = loop["passes"]
 
@@ -318,7 +301,7 @@ class CheckpointKeeper(Pauses):
 
     def epochs(self, count: int) -> Iterator[int]:
         """Numbers of the epochs that are left; see `elche.epochs`."""
-        self._is_used = self._counts_epochs = True
+        self.is_active = self.counts_epochs = True
         self._count = count
         if self._several is not None and self._several.is_new:
             self._several.join()
@@ -347,7 +330,7 @@ class CheckpointKeeper(Pauses):
 
     def save(self, folder: Path) -> None:
         """Makes a checkpoint now, or inside a loop as soon as all ranks pause."""
-        run, self._is_used = self._current, True
+        run, self.is_active = self._current, True
         if run.is_in_epoch:
             run.check_cut()
             if run.rank == 0 and folder not in self._asked:
@@ -378,14 +361,7 @@ class CheckpointKeeper(Pauses):
             info = run.described() | {"epoch": epoch}
             self._plan_next()
         for folder, name in names:
-            self._writer(Path(folder)).begin(
-                name,
-                own=held.own,
-                shared=held.shared,
-                manifest=info,
-                model=held.model or None,
-                model_file=held.model_file,
-            )
+            self._writer(Path(folder)).begin(name, held, info)
         if self._has_ended and names and run.rank == 0:
             run.notifications.emit(f"elche: last checkpoint: {'/'.join(names[-1])}")
         if self._has_ended and self._signals is not None:
@@ -406,13 +382,12 @@ class CheckpointKeeper(Pauses):
         names = []
         for folder in folders:
             try:
-                if folder in self._writers:
-                    self._writers[folder].wait(self._current.timeout_s / 2)
+                with contextlib.suppress(CheckpointError):  # it was said
+                    if folder in self._writers:
+                        self._writers[folder].wait(self._current.timeout_s / 2)
             except DeadlineError as error:
                 logger.warning("no checkpoint: %s", error)
                 continue
-            except CheckpointError:
-                pass  # it was said
             names.append((str(folder), self._store(folder).next_name()))
         return names
 
@@ -432,18 +407,16 @@ class CheckpointKeeper(Pauses):
         if writer is None or (writer.rank, writer.world_size) != place:
             if writer is not None:
                 writer.close(FAILED_S)
-            self._writers[folder] = CheckpointWriter(
-                self._store(folder),
-                *place,
-                self._run_id,
-                run.timeout_s,
-                lambda: run.world_size,
+            id_, limit_s, store = self._run_id, run.timeout_s, self._store(folder)
+            writer = CheckpointWriter(
+                store, *place, id_, limit_s, lambda: run.world_size
             )
-        return self._writers[folder]
+            self._writers[folder] = writer
+        return writer
 
     def resume(self, folder: Path) -> bool:
         """Goes on from the newest checkpoint; see `elche.resume`."""
-        run, self._is_used, self._is_resumed = self._current, True, True
+        run, self.is_active, self._is_resumed = self._current, True, True
         if self._several is not None and self._several.is_new:
             return False  # it goes on from where the others are, once its loop begins
         found = self._newest(folder)

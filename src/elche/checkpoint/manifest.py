@@ -11,12 +11,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from elche.checkpoint.files import Disk, FileRecord, read_json, write_json
-from elche.errors import CheckpointError, ConfigError
+from elche.checkpoint.files import FileRecord, read_json, write_json
+from elche.errors import CheckpointError
 
 FORMAT: Final = 2
 """Counted up when files of before cannot be read any more."""
 MANIFEST: Final = "manifest.json"
+SHARED: Final = "shared"
+"""Name of the files of what all ranks hold in common, without suffix."""
+MODEL_FILE: Final = "model.safetensors"
+MODEL_PART: Final = "model-rank"
+"""Prefix of the model files that ranks write in parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +47,19 @@ class Manifest:
     format: int = FORMAT
 
 
-def write_manifest(disk: Disk, folder: Path, manifest: Manifest) -> None:
+def part_of_rank(rank: int) -> str:
+    """Name of a rank's files, without suffix."""
+    return f"rank{rank}"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Makes a checkpoint a complete one.
 
     Raises:
         OSError: it cannot be written.
     """
     body = asdict(manifest)
-    write_json(disk, folder / MANIFEST, {"manifest": body, "sha256": _digest(body)})
+    write_json(folder / MANIFEST, {"manifest": body, "sha256": _digest(body)})
 
 
 def read_manifest(folder: Path) -> Manifest | CheckpointError:
@@ -86,22 +96,6 @@ def read_manifest(folder: Path) -> Manifest | CheckpointError:
         is_own = False
     other = CheckpointError(f"{MANIFEST} has fields that elche does not write there")
     return manifest if is_own else other
-
-
-def plain_json(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies what JSON has words for.
-
-    Raises:
-        ConfigError: it holds something else.
-    """
-    try:
-        copy: dict[str, Any] = json.loads(json.dumps(info, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"expected a manifest of what JSON has words for, got {error}; put the "
-            "rest into the shared state"
-        ) from error
-    return copy
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from elche.checkpoint.contents import Captured
+from elche.checkpoint.capture import Captured
 from elche.checkpoint.store import Checkpoint
 from elche.runtime.report.notifications import RunNotifications
 

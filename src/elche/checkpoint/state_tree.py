@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from elche.checkpoint.files import name_of
 from elche.errors import CheckpointError, ConfigError
 from elche.torch_internals.groups import STATE_VERSIONS
 
@@ -119,7 +120,7 @@ class _Encoder:
         if kind in _DICTS:
             return self._dict(value, path, depth)
         if isinstance(value, torch.dtype | torch.device):
-            return _kind(kind.__name__, str(value).removeprefix("torch."))
+            return _kind(kind.__name__, name_of(value))
         return self._numbers(value, path)
 
     def _numbers(self, value: Any, path: str) -> Json:
@@ -155,7 +156,7 @@ class _Encoder:
             if key is not None:
                 self._known[key] = where, name
         node = _kind("tensor", name)
-        node |= {"dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
+        node |= {"dtype": name_of(value.dtype), "shape": list(value.shape)}
         return node | {"in": where} if where else node
 
     def _name(self, value: Tensor, path: str) -> str:
@@ -177,7 +178,8 @@ class _Encoder:
             for key, item in value.items()
         }
         about = getattr(value, STATE_VERSIONS, None)  # of a module's state_dict
-        if type(value) is dict and KIND not in items and _all_str(items):
+        is_plain = KIND not in items and all(type(key) is str for key in items)
+        if type(value) is dict and is_plain:
             return items
         pairs = [[self.node(key, path, depth), item] for key, item in items.items()]
         node = _kind(_DICTS[type(value)], pairs)
@@ -194,17 +196,15 @@ def _decode(node: Json, tensor: Callable[[str, bool], Tensor]) -> Any:
     if KIND not in node:
         return {key: _decode(item, tensor) for key, item in node.items()}
     kind, value = node[KIND], node["value"]
-    for plain, name in _LISTS.items():
-        if kind == name:
-            return plain([_decode(item, tensor) for item in value])
-    for made, name in _DICTS.items():
-        if kind == name:
-            whole = made()
-            for key, item in value:
-                whole[_decode(key, tensor)] = _decode(item, tensor)
-            if "about" in node:
-                setattr(whole, STATE_VERSIONS, _decode(node["about"], tensor))
-            return whole
+    if kind in _LISTS.values():
+        return _made(_LISTS, kind)([_decode(item, tensor) for item in value])
+    if kind in _DICTS.values():
+        whole = _made(_DICTS, kind)()
+        for key, item in value:
+            whole[_decode(key, tensor)] = _decode(item, tensor)
+        if "about" in node:
+            setattr(whole, STATE_VERSIONS, _decode(node["about"], tensor))
+        return whole
     if kind == "tensor":
         found = tensor(value, node.get("in") == MODEL)
         dtype = _dtype(node["dtype"])
@@ -215,6 +215,10 @@ def _decode(node: Json, tensor: Callable[[str, bool], Tensor]) -> Any:
         array = flat.reshape(node["shape"])
         return array[()] if node.get("scalar") else array
     return _scalar(kind, value)
+
+
+def _made(kinds: Mapping[type, str], name: str) -> Any:
+    return next(kind for kind, known in kinds.items() if known == name)
 
 
 def _scalar(kind: str, value: Any) -> Any:
@@ -235,10 +239,6 @@ def _kind(kind: str, value: Json) -> dict[str, Json]:
     return {KIND: kind, "value": value}
 
 
-def _all_str(items: Mapping[Any, Any]) -> bool:
-    return all(type(key) is str for key in items)
-
-
 def _memory(value: Tensor) -> tuple[Any, ...] | None:
     """Identity of a tensor's memory, equal where it is shared; None for empty ones."""
     if value.layout != torch.strided or value.is_meta or not value.numel():
@@ -246,10 +246,6 @@ def _memory(value: Tensor) -> tuple[Any, ...] | None:
     flags = (value.is_conj(), value.is_neg())
     place = (value.device, value.data_ptr(), value.dtype)
     return (*place, tuple(value.shape), value.stride(), flags)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -23,21 +23,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 from elche.checkpoint.files import (
-    Disk,
     StoredTensors,
     check_file,
     make_folder,
     read_json,
-    read_tensors,
+    remove,
     sync_folder,
 )
 from elche.checkpoint.manifest import (
     MANIFEST,
+    MODEL_FILE,
+    MODEL_PART,
+    SHARED,
     Manifest,
+    part_of_rank,
     read_manifest,
     write_manifest,
 )
-from elche.checkpoint.parts import MODEL_FILE, MODEL_PART, SHARED, part_of_rank
 from elche.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -86,8 +88,10 @@ class Checkpoint:
     def model(self) -> dict[str, Tensor]:
         """The model alone, by the names of the bare module; {} if none was given."""
         if self._model is None:
-            is_there = MODEL_FILE in self.manifest.files
-            self._model = self._tensors(MODEL_FILE) if is_there else {}
+            self._model = {}
+            if MODEL_FILE in self.manifest.files:
+                stored = self._stored(MODEL_FILE)
+                self._model = {name: stored[name] for name in stored.names}
         return self._model
 
     def model_parts(self, wanted: Collection[str]) -> dict[str, Tensor]:
@@ -99,12 +103,11 @@ class Checkpoint:
         import torch
 
         found: dict[str, Tensor] = {}
+        nothing = torch.empty(0, device="meta")
         for name in sorted(self.manifest.files):
             if not name.startswith(MODEL_PART):
                 continue
-            self._check(name)
-            part = StoredTensors(self.path / name)
-            nothing = torch.empty(0, device="meta")
+            part = self._stored(name)
             found |= {n: part[n] if n in wanted else nothing for n in part.names}
         return found
 
@@ -138,17 +141,16 @@ class Checkpoint:
 
         self._check(f"{part}.json")
         content = read_json(self.path / f"{part}.json")
-        self._check(f"{part}.safetensors")
-        own = StoredTensors(self.path / f"{part}.safetensors")
+        own = self._stored(f"{part}.safetensors")
 
         def tensor(name: str, in_model: bool) -> Tensor:
             return (self.model() if in_model else own)[name]
 
         return decode(pick(content["tree"]), tensor)
 
-    def _tensors(self, name: str) -> dict[str, Tensor]:
+    def _stored(self, name: str) -> StoredTensors:
         self._check(name)
-        return read_tensors(self.path / name)
+        return StoredTensors(self.path / name)
 
     def _check(self, name: str) -> None:
         if name not in self._checked:
@@ -166,19 +168,16 @@ class CheckpointStore:
     Args:
         folder: where they lie; need not be there.
         keep: how many complete ones are kept, the newest.
-        disk: what changes the disk.
 
     Attributes:
         folder: where they lie.
-        disk: what changes the disk.
     """
 
-    def __init__(self, folder: Path, keep: int = 2, disk: Disk | None = None) -> None:
+    def __init__(self, folder: Path, keep: int = 2) -> None:
         if keep < 1:
             raise ConfigError(f"expected to keep at least 1 checkpoint, got {keep}")
         self.folder = folder
         self._keep = keep
-        self.disk = disk or Disk()
         self._damaged: set[int] = set()
 
     def newest(self) -> Checkpoint | None:
@@ -237,7 +236,7 @@ class CheckpointStore:
             path = self._path(number)
             if number < _number(name) and not (path / MANIFEST).exists():
                 self._remove(path)
-        make_folder(self.disk, self.folder / name)
+        make_folder(self.folder / name)
 
     def complete(self, manifest: Manifest) -> None:
         """Makes a checkpoint count, and removes those that are kept no longer.
@@ -245,7 +244,7 @@ class CheckpointStore:
         Raises:
             OSError: it cannot be written; it does not count then.
         """
-        write_manifest(self.disk, self.folder / manifest.name, manifest)
+        write_manifest(self.folder / manifest.name, manifest)
         self._damaged.discard(_number(manifest.name))
         kept = [n for n in self._complete() if n not in self._damaged][-self._keep :]
         for number in self._numbers():
@@ -264,15 +263,15 @@ class CheckpointStore:
         """
         with contextlib.suppress(OSError):
             if path.is_symlink():
-                self.disk.remove(path)
+                remove(path)
                 return
             if (path / MANIFEST).exists():
-                self.disk.remove(path / MANIFEST)
-                sync_folder(self.disk, path)
+                remove(path / MANIFEST)
+                sync_folder(path)
             for file in path.iterdir():
                 if _FILE.fullmatch(file.name):
-                    self.disk.remove(file)
-            self.disk.remove(path)
+                    remove(file)
+            remove(path)
 
     def _complete(self) -> list[int]:
         """Numbers of the complete ones, rising."""

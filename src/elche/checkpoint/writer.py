@@ -6,53 +6,54 @@ other ranks. A checkpoint that cannot be written is a warning, and not a failure
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor
 
-from elche.checkpoint.files import Disk, make_folder, write_tensors
-from elche.checkpoint.manifest import Manifest, plain_json
-from elche.checkpoint.parts import (
-    MODEL_FILE,
-    SHARED,
-    Records,
-    part_of_rank,
-    refuse_part,
-    write_part,
-    written_part,
+from elche.checkpoint.capture import Captured
+from elche.checkpoint.files import (
+    FileRecord,
+    make_folder,
+    read_json,
+    record_of,
+    write_json,
+    write_tensors,
 )
-from elche.checkpoint.state_tree import Json, StateTree, encode
+from elche.checkpoint.manifest import SHARED, Manifest, part_of_rank
+from elche.checkpoint.state_tree import Json, encode
 from elche.checkpoint.store import CheckpointStore
 from elche.errors import CheckpointError, DeadlineError, ElcheError
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
+Records = dict[str, FileRecord]
+"""Written files, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Job:
     """One checkpoint, as this rank writes it.
 
     Attributes:
         name: of the checkpoint.
         parts: JSON and tensors by the part's name.
-        model: on rank 0, the model alone; of a pipeline, this rank's layers.
-        model_file: where that goes.
+        held: the model, and where it goes.
         info: on rank 0, for the manifest; None elsewhere.
     """
 
     name: str
     parts: Mapping[str, tuple[Json, dict[str, Tensor]]]
-    model: Mapping[str, Tensor] | None
-    model_file: str
-    info: dict[str, Any] | None
+    held: Captured
+    info: Mapping[str, Any] | None
 
 
 @final
@@ -95,45 +96,23 @@ class CheckpointWriter:
         with self._changed:
             return bool(self._jobs)
 
-    @property
-    def failure(self) -> str | None:
-        """Reason why the last checkpoint could not be written; None if it could."""
-        with self._changed:
-            return self._failure
-
-    def begin(
-        self,
-        name: str,
-        *,
-        own: StateTree,
-        shared: StateTree | None = None,
-        manifest: Mapping[str, Any] | None = None,
-        model: Mapping[str, Tensor] | None = None,
-        model_file: str = MODEL_FILE,
-    ) -> None:
+    def begin(self, name: str, held: Captured, info: Mapping[str, Any]) -> None:
         """Hands over what to write, and returns.
 
         Args:
             name: of the checkpoint, from rank 0's `CheckpointStore.next_name`.
-            own: what only this rank holds.
-            shared: on rank 0, what all hold in common. Its tensors that are the
-                model's as well are stored once.
-            manifest: on rank 0, what the run reads before the rest; plain JSON.
-            model: on rank 0, the model alone, by the names of the bare module; of a
-                pipeline, this rank's layers.
-            model_file: where that goes.
+            held: what is written. Tensors of the shared state that are the model's as
+                well are stored once.
+            info: what a run reads before the rest, for rank 0's manifest; plain JSON.
 
         Raises:
             ConfigError: something in it cannot be stored; the message says what.
         """
-        parts = {part_of_rank(self.rank): encode(own, "own")}
-        info = None
-        if self.rank == 0:
-            parts[SHARED] = encode(shared, SHARED, model)
-            info = plain_json(manifest or {})
-        job = _Job(
-            name=name, parts=parts, model=model, model_file=model_file, info=info
-        )
+        is_first = self.rank == 0
+        parts = {part_of_rank(self.rank): encode(held.own, "own")}
+        if is_first:
+            parts[SHARED] = encode(held.shared, SHARED, held.model)
+        job = _Job(name, parts, held, dict(info) if is_first else None)
         with self._changed:
             if self._is_closed:
                 raise CheckpointError(f"{name} was begun after the run's last one")
@@ -195,27 +174,24 @@ class CheckpointWriter:
             if self.rank == 0:
                 self._store.drop(job.name)
             else:
-                folder = self._store.folder / job.name
-                refuse_part(self._store.disk, folder, self.rank, str(error))
+                _refuse_part(self._store.folder / job.name, self.rank, str(error))
             return failure
         return None
 
     def _write(self, job: _Job) -> None:
         begun_s = time.monotonic()
         store, folder = self._store, self._store.folder / job.name
-        disk: Disk = store.disk
         if job.info is None:
-            make_folder(disk, folder)
+            make_folder(folder)
         else:
             store.begin(job.name)
         files: Records = {}
-        if job.model is not None:
-            path = folder / job.model_file
-            files[job.model_file] = write_tensors(disk, path, job.model)
+        if job.held.model:
+            name = job.held.model_file
+            files[name] = write_tensors(folder / name, job.held.model)
         before = dict(files)
         for part, (tree, tensors) in job.parts.items():
-            path = folder / part
-            files |= write_part(disk, path, self._run_id, tree, tensors, before)
+            files |= _write_part(folder / part, self._run_id, tree, tensors, before)
         if job.info is None:
             return
         for rank in range(1, self.world_size):
@@ -236,7 +212,7 @@ class CheckpointWriter:
     def _part_of(self, rank: int, name: str) -> Records:
         folder = self._store.folder / name
         until_s = time.monotonic() + self._deadline_s
-        while (found := written_part(folder, rank, self._run_id)) is None:
+        while (found := _written_part(folder, rank, self._run_id)) is None:
             if self._living is not None and self._living() < self.world_size:
                 raise CheckpointError("a rank has died before all parts were written")
             with self._changed:
@@ -247,3 +223,55 @@ class CheckpointWriter:
                     )
                 self._changed.wait_for(lambda: self._is_closed, POLL_S)
         return found
+
+
+def _write_part(
+    path: Path,
+    run_id: str,
+    tree: Any,
+    tensors: Mapping[str, Tensor],
+    before: Mapping[str, FileRecord] | None = None,
+) -> Records:
+    """Writes one part: its tensors, and then the rest, which says that it is there.
+
+    Args:
+        path: of the part, without its files' endings.
+        run_id: to know by whether it belongs to this checkpoint.
+        tree: the state without its tensors, as JSON has it.
+        tensors: those.
+        before: what the rank has written besides, which the part is to name.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    name = f"{path.name}.safetensors"
+    files: Records = dict(before or {})
+    files[name] = write_tensors(path.with_name(name), tensors)
+    named = {name: asdict(each) for name, each in files.items()}
+    content = {"run_id": run_id, "files": named, "tree": tree}
+    rest = f"{path.name}.json"
+    return {**files, rest: write_json(path.with_name(rest), content)}
+
+
+def _written_part(folder: Path, rank: int, run_id: str) -> Records | None:
+    """Records of the files that a rank has written; None until it has.
+
+    Raises:
+        CheckpointError: it says that it cannot, or what it wrote cannot be read.
+    """
+    part = part_of_rank(rank)
+    refusal, rest = folder / f"{part}.failed", folder / f"{part}.json"
+    if refusal.exists():
+        why = refusal.read_text(encoding="utf-8") or "no room even for the reason"
+        raise CheckpointError(f"rank {rank} could not write its part: {why}")
+    content = read_json(rest) if rest.exists() else {}
+    if content.get("run_id") != run_id:
+        return None
+    records = {name: FileRecord(**each) for name, each in content["files"].items()}
+    return {**records, rest.name: record_of(rest)}
+
+
+def _refuse_part(folder: Path, rank: int, why: str) -> None:
+    """Says to rank 0 that a part will not come, as far as the disk lets it."""
+    with contextlib.suppress(OSError):
+        (folder / f"{part_of_rank(rank)}.failed").write_text(why, encoding="utf-8")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -46,7 +46,7 @@ class EmulationConfig:
         fixed_ms: time of a pass beside its samples' (kernel launches, latencies), in
             milliseconds, whatever the speed. Finite, not negative.
         memory_samples: samples that fit the device in one forward pass of training;
-            a larger one raises torch's OutOfMemoryError. At least 1; None: any.
+            a larger one raises torch's OutOfMemoryError. None: any.
 
     Raises:
         ConfigError: if a value is not such a number.
@@ -59,23 +59,15 @@ class EmulationConfig:
 
     def __post_init__(self) -> None:
         for name in ("speed", "ms_per_sample"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and math.isfinite(value) and value > 0):
+            if not (_is_finite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigError(
                     f"{name} of an emulated device must be a positive finite number,"
-                    f" got {value!r}; write for example --speeds 1,0.25"
+                    f" got {getattr(self, name)!r}; write for example --speeds 1,0.25"
                 )
-        if not (math.isfinite(self.fixed_ms) and self.fixed_ms >= 0):
+        if not (_is_finite(self.fixed_ms) and self.fixed_ms >= 0):
             raise ConfigError(
                 "fixed_ms of an emulated device must be a finite number of at least 0,"
                 f" got {self.fixed_ms!r}"
-            )
-        memory = self.memory_samples
-        if memory is not None and (not isinstance(memory, int) or memory < 1):
-            raise ConfigError(
-                "memory_samples of an emulated device must be an int of at least 1,"
-                f" or None, got {memory!r}"
             )
 
     def pass_s(self, samples: int) -> float:
@@ -92,9 +84,8 @@ def emulate(model: nn.Module, config: EmulationConfig) -> EmulationHandle:
     number of samples is the leading dimension of the first tensor among the
     arguments.
 
-    A backward pass pays for the forward passes whose outputs it goes through.
-    Where an output holds no tensor that requires a gradient (an opaque object,
-    say), the next backward pass that reaches a parameter pays instead.
+    A backward pass pays for the forward passes whose outputs it goes through. A
+    forward pass whose output holds no tensor that requires a gradient pays for both.
 
     Args:
         model: root module, on the CPU.
@@ -143,8 +134,6 @@ class EmulationHandle:
         self._forward_begin_s = 0.0
         self._pass_s = 0.0
         self._forwards = 0
-        self._unclaimed_s = 0.0
-        self._unclaimed_overrun_s = 0.0
         self._backward = _BackwardPass()
         self._hooks: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -179,19 +168,13 @@ class EmulationHandle:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        pass_s = self._pass_s
-        deadline_s = self._forward_begin_s + FORWARD_FRACTION * pass_s
+        pass_s, leaves = self._pass_s, tree_leaves(output)
+        outputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        part = FORWARD_FRACTION if outputs else 1.0
+        deadline_s = self._forward_begin_s + part * pass_s
         overrun_s = max(0.0, time.perf_counter() - deadline_s)
         _sleep_until(deadline_s)
         self._forwards += 1
-        outputs = [
-            leaf
-            for leaf in tree_leaves(output)
-            if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
-        if not outputs:
-            self._unclaimed_s += pass_s
-            self._unclaimed_overrun_s += overrun_s
         for tensor in outputs:
             _tensor_hook(tensor, self._output_hook(self._forwards, pass_s, overrun_s))
 
@@ -209,9 +192,6 @@ class EmulationHandle:
 
     def _on_gradient(self, gradient: Tensor) -> None:
         backward = self._running_backward()
-        backward.passes_s += self._unclaimed_s
-        backward.forward_overrun_s += self._unclaimed_overrun_s
-        self._unclaimed_s = self._unclaimed_overrun_s = 0.0
         backward.gradients += 1
         done = min(1.0, backward.gradients / self._num_parameters)
         deadline_s = backward.begin_s + done * backward.duration_s
@@ -252,13 +232,16 @@ class _BackwardPass:
     passes_s: float = 0.0
     gradients: int = 0
     forward_overrun_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.forwards: set[int] = set()
+    forwards: set[int] = field(default_factory=set)
 
     @property
     def duration_s(self) -> float:
         return (1 - FORWARD_FRACTION) * self.passes_s
+
+
+def _is_finite(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _tensor_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:

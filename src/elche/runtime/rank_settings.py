@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -23,15 +25,10 @@ from elche.runtime.data.sample_order import sampler_with_state
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.process.environment import Placement
 from elche.runtime.training import Training
-from elche.runtime.versions import installed_versions
 from elche.torch_internals.held import BatchNormBase, held_buffers, unsaved_buffers
 
 QUANTISED = frozenset({"bitsandbytes", "torchao"})
 """Packages of optimizers whose state is quantised."""
-FUSED = (torch.optim.AdamW, torch.optim.Adam)
-"""Optimizers whose fused kernel, on CUDA and on the CPU, saves most of a step."""
-FUSED_PARAMETERS = 1_000_000
-"""Least number of parameters for the hint: the steps of fewer are short."""
 
 
 def describe(training: Training, epochs: int | None) -> Settings:
@@ -273,6 +270,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> Non
         )
 
 
+def installed_versions() -> dict[str, str]:
+    """Versions of elche, and of torch as far as numbers and formats depend on it."""
+    package = sys.modules["elche"]  # its statement would be a circle: it names us
+    torchs = ".".join(version("torch").split(".")[:2])
+    return {"elche": str(package.__version__), "torch": torchs}
+
+
 def min_share_samples(model: nn.Module) -> int:
     """Least samples that the model can train on: BatchNorm of one rank needs two."""
     return 2 if _plain_norms(model) else 1
@@ -289,29 +293,6 @@ def batch_norm_hint(model: nn.Module, policy: str) -> str:
         f"elche: BatchNorm ({trained[0]!r}{more}) takes its statistics from each "
         "rank's share of a batch; elche.convert_sync_batchnorm(model) before "
         f"elche.setup{on} makes it the whole batch, as on one device"
-    )
-
-
-def fused_hint(optimizer: torch.optim.Optimizer) -> str:
-    """Line about an optimizer with shorter steps on this device, or "".
-
-    Under ``sync`` every rank takes every step whatever its share, so the optimizer's
-    time is what more ranks do not divide.
-    """
-    groups = optimizer.param_groups
-    parameters = [p for group in groups for p in group["params"]]
-    is_chosen = any(
-        group.get("fused") is not None or group.get("foreach") is not None
-        for group in groups
-    )
-    kind, kinds = type(optimizer), {p.device.type for p in parameters}
-    if kind not in FUSED or is_chosen or not kinds <= {"cpu", "cuda"}:
-        return ""
-    if sum(p.numel() for p in parameters) < FUSED_PARAMETERS:
-        return ""
-    return (
-        f"elche: {kind.__name__}(..., fused=True) steps faster on this device, and "
-        "every rank takes every step whatever its share; fused=False ends this line"
     )
 
 

@@ -242,7 +242,7 @@ class Run:
 
     def agree(self, make: Callable[[], str], what: str) -> str:
         """The text that rank 0 makes, on every rank; called by all of them."""
-        return self.collectives.agree(make, what)
+        return self.collectives.barrier(what, make)
 
     can_cut = True
 

@@ -20,7 +20,7 @@ from elche.errors import ConfigError
 from elche.runtime.data.epoch_course import FAR_AHEAD, EpochCourse, ranges_of
 from elche.runtime.data.leased_data import BatchFeed
 from elche.runtime.data.positions import enumerate_batches
-from elche.runtime.data.seeding import rank_seed, seed_rank
+from elche.runtime.data.seeds import rank_seed, seed_rank
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.data.transfer import batch_length, to_device
 from elche.runtime.report.notifications import RunNotifications
@@ -100,12 +100,9 @@ class SingleRun:
         return self.progress_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this run between epochs: its progress, as nothing is averaged."""
-        return {
-            "samples": self.progress_samples,
-            "steps": float(self.progress_steps),
-            "averaging": None,
-        }
+        """State of this run: its progress, as nothing is averaged."""
+        steps = self.progress_steps if self._course is None else self._steps_before
+        return {"samples": self._samples_kept, "steps": float(steps), "averaging": None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the progress of :meth:`state_dict`."""
@@ -135,11 +132,7 @@ class SingleRun:
         return self._course is not None
 
     def check_cut(self) -> None:
-        """Refuses a checkpoint inside an epoch where none can be made.
-
-        Raises:
-            ConfigError: nobody knows which samples are left of it.
-        """
+        """Refuses a checkpoint inside an epoch of which the rest is not known."""
         if not self.can_cut:
             raise ConfigError(
                 "elche.save() inside this loop could not say what is left of the "
@@ -157,26 +150,16 @@ class SingleRun:
     def parts(self) -> RunParts:
         """Parts of a checkpoint; between epochs, or where one is cut."""
         training, course = self._training, self._course
-        others = course is not None
+        state = None if course is None else course.state_dict(self.progress_samples)
+        epochs = {"next": self._epoch + (course is None), "course": state}
         return RunParts(
             model=training.model,
             optimizers=self._observer.optimizers(),
             copies=training.copies,
             generators={"feed": self._generator, **generators_of(training.loader)},
             is_common=True,
-            state={
-                "samples": self._samples_kept,
-                "steps": self._steps_before if others else float(self.progress_steps),
-                "averaging": None,
-            },
-            epochs={
-                "next": self._epoch + (not others),
-                "course": None
-                if course is None
-                else course.state_dict(self.progress_samples),
-                "schedules": [],
-                "copies": [],
-            },
+            state=self.state_dict(),
+            epochs={**epochs, "schedules": [], "copies": []},
         )
 
     def described(self) -> dict[str, Any]:
@@ -264,8 +247,10 @@ class SingleRun:
                 if weights is not None:
                     where = f"batch {self._batch} of epoch {self._epoch}"
                     self._weight = weights.of(data, where)
-                on_cpu = self._device.type == "cpu"
-                yield data if on_cpu else self._moved(data, loaded_s)
+                if self._device.type != "cpu":
+                    data = to_device(data, self._device)
+                    self._transfer_s = time.monotonic() - loaded_s
+                yield data
                 now_s = time.monotonic()
                 if number == self._epoch:
                     self._batch_done(began_s, loaded_s, now_s)
@@ -296,17 +281,17 @@ class SingleRun:
     def _by_position(self, most: int | None) -> Iterator[Any]:
         data = self._loader.dataset
         if isinstance(data, StreamView):
-            data.begin_epoch(self._epoch)
+            data.elche_reader.begin_epoch(self._epoch)
         course, self._resumed = self._resumed, None
         if course is None:
             keys, sizes = enumerate_batches(self._loader, self._epoch, most)
             whole, before = PartRanges(((0, sizes.num_samples),)), self.progress_samples
             course = EpochCourse(self._epoch, keys, sizes, whole, before, most)
         self._course = course
-        if self._training.pauses.is_active:
+        pauses, is_end = self._training.pauses, False
+        if pauses.is_active:
             self._observer.attach()
             self._graphs.begin_epoch(None)
-        pauses, is_end = self._training.pauses, False
         while not (course.is_over or is_end):
             left, open_batch = yield from self._part_of(course)
             course.done(left, open_batch)
@@ -330,13 +315,13 @@ class SingleRun:
         self._feed.end()
         left: Runs = ()
         open_batch: Runs = ()
+        sizes, pauses = positions.sizes, self._training.pauses
         while not left and (got := self._feed.next()) is not None:
-            if self._training.pauses.is_active:
+            if pauses.is_active:
                 self._graphs.begin((positions, got[0]), got[1])
             yield got[1]
             at = got[0] + 1
-            if at < positions.num_batches and self._training.pauses.wants_cut():
-                sizes = positions.sizes
+            if at < positions.num_batches and pauses.wants_cut():
                 left = ((sizes.position_of(at), sizes.num_samples),)
                 waiting = self._graphs.open_batches
                 if len(waiting) == 1 and not self._graphs.has_passed:
@@ -363,11 +348,6 @@ class SingleRun:
         self._book.begin_epoch(self._epoch, self._opened_s)
         return self._epoch
 
-    def _moved(self, data: Any, loaded_s: float) -> Any:
-        moved = to_device(data, self._device)
-        self._transfer_s = time.monotonic() - loaded_s
-        return moved
-
     def _batch_done(self, began_s: float, loaded_s: float, now_s: float) -> None:
         samples, moved_s = self.samples_in_hand, self._transfer_s
         self.progress_samples += samples
@@ -378,16 +358,11 @@ class SingleRun:
         else:
             self.progress_steps += 1.0
         self._batch += 1
-        self._observer.scaler.settle()
         times_s = began_s, loaded_s + moved_s, now_s
         self._times.add(BatchCost.measured(samples, times_s, moved_s))
         self.timeline.record(("batch", self._batch - 1, *times_s, samples, 0.0))
         if now_s - self._opened_s >= self._window_s:
-            self._end_window(now_s, self._drain())
-
-    def _drain(self, *, final: bool = False) -> Scalars:
-        self._observer.scaler.settle()
-        return self.notifications.scalars.drain(final=final)
+            self._end_window(now_s, self.notifications.scalars.drain())
 
     def _end_window(
         self, now_s: float, scalars: Scalars, parameter_norm: float | None = None
@@ -406,9 +381,8 @@ class SingleRun:
             scalars=scalars,
         )
         self._book.add(self._window, report)
-        self.notifications.add(
-            self._book.close_window(self._window, now_s, synchronisations=0)
-        )
+        closed = self._book.close_window(self._window, now_s, synchronisations=0)
+        self.notifications.add(closed)
 
     def _end_epoch(self) -> None:
         """Ends the epoch, waiting for the device only if something was logged."""
@@ -416,7 +390,7 @@ class SingleRun:
             return
         self.is_in_epoch, self._data = False, None
         self._graphs.end_epoch()
-        scalars = self._drain(final=True)
+        scalars = self.notifications.scalars.drain(final=True)
         norm = None
         if scalars or self._has_scalars:
             parameters = self._training.model.parameters()

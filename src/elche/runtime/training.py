@@ -57,17 +57,15 @@ def generators_of(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
 
 
 class Pauses:
-    """Pauses of an epoch; none, unless a subclass adds them."""
+    """Pauses of an epoch; none, unless a subclass adds them.
 
-    @property
-    def is_active(self) -> bool:
-        """True if it ever does."""
-        return False
+    Attributes:
+        is_active: checkpoints may be made inside epochs.
+        counts_epochs: the loop is over `elche.epochs`.
+    """
 
-    @property
-    def counts_epochs(self) -> bool:
-        """True if the loop is over `elche.epochs`."""
-        return False
+    is_active = False
+    counts_epochs = False
 
     def begin_pass(self) -> bool:
         """The loop goes over the loader; False for a pass that is done already."""

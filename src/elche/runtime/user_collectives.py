@@ -40,10 +40,6 @@ class UserCollectives:
         self._rows: RowGather | None = None
         self._rows_of = -1
 
-    def agree(self, make: Callable[[], str], what: str) -> str:
-        """The text that rank 0 makes, on every rank; called by all of them."""
-        return self.barrier(what, make)
-
     def barrier(self, name: str, make: Callable[[], str] = str) -> str:
         """Waits until every rank is here; returns what the first one makes.
 

@@ -25,7 +25,6 @@ from elche.runtime.rank_settings import (
     batch_norm_hint,
     check_shared,
     check_training,
-    fused_hint,
     optimizers_of,
 )
 from elche.runtime.report.run_summary import RunFacts
@@ -134,14 +133,12 @@ def _begin_shared(training: Training, asked: SetupConfig, placement: Placement) 
         run.follow(scheduler)
     if isinstance(dataset, StreamView):
         seed = torch.initial_seed() if config.seed is None else config.seed
-        dataset.join(run.worker.group, seed)
+        dataset.elche_reader.join(run.worker.group, seed)
     run.notifications.emit = _write_if_first
     if placement.rank == 0:
         write_line(run.headline())
-        fused = [fused_hint(each) for each in training.optimizers]
-        for hint in (batch_norm_hint(training.model, config.policy), *fused):
-            if hint:
-                write_line(hint)
+        if hint := batch_norm_hint(training.model, config.policy):
+            write_line(hint)
     return run
 
 

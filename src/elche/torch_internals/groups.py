@@ -55,10 +55,6 @@ push_all_rebuilt: Callable[[Any], None] = bind(
 COMM_HOOKS = "_comm_hooks"
 """Attribute of torch's wrapper with the registered hooks, which a copy has not."""
 
-SCALER_FLAG = "_step_supports_amp_scaling"
-"""Flag that a GradScaler reads of an optimizer before it steps; elche refuses a scaler
-there that has no gradients to work on."""
-
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Names of a module's tensors that torch's wrapper leaves alone; elche's too."""
 

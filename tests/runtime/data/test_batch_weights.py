@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.errors import ConfigError
-from elche.runtime.data.batch_weights import SILENT_BATCHES, BatchWeights
+from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 
@@ -48,15 +48,6 @@ def test_each_batch_comes_out_with_its_weight() -> None:
     assert all(got is not None and got[1][0].device == ELSEWHERE for got, _ in taken)
     assert set(seen) == {torch.device("cpu")}
     assert batches.take() is None
-    batches.finish(is_over=True)
-
-
-def test_what_is_no_weight_names_rank_batch_and_epoch() -> None:
-    batches, positions = leased(lambda batch: -2 * batch[0].sum())
-    batches.push(1, positions.index_batch(1))
-    expected = r"rank 3: weight_of gave tensor\(-10.\) for batch 1 of epoch 4"
-    with pytest.raises(ConfigError, match=expected):
-        batches.take()
     batches.finish(is_over=True)
 
 
@@ -118,7 +109,7 @@ def test_functions_that_do_not_tell_their_arguments_are_asked() -> None:
     [
         ({"x": 1, "y": 2}, "KeyError: 'labels'", "a dict of 'x', 'y'"),
         ([torch.ones(2), 3], "TypeError: list ", "a list of Tensor, int"),
-        (torch.ones(2, 3), "IndexError: ", r"a tensor of shape \[2, 3\]"),
+        (torch.ones(2, 3), "IndexError: ", "of type Tensor"),
     ],
 )
 def test_a_function_that_fails_is_named(batch: Any, failed: str, what: str) -> None:
@@ -126,18 +117,6 @@ def test_a_function_that_fails_is_named(batch: Any, failed: str, what: str) -> N
     said = f"rank 2: weight_of failed for batch 0 of epoch 1, which is {what}: {failed}"
     with pytest.raises(ConfigError, match=said):
         weights.of(batch, "batch 0 of epoch 1")
-
-
-@pytest.mark.parametrize("counts_at", [None, 3])
-def test_batches_that_all_weigh_nothing_are_told_once(
-    counts_at: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    weights = BatchWeights(lambda number: float(number == counts_at), 1)
-    for number in range(3 * SILENT_BATCHES):
-        weights.of(number, "a batch")
-    told = [each.getMessage() for each in caplog.records]
-    assert len(told) == (1 if counts_at is None else 0)
-    assert all("rank 1: weight_of gave 0 for all of the first" in each for each in told)
 
 
 def test_without_a_function_there_is_no_weight() -> None:

@@ -9,7 +9,7 @@ from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.coordination.protocol.instructions import EndEpoch
 from elche.runtime.data.epoch_course import EpochCourse
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.data.sample_seeds import position_seed
+from elche.runtime.data.seeds import position_seed
 
 
 def ended(left: Sequence[Range], steps: int = 0) -> EndEpoch:

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import elche
 from elche.errors import ConfigError, MismatchError
-from elche.runtime.data.fingerprint import fingerprint
 from elche.runtime.data.stream_data import StreamView, by_position
-from elche.runtime.data.stream_reader import Stamp
+from elche.runtime.data.stream_reader import Stamp, StreamReader, fingerprint
 from elche.trainer.trainer_config import TrainerConfig
 from tests.harness.settings import nested
 
@@ -49,8 +48,8 @@ class Endless(IterableDataset[Any]):
             number += 1
 
 
-def view(stream: Any, length: int, seed: int | None = 3) -> StreamView:
-    made = StreamView(stream, length, loads_here=True, seed=seed)
+def reader(stream: Any, length: int) -> StreamReader:
+    made = StreamReader(stream, length, loads_here=True, seed=3)
     made.begin_epoch(0)
     return made
 
@@ -75,11 +74,11 @@ def test_any_positions_in_any_order_give_the_same_samples(
     """What was read before, in this process or in a copy of it, makes no difference."""
     length, reads = plan
     whole = {
-        epoch: view(Drawn(length), length).read(epoch, range(length)).data
+        epoch: reader(Drawn(length), length).read(epoch, range(length)).data
         for epoch in range(3)
     }
     assert len({str(items) for items in whole.values()}) == 3
-    one = view(Drawn(length), length)
+    one = reader(Drawn(length), length)
     for epoch, positions in reads:
         assert one.read(epoch, positions).data == [whole[epoch][p] for p in positions]
         one = pickle.loads(pickle.dumps(one)) if len(positions) % 2 else one
@@ -87,7 +86,7 @@ def test_any_positions_in_any_order_give_the_same_samples(
 
 def test_it_is_read_forward_once_and_again_only_to_go_back() -> None:
     stream = Drawn(10)
-    one = view(stream, 10)
+    one = reader(stream, 10)
     one.read(0, [1, 2])
     one.read(0, [7])
     one.read(0, [9])
@@ -109,7 +108,7 @@ class Counting(Drawn):
 
 
 def test_a_stream_that_counts_its_epochs_begins_an_epoch_alike_each_time() -> None:
-    one = view(Counting(10), 10)
+    one = reader(Counting(10), 10)
     assert one.read(0, [1, 5]).data == [101, 105]
     assert one.read(0, [4]).data == [104]
     assert one.read(0, [3]).data == [103]
@@ -124,14 +123,16 @@ def test_reading_with_a_seed_leaves_no_trace_on_the_global_generators() -> None:
     expected = random.random(), torch.rand(()).item()
     random.seed(1)
     torch.manual_seed(1)
-    one = view(Drawn(10), 10)
+    one = reader(Drawn(10), 10)
     one.read(0, [4, 5])
     assert (random.random(), torch.rand(()).item()) == expected
 
 
 def test_attributes_are_the_streams_own() -> None:
     stream = Drawn(10)
-    one = view(stream, 5)
+    one: Any = StreamView(stream, 5, loads_here=True, seed=3)
+    one = pickle.loads(pickle.dumps(one))
+    stream = one.elche_reader.stream
     one.length = 7
     assert (stream.length, one.length, len(one)) == (7, 7, 5)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -139,21 +140,21 @@ def test_attributes_are_the_streams_own() -> None:
 
 
 def test_a_stream_that_ends_early_is_named_with_both_numbers() -> None:
-    one = view(Drawn(5), 8)
+    one = reader(Drawn(5), 8)
     with pytest.raises(ConfigError, match="Drawn ended after 5 of the 8 samples"):
         one.read(0, [6])
     with pytest.raises(ConfigError, match="Drawn ended after 0 of the 8 samples"):
-        view(Drawn(0), 8)
+        reader(Drawn(0), 8)
 
 
 def test_what_follows_the_last_position_is_seen_and_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    one = view(Drawn(9), 8)
+    one = reader(Drawn(9), 8)
     assert not one.read(0, [6]).stamp.has_more
     stamp = one.read(0, [7]).stamp
     assert stamp.has_more
-    assert not view(Drawn(8), 8).read(0, [7]).stamp.has_more
+    assert not reader(Drawn(8), 8).read(0, [7]).stamp.has_more
     one.check(stamp)
     one.check(stamp)
     (record,) = caplog.records
@@ -161,7 +162,7 @@ def test_what_follows_the_last_position_is_seen_and_said_once(
 
 
 def test_a_process_that_reads_something_else_is_refused() -> None:
-    one = view(Drawn(9), 8)
+    one = reader(Drawn(9), 8)
     stamp = one.read(0, [0]).stamp
     one.check(stamp)
     with pytest.raises(MismatchError, match="read another stream Drawn than the one"):

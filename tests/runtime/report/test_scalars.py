@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elche.errors import ConfigError
+from elche.runtime.report import scalars
 from elche.runtime.report.scalars import BUFFER_VALUES, ScalarLog
 
 
-class HeldCopy:
+class HeldCopy(scalars.Readback):
     """A copy that is done when the test says so."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._values = values.detach().clone()
+        super().__init__(values.detach().clone())
         self.has_graph = values.requires_grad
         self.done = False
         self.waits = 0
@@ -31,23 +32,20 @@ class HeldCopy:
 
     def values(self) -> list[float]:
         self.waits += not self.done
-        return self._values.tolist()
+        return super().values()
 
 
-class Device:
-    """A device whose copies are held back; hands out a log that uses it."""
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[HeldCopy]:
+    """Copies begun, which are held back from now on."""
+    begun: list[HeldCopy] = []
 
-    def __init__(self) -> None:
-        self.copies: list[HeldCopy] = []
-        self.log = ScalarLog(self._begin)
+    def begin(values: torch.Tensor) -> HeldCopy:
+        begun.append(HeldCopy(values))
+        return begun[-1]
 
-    def _begin(self, values: torch.Tensor) -> HeldCopy:
-        self.copies.append(HeldCopy(values))
-        return self.copies[-1]
-
-    def finish(self) -> None:
-        for copy in self.copies:
-            copy.done = True
+    monkeypatch.setattr(scalars, "Readback", begin)
+    return begun
 
 
 class Operations(TorchDispatchMode):
@@ -85,101 +83,77 @@ def test_sums_are_weighted() -> None:
     )
 )
 def test_sums_are_exact(logged: list[tuple[float, float, bool]]) -> None:
-    """Whether numbers or tensors, at once or from a device."""
-    device = Device()
-    for log in (ScalarLog(), device.log):
-        for value, weight, as_tensor in logged:
-            double = torch.tensor(value, dtype=torch.float64)
-            log.log("loss", double if as_tensor else value, weight)
-        weighted_sum = math.fsum(value * weight for value, weight, _ in logged)
-        total = sum(weight for _, weight, _ in logged)
-        assert log.drain(final=True) == (("loss", weighted_sum, total),)
+    log = ScalarLog()
+    for value, weight, as_tensor in logged:
+        double = torch.tensor(value, dtype=torch.float64)
+        log.log("loss", double if as_tensor else value, weight)
+    weighted_sum = math.fsum(value * weight for value, weight, _ in logged)
+    total = sum(weight for _, weight, _ in logged)
+    assert log.drain(final=True) == (("loss", weighted_sum, total),)
 
 
-def test_a_value_counts_when_the_device_has_computed_it() -> None:
-    device = Device()
-    device.log.log("loss", torch.tensor(2.0), 3.0)
-    device.log.log("plain", 5.0, 1.0)
-    assert device.log.drain() == (("plain", 5.0, 1.0),)
-    device.log.log("loss", torch.tensor(4.0), 1.0)
-    assert device.log.drain() == ()
-    device.copies[1].done = True
-    assert device.log.drain() == (("loss", 4.0, 1.0),)
-    device.copies[0].done = True
-    assert device.log.drain() == (("loss", 6.0, 3.0),)
-    assert [copy.waits for copy in device.copies] == [0, 0]
+def test_a_value_counts_when_the_device_has_computed_it(copies: list[HeldCopy]) -> None:
+    log = ScalarLog()
+    log.log("loss", torch.tensor(2.0), 3.0)
+    log.log("plain", 5.0, 1.0)
+    assert log.drain() == (("plain", 5.0, 1.0),)
+    log.log("loss", torch.tensor(4.0), 1.0)
+    assert log.drain() == ()
+    copies[1].done = True
+    assert log.drain() == (("loss", 4.0, 1.0),)
+    copies[0].done = True
+    assert log.drain() == (("loss", 6.0, 3.0),)
+    assert [copy.waits for copy in copies] == [0, 0]
+    log.log("loss", torch.tensor(2.0), 3.0)
+    assert log.drain() == ()
+    assert log.drain(final=True) == (("loss", 6.0, 3.0),)
+    assert [copy.waits for copy in copies] == [0, 0, 1]
 
 
-def test_the_last_drain_waits() -> None:
-    device = Device()
-    device.log.log("loss", torch.tensor(2.0), 3.0)
-    assert device.log.drain() == ()
-    device.log.log("loss", torch.tensor(4.0), 1.0)
-    assert device.log.drain(final=True) == (("loss", 10.0, 4.0),)
-    assert [copy.waits for copy in device.copies] == [1, 1]
-
-
-def test_what_is_forgotten_is_not_waited_for() -> None:
-    device = Device()
-    device.log.log("loss", torch.tensor(1.0), 1.0)
-    device.log.drain()
-    device.log.log("loss", torch.tensor(2.0), 1.0)
-    device.log.log("plain", 3.0, 1.0)
-    device.log.clear()
-    assert device.log.drain(final=True) == ()
-    assert [copy.waits for copy in device.copies] == [0]
+def test_what_is_forgotten_is_not_waited_for(copies: list[HeldCopy]) -> None:
+    log = ScalarLog()
+    log.log("loss", torch.tensor(1.0), 1.0)
+    log.drain()
+    log.log("loss", torch.tensor(2.0), 1.0)
+    log.log("plain", 3.0, 1.0)
+    log.clear()
+    assert log.drain(final=True) == ()
+    assert [copy.waits for copy in copies] == [0]
 
 
 def test_logging_reads_nothing_from_the_device() -> None:
     """What makes the host wait is `aten::_local_scalar_dense`, or a copy to it."""
-    device = Device()
-    device.log.log("loss", torch.tensor(1.0), 1.0)
+    log = ScalarLog()
+    log.log("loss", torch.tensor(1.0), 1.0)
     value = torch.tensor([2.0], requires_grad=True)
     with Operations() as seen:
-        device.log.log("loss", value, 1.0)
+        log.log("loss", value, 1.0)
     assert "copy_" in seen.names
     assert not {"_local_scalar_dense", "_to_copy", "item"} & set(seen.names)
-    assert device.copies == []
-    with Operations() as seen:
-        ScalarLog().log("loss", value, 1.0)
-    assert "_local_scalar_dense" in seen.names
 
 
 def test_more_values_than_a_buffer_holds() -> None:
-    device = Device()
-    count = 2 * BUFFER_VALUES + 3
+    log, count = ScalarLog(), 2 * BUFFER_VALUES + 3
     for number in range(count):
-        device.log.log("loss", torch.tensor(float(number)), 2.0)
-    assert len(device.copies) == 2
-    device.finish()
-    assert device.log.drain(final=True) == (
-        ("loss", float(count * (count - 1)), 2.0 * count),
-    )
+        log.log("loss", torch.tensor(float(number)), 2.0)
+    total = float(count * (count - 1))
+    assert log.drain(final=True) == (("loss", total, 2.0 * count),)
 
 
-def test_what_is_logged_may_be_overwritten() -> None:
-    for log in (ScalarLog(), Device().log):
-        running = torch.tensor(1.0)
-        log.log("loss", running, 1.0)
-        running += 10.0
-        assert log.drain(final=True) == (("loss", 1.0, 1.0),)
-
-
-def test_the_graph_of_a_loss_is_not_kept() -> None:
-    device = Device()
-    for log in (ScalarLog(), device.log):
-        loss = torch.ones((), requires_grad=True) * 2.0
-        log.log("loss", loss, 1.0)
-        alive = weakref.ref(loss)
-        del loss
-        gc.collect()
-        assert alive() is None
-        log.drain()
-    assert [copy.has_graph for copy in device.copies] == [False]
+def test_what_is_logged_may_be_overwritten_and_dropped() -> None:
+    log = ScalarLog()
+    loss = torch.ones((), requires_grad=True) * 2.0
+    log.log("loss", loss, 1.0)
+    loss.detach().add_(10.0)
+    alive = weakref.ref(loss)
+    del loss
+    gc.collect()
+    assert alive() is None
+    assert log.drain(final=True) == (("loss", 2.0, 1.0),)
 
 
 def test_inference_mode_and_training_share_a_buffer() -> None:
-    log = Device().log
+    log = ScalarLog()
     with torch.inference_mode():
         log.log("loss", torch.tensor(1.0), 1.0)
     log.log("loss", torch.tensor(2.0), 1.0)
@@ -189,11 +163,11 @@ def test_inference_mode_and_training_share_a_buffer() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite(bad: float) -> None:
     """They count one each, whatever their weight; the others' sum stands."""
-    for log in (ScalarLog(), Device().log):
-        log.log("loss", bad, 32.0)
-        log.log("loss", torch.tensor(bad), 32.0)
-        log.log("loss", 3.0, 2.0)
-        assert log.drain(final=True) == (("loss", 6.0, 2.0), ("loss", math.inf, 2.0))
+    log = ScalarLog()
+    log.log("loss", bad, 32.0)
+    log.log("loss", torch.tensor(bad), 32.0)
+    log.log("loss", 3.0, 2.0)
+    assert log.drain(final=True) == (("loss", 6.0, 2.0), ("loss", math.inf, 2.0))
 
 
 def test_a_sum_beyond_the_range_of_floats() -> None:
@@ -207,10 +181,10 @@ def test_a_sum_beyond_the_range_of_floats() -> None:
 
 def test_weight_zero_adds_nothing() -> None:
     """A rank without samples in a step runs on others', and its loss is no one's."""
-    for log in (ScalarLog(), Device().log):
-        log.log("loss", math.nan, 0)
-        log.log("loss", torch.tensor(1.0), 0.0)
-        assert log.drain(final=True) == ()
+    log = ScalarLog()
+    log.log("loss", math.nan, 0)
+    log.log("loss", torch.tensor(1.0), 0.0)
+    assert log.drain(final=True) == ()
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ import elche
 from elche.config import RunConfig
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.errors import CommunicationError, ConfigError, DeadlineError
+from elche.runtime.report import scalars
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.report.notifications import RunNotifications
-from elche.runtime.report.scalars import ScalarLog
 from elche.runtime.single import SingleRun
 from elche.runtime.training import Training
 from tests.harness.settings import nested
@@ -254,21 +254,17 @@ def test_waiting_for_data_is_measured() -> None:
     assert metrics.rank_samples_per_s[0] == pytest.approx(4 / metrics.busy_s[0])
 
 
-def test_the_end_of_an_epoch_waits_for_what_was_logged() -> None:
-    class Late:
+def test_the_end_of_an_epoch_waits_for_what_was_logged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Late(scalars.Readback):
         """A copy that is never there unless somebody waits for it."""
-
-        def __init__(self, values: torch.Tensor) -> None:
-            self._values = values
 
         def is_done(self) -> bool:
             return False
 
-        def values(self) -> list[float]:
-            return self._values.tolist()
-
+    monkeypatch.setattr(scalars, "Readback", Late)
     run = single_run(DataLoader(numbers(4), batch_size=2))
-    run.notifications.scalars = ScalarLog(Late)
     view = MetricsView(run)
     for (x,) in run.epoch():
         view.log("x", x.mean())

@@ -141,7 +141,7 @@ def test_a_copy_that_only_other_ranks_update_is_warned_of_once(
             copies.begin_batch(8)
             if calls:
                 ema.update_parameters(model)
-            copies.batch_done()
+            copies.begin_batch(0)
             copies.committed((8,), dict)
             copies.end_epoch(group, has_trained=trains)
     finally:
@@ -160,7 +160,7 @@ def test_updates_of_other_models_or_between_windows_are_made_at_once() -> None:
         mine, foreign = AveragedModel(model), AveragedModel(other)
         mine.update_parameters(model)
         foreign.update_parameters(other)
-        copies.batch_done()
+        copies.begin_batch(0)
         later = AveragedModel(model)
         later.update_parameters(model)
     finally:

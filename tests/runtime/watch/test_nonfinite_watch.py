@@ -7,25 +7,20 @@ import torch
 from torch import nn
 
 from elche.coordination.sync.nonfinite import NonFiniteRecord
+from elche.runtime.report.scalars import Readback
+from elche.runtime.watch import nonfinite_watch
 from elche.runtime.watch.nonfinite_watch import NonFiniteWatch
 
 NAN = float("nan")
 
 
-class Slow:
+class Slow(Readback):
     """A copy that has come when the test says so."""
 
     come = False
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-
     def is_done(self) -> bool:
         return self.come
-
-    def values(self) -> list[float]:
-        values: list[float] = self._values.tolist()
-        return values
 
 
 def model_of(kind: str) -> list[nn.Parameter]:
@@ -39,12 +34,15 @@ def model_of(kind: str) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("kind", ["plain", "large", "half", "complex"])
 @pytest.mark.parametrize("defers", [False, True])
-def test_what_is_none_is_told_in_order(kind: str, defers: bool) -> None:
+def test_what_is_none_is_told_in_order(
+    kind: str, defers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numbers, parameters = NonFiniteRecord(), model_of(kind)
-    watch = NonFiniteWatch(parameters, numbers, Slow if defers else None)
+    watch = NonFiniteWatch(parameters, numbers)
     used = parameters[0] if kind == "large" else parameters[1]
     came = dict.fromkeys([0] if kind == "large" else [2, 1, 0], 1)
-    Slow.come = False
+    monkeypatch.setattr(nonfinite_watch, "Readback", Slow)
+    monkeypatch.setattr(Slow, "come", not defers)
 
     def step(number: int, value: float) -> None:
         used.grad = torch.full_like(used, value)
@@ -62,7 +60,7 @@ def test_what_is_none_is_told_in_order(kind: str, defers: bool) -> None:
     assert (numbers.broken, numbers.is_finite) == (
         ((), True) if defers else ((2, 3, 0, 0, 4), False)
     )
-    Slow.come = True
+    monkeypatch.setattr(Slow, "come", True)
     watch.report(final=False)
     assert (numbers.broken, numbers.is_finite) == ((2, 3, 0, 0, 4), False)
 
@@ -87,6 +85,7 @@ def test_passes_of_a_step_and_parts_of_a_model_are_told_apart() -> None:
         for index, value in zip(came, values, strict=True):
             parameters[index].grad = torch.full((2,), value)
         watch.look((2, step, 0, 4), dict.fromkeys(came, 1))
+        watch.report(final=True)
 
     look(5, [1, 0], [1.0, 1.0])
     look(5, [3, 2], [1.0, NAN])
@@ -95,12 +94,12 @@ def test_passes_of_a_step_and_parts_of_a_model_are_told_apart() -> None:
     assert numbers.broken == (2, 5, 1, 0, 4)
     look(6, [3, 2], [1.0, 1.0])
     assert numbers.broken == (2, 6, 0, 0, 4)
+    look(7, [1, 0], [1.0, 1.0])
+    assert (numbers.broken, numbers.is_finite) == ((), True)
     with torch.no_grad():
         parameters[1].fill_(NAN)
-    watch.report(final=False)
+    look(8, [1, 0], [1.0, 1.0])
     assert not numbers.is_finite
-    look(6, [1, 0], [1.0, 1.0])
-    assert numbers.broken == ()
 
 
 def test_parameters_are_looked_at_again_where_no_pass_came_since() -> None:

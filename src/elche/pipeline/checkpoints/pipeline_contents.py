@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from elche.checkpoint.capture import copied
-from elche.checkpoint.contents import Captured, fitting, is_bound, load_registered
+from elche.checkpoint.capture import Captured, copied
+from elche.checkpoint.contents import fitting, is_bound, load_registered
 from elche.checkpoint.store import Checkpoint
 from elche.errors import ConfigError, MismatchError
 from elche.pipeline.checkpoints.named_states import (

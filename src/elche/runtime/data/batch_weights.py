@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import numbers
 from collections.abc import Callable
 from typing import Any, final
@@ -17,11 +16,6 @@ WeightOf = Callable[[Any], float | torch.Tensor]
 
 LEAST, MOST = 1e-9, 1e15
 """Positive weights: their sums, and their ratios, are exact enough in any precision."""
-
-SILENT_BATCHES = 20
-"""Leading batches of weight 0 after which a warning is logged."""
-
-_log = logging.getLogger(__name__)
 
 
 @final
@@ -40,7 +34,6 @@ class BatchWeights:
         check_weight_of(weight_of)
         self._weight_of = weight_of
         self._rank = rank
-        self._silent = 0
 
     def of(self, data: Any, where: str) -> float:
         """The weight of a batch; waits for the device if it is computed there.
@@ -66,22 +59,7 @@ class BatchWeights:
                 f"rank {self._rank}: weight_of gave {_shown(said)} for {where}; "
                 f"expected one number, 0 or from {LEAST:g} to {MOST:g}"
             )
-        if self._silent >= 0:
-            self._count_silent(weight)
         return weight
-
-    def _count_silent(self, weight: float) -> None:
-        """Until the first batch that counts, if there is one."""
-        self._silent = -1 if weight else self._silent + 1
-        if self._silent == SILENT_BATCHES:
-            self._silent = -1
-            _log.warning(
-                "rank %d: weight_of gave 0 for all of the first %d batches, which "
-                "count nowhere: nothing is learned from them; if that is not what the "
-                "data say, look at the function",
-                self._rank,
-                SILENT_BATCHES,
-            )
 
 
 def check_weight_of(weight_of: object) -> None:
@@ -111,19 +89,16 @@ def check_weight_of(weight_of: object) -> None:
 def _number(said: Any) -> float | None:
     """Value of one number of Python, torch or numpy."""
     if isinstance(said, torch.Tensor):
-        return float(said.detach()) if _is_real_scalar(said) else None
+        is_real = said.numel() == 1 and not said.is_complex()
+        return float(said.detach()) if is_real else None
     if getattr(said, "size", None) == 1 and hasattr(said, "dtype"):
         said = said.item()  # of numpy
     return float(said) if isinstance(said, numbers.Real) else None
 
 
-def _is_real_scalar(said: torch.Tensor) -> bool:
-    return said.numel() == 1 and not said.is_complex()
-
-
 def _shown(said: Any) -> str:
     shape = getattr(said, "shape", None)
-    if shape is not None and getattr(said, "size", 1) != 1 and list(shape):
+    if shape and getattr(said, "size", 1) != 1:
         kind = "a tensor" if isinstance(said, torch.Tensor) else "an array"
         return f"{kind} of shape {list(shape)}"
     return repr(said)
@@ -131,8 +106,6 @@ def _shown(said: Any) -> str:
 
 def _described(data: Any) -> str:
     """Structure of a batch, for an error message."""
-    if isinstance(data, torch.Tensor):
-        return f"a tensor of shape {list(data.shape)}"
     if isinstance(data, dict):
         return f"a dict of {', '.join(map(repr, data))}"
     if isinstance(data, (list, tuple)):

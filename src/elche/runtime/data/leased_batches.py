@@ -75,7 +75,7 @@ class LeasedBatches:
         check_length(self._loader, positions)
         self._epoch = positions.epoch
         if isinstance(self._loader.dataset, StreamView):
-            self._loader.dataset.begin_epoch(positions.epoch)
+            self._loader.dataset.elche_reader.begin_epoch(positions.epoch)
         self._feed.start(positions.epoch)
 
     def push(self, tag: Any, batch: IndexBatch) -> None:

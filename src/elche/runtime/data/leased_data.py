@@ -17,12 +17,12 @@ from operator import getitem
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from elche.runtime.data.own_iteration import OwnIteration, own_loader
-from elche.runtime.data.sample_seeds import seed_generators, untraced_generators
+from elche.runtime.data.seeds import seed_generators, untraced_generators
 from elche.runtime.data.stream_data import StreamView, loading_options
-from elche.runtime.data.stream_reader import Stamped
+from elche.runtime.data.stream_reader import ForwardingDataset, Stamped
 
 Tag = TypeVar("Tag")
 
@@ -45,18 +45,15 @@ class _NoBatch:
 NO_BATCH = _NoBatch()
 
 
-class LeasedDataset(Dataset[Any]):
+class LeasedDataset(ForwardingDataset):
     """The user's dataset, loading whole index batches; other attributes are its own."""
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        object.__setattr__(self, "_elche_dataset", dataset)
-
     def __getitems__(self, batch: IndexBatch) -> Any:
-        dataset = self._elche_dataset
+        dataset = self._elche_held
         if not batch.keys:
             return NO_BATCH
         if isinstance(dataset, StreamView):
-            return dataset.read(batch.epoch, batch.keys)
+            return dataset.elche_reader.read(batch.epoch, batch.keys)
         if batch.seeds is not None:
             return _load_seeded(dataset, batch.keys, batch.seeds)
         many = getattr(dataset, "__getitems__", None)
@@ -65,21 +62,7 @@ class LeasedDataset(Dataset[Any]):
         return list(map(getitem, repeat(dataset), batch.keys))
 
     def __len__(self) -> int:
-        return len(self._elche_dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_elche_dataset":
-            raise AttributeError(name)
-        return getattr(self._elche_dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._elche_dataset, name, value)
-
-    def __getstate__(self) -> Any:
-        return self._elche_dataset
-
-    def __setstate__(self, state: Any) -> None:
-        object.__setattr__(self, "_elche_dataset", state)
+        return len(self._elche_held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +212,7 @@ class BatchFeed(Generic[Tag]):
         if tag is None or data is NO_BATCH:
             return None
         if isinstance(data, Stamped) and isinstance(self._dataset, StreamView):
-            self._dataset.check(data.stamp)
+            self._dataset.elche_reader.check(data.stamp)
             data = data.data
         return tag, data
 

@@ -23,7 +23,7 @@ from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes, Range
 from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.data.leased_data import IndexBatch
-from elche.runtime.data.sample_seeds import position_seed
+from elche.runtime.data.seeds import position_seed
 
 SHARING = "sharing the positions of an epoch"
 SPARE = 1000  # batches of a sampler with a wrong ``len()``, beyond twice that

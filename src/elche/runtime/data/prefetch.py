@@ -13,26 +13,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from elche.cadence.prefetch_gauge import (
     MAX_DEPTH,
     ActivationPeak,
-    DeviceMemory,
     PinTrial,
-    PrefetchNeeds,
     decide_prefetch,
 )
-from elche.runtime.data.transfer import (
-    Copy,
-    CopyStream,
-    CudaCopyStream,
-    Fence,
-    tensors_in,
-    to_device,
-)
+from elche.runtime.data.transfer import Copy, CudaCopyStream, tensors_in, to_device
 
 WARM_BATCHES = 3
 """After so many loop bodies a step has shown its peak; the first builds state."""
@@ -42,8 +34,7 @@ Tag = TypeVar("Tag")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReading:
+class MemoryReading(NamedTuple):
     """A device's memory, in bytes.
 
     Attributes:
@@ -55,51 +46,28 @@ class MemoryReading:
 
     total_bytes: int
     free_bytes: int
-    active_bytes: int
-    peak_bytes: int
+    active_bytes: int = 0
+    peak_bytes: int = 0
 
 
-class MemoryProbe(Protocol):
-    """Reads a device's memory."""
-
-    def read(self) -> MemoryReading:
-        """The figures now."""
-
-
-class CudaMemoryProbe:
+def read_memory(device: torch.device) -> MemoryReading:
     """The driver's and the caching allocator's figures of a CUDA device.
 
     The driver counts memory that the allocator caches as used; here it is free. Peaks
-    are read and never reset, as they are the user's too.
-
-    Args:
-        device: a CUDA device.
+    are read and never reset, as they are the user's too. Does not wait for the device.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", index)
-        self._counts = torch.cuda.get_allocator_backend() == "native"
-
-    def read(self) -> MemoryReading:
-        """The figures now; does not wait for the device."""
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        active_bytes = peak_bytes = 0
-        if self._counts:
-            stats = torch.cuda.memory_stats(self._device)
-            active_bytes = stats.get("active_bytes.all.current", 0)
-            peak_bytes = stats.get("active_bytes.all.peak", 0)
-            reserved_bytes = stats.get("reserved_bytes.all.current", 0)
-            fraction = torch.cuda.get_per_process_memory_fraction(self._device)
-            allowed_bytes = max(0, int(fraction * total_bytes) - reserved_bytes)
-            cached_bytes = max(0, reserved_bytes - active_bytes)
-            free_bytes = min(free_bytes, allowed_bytes) + cached_bytes
-        return MemoryReading(
-            total_bytes=total_bytes,
-            free_bytes=free_bytes,
-            active_bytes=active_bytes,
-            peak_bytes=peak_bytes,
-        )
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    if torch.cuda.get_allocator_backend() != "native":
+        return MemoryReading(total_bytes, free_bytes)
+    stats = torch.cuda.memory_stats(device)
+    active_bytes = stats.get("active_bytes.all.current", 0)
+    reserved_bytes = stats.get("reserved_bytes.all.current", 0)
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    allowed_bytes = max(0, int(fraction * total_bytes) - reserved_bytes)
+    cached_bytes = max(0, reserved_bytes - active_bytes)
+    free_bytes = min(free_bytes, allowed_bytes) + cached_bytes
+    peak_bytes = stats.get("active_bytes.all.peak", 0)
+    return MemoryReading(total_bytes, free_bytes, active_bytes, peak_bytes)
 
 
 def most_ahead(device: torch.device) -> int:
@@ -129,8 +97,7 @@ class DevicePrefetcher(Generic[Tag]):
             yet. It may call :meth:`discard`.
         device: where batches go.
         copies: the stream of copies, None to move nothing ahead.
-        probe: reads the device's memory, None to move nothing ahead.
-        max_depth: most batches held ahead.
+        read: the device's memory.
 
     Attributes:
         depth: batches held ahead at present.
@@ -142,20 +109,18 @@ class DevicePrefetcher(Generic[Tag]):
         self,
         next_batch: Callable[[], tuple[Tag, Any] | None],
         device: torch.device,
-        copies: CopyStream | None = None,
-        probe: MemoryProbe | None = None,
-        max_depth: int = MAX_DEPTH,
+        copies: CudaCopyStream | None = None,
+        read: Callable[[], MemoryReading] | None = None,
     ) -> None:
         self._next_batch = next_batch
         self._device = device
         self._copies = copies
-        self._probe = probe
-        self._max_depth = max_depth
+        self._read = read or partial(read_memory, device)
         self._held: deque[_Held[Tag]] = deque()
-        self._being_read: deque[tuple[Fence, Any]] = deque()
+        self._being_read: deque[tuple[Any, Any]] = deque()
         self._peak = ActivationPeak()
         self._pin_trial = PinTrial()
-        self._most_depth = max_depth
+        self._most_depth = MAX_DEPTH
         self._batch_bytes = 0
         self._ahead_pays = False
         self._batches = 0
@@ -170,14 +135,8 @@ class DevicePrefetcher(Generic[Tag]):
         device: torch.device,
     ) -> DevicePrefetcher[Tag]:
         """A prefetcher with what the device has: copies ahead on CUDA, else none."""
-        if device.type != "cuda":
-            return DevicePrefetcher(next_batch, device)
-        return DevicePrefetcher(
-            next_batch,
-            device,
-            CudaCopyStream(device),
-            CudaMemoryProbe(device),
-        )
+        copies = CudaCopyStream(device) if device.type == "cuda" else None
+        return DevicePrefetcher(next_batch, device, copies)
 
     @property
     def has_batch(self) -> bool:
@@ -195,12 +154,12 @@ class DevicePrefetcher(Generic[Tag]):
             Whatever ``next_batch`` raises; batches held then stay held.
         """
         self.data_wait_s = self.transfer_s = 0.0
-        if self._copies is None or self._probe is None:
+        if self._copies is None:
             return self._take_through()
         while self._being_read and self._being_read[0][0].query():
             self._being_read.popleft()
         if self._batches >= self._gauge_at:
-            self._gauge(self._probe)
+            self._gauge()
         ahead = self._ahead_pays
         for _ in range(2):
             goal = 1 + self.depth if ahead else 1
@@ -229,7 +188,7 @@ class DevicePrefetcher(Generic[Tag]):
         self.transfer_s = time.perf_counter() - taken_s
         return got
 
-    def _fetch(self, copies: CopyStream) -> bool:
+    def _fetch(self, copies: CudaCopyStream) -> bool:
         """Takes one batch from the loader and begins its copy; False if none came."""
         began_s = time.perf_counter()
         got = self._next_batch()
@@ -247,7 +206,7 @@ class DevicePrefetcher(Generic[Tag]):
         return True
 
     def _begin_copy(
-        self, copies: CopyStream, held: _Held[Tag], copied_bytes: int
+        self, copies: CudaCopyStream, held: _Held[Tag], copied_bytes: int
     ) -> None:
         began_s = time.perf_counter()
         pin = self._pin_trial.pin
@@ -266,7 +225,7 @@ class DevicePrefetcher(Generic[Tag]):
         self.transfer_s += taken_s
         self._pin_trial.observe(pin, taken_s, copied_bytes)
 
-    def _hand_out(self, copies: CopyStream, held: _Held[Tag]) -> tuple[Tag, Any]:
+    def _hand_out(self, copies: CudaCopyStream, held: _Held[Tag]) -> tuple[Tag, Any]:
         self._batches += 1
         if held.copy is None:
             began_s = time.perf_counter()
@@ -279,24 +238,17 @@ class DevicePrefetcher(Generic[Tag]):
         self._being_read.append((held.copy.fence, held.copy.source))
         return held.tag, held.data
 
-    def _gauge(self, probe: MemoryProbe) -> None:
+    def _gauge(self) -> None:
         """Decides the depth anew; between two steps, where the peak is behind."""
-        reading = probe.read()
+        memory = self._read()
         warm = self._batches >= WARM_BATCHES
         self._gauge_at = self._batches + GAUGE_EVERY_BATCHES if warm else WARM_BATCHES
         if warm:
-            self._peak.observe(reading.active_bytes, reading.peak_bytes)
+            self._peak.observe(memory.active_bytes, memory.peak_bytes)
         held_bytes = sum(held.copied_bytes for held in self._held)
+        usable_bytes = min(memory.free_bytes + held_bytes, memory.total_bytes)
+        peak_bytes = self._peak.value_bytes
         fitting = decide_prefetch(
-            DeviceMemory(
-                total_bytes=reading.total_bytes,
-                free_bytes=min(reading.free_bytes, reading.total_bytes - held_bytes),
-                held_bytes=held_bytes,
-            ),
-            PrefetchNeeds(
-                batch_bytes=self._batch_bytes,
-                activation_peak_bytes=self._peak.value_bytes,
-            ),
-            self._max_depth,
+            memory.total_bytes, usable_bytes, self._batch_bytes, peak_bytes
         )
         self.depth = min(fitting, self._most_depth)

@@ -20,21 +20,17 @@ per sample for the seeds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
 from elche.runtime.data.own_iteration import USER_LOADER
-from elche.runtime.data.stream_reader import Stamp, Stamped, StreamReader
-
-SEED_BITS = 62
+from elche.runtime.data.stream_reader import ForwardingDataset, StreamReader
 
 
-class StreamView(Dataset[Any]):
+class StreamView(ForwardingDataset):
     """An iterable data set that is read by epoch and position.
 
     Other attributes are the data set's own. Made by :func:`stream_loader`.
@@ -43,64 +39,19 @@ class StreamView(Dataset[Any]):
     def __init__(
         self, stream: Any, length: int, loads_here: bool, seed: int | None
     ) -> None:
-        reader = StreamReader(stream, length, loads_here, seed)
-        object.__setattr__(self, "_elche_reader", reader)
+        super().__init__(StreamReader(stream, length, loads_here, seed))
 
-    def join(self, group: Group, seed: int) -> None:
-        """Reads the same stream as all ranks of a group: with rank 0's seed.
-
-        Args:
-            group: the process group; epochs begin on all of its ranks together.
-            seed: of the global generators while the stream is read.
-        """
-        shared = torch.tensor([seed % 2**SEED_BITS], dtype=torch.int64, device="cpu")
-        group.broadcast(shared, "sharing the seed of a stream")
-        self._elche_reader.seed = int(shared)
-        self._elche_reader.group = group
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Opens an epoch in the training process, together with all ranks.
-
-        Raises:
-            MismatchError: the stream begins differently on another rank.
-            ConfigError: it ends at once.
-        """
-        self._elche_reader.begin_epoch(epoch)
-
-    def read(self, epoch: int, positions: Sequence[int]) -> Stamped:
-        """The items at these positions of an epoch, in whichever process loads.
-
-        Raises:
-            ConfigError: the stream ends before.
-        """
-        stamped: Stamped = self._elche_reader.read(epoch, positions)
-        return stamped
-
-    def check(self, stamp: Stamp) -> None:
-        """Looks at what came with loaded data, in the training process.
-
-        Raises:
-            MismatchError: the process that loaded it read another stream.
-        """
-        self._elche_reader.check(stamp)
+    @property
+    def elche_reader(self) -> StreamReader:
+        """Reads the stream."""
+        reader: StreamReader = self._elche_held
+        return reader
 
     def __len__(self) -> int:
-        length: int = self._elche_reader.length
-        return length
+        return self.elche_reader.length
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_elche_reader":
-            raise AttributeError(name)
-        return getattr(self._elche_reader.stream, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._elche_reader.stream, name, value)
-
-    def __getstate__(self) -> Any:
-        return self._elche_reader
-
-    def __setstate__(self, state: Any) -> None:
-        object.__setattr__(self, "_elche_reader", state)
+    def _elche_target(self) -> Any:
+        return self.elche_reader.stream
 
 
 def by_position(
@@ -143,25 +94,21 @@ def _stream_length(
     loader: DataLoader[Any], samples_per_epoch: int | None
 ) -> int | None:
     """Positions of an epoch of a stream; None if unknown, or not a stream."""
-    if samples_per_epoch is not None:
-        whole = isinstance(samples_per_epoch, int)
-        if not whole or isinstance(samples_per_epoch, bool) or samples_per_epoch < 1:
-            raise ConfigError(
-                "expected samples_per_epoch to be an int >= 1, got "
-                f"{samples_per_epoch!r}"
-            )
-        if not _is_stream(loader):
-            raise ConfigError(
-                "samples_per_epoch is only for an IterableDataset, got "
-                f"{type(loader.dataset).__name__}, whose sampler gives the length"
-            )
-        return samples_per_epoch
+    if samples_per_epoch is None:
+        with contextlib.suppress(TypeError, NotImplementedError):
+            return len(loader.dataset) if _is_stream(loader) else None  # type: ignore[arg-type]
+        return None
+    whole = isinstance(samples_per_epoch, int)
+    if not whole or isinstance(samples_per_epoch, bool) or samples_per_epoch < 1:
+        raise ConfigError(
+            f"expected samples_per_epoch to be an int >= 1, got {samples_per_epoch!r}"
+        )
     if not _is_stream(loader):
-        return None
-    try:
-        return len(loader.dataset)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None
+        raise ConfigError(
+            "samples_per_epoch is only for an IterableDataset, got "
+            f"{type(loader.dataset).__name__}, whose sampler gives the length"
+        )
+    return samples_per_epoch
 
 
 def stream_loader(

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import Dataset
 
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError, MismatchError
-from elche.runtime.data.fingerprint import fingerprint
-from elche.runtime.data.sample_seeds import (
+from elche.runtime.data.seeds import (
     position_seed,
     seed_generators,
     untraced_generators,
@@ -26,8 +27,44 @@ from elche.torch_internals.batches import as_if_alone
 
 HEAD_SAMPLES = 2
 """Samples at the beginning of an epoch that are compared between processes."""
+SEED_BITS = 62
+MOST_VALUES = 1024
+"""Most values of a large tensor or text that are read, spread over it."""
+MOST_DEPTH = 8
+DIGEST_BYTES = 7
 
 logger = logging.getLogger(__name__)
+
+
+class ForwardingDataset(Dataset[Any]):
+    """A data set with the attributes of another; pickled as what it holds.
+
+    Args:
+        held: the other, or what reads it.
+    """
+
+    def __init__(self, held: Any) -> None:
+        object.__setattr__(self, "_elche_held", held)
+
+    def _elche_target(self) -> Any:
+        return self._elche_held
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_elche_held":
+            raise AttributeError(name)
+        return getattr(self._elche_target(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._elche_target(), name, value)
+
+    def __reduce__(self) -> Any:
+        return _forwarding, (type(self), self._elche_held)
+
+
+def _forwarding(kind: type[ForwardingDataset], held: Any) -> ForwardingDataset:
+    made = kind.__new__(kind)
+    ForwardingDataset.__init__(made, held)
+    return made
 
 
 class Stamp(NamedTuple):
@@ -65,12 +102,12 @@ class StreamReader:
     def __init__(
         self, stream: Any, length: int, loads_here: bool, seed: int | None
     ) -> None:
-        self.stream = stream
+        self.stream, self.name = stream, type(stream).__name__
         self.length = length
         self.seed = seed
         self.group: Group | None = None
         self._loads_here = loads_here
-        self._agreed: int | None = None
+        self._agreed = 0
         self._has_warned = False
         self._unread: tuple[int, Any] = -1, stream
         self._forget()
@@ -87,13 +124,24 @@ class StreamReader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    @property
-    def name(self) -> str:
-        """The user's name for the stream."""
-        return type(self.stream).__name__
+    def join(self, group: Group, seed: int) -> None:
+        """Reads the same stream as all ranks of a group: with rank 0's seed.
+
+        Args:
+            group: the process group; epochs begin on all of its ranks together.
+            seed: of the global generators while the stream is read.
+        """
+        shared = torch.tensor([seed % 2**SEED_BITS], dtype=torch.int64, device="cpu")
+        group.broadcast(shared, "sharing the seed of a stream")
+        self.seed, self.group = int(shared), group
 
     def begin_epoch(self, epoch: int) -> None:
-        """Opens the stream for an epoch, and compares the ranks' first samples."""
+        """Opens the stream for an epoch, and compares the ranks' first samples.
+
+        Raises:
+            MismatchError: the stream begins differently on another rank.
+            ConfigError: it ends at once.
+        """
         with self._reading():
             self._open(epoch)
         self._agreed = self._fingerprint
@@ -138,10 +186,10 @@ class StreamReader:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         """Around everything that runs the user's stream."""
-        with contextlib.ExitStack() as stack:
-            if self.seed is not None:
-                stack.enter_context(untraced_generators())
-            stack.enter_context(as_if_alone())
+        seeded = (
+            contextlib.nullcontext() if self.seed is None else untraced_generators()
+        )
+        with seeded, as_if_alone():
             yield
 
     def _forget(self) -> None:
@@ -212,7 +260,6 @@ class StreamReader:
 
     def _compare(self, group: Group, epoch: int) -> None:
         seen = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
-        assert self._agreed is not None
         seen[group.rank] = self._agreed
         group.all_reduce(seen, "comparing the streams of an epoch")
         others = [rank for rank, one in enumerate(seen.tolist()) if one != int(seen[0])]
@@ -224,3 +271,53 @@ class StreamReader:
                 "which elche then divides: seed the stream's own generators alike on "
                 "every rank, and do not divide it by rank"
             )
+
+
+def fingerprint(sample: Any) -> int:
+    """A number of 56 bits, equal for equal samples.
+
+    Looks into containers, tensors, arrays, texts, numbers and plain objects; of what
+    else a sample holds, only at the type. Of large tensors and texts it sees a part.
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest.update("\n".join(_described(sample, 0)).encode(errors="replace"))
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _described(value: Any, depth: int) -> list[str]:
+    """Lines that tell a value from others."""
+    kind = type(value).__qualname__
+    if depth > MOST_DEPTH:
+        return [kind]
+    if value is None or isinstance(value, (bool, int, float, complex)):
+        return [f"{kind} {value!r}"]
+    if isinstance(value, (str, bytes, bytearray)):
+        return [f"{kind} {len(value)} {value[:: _step(len(value))]!r}"]
+    if isinstance(value, torch.Tensor):
+        return [f"{kind} {list(value.shape)} {value.dtype}", *_values(value)]
+    if hasattr(value, "reshape") and hasattr(value, "dtype"):
+        return [f"{kind} {value.shape} {value.dtype}", *_values(value)]
+    if callable(getattr(value, "tobytes", None)):
+        return [kind, *_described(value.tobytes(), depth + 1)]
+    items: list[Any]
+    if isinstance(value, Mapping):
+        items = [part for pair in value.items() for part in pair]
+    elif isinstance(value, (list, tuple)):
+        items = list(value)
+    else:
+        items = list(getattr(value, "__dict__", {}).values())
+    lines = [line for item in items for line in _described(item, depth + 1)]
+    return [f"{kind} {len(items)}", *lines]
+
+
+def _values(array: Any) -> list[str]:
+    """Values of a tensor or array, a part of them if there are many."""
+    try:
+        flat = array.reshape(-1)
+        return [repr(flat[:: _step(len(flat))].tolist())]
+    except (RuntimeError, TypeError, NotImplementedError):
+        return []  # sparse, nested or quantised: its kind and shape must do
+
+
+def _step(length: int) -> int:
+    return max(1, -(-length // MOST_VALUES))

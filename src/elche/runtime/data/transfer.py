@@ -7,7 +7,7 @@ import logging
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -79,13 +79,6 @@ def batch_length(batch: Any) -> int:
     return 0
 
 
-class Fence(Protocol):
-    """A place in a stream of copies."""
-
-    def query(self) -> bool:
-        """True if everything before it is done."""
-
-
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A batch on its way to the device.
@@ -98,20 +91,7 @@ class Copy:
 
     data: Any
     source: Any
-    fence: Fence
-
-
-class CopyStream(Protocol):
-    """Copies beside the training, and what orders the two."""
-
-    def copy(self, data: Any, pin: bool) -> Copy:
-        """Begins to copy a batch, staged in pinned memory if ``pin``."""
-
-    def wait(self, fence: Fence) -> None:
-        """Makes the stream that trains wait for a copy; the host does not."""
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Tells the allocator that the stream that trains uses a copied tensor."""
+    fence: torch.cuda.Event
 
 
 class CudaCopyStream:
@@ -131,7 +111,7 @@ class CudaCopyStream:
         self._can_pin = True
 
     def copy(self, data: Any, pin: bool) -> Copy:
-        """Begins to copy a batch.
+        """Begins to copy a batch, staged in pinned memory if ``pin``.
 
         Raises:
             torch.cuda.OutOfMemoryError: the device has no room for it.
@@ -143,8 +123,8 @@ class CudaCopyStream:
             fence.record()
         return Copy(moved, source, fence)
 
-    def wait(self, fence: Any) -> None:
-        """Makes the current stream wait for a copy."""
+    def wait(self, fence: torch.cuda.Event) -> None:
+        """Makes the stream that trains wait for a copy; the host does not."""
         torch.cuda.current_stream(self._device).wait_event(fence)
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -164,9 +144,8 @@ class CudaCopyStream:
 
 
 def _pin_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        return tensor
-    return tensor.pin_memory()
+    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return tensor.pin_memory() if is_plain else tensor
 
 
 def _has_to(data: Any) -> bool:

@@ -19,7 +19,7 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.sync.step_reports import EARLY
 from elche.errors import CommunicationError, ConfigError, MismatchError
 from elche.runtime.data.epoch_course import EpochCourse
-from elche.runtime.data.seeding import rank_seed, seed_rank, separate_rank
+from elche.runtime.data.seeds import rank_seed, seed_rank, separate_rank
 from elche.runtime.epochs.epoch_execution import EpochExecution, EpochPart
 from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.epochs.window_epoch import WindowEpoch
@@ -373,7 +373,6 @@ class RunEpochs:
 
     def _open_part(self, steps: int) -> EpochPart:
         """Agrees on the epoch, or on what is left of it."""
-        self._observer.scaler.settle()
         self._worker.regroup_if_told()
         course, is_new, opening = self._course, self._is_new, self._opening
         most = steps if steps >= 0 else None

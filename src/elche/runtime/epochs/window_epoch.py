@@ -219,7 +219,7 @@ class WindowEpoch:
         batch, samples, began_s, ready_s = self._in_hand
         self._in_hand, self._has_trained = None, True
         if self._hooks.copies is not None:
-            self._hooks.copies.batch_done()
+            self._hooks.copies.begin_batch(0)
         if self._leased.weight is not None:
             self._weight = (self._weight or 0.0) + self._weight_in_hand
         append_range(self._trained, (batch, batch + 1))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,25 +16,12 @@ from elche.coordination.accounts.metrics import (
     WindowMetrics,
 )
 from elche.errors import CommunicationError, ConfigError, DeadlineError
-from elche.runtime.report.notifications import RunNotifications
+
+if TYPE_CHECKING:
+    from elche.runtime.run import Run
+    from elche.runtime.single import SingleRun
 
 POLL_S = 0.02
-
-
-class MetricsSource(Protocol):
-    """A run, as far as metrics go."""
-
-    @property
-    def notifications(self) -> RunNotifications:
-        """Scalars that this rank logs, and metrics of finished windows and epochs."""
-
-    @property
-    def samples_in_hand(self) -> int:
-        """Samples of the batch in hand, 0 outside the loop."""
-
-    @property
-    def weight_in_hand(self) -> float:
-        """Weight of the current batch in means; 0 outside the loop."""
 
 
 class MetricsView:
@@ -46,14 +33,14 @@ class MetricsView:
     Attributes:
         on_window: called in the training thread with each window that has ended.
         reserved: names under which users may not log.
-        part: of the batch in hand that is run now, where it is run in micro-batches.
+        part: (0 to 1) of the batch in hand that logged values stand for.
     """
 
-    def __init__(self, source: MetricsSource) -> None:
+    def __init__(self, source: Run | SingleRun) -> None:
         self.on_window: Callable[[WindowMetrics], None] | None = None
         self.reserved: frozenset[str] = frozenset()
         self.part = 1.0
-        self._source: MetricsSource | None = source
+        self._source: Run | SingleRun | None = source
         self._windows = source.notifications.window_metrics
         self._epochs = source.notifications.epoch_metrics
         self._training = threading.current_thread()
@@ -67,7 +54,7 @@ class MetricsView:
             self._source.notifications.scalars.log(name, value, weight)
 
     def run_part(self, part: float) -> None:
-        """Sets the part (0 to 1) of the current batch that logged values stand for."""
+        """Sets `part`, where a batch is run in micro-batches."""
         self.part = part
 
     @property
@@ -141,12 +128,10 @@ class MetricsView:
 
     def _find(self, epoch: int | None) -> EpochMetrics | None:
         kept = list(self._epochs)
-        if epoch is None:
-            return kept[-1] if kept else None
         for metrics in reversed(kept):
-            if metrics.epoch == epoch:
+            if epoch in (None, metrics.epoch):
                 return metrics
-        if kept and kept[0].epoch > epoch:
+        if epoch is not None and kept and kept[0].epoch > epoch:
             raise ConfigError(
                 f"the metrics of epoch {epoch} are forgotten; kept are those of "
                 f"epochs {kept[0].epoch} to {kept[-1].epoch}"

@@ -140,7 +140,5 @@ def summarise(facts: RunFacts, notifications: RunNotifications) -> RunSummary:
 
 def _last_of(notifications: RunNotifications) -> EpochMetrics | WindowMetrics | None:
     """The last epoch that has ended, a window before the first one has."""
-    for kept in (notifications.epoch_metrics, notifications.window_metrics):
-        if kept:
-            return kept[-1]
-    return None
+    kept = notifications.epoch_metrics or notifications.window_metrics
+    return kept[-1] if kept else None

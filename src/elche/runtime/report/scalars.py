@@ -1,6 +1,6 @@
 """Scalars that users log, without waiting for the device.
 
-A tensor on an accelerator is copied into a buffer there. When a window closes, the
+A tensor is copied into a buffer on its device. When a window closes, the
 buffer's copy to the host is enqueued behind it, and its values count once that is done,
 perhaps in a later window. The arithmetic is the host's, in double precision.
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -23,31 +23,38 @@ MAX_NAME_CHARS = 200
 BUFFER_VALUES = 256
 
 
-class Readback(Protocol):
-    """A copy of a device buffer on its way to the host."""
+class Readback:
+    """A copy of a device's values to the host; only CUDA's leaves the host free.
+
+    Args:
+        values: on the device; to be left alone from now on.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host, self._event = values, None
+        if values.is_cuda:
+            shape, dtype = values.shape, values.dtype
+            self._host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(values.device))
 
     def is_done(self) -> bool:
         """True if it has come; does not wait."""
+        return self._event is None or bool(self._event.query())
 
     def values(self) -> list[float]:
         """The values, waiting for them."""
-
-
-ReadBack = Callable[[torch.Tensor], Readback]
+        if self._event is not None:
+            self._event.synchronize()
+        floats: list[float] = self._host.tolist()
+        return floats
 
 
 class ScalarLog:
-    """Scalars that this rank has logged since the last window closed.
+    """Scalars that this rank has logged since the last window closed."""
 
-    Args:
-        read_back: begins the copy of a device buffer to the host; the default knows
-            CUDA, and waits for other accelerators. With one given, tensors on the CPU
-            take the same way, otherwise they are read at once.
-    """
-
-    def __init__(self, read_back: ReadBack | None = None) -> None:
-        self._read_back = read_back or begin_readback
-        self._defers_cpu = read_back is not None
+    def __init__(self) -> None:
         self._means: dict[str, WeightedMean] = {}
         self._filling: dict[tuple[torch.device, torch.cuda.Stream | None], _Buffer] = {}
         self._under_way: list[tuple[_Buffer, Readback]] = []
@@ -84,12 +91,10 @@ class ScalarLog:
                 f"scalar {name!r}: expected one real number, got a tensor of shape "
                 f"{list(value.shape)} and {value.dtype}; log its mean, say"
             )
-        elif value.device.type != "cpu" or self._defers_cpu:
+        else:
             if weight:
                 self._keep(name, value.detach(), weight)
             return
-        else:
-            number = float(value.item())
         if weight:
             self._add(name, number, weight)
 
@@ -149,13 +154,9 @@ class ScalarLog:
 
     def _send(self, key: tuple[torch.device, torch.cuda.Stream | None]) -> None:
         """Begins a buffer's copy, on the stream that has filled it."""
-        buffer = self._filling.pop(key)
-        stream = key[1]
-        if stream is None:
-            self._under_way.append((buffer, self._read_back(buffer.values)))
-            return
-        with torch.cuda.stream(stream):
-            self._under_way.append((buffer, self._read_back(buffer.values)))
+        buffer, stream = self._filling.pop(key), key[1]
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            self._under_way.append((buffer, Readback(buffer.values)))
 
 
 @dataclass(slots=True)
@@ -164,48 +165,6 @@ class _Buffer:
 
     values: torch.Tensor
     entries: list[tuple[str, float]] = field(default_factory=list)
-
-
-class _CudaReadback:
-    """A copy to pinned memory and the event behind it."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._host = torch.empty(
-            values.shape, dtype=values.dtype, device="cpu", pin_memory=True
-        )
-        self._host.copy_(values, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(values.device))
-
-    def is_done(self) -> bool:
-        return bool(self._event.query())
-
-    def values(self) -> list[float]:
-        self._event.synchronize()
-        return _floats(self._host)
-
-
-class _BlockingReadback:
-    """A copy for which the host waits."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-
-    def is_done(self) -> bool:
-        return True
-
-    def values(self) -> list[float]:
-        return _floats(self._values)
-
-
-def begin_readback(values: torch.Tensor) -> Readback:
-    """Begins a copy to the host; only CUDA's leaves the host free meanwhile."""
-    return _CudaReadback(values) if values.is_cuda else _BlockingReadback(values)
-
-
-def _floats(values: torch.Tensor) -> list[float]:
-    floats: list[float] = values.tolist()
-    return floats
 
 
 def empty_buffer(device: torch.device) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, final
 
@@ -54,11 +54,11 @@ class Timeline:
                 continue
             word, number, began_s, ready_s, end_s, samples, wait_s = record
             spans.append(self._span(DATA_WAIT, DATA_WAIT, began_s, ready_s))
-            name = f"{word} {number}"
             about: dict[str, float] = {"samples": samples}
             if wait_s:
                 about["waiting for ranks, ms"] = round(1e3 * wait_s, 3)
-            spans.append(self._span(name, BATCH, ready_s, end_s, about))
+            name = f"{word} {number}"
+            spans.append(self._span(name, BATCH, ready_s, end_s, **about))
         return spans
 
     def add(self, name: str, category: str, start_s: float, end_s: float) -> None:
@@ -66,18 +66,7 @@ class Timeline:
         self._records.append(self._span(name, category, start_s, end_s))
 
     def _span(
-        self,
-        name: str,
-        category: str,
-        start_s: float,
-        end_s: float,
-        about: Mapping[str, Any] | None = None,
+        self, name: str, category: str, start_s: float, end_s: float, **about: Any
     ) -> Span:
-        return Span(
-            rank=self.rank,
-            name=name,
-            category=category,
-            start_s=start_s,
-            duration_s=max(0.0, end_s - start_s),
-            args=about or {},
-        )
+        duration_s = max(0.0, end_s - start_s)
+        return Span(self.rank, name, category, start_s, duration_s, about)

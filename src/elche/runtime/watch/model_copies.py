@@ -119,12 +119,8 @@ class ModelCopies:
             each.due.load_state_dict(due)
 
     def begin_batch(self, samples: int) -> None:
-        """The loop is at a batch of a window."""
+        """The loop is at a batch of a window; 0: at none."""
         self._in_hand = samples
-
-    def batch_done(self) -> None:
-        """The loop came back."""
-        self._in_hand = 0
 
     def closed(self, *, is_finite: bool) -> tuple[int, ...]:
         """This rank's window has ended; samples whose batches updated each copy."""
@@ -188,12 +184,12 @@ class ModelCopies:
 
     def _warn_of_missing(self, has_trained: bool) -> None:
         """Warns once where only other ranks have updated a copy in this epoch."""
-        if self._has_warned:
-            return
-        for index in self._updated:
-            is_known = index < len(self._averaged)
-            if is_known and (self._averaged[index].is_called or not has_trained):
-                continue
+        known = self._averaged
+        is_missing = any(
+            at >= len(known) or (has_trained and not known[at].is_called)
+            for at in self._updated
+        )
+        if is_missing and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "other ranks have updated an AveragedModel in this epoch, and this one "
@@ -201,7 +197,6 @@ class ModelCopies:
                 "update_parameters, so call it on every rank; where policy 'auto' may "
                 "leave a rank out, hand it over: elche.setup(..., copies=[...])"
             )
-            return
 
     def _puts_off(self, copy: AveragedModel, model: nn.Module) -> bool:
         """Notes an update of a copy of the model; False for one to be made now."""
@@ -225,20 +220,19 @@ class _Common:
     """A module's tensors as all ranks hold them, for ``update_parameters``."""
 
     def __init__(self, module: nn.Module, common: Mapping[int, torch.Tensor]) -> None:
-        def held(tensor: torch.Tensor) -> torch.Tensor:
-            found = common.get(id(tensor))
-            return tensor if found is None else found.to(tensor.device, tensor.dtype)
+        self._module, self._common = module, common
 
-        self._parameters = [held(each) for each in module.parameters()]
-        self._buffers = [held(each) for each in module.buffers()]
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = self._common.get(id(tensor), tensor)
+        return found.to(tensor.device, tensor.dtype)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Tensors as `torch.nn.Module` yields them."""
-        return iter(self._parameters)
+        return map(self._held, self._module.parameters())
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Tensors as `torch.nn.Module` yields them."""
-        return iter(self._buffers)
+        return map(self._held, self._module.buffers())
 
 
 def check_copies(copies: Sequence[nn.Module], model: nn.Module) -> None:

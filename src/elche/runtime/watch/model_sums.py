@@ -14,7 +14,7 @@ from elche.coordination.accounts.model_checks import (
     plan_slices,
 )
 from elche.coordination.protocol.messages import CheckRows
-from elche.runtime.report.scalars import Readback, begin_readback
+from elche.runtime.report.scalars import Readback
 
 SHOWN_NAMES = 3
 FLOAT32 = torch.finfo(torch.float32).eps
@@ -84,7 +84,7 @@ class ModelSums:
         bits = (bits * _odd(bits)).sum(dtype=torch.int64).view(1)
         wide = flat.to(torch.float64 if has_doubles else torch.float32)
         sums = torch.stack([wide.sum(), torch.dot(wide, wide)])
-        begun = check._replace(at=at), begin_readback(bits), begin_readback(sums)
+        begun = check._replace(at=at), Readback(bits), Readback(sums)
         self._begun.append(begun)
 
     def take(self, until: int) -> CheckRows:

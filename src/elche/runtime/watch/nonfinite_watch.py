@@ -3,9 +3,8 @@
 Where a loss is NaN or Inf, nearly every gradient is: small tensors show it. Checked are
 the first and the last gradient of a backward pass: the last, near the model's input,
 shows also what went wrong on the way, and the first may be of another part of the
-model, as of actor and critic. On the CPU sums are read at once; on an accelerator
-they are kept there, and copied to the host behind what is computed when a report is
-due, so that nothing waits.
+model, as of actor and critic. Sums are kept on their device, and copied to the host
+behind what is computed when a report is due, so that nothing waits.
 """
 
 from __future__ import annotations
@@ -18,13 +17,7 @@ import torch
 
 from elche.coordination.protocol.messages import OwnPart
 from elche.coordination.sync.nonfinite import NonFiniteRecord
-from elche.runtime.report.scalars import (
-    BUFFER_VALUES,
-    ReadBack,
-    Readback,
-    begin_readback,
-    empty_buffer,
-)
+from elche.runtime.report.scalars import BUFFER_VALUES, Readback, empty_buffer
 
 SMALL_ELEMENTS = 4096
 """A sum over so many costs no more than a sum of one."""
@@ -41,19 +34,12 @@ class NonFiniteWatch:
     Args:
         parameters: the trainable ones.
         record: receives the results of the checks, in order.
-        read_back: begins the copy of a device buffer to the host; with one given, CPU
-            tensors take the same way.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        record: NonFiniteRecord,
-        read_back: ReadBack | None = None,
+        self, parameters: Sequence[torch.Tensor], record: NonFiniteRecord
     ) -> None:
         self._record = record
-        self._read_back = read_back or begin_readback
-        self._defers_cpu = read_back is not None
         self._parameters = list(parameters)
         sizes = enumerate(parameter.numel() for parameter in parameters)
         self._small = {index for index, size in sizes if 0 < size <= SMALL_ELEMENTS}
@@ -90,7 +76,7 @@ class NonFiniteWatch:
             gradient = self._parameters[index].grad
             if gradient is not None:
                 self._looked_at[index] = None
-                self._tell(self._sum(gradient), (part, index))
+                self._keep(self._sum(gradient), (part, index))
 
     def report(self, *, final: bool) -> None:
         """Looks at the parameters, and takes in what has come from the device.
@@ -103,13 +89,17 @@ class NonFiniteWatch:
             total, *others = map(self._sum, looked_at)
             for other in others:  # NaN if one of them is
                 total = torch.maximum(total, other.to(total.device))
-            self._tell(total, None)
+            self._keep(total, None)
             self._is_told = True
         self._send()
         while self._under_way and (final or self._under_way[0][1].is_done()):
             seen, readback = self._under_way.pop(0)
             for of, value in zip(seen, readback.values(), strict=False):
-                self._take(of, value)
+                if of is None:
+                    self._record.parameters(is_finite=not math.isnan(value))
+                else:
+                    is_finite = math.isfinite(value)
+                    self._record.gradients(*of, is_finite=is_finite)
 
     @staticmethod
     def _sum(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,11 +110,8 @@ class NonFiniteWatch:
         wide = torch.float32 if tensor.dtype in HALVES else None
         return tensor.sum(dtype=wide)
 
-    def _tell(self, total: torch.Tensor, of: _Seen) -> None:
-        """Reads a value at once, or as soon as that waits for nothing."""
-        if total.device.type == "cpu" and not self._defers_cpu:
-            self._take(of, total.item())
-            return
+    def _keep(self, total: torch.Tensor, of: _Seen) -> None:
+        """Keeps a value, to be read as soon as that waits for nothing."""
         if self._buffer is None:
             self._buffer = empty_buffer(total.device)
         self._buffer[len(self._filling)].copy_(total)
@@ -134,12 +121,5 @@ class NonFiniteWatch:
 
     def _send(self) -> None:
         if self._buffer is not None and self._filling:
-            self._under_way.append((self._filling, self._read_back(self._buffer)))
+            self._under_way.append((self._filling, Readback(self._buffer)))
             self._buffer, self._filling = None, []
-
-    def _take(self, of: _Seen, value: float) -> None:
-        if of is None:
-            self._record.parameters(is_finite=not math.isnan(value))
-        else:
-            part, parameter = of
-            self._record.gradients(part, parameter, is_finite=math.isfinite(value))

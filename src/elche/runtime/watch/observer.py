@@ -182,8 +182,6 @@ class LoopObserver:
         """The loop comes back from a batch."""
         if self.schedulers.steps:
             self.schedulers.batch_done()
-        if self.scaler.is_asked:
-            self.scaler.settle()
 
     def count_unstepped(self) -> None:
         """Counts batches that were passed back through since the last step."""
@@ -209,7 +207,6 @@ class LoopObserver:
 
     def drain_scalars(self, final: bool) -> Scalars:
         """Scalars logged since the last call; True waits for all."""
-        self.scaler.settle()
         return self._scalars.drain(final=final)
 
     def detach(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import weakref
 from collections.abc import Iterable
 from typing import final
@@ -74,36 +73,31 @@ class RateWatch:
         for optimizer in optimizers:
             now = _rates(optimizer)
             before = self._rates.setdefault(id(optimizer), now)
-            if optimizer in _follow_progress:
+            moved = [
+                pair for pair in zip(before, now, strict=False) if len({*pair}) > 1
+            ]
+            if not moved or optimizer in _follow_progress:
                 continue
-            if any(map(operator.ne, before, now)):
-                self._moved(optimizer, before, now)
-
-    def _moved(
-        self, optimizer: torch.optim.Optimizer, before: list[float], now: list[float]
-    ) -> None:
-        old, new = next(
-            pair for pair in zip(before, now, strict=False) if pair[0] != pair[1]
-        )
-        moved = (
-            f"the learning rate of {type(optimizer).__name__} moved inside an epoch "
-            f"({old:.3g} to {new:.3g}) under policy {self._policy!r}, in whose windows "
-            "each rank runs its own number of batches: it would end elsewhere than on "
-            "one device, and on each rank elsewhere; "
-        )
-        if is_scheduled(optimizer):
-            raise ConfigError(
-                moved + "hand its scheduler over (elche.setup(..., schedulers="
-                "[scheduler]), or elche.follow(scheduler) after it), or choose policy "
-                "'sync'"
+            (old, new), *_ = moved
+            says = (
+                f"the learning rate of {type(optimizer).__name__} moved inside an "
+                f"epoch ({old:.3g} to {new:.3g}) under policy {self._policy!r}, in "
+                "whose windows each rank runs its own number of batches: it would end "
+                "elsewhere than on one device, and on each rank elsewhere; "
             )
-        if not (self._has_warned or self.has_read_progress):
-            self._has_warned = True
-            logger.warning(
-                "%scompute it from elche.progress_steps() (or let elche.ProgressLR "
-                "do so), or choose policy 'sync'",
-                moved,
-            )
+            if is_scheduled(optimizer):
+                raise ConfigError(
+                    says + "hand its scheduler over (elche.setup(..., schedulers="
+                    "[scheduler]), or elche.follow(scheduler) after it), or choose "
+                    "policy 'sync'"
+                )
+            if not (self._has_warned or self.has_read_progress):
+                self._has_warned = True
+                logger.warning(
+                    "%scompute it from elche.progress_steps() (or let elche.ProgressLR "
+                    "do so), or choose policy 'sync'",
+                    says,
+                )
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -1,4 +1,4 @@
-"""Randomness of samples: drawn by epoch and position, whatever process loads them."""
+"""Randomness of samples, by epoch and position, and of ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,17 @@ from torch.utils.data import get_worker_info
 
 def position_seed(seed: int, epoch: int, position: int) -> int:
     """The seed of a sample's augmentation, the same whatever rank loads it."""
-    text = f"{seed}/{epoch}/{position}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+    return _seed_of(f"{seed}/{epoch}/{position}")
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """A seed for one rank, unrelated between ranks and seeds."""
+    return _seed_of(f"{seed}/rank {rank}")
+
+
+def _seed_of(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
 
 
 @contextlib.contextmanager
@@ -53,3 +62,19 @@ def _numpy_random() -> Any:
     """Numpy's global generator, if the program uses numpy at all."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Seeds Python's and torch's generators of this process."""
+    random.seed(rank_seed(seed, rank))
+    torch.manual_seed(rank_seed(seed, rank))
+
+
+def separate_rank(rank: int) -> None:
+    """Gives ranks above 0 randomness of their own when no seed was asked for.
+
+    A script that calls ``torch.manual_seed(0)`` would otherwise draw the same dropout
+    masks on every rank. Rank 0 keeps the script's own.
+    """
+    if rank > 0:
+        torch.manual_seed(rank_seed(torch.initial_seed(), rank))

@@ -8,11 +8,7 @@ is what a step takes beyond what lies there between two steps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import final
-
-from elche.cadence.throughput import check_int, check_measure
-from elche.errors import ConfigError
 
 MAX_DEPTH = 2
 """Most batches held ahead. Loading happens in the training thread, so more than two
@@ -27,88 +23,43 @@ PIN_ROUNDS = 4
 """Batches copied each way before the cheaper one is kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
-    """A device's memory between two steps, in bytes.
-
-    Attributes:
-        total_bytes: all there is.
-        free_bytes: what could be allocated now, memory cached by the allocator for
-            reuse included. Free, not used: the two are easily swapped.
-        held_bytes: what prefetched batches hold; not part of ``free_bytes``.
-
-    Raises:
-        ConfigError: a figure is negative, or more is free than there is.
-    """
-
-    total_bytes: int
-    free_bytes: int
-    held_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        check_int("total_bytes", self.total_bytes, 0)
-        check_int("free_bytes", self.free_bytes, 0)
-        check_int("held_bytes", self.held_bytes, 0)
-        if self.free_bytes + self.held_bytes > self.total_bytes:
-            raise ConfigError(
-                f"expected free and held bytes within the device's "
-                f"{self.total_bytes}, got {self.free_bytes} + {self.held_bytes}"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchNeeds:
-    """Memory that batches and training take, in bytes.
-
-    Attributes:
-        batch_bytes: one batch; 0 while unknown, or if nothing of it is moved.
-        activation_peak_bytes: what a step takes beyond what lies there between two
-            steps; None before it is measured.
-
-    Raises:
-        ConfigError: a figure is negative.
-    """
-
-    batch_bytes: int
-    activation_peak_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        check_int("batch_bytes", self.batch_bytes, 0)
-        if self.activation_peak_bytes is not None:
-            check_int("activation_peak_bytes", self.activation_peak_bytes, 0)
-
-
 def decide_prefetch(
-    memory: DeviceMemory, needs: PrefetchNeeds, max_depth: int = MAX_DEPTH
+    *,
+    total_bytes: int,
+    free_bytes: int,
+    held_bytes: int,
+    batch_bytes: int,
+    peak_bytes: int | None,
+    max_depth: int = MAX_DEPTH,
 ) -> int:
-    """Reads the gauge.
+    """Batches to hold on the device ahead of the one in use.
 
     Usable is what is free or already held by prefetched batches, less the reserve.
     Before the activation peak is known a quarter of it goes to batches; afterwards
     everything beyond the peak.
 
     Args:
-        memory: the device between two steps.
-        needs: what one batch and a step take.
+        total_bytes: memory of the device.
+        free_bytes: what could be allocated between two steps, memory cached by the
+            allocator for reuse included. Free, not used: the two are easily swapped.
+        held_bytes: what prefetched batches hold; not part of ``free_bytes``.
+        batch_bytes: one batch; 0 while unknown, or if nothing of it is moved.
+        peak_bytes: what a step takes beyond what lies there between two steps; None
+            before it is measured.
         max_depth: most batches held ahead.
 
     Returns:
-        Batches to hold on the device ahead of the one in use: from 0 to ``max_depth``,
-        never more for less memory.
+        From 0 to ``max_depth``, never more for less memory.
     """
-    reserve_bytes = math.ceil(memory.total_bytes * RESERVE_FRACTION)
-    usable_bytes = memory.free_bytes + memory.held_bytes - reserve_bytes
-    peak_bytes = needs.activation_peak_bytes
-    ceiling = max_depth
+    usable_bytes = free_bytes + held_bytes - math.ceil(total_bytes * RESERVE_FRACTION)
     if peak_bytes is None:
         spare_bytes = usable_bytes // UNMEASURED_PART
-        ceiling = min(ceiling, CAREFUL_DEPTH)
+        max_depth = min(max_depth, CAREFUL_DEPTH)
     else:
         spare_bytes = usable_bytes - peak_bytes
-    depth = 0
-    if needs.batch_bytes:
-        depth = max(0, min(ceiling, spare_bytes // needs.batch_bytes))
-    return depth
+    if not batch_bytes:
+        return 0
+    return max(0, min(max_depth, spare_bytes // batch_bytes))
 
 
 @final
@@ -138,12 +89,7 @@ class ActivationPeak:
         Args:
             active_bytes: memory in use now.
             peak_bytes: the most that was in use at once.
-
-        Raises:
-            ConfigError: a figure is negative.
         """
-        check_int("active_bytes", active_bytes, 0)
-        check_int("peak_bytes", peak_bytes, 0)
         if peak_bytes == self._last_peak_bytes:
             return
         self._last_peak_bytes = peak_bytes
@@ -186,11 +132,7 @@ class PinTrial:
             pinned: which way it went.
             host_s: seconds until the thread could go on.
             batch_bytes: size of the batch; one without bytes says nothing.
-
-        Raises:
-            ConfigError: the time is negative or not finite.
         """
-        check_measure("host_s", host_s)
         if self.is_over or batch_bytes <= 0:
             return
         self._seen[pinned] += 1

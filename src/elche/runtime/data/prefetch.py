@@ -20,9 +20,7 @@ import torch
 from elche.cadence.prefetch_gauge import (
     MAX_DEPTH,
     ActivationPeak,
-    DeviceMemory,
     PinTrial,
-    PrefetchNeeds,
     decide_prefetch,
 )
 from elche.runtime.data.transfer import (
@@ -288,15 +286,11 @@ class DevicePrefetcher(Generic[Tag]):
             self._peak.observe(reading.active_bytes, reading.peak_bytes)
         held_bytes = sum(held.copied_bytes for held in self._held)
         fitting = decide_prefetch(
-            DeviceMemory(
-                total_bytes=reading.total_bytes,
-                free_bytes=min(reading.free_bytes, reading.total_bytes - held_bytes),
-                held_bytes=held_bytes,
-            ),
-            PrefetchNeeds(
-                batch_bytes=self._batch_bytes,
-                activation_peak_bytes=self._peak.value_bytes,
-            ),
-            self._max_depth,
+            total_bytes=reading.total_bytes,
+            free_bytes=min(reading.free_bytes, reading.total_bytes - held_bytes),
+            held_bytes=held_bytes,
+            batch_bytes=self._batch_bytes,
+            peak_bytes=self._peak.value_bytes,
+            max_depth=self._max_depth,
         )
         self.depth = min(fitting, self._most_depth)

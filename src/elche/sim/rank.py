@@ -125,6 +125,11 @@ class Rank:
         """The virtual time."""
         return self.engine.now_s
 
+    @property
+    def books(self) -> Any:
+        """The account of the run's models; None where none is kept."""
+        return self.sim.books[self.run] if self.sim.books else None
+
     def live(self) -> Script:
         """The whole life of the process."""
         run = self.sim.cluster.run
@@ -334,8 +339,8 @@ class Rank:
             if self._is_new:
                 self.epoch, self.rest = held[source]
                 self._is_new, self._is_part = False, True
-                if self.sim.books is not None:
-                    self.sim.books[self.run].take_steps(self.rank, source)
+                if self.books:
+                    self.books.take_steps(self.rank, source)
             yield from self._probe()
         self._open()
         self.say_regrouped(-1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import Abort, Instruction, Reduce
-from elche.sim.books import Books
 from elche.sim.cluster import Break, Cluster
 from elche.sim.engine import AbortedError, Engine
 from elche.sim.history import History
@@ -31,7 +31,7 @@ class World(ABC):
         self.history = history
         self.engine = Engine(cluster, self.ended)
         self.groups: dict[int, frozenset[int]] = {}
-        self.books: list[Books] | None = None
+        self.books: list[Any] = []
         self.plans: dict[int, dict[int, Reduce]] = {}
         self._breaks: dict[tuple[int, int], Break] = {
             (one.rank, one.epoch): one for one in cluster.breaks

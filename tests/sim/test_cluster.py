@@ -29,9 +29,7 @@ GOOD: dict[str, Any] = {
         {
             "count": 1,
             "seconds_per_sample": 0.0119,
-            "drift": [{"at_s": 5, "factor": 2.0}],
-            "slower_from_s": 9.0,
-            "slower_by": 3,
+            "drift": [{"at_s": 9.0, "factor": 3}, {"at_s": 5, "factor": 2.0}],
         },
     ],
     "link": {"latency_s": 0.002, "bytes_per_s": 125e6},

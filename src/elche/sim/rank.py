@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from elche.cadence.rank_time import RankTime
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes, Range
@@ -35,7 +35,9 @@ from elche.coordination.protocol.messages import PROTOCOL_VERSION, Runs
 from elche.sim.cluster import Cluster, Device
 from elche.sim.engine import AbortedError, Collective, Receive, Script
 from elche.sim.history import REGROUP, START, RankHistory
-from elche.sim.world import World
+
+if TYPE_CHECKING:
+    from elche.sim.simulation import Simulation
 
 LEFT_BEHIND = (GrantBatches, GrantSteps, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
@@ -87,7 +89,7 @@ class Rank:
 
     def __init__(
         self,
-        sim: World,
+        sim: Simulation,
         rank: int,
         device: Device,
         epoch_of: Callable[[Rank, BeginEpoch], Generator[Any, Any, EndEpoch]],

@@ -96,10 +96,11 @@ def three_times(raw: object, where: str, key: str) -> tuple[float, float, float]
     Raises:
         ConfigError: they are not three numbers.
     """
-    is_list = isinstance(raw, list | tuple) and len(raw) == 3
-    if not is_list or not all(map(is_number, raw)):  # type: ignore[arg-type]
+    if not isinstance(raw, list | tuple) or len(raw) != 3:
         raise ConfigError(f"{where}: expected {key} = [F, I, W], got {raw!r}")
-    forward, inputs, weights = raw  # type: ignore[misc]
+    forward, inputs, weights = raw
+    if not all(map(is_number, (forward, inputs, weights))):
+        raise ConfigError(f"{where}: expected {key} = [F, I, W], got {raw!r}")
     return forward, inputs, weights
 
 

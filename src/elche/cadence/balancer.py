@@ -142,9 +142,6 @@ class Balancer:
         for half of the step. It is made of few sizes (`ShareSizes`): of new ones only
         where they are worth it. Before measurements it is equal, or as the hints say.
 
-        Args:
-            batch_samples: samples of the global batch.
-
         Returns:
             One size per rank, together ``batch_samples``. Each is at least
             ``min_share_samples``; where the batch is too small for that, the

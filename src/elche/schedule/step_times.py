@@ -75,10 +75,6 @@ def measured_costs(
     I and W ran, B takes the plan's share of both. Links keep their proportion to the
     whole.
 
-    Args:
-        planned: of the same stages, in any unit.
-        times: of all stages.
-
     Raises:
         ConfigError: a stage was not measured.
     """
@@ -93,12 +89,7 @@ def measured_costs(
 
 
 def drift_between(planned: PipelineCosts, measured: PipelineCosts) -> float:
-    """The largest change of a stage's share of the whole, 0.5 for half as much again.
-
-    Args:
-        planned: costs of the stages.
-        measured: of the same stages; the unit may be another.
-    """
+    """The largest change of a stage's share of the whole; 0.5: half as much again."""
     rows = [_parts(planned), _parts(measured)]
     totals = [sum(map(sum, one)) for one in rows]
     if not all(totals):

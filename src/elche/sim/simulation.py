@@ -11,7 +11,6 @@ from typing import Any
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import Event, Failed, RankLost, Tick
 from elche.coordination.protocol.instructions import (
-    Abort,
     BeginEpoch,
     EndEpoch,
     Instruction,
@@ -23,9 +22,8 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.state import Coordinator
 from elche.errors import ElcheError
 from elche.sim.cluster import Cluster, Device, Fault
-from elche.sim.engine import AbortedError, Engine
 from elche.sim.history import History, RankHistory
-from elche.sim.rank import Rank
+from elche.sim.rank import Rank, World
 from elche.sim.sync_worker import SimulatedSyncEpoch
 from elche.sim.window_worker import SimulatedWindowEpoch
 
@@ -87,29 +85,18 @@ class CoordinatorLoad:
         sums[1] += spent_s
 
 
-class Simulation:
+class Simulation(World):
     """Runs a cluster description to its end.
 
     Args:
         cluster: what is simulated.
         watch: what is done beside.
-
-    Attributes:
-        engine: the clock and the network.
-        groups: members of each generation.
-        books: the account of models, one per run, if it is kept.
-        plans: what each rank was told last of a window's reduction; for the account.
     """
 
     def __init__(self, cluster: Cluster, watch: Watch | None = None) -> None:
         self.watch = watch or Watch()
-        self.cluster = cluster
-        self.history = History(details=self.watch.details, spans=self.watch.spans)
-        self.engine = Engine(cluster, self.ended)
-        self.groups: dict[int, frozenset[int]] = {}
-        self.books: list[Any] = []
-        self.plans: dict[int, dict[int, Reduce]] = {}
-        self._breaks = {(one.rank, one.epoch): one.batches for one in cluster.breaks}
+        history = History(details=self.watch.details, spans=self.watch.spans)
+        super().__init__(cluster, history)
         self.core = Coordinator(cluster.world_size, survives=True)
         self.load = CoordinatorLoad()
         self.events: list[Event] = []
@@ -126,29 +113,6 @@ class Simulation:
         hangs = any(fault.hang_rank is not None for fault in cluster.faults)
         if self.watch.ticks or hangs:
             self.engine.at(TICK_S, self._tick)
-
-    def break_at(self, rank: int, epoch: int) -> int | None:
-        """After how many batches a rank's loop leaves an epoch; None if it does not."""
-        return self._breaks.get((rank, epoch))
-
-    def send(self, event: Event) -> None:
-        """A rank's message travels to the core."""
-        self.engine.travel("up", event.rank, self.hear, event)
-
-    def take(self, rank: int) -> Instruction | None:
-        """Next instruction in a rank's inbox, or None.
-
-        Raises:
-            AbortedError: it is told that the run ends.
-        """
-        inbox = self.engine.processes[rank].inbox
-        if not inbox:
-            return None
-        instruction = inbox.popleft()
-        if isinstance(instruction, Abort):
-            self.history.aborts[rank] = instruction
-            raise AbortedError(instruction.reason)
-        return instruction
 
     def run(self) -> History:
         """Simulates to the end.

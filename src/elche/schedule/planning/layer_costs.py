@@ -61,11 +61,6 @@ def stage_costs(
 ) -> PipelineCosts:
     """Costs of the stages of a partition.
 
-    Args:
-        costs: of the layers.
-        placement: the rank of each stage.
-        sizes: layers of each stage.
-
     Raises:
         ConfigError: a rank's memory does not hold the parameters of its layers.
     """
@@ -96,10 +91,6 @@ def assumed_costs(costs: PipelineCosts, sizes: Sequence[int]) -> LayerCosts:
     The layers of a stage are taken as alike, and ranks as differing by one factor: the
     mean time of the layers that they have. A rank that has none counts as the mean of
     the others.
-
-    Args:
-        costs: of the stages.
-        sizes: layers of each.
     """
     times, layers = [0.0] * costs.num_ranks, [0] * costs.num_ranks
     for stage, rank, size in zip(costs.stages, costs.placement, sizes, strict=True):

@@ -87,10 +87,6 @@ class Places:
 class ProfileTable:
     """Sums over the layers of a profile, for the inner loops.
 
-    Args:
-        profile: of model and devices.
-        num_microbatches: of one step.
-
     Attributes:
         split_work: per device, seconds of F, I and W of all microbatches in the layers
             before each index.
@@ -235,10 +231,6 @@ def sum_bound(table: ProfileTable, partition: Partition) -> float:
 
     A makespan that no schedule beats where each device has one stage. With several
     stages on a device each stage counts for itself.
-
-    Args:
-        table: of model and devices.
-        partition: of its layers.
     """
     bounds, devices = partition.boundaries, partition.devices
     reached = most = 0.0

@@ -33,9 +33,6 @@ Measure = tuple[float, float]
 class Evaluator:
     """Simulated step times of partitions, with schedules that are quickly made.
 
-    Args:
-        table: of model and devices.
-
     Attributes:
         actions: timed so far, as a measure of effort.
     """
@@ -217,10 +214,6 @@ def balanced(table: ProfileTable, start: Partition) -> Partition:
 
     For several stages per device, where the exact partition balances the stages and
     not the devices.
-
-    Args:
-        table: of model and devices.
-        start: a partition that fits.
 
     Returns:
         A partition that fits, in the placement of `start`.

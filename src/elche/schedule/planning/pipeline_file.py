@@ -89,9 +89,6 @@ class PipelineFile:
 def read_pipeline_file(raw: Mapping[str, Any]) -> PipelineFile:
     """Reads the parsed TOML of a plan file.
 
-    Args:
-        raw: the document.
-
     Raises:
         ConfigError: a key is unknown, missing, or has an impossible value.
     """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.cadence.alignment import SLACK, aligned_anchor, lost_share
+from elche.cadence.window import SLACK, aligned_anchor, lost_share
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import random
 
@@ -28,7 +27,7 @@ def report(che: ElChe, ms: list[float], sync_ms: float = 0.0) -> None:
 def test_the_first_window_is_equal_and_uncalibrated() -> None:
     che = el_che(3, anchor=7)
     assert che.batch_counts == (7, 7, 7)
-    assert (che.anchor, che.total_batches, che.world_size) == (7, 21, 3)
+    assert (che.anchor, che.world_size) == (7, 3)
     assert che.ms_per_batch == (0.0, 0.0, 0.0)
     assert che.anchor_wall_ms == 0.0
     assert not che.is_calibrated
@@ -56,13 +55,6 @@ def test_counts_fill_the_time_of_the_slowest(
     assert che.batch_counts == counts
     assert che.ms_per_batch == tuple(ms)
     assert che.anchor_wall_ms == anchor * max(ms)
-    assert [che.batches(rank) for rank in range(len(ms))] == list(counts)
-
-
-def test_the_divisor_is_what_was_run_not_what_was_planned() -> None:
-    che = el_che(2)
-    che.report_timing([400.0, 400.0], [40, 10], 0.0)
-    assert che.batch_counts == (40, 10)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +92,10 @@ def test_unmeasured_ranks_count_like_the_reference_until_measured() -> None:
 def test_a_rank_without_batches_keeps_its_estimate() -> None:
     che = el_che(2)
     report(che, [10.0, 40.0])
-    before = che.state_dict()
+    before = (che.anchor, che.batch_counts, che.ms_per_batch)
     che.report_timing([0.0, 0.0], [0, 0], 50.0)
     che.report_timing([70.0, 0.0], [0, 3], 50.0)
-    assert che.state_dict() == before
+    assert (che.anchor, che.batch_counts, che.ms_per_batch) == before
 
 
 @pytest.mark.parametrize(
@@ -124,10 +116,10 @@ def test_impossible_timings_are_refused_whole(
 ) -> None:
     che = el_che(2)
     report(che, [10.0, 40.0])
-    before = che.state_dict()
+    before = (che.anchor, che.batch_counts, che.ms_per_batch)
     with pytest.raises(ValueError, match=message):
         che.report_timing(wall_ms, batches, sync_ms)
-    assert che.state_dict() == before
+    assert (che.anchor, che.batch_counts, che.ms_per_batch) == before
 
 
 @pytest.mark.parametrize(("factor", "reports"), [(1.5, 2), (2.0, 2), (5.0, 4)])
@@ -244,15 +236,14 @@ def test_room_given_back_leaves_what_the_tuning_had_reached() -> None:
     assert che.anchor == 60
 
 
-def test_room_is_given_back_after_a_resume_too() -> None:
-    che, resumed = el_che(2, max_anchor=200), el_che(2, max_anchor=200)
+def test_room_is_given_back_to_another_membership_too() -> None:
+    che = el_che(2, max_anchor=200)
     report(che, [10.0, 40.0], sync_ms=0.0)
     che.make_room(30_000.0)
-    resumed.load_state_dict(json.loads(json.dumps(che.state_dict())))
-    for other in (resumed, resumed.resized([0, 1])):
-        assert other.anchor == 200
-        other.make_room(400.0)
-        assert other.anchor == 10
+    other = che.resized([0, 1])
+    assert other.anchor == 200
+    other.make_room(400.0)
+    assert other.anchor == 10
 
 
 def test_room_ends_at_the_limits() -> None:
@@ -361,18 +352,6 @@ def test_max_batch_diff_zero_freezes_the_counts_after_calibration() -> None:
     assert che.batch_counts == (40, 10)
 
 
-def test_a_lowered_maximum_applies_at_once() -> None:
-    che = el_che(2, speed_hints={0: 4.0}, max_batch_diff=1)
-    che.set_max_anchor(3)
-    assert (che.anchor, che.max_anchor, che.min_anchor) == (3, 3, 3)
-    assert che.batch_counts == (12, 3)
-    che.set_max_anchor(100)
-    assert (che.anchor, che.min_anchor, che.batch_counts) == (3, 10, (12, 3))
-    assert el_che(2, max_anchor=4).batch_counts == (4, 4)
-    with pytest.raises(ConfigError, match="max_anchor must be at least 0"):
-        che.set_max_anchor(-1)
-
-
 def test_max_anchor_zero_switches_off() -> None:
     che = el_che(3, max_anchor=0, speed_hints={0: 4.0})
     assert not che.enabled
@@ -382,32 +361,6 @@ def test_max_anchor_zero_switches_off() -> None:
         che.nudge_anchor_down(0.5)
     assert che.ms_per_batch == (10.0, 20.0, 40.0)
     assert che.anchor_wall_ms == 40.0
-    che.set_max_anchor(50)
-    assert (che.enabled, che.batch_counts) == (True, (40, 20, 10))
-    che.set_max_anchor(0)
-    assert che.batch_counts == (1, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("ms", "anchor", "total", "expected"),
-    [
-        ([1.0, 100.0, 100.0], 1, 50, (49, 1, 0)),  # the reference gives 51
-        ([1.0, 1.0, 1.0], 10, 2, (1, 1, 0)),  # the reference gives 3
-        ([1.0, 4.0], 10, 25, (20, 5)),
-        ([1.0, 4.0], 10, 7, (6, 1)),
-        ([1.0, 4.0], 10, 50, (40, 10)),
-        ([1.0, 4.0], 10, 99, (40, 10)),
-        ([1.0, 4.0], 10, 0, (0, 0)),
-    ],
-)
-def test_clamp_total_gives_out_what_is_left_exactly(
-    ms: list[float], anchor: int, total: int, expected: tuple[int, ...]
-) -> None:
-    che = el_che(len(ms), anchor=anchor)
-    report(che, ms)
-    assert che.clamp_total(total) == expected
-    with pytest.raises(ConfigError, match="max_total must be at least 0"):
-        che.clamp_total(-1)
 
 
 def test_one_rank_is_trivial() -> None:
@@ -415,7 +368,6 @@ def test_one_rank_is_trivial() -> None:
     for _ in range(5):
         report(che, [5.0])
     assert (che.anchor, che.batch_counts, che.anchor_wall_ms) == (10, (10,), 50.0)
-    assert che.clamp_total(3) == (3,)
 
 
 @pytest.mark.parametrize(
@@ -448,46 +400,6 @@ def test_settings_are_brought_into_range_and_fixed() -> None:
     assert hash(config) == hash(ElCheConfig(world_size=2, speed_hints=[2, 1]))
     with pytest.raises(dataclasses.FrozenInstanceError, match="anchor"):
         config.anchor = 3  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_that_does_not_exist_has_no_count(rank: int) -> None:
-    with pytest.raises(ConfigError, match="rank must be 0 to 1"):
-        el_che(2).batches(rank)
-
-
-def test_a_state_of_another_run_is_refused() -> None:
-    che = el_che(2)
-    report(che, [10.0, 40.0], sync_ms=50.0)
-    state = che.state_dict()
-    anchor, time = state["anchor"], state["times"][0]
-    with pytest.raises(ConfigError, match="of world size 2, this run has 3"):
-        el_che(3).load_state_dict(state)
-    for change, message in [
-        ({"anchor": {**anchor, "value": 0}}, "anchor must be at least 1"),
-        ({"anchor": {**anchor, "value": None}}, "anchor must be an integer"),
-        ({"anchor": {**anchor, "sync_ms": None}}, "cannot be read"),
-        ({"anchor": {}}, "cannot be read"),
-        ({"counts": [1.0]}, "does not describe 2 ranks"),
-        ({"times": [{**time, "levels": [math.nan]}] * 2}, "a cost must be finite"),
-        ({"times": [{**time, "shape": 1}] * 2}, "a rank's time is not one"),
-        ({"times": [{}] * 2}, "cannot be read"),
-        ({"times": []}, "does not describe 2 ranks"),
-        ({"ratios": {}}, "cannot be read"),
-    ]:
-        fresh = el_che(2)
-        with pytest.raises(ConfigError, match=message):
-            fresh.load_state_dict({**state, **change})
-        assert fresh.state_dict() == el_che(2).state_dict()
-
-
-def test_a_state_obeys_a_lower_configured_maximum() -> None:
-    che = el_che(2, anchor=50)
-    report(che, [10.0, 40.0])
-    state = json.loads(json.dumps(che.state_dict()))
-    lower = el_che(2, max_anchor=20)
-    lower.load_state_dict(state)
-    assert lower.batch_counts == (80, 20)
 
 
 def test_another_membership_keeps_what_is_known_of_those_who_stay() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
@@ -69,7 +68,7 @@ def test_windows_last_as_long_as_room_is_asked_for(
     st.lists(st.floats(0.0, 1e12), min_size=1, max_size=4),
     st.floats(0.0, 1e6),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_room_for_pauses_is_given_back(
     run: tuple[ElChe, list[tuple[list[float], list[int], float]]],
     pauses_ms: list[float],
@@ -105,7 +104,6 @@ def test_invariants_hold_after_any_reports(
         che.report_timing(wall_ms, counts, sync_ms)
         assert len(che.batch_counts) == che.world_size
         assert min(che.batch_counts) >= 1
-        assert che.total_batches == sum(che.batch_counts)
         assert che.anchor <= max(1, che.max_anchor)
         assert min(che.min_anchor, anchor) <= che.anchor <= 2 * anchor
         if che.max_batch_diff is not None and was_calibrated:
@@ -127,44 +125,6 @@ def test_invariants_hold_after_any_reports(
             was = che.anchor
             che.nudge_anchor_down(data.draw(st.floats(-1.0, 2.0), label="factor"))
             assert max(1, was // 10) <= che.anchor <= was
-
-
-@given(runs(), st.integers(0, 3000))
-@settings(max_examples=100, deadline=None)
-def test_clamped_totals_are_exact_and_proportional(
-    run: tuple[ElChe, list[tuple[list[float], list[int], float]]], max_total: int
-) -> None:
-    che, reports = run
-    for report in reports:
-        che.report_timing(*report)
-    total = che.total_batches
-    clamped = che.clamp_total(max_total)
-    assert sum(clamped) == min(total, max_total)
-    assert min(clamped) >= 0
-    for part, count in zip(clamped, che.batch_counts, strict=True):
-        assert abs(part - count * sum(clamped) / total) < 1.0
-
-
-@given(runs(), st.integers(0, 60))
-@settings(max_examples=100, deadline=None)
-def test_state_round_trips_exactly_and_goes_on_alike(
-    run: tuple[ElChe, list[tuple[list[float], list[int], float]]], max_anchor: int
-) -> None:
-    che, reports = run
-    for index, report in enumerate(reports):
-        che.report_timing(*report)
-        if index == 3:
-            che.set_max_anchor(max_anchor)
-            assert che.anchor <= max(1, max_anchor)
-            assert min(che.batch_counts) <= max(1, max_anchor)
-    copy = ElChe(che._config)
-    copy.load_state_dict(json.loads(json.dumps(che.state_dict())))
-    for report in [*reports, *reports]:
-        assert copy.state_dict() == che.state_dict()
-        assert copy.batch_counts == che.batch_counts
-        assert copy.anchor_wall_ms == che.anchor_wall_ms
-        che.report_timing(*report)
-        copy.report_timing(*report)
 
 
 def closed_loop(
@@ -193,16 +153,6 @@ def test_emulated_ranks_converge(
     for cost, count in zip(ms, che.batch_counts, strict=True):
         ideal = che.anchor * 40.0 / cost
         assert abs(count - ideal) <= max(1.0, 0.04 * ideal + 0.5)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_counts_come_within_one_of_the_ideal(seed: int) -> None:
-    che = ElChe(ElCheConfig(world_size=4))
-    closed_loop(che, [10.0, 15.0, 25.0, 40.0], 10.0, 30, random.Random(seed))
-    assert che.anchor == 10
-    ideal = (40, 27, 16, 10)
-    pairs = zip(che.batch_counts, ideal, strict=True)
-    assert max(abs(count - wanted) for count, wanted in pairs) <= 1
 
 
 def test_a_rank_slowed_threefold_loses_two_thirds() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 
@@ -168,18 +167,6 @@ def test_where_each_measurement_counts_its_weight_follows_the_reference(
     assert estimate.cost == old
     estimate.observe(1, new)
     assert estimate.cost == pytest.approx(expected)
-
-
-def test_what_was_learned_goes_on_from_its_state() -> None:
-    rng = random.Random(5)
-    model = RankTime()
-    for _ in range(20):
-        model.observe(rng.choice((4, 16)), rng.uniform(0.01, 0.02))
-    other = RankTime.from_state_dict(json.loads(json.dumps(model.state_dict())))
-    for each in (model, other):
-        each.observe(8, 0.5)
-        each.observe(8, 0.6)
-    assert other.state_dict() == model.state_dict()
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -16,7 +16,6 @@ from elche.cadence.balancer import Balancer, BalancerConfig
 from elche.cadence.split import (
     passes_of,
     split_for_makespan,
-    split_in_micro_batches,
 )
 from elche.errors import ConfigError
 
@@ -102,8 +101,13 @@ def test_no_split_within_the_caps_is_faster(fleet: Fleet) -> None:
 @given(fleets(4, 9))
 @settings(max_examples=300)
 def test_no_split_in_micro_batches_is_faster(fleet: Fleet) -> None:
-    parts = split_in_micro_batches(
-        fleet.total, fleet.cost, fleet.fixed, fleet.minimum, fleet.caps
+    parts = split_for_makespan(
+        fleet.total,
+        fleet.cost,
+        fleet.fixed,
+        fleet.minimum,
+        fleet.caps,
+        accumulates=True,
     )
     assert sum(parts) == fleet.total
     assert min(parts) >= fleet.minimum
@@ -114,8 +118,13 @@ def test_no_split_in_micro_batches_is_faster(fleet: Fleet) -> None:
 @given(fleets(40, 5000))
 def test_large_micro_batched_splits_are_exact(fleet: Fleet) -> None:
     """No sample would end earlier elsewhere, and no cap makes no micro-batches."""
-    parts = split_in_micro_batches(
-        fleet.total, fleet.cost, fleet.fixed, fleet.minimum, fleet.caps
+    parts = split_for_makespan(
+        fleet.total,
+        fleet.cost,
+        fleet.fixed,
+        fleet.minimum,
+        fleet.caps,
+        accumulates=True,
     )
     assert sum(parts) == fleet.total
     ranks = [
@@ -128,8 +137,13 @@ def test_large_micro_batched_splits_are_exact(fleet: Fleet) -> None:
     )
     early = min(c * (f * passes_of(n + 1, k) + n + 1) for c, f, k, n in ranks)
     assert late <= early * SLACK
-    free = split_in_micro_batches(
-        fleet.total, fleet.cost, fleet.fixed, fleet.minimum, [None] * fleet.size
+    free = split_for_makespan(
+        fleet.total,
+        fleet.cost,
+        fleet.fixed,
+        fleet.minimum,
+        [None] * fleet.size,
+        accumulates=True,
     )
     plain = split_for_makespan(fleet.total, fleet.cost, fleet.fixed, fleet.minimum)
     uncapped = Fleet(

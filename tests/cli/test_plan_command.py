@@ -267,7 +267,10 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
         ("state_factor = 0\n" + LAYER + DEVICE, "state_factor of at least 1"),
         (LAYER + "count = true\n" + DEVICE, "[[layer]] 0: expected a whole number"),
         (LAYER + "cost = 1\n" + DEVICE, "[[layer]] 0: unknown key 'cost'"),
-        (LAYER + "name = 3\n" + DEVICE, "[[layer]] 0: expected a name, got 3"),
+        (
+            LAYER + "name = 3\n" + DEVICE,
+            "0: expected a string for name, got 3",
+        ),
         (LAYER + "backward_s = 'x'\n" + DEVICE, "a number for backward_s"),
         (LAYER + "activation_bytes = -1\n" + DEVICE, "activation_bytes of at least 0"),
         ("[[layer]]\ntimes_s = [1, 1]\n" + DEVICE, "expected times_s = [F, I, W]"),
@@ -278,7 +281,7 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
         ),
         (
             "[[layer]]\ntimes_s = { gpu = 3 }\n" + DEVICE,
-            "expected times_s = [F, I, W] of kind 'gpu', got 3",
+            "[[layer]] 0, kind 'gpu': expected times_s = [F, I, W], got 3",
         ),
         (
             "[[layer]]\ntimes_s = { gpu = [1, 1, 1] }\n" + DEVICE,
@@ -311,7 +314,7 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
         ("[gpt]\nblocks = 1\n" + DEVICE + "flops_per_s = 1", "the key 'hidden' is mis"),
         (
             GPT + "keeps_scores = 1\n" + DEVICE + "flops_per_s = 1",
-            "[gpt]: expected keeps_scores = true or false, got 1",
+            "[gpt]: expected true or false for keeps_scores, got 1",
         ),
         (
             GPT.replace("heads=2", "heads=3") + DEVICE + "flops_per_s = 1",

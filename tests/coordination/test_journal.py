@@ -32,6 +32,7 @@ from elche.sim.simulation import Simulation, Watch
 from tests.coordination.sync.test_lost_ranks import World, check
 from tests.coordination.test_joining import FOUNDERS, Meeting, plan_of
 from tests.harness.reached import reach
+from tests.sim.books import Books
 from tests.sim.checks import MOST_HAPPENINGS, check_all
 from tests.sim.strategies import clusters, deaths
 from tests.sim.watched import Death, WatchedSimulation
@@ -121,7 +122,7 @@ def dying(core: Coordinator, world_size: int, data: st.DataObject) -> Any:
 def simulate(
     cluster: Cluster, data: st.DataObject, rank_deaths: list[Death]
 ) -> Simulation:
-    watch = Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS)
+    watch = Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS)
     sim = WatchedSimulation(cluster, watch, rank_deaths)
     sim.core = dying(sim.core, cluster.world_size, data)
     sim.run()

@@ -12,6 +12,7 @@ from elche.sim.cluster import Cluster
 from elche.sim.history import History
 from elche.sim.rank import CANNOT_GO_ON
 from elche.sim.simulation import Simulation, Watch
+from tests.sim.books import Books
 from tests.sim.watched import Death, WatchedSimulation
 
 MOST_HAPPENINGS = 400_000
@@ -30,7 +31,7 @@ def simulate(
     cluster: Cluster, deaths: Sequence[Death] = (), **watch: bool
 ) -> Simulation:
     """Runs a cluster with every check on, and notes what it came to."""
-    watched = Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS, **watch)
+    watched = Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS, **watch)
     sim = WatchedSimulation(cluster, watched, deaths)
     sim.run()
     sim.note()

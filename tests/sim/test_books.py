@@ -8,7 +8,7 @@ import pytest
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.instructions import Reduce
-from elche.sim.books import Books, Part
+from tests.sim.books import Books, Part
 
 
 def reduce(rank: int, weight: float, **changes: Any) -> Reduce:

@@ -17,6 +17,7 @@ from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch, Instr
 from elche.sim.cluster import Break, Cluster
 from elche.sim.simulation import Simulation, Watch
 from tests.harness.reached import reach
+from tests.sim.books import Books
 from tests.sim.checks import MOST_HAPPENINGS, positions, trained_positions
 from tests.sim.strategies import clusters
 
@@ -34,7 +35,7 @@ class CutSimulation(Simulation):
     """A run of one epoch, in which ranks ask for cuts."""
 
     def __init__(self, cluster: Cluster, cuts: Sequence[Cut]) -> None:
-        watch = Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS)
+        watch = Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS)
         super().__init__(cluster, watch)
         self.cuts = cuts
         self.ends: dict[int, list[EndEpoch]] = defaultdict(list)

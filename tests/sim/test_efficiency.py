@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elche.sim.cluster import Cluster, Device, Link, LinkChange, SimulatedRun
+from elche.sim.cluster import Cluster, Device, Drift, Link, LinkChange, SimulatedRun
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
 from tests.harness.settings import nested
@@ -76,7 +76,7 @@ def cluster_of(
         for slowdown in slowdowns
     ]
     if noise == "slower":
-        devices[-1] = replace(devices[-1], slower_from_s=midway_s, slower_by=2.0)
+        devices[-1] = replace(devices[-1], drift=(Drift(at_s=midway_s, factor=2.0),))
     return Cluster(
         run=SimulatedRun(
             policy=policy,

@@ -17,6 +17,7 @@ from elche.sim.cluster import Break, Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.rank import join_of
 from elche.sim.simulation import TICK_S, Simulation, Watch
 from tests.harness.reached import reach
+from tests.sim.books import Books
 from tests.sim.checks import (
     is_ended_by_a_death,
     positions,
@@ -101,7 +102,7 @@ def test_who_breaks_and_works_on_by_itself_is_not_waited_for() -> None:
             super().epoch_ended(run, epoch, rank)
             ended_s.append(self.engine.now_s)
 
-    Timed(cluster, Watch(ticks=True, checks=True, details=True)).run()
+    Timed(cluster, Watch(ticks=True, books=Books, details=True)).run()
     first_s, second_s = ended_s
     assert first_s < 1.0
     assert WELL_AFTER_S <= second_s - first_s <= WELL_AFTER_S + 2 * TICK_S
@@ -156,7 +157,7 @@ def test_a_rank_that_fails_or_vanishes_ends_sync_for_all_others_at_once(
 ) -> None:
     """Without a launcher."""
     cluster, victim, at_s = case
-    sim = Simulation(cluster, Watch(checks=True, details=True))
+    sim = Simulation(cluster, Watch(books=Books, details=True))
     sim.core = Coordinator(cluster.world_size)
     sim.run()
     assert set(sim.history.aborts) == set(range(cluster.world_size)) - {victim}

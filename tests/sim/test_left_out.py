@@ -14,6 +14,7 @@ from elche.sim.cluster import Cluster, Device, Drift, Fault, Link, SimulatedRun
 from elche.sim.history import LEASE, LEFT_OUT
 from elche.sim.simulation import Watch
 from tests.harness.reached import reach
+from tests.sim.books import Books
 from tests.sim.checks import MOST_HAPPENINGS, check_all, is_ended_by_a_death
 from tests.sim.watched import WatchedSimulation
 
@@ -24,7 +25,7 @@ class LeftOutSimulation(WatchedSimulation):
     """Keeps what rank 0 is told of ranks left out, and when."""
 
     def __init__(self, cluster: Cluster) -> None:
-        watch = Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS)
+        watch = Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS)
         super().__init__(cluster, watch)
         self.told: list[tuple[float, LeaveOut]] = []
         self._handle = self.core.handle

@@ -30,6 +30,7 @@ from elche.sim.cluster import Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.rank import ALL_DEAD
 from elche.sim.report import report_of
 from elche.sim.simulation import Simulation, Watch
+from tests.sim.books import Books
 from tests.sim.checks import simulate
 
 DEVICE = Device(seconds_per_sample=0.002, count=3, jitter=0.2, name="CPU")
@@ -65,7 +66,7 @@ def told_in(cluster: Cluster) -> tuple[Simulation, list[Instruction]]:
 
 
 def simulate_with(cluster: Cluster, told: list[Instruction]) -> Simulation:
-    sim = Simulation(cluster, Watch(checks=True, details=True))
+    sim = Simulation(cluster, Watch(books=Books, details=True))
     handle = sim.core.handle
 
     def listen(event: object, now_s: float) -> list[Instruction]:
@@ -201,7 +202,7 @@ def test_a_rank_that_dies_before_it_is_taken_in_is_forgotten(policy: str) -> Non
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_rank_that_does_not_fit_is_refused_and_the_others_go_on(policy: str) -> None:
     cluster = cluster_of(policy, Fault(at_s=1.0, join=0))
-    sim = Simulation(cluster, Watch(checks=True, details=True))
+    sim = Simulation(cluster, Watch(books=Books, details=True))
     handle = sim.core.handle
 
     def listen(event: Event, now_s: float) -> list[Instruction]:

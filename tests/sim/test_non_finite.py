@@ -21,6 +21,7 @@ from elche.coordination.windows.reductions import Reduction
 from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Simulation, Watch
 from tests.harness.settings import nested
+from tests.sim.books import Books
 from tests.sim.checks import MOST_HAPPENINGS, is_ended_by_a_death
 from tests.sim.strategies import WHOLE, clusters
 
@@ -53,7 +54,7 @@ class Heard:
 
 def simulate(cluster: Cluster, told: list[Any]) -> Simulation:
     """A run, and what its core told."""
-    watch = Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS)
+    watch = Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS)
     sim = Simulation(cluster, watch)
     handle = sim.core.handle
 
@@ -93,7 +94,7 @@ def test_every_batch_is_in_the_model_or_discarded_once(
     cluster = with_bad(data, cluster, "leave_out")
     told: list[Any] = []
     sim = simulate(cluster, told)
-    history, (books,) = sim.history, sim.books or []
+    history, (books,) = sim.history, sim.books
     if not changes:
         assert not history.aborts, next(iter(history.aborts.values())).reason
         assert history.finished == set(range(cluster.world_size))
@@ -198,7 +199,7 @@ def test_the_wait_of_a_rank_that_is_astray_lengthens_no_window(
     slowest.clear()
     sim = simulate(of_two(policy, set(range(60, 360, 20))), [])
     assert not sim.history.aborts
-    (books,) = sim.books or []
+    (books,) = sim.books
     assert len(books.discarded) > 15
     assert max(costs_ms) <= usual_ms
     assert slowest.count(1) <= shortest
@@ -209,6 +210,6 @@ def test_what_is_discarded_ends_with_the_window(policy: str) -> None:
     """Of windows of about sixteen batches of both, one is lost."""
     options = {"anchor": 4, "max_anchor": 4}
     sim = simulate(of_two(policy, {200}, **options), [])
-    (books,) = sim.books or []
+    (books,) = sim.books
     assert 8 * 200 in {start for _, start, _ in books.discarded}
     assert len(books.discarded) <= 16

@@ -13,6 +13,7 @@ from elche.coordination.protocol.events import BatchesDone, Event
 from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Watch
 from tests.harness.reached import reach
+from tests.sim.books import Books
 from tests.sim.checks import MOST_HAPPENINGS, check_all
 from tests.sim.watched import WatchedSimulation
 
@@ -24,7 +25,7 @@ def leads(cluster: Cluster) -> list[int]:
     the one before last until the last one's result has come.
     """
     sim = WatchedSimulation(
-        cluster, Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS)
+        cluster, Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS)
     )
     overlapped = cluster.run.policy == "async"
     done: list[Counter[int]] = [Counter() for _ in range(cluster.world_size)]

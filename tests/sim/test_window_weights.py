@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from elche.comm.averaging.outer import OuterStep
 from elche.coordination.protocol.instructions import Reduce
-from elche.sim.books import Books, Part
 from elche.sim.cluster import Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.simulation import Simulation, Watch
 from elche.sim.window_worker import SimulatedWindowEpoch
 from tests.harness.reached import reach
+from tests.sim.books import Books, Part
 
 BATCH, BATCHES, EPOCHS = 24, 30, 2
 SPEEDS_S = (0.0005, 0.0008, 0.0012)
@@ -58,7 +58,6 @@ class Weights:
         A cut may leave too few samples of a global batch for all ranks: these count for
         less.
         """
-        assert sim.books is not None
         held = self._models[sim.books[0].model(min(sim.history.finished)).common]
         assert max(held.values()) <= 1.0 + 1e-9
         weights = [weight * (stop - start) for (_, start, stop), weight in held.items()]
@@ -83,7 +82,7 @@ def run_weighed(policy: str, ranks: int, faults: tuple[Fault, ...]) -> Simulatio
     cluster = Cluster(run=run, devices=devices, faults=faults, link=link)
     with pytest.MonkeyPatch.context() as monkeypatch:
         weights = Weights(monkeypatch)
-        sim = Simulation(cluster, Watch(checks=True, most_happenings=400_000))
+        sim = Simulation(cluster, Watch(books=Books, most_happenings=400_000))
         sim.run()
         if sim.core.aborted is None:
             weights.check(sim)

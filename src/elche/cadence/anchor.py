@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from copy import copy
 from statistics import median_low
-from typing import Any, final
+from typing import final
 
-from elche.cadence.throughput import check_int, check_measure
+from elche.cadence.throughput import check_int
 from elche.errors import ConfigError
 
 MAX_GROWTH = 2
@@ -33,10 +33,8 @@ class Anchor:
     """
 
     __slots__ = (
-        "_first",
         "_maximum",
         "_minimum",
-        "_override",
         "_raised_from",
         "_room",
         "_sync_ms",
@@ -47,13 +45,12 @@ class Anchor:
     def __init__(
         self, first: int, minimum: int, maximum: int, overhead_target: float
     ) -> None:
-        self._first, self._minimum, self._maximum = first, minimum, maximum
-        self._override: int | None = None
+        self._minimum, self._maximum = minimum, maximum
         self._room = 1
         self._raised_from: int | None = None
         self._target = overhead_target
         self._sync_ms: list[float] = []
-        self._value = self._start()
+        self._value = max(self.minimum, min(first, maximum))
 
     @property
     def enabled(self) -> bool:
@@ -68,7 +65,7 @@ class Anchor:
     @property
     def maximum(self) -> int:
         """Upper limit of the anchor; 0 when El Che is off."""
-        return self._maximum if self._override is None else self._override
+        return self._maximum
 
     @property
     def minimum(self) -> int:
@@ -102,8 +99,7 @@ class Anchor:
         The auto-tune takes it no lower until another number is given. Where that is
         much lower (`ROOM_SLACK`), the first one was a pause and not the link: the
         anchor falls at once, to ``least`` or to what it was raised from if that is
-        more. ``least`` is not part of the state: whoever goes on from that measures
-        anew.
+        more.
 
         Returns:
             Whether the anchor is another one now.
@@ -140,48 +136,11 @@ class Anchor:
         self._fall_to(min(before, max(1, shorter)))
         return self._value < before
 
-    def set_maximum(self, maximum: int) -> None:
-        """Changes the upper limit; switched on again, it starts from the first.
-
-        Raises:
-            ConfigError: the limit is negative or no integer.
-        """
-        was_enabled = self.enabled
-        self._override = check_int("max_anchor", maximum, 0)
-        if not self.enabled:
-            return
-        if was_enabled:
-            self._fall_to(min(self._value, self.maximum))
-        else:
-            self._value, self._raised_from = self._start(), None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Learned state, as values that JSON keeps exactly."""
-        return {
-            "value": self._value,
-            "raised_from": self._raised_from,
-            "max_anchor": self._override,
-            "sync_ms": list(self._sync_ms),
-        }
-
-    def restored(self, state: Mapping[str, Any]) -> Anchor:
-        """An anchor with these settings that goes on from ``state``.
-
-        Raises:
-            ConfigError: the state holds impossible values.
-            KeyError: the state lacks something.
-        """
-        anchor = Anchor(self._first, self._minimum, self._maximum, self._target)
-        if state["max_anchor"] is not None:
-            anchor.set_maximum(state["max_anchor"])
-        value = check_int("anchor", state["value"], 1)
-        anchor._value = min(value, anchor.maximum) if anchor.enabled else value
-        raised_from = state.get("raised_from")  # older states have none
-        if raised_from is not None:
-            anchor._raised_from = check_int("raised_from", raised_from, 1)
-            anchor._fall_to(anchor._value)
-        anchor._sync_ms = [check_measure("sync_ms", ms) for ms in state["sync_ms"]]
-        return anchor
+    def without_room(self) -> Anchor:
+        """A copy for which no room was made, for ranks that measure anew."""
+        other = copy(self)
+        other._room = 1
+        return other
 
     def _fallen(self, overhead: float) -> int:
         """Half the way to the anchor whose overhead is half the target.
@@ -197,6 +156,3 @@ class Anchor:
         self._value = value
         if self._raised_from is not None and value <= self._raised_from:
             self._raised_from = None
-
-    def _start(self) -> int:
-        return max(self.minimum, min(self._first, self.maximum))

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, final
 
 from elche.cadence.rank_time import RankTime
 from elche.cadence.share_sizes import MAX_SIZES, ShareSizes, SplitChoice
-from elche.cadence.split import passes_of, split_in_micro_batches
+from elche.cadence.split import passes_of
 from elche.cadence.split import split_for_makespan as split_for_makespan
 from elche.cadence.throughput import (
     MAX_SPEED_RATIO,
@@ -141,9 +141,6 @@ class Balancer:
         shorter by more than `REBALANCE_GAIN`, or gives more to a rank that is idle
         for half of the step. It is made of few sizes (`ShareSizes`): of new ones only
         where they are worth it. Before measurements it is equal, or as the hints say.
-
-        Args:
-            batch_samples: samples of the global batch.
 
         Returns:
             One size per rank, together ``batch_samples``. Each is at least
@@ -386,10 +383,10 @@ class Balancer:
         costs, fixed = ([values[rank] for rank in chosen] for values in times)
         caps = [self._caps[rank] for rank in chosen] if self._is_capped else None
         rest, minimum = total - sum(split), self._minimum(total)
-        if caps is not None and self._config.accumulates:
-            parts = split_in_micro_batches(rest, costs, fixed, minimum, caps)
-        else:
-            parts = split_for_makespan(rest, costs, fixed, minimum, caps)
+        accumulates = self._config.accumulates
+        parts = split_for_makespan(
+            rest, costs, fixed, minimum, caps, accumulates=accumulates
+        )
         for rank, part in zip(chosen, parts, strict=True):
             split[rank] = part
         return tuple(split)

@@ -14,9 +14,6 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from elche.cadence.throughput import check_int, check_measure
-from elche.errors import ConfigError
-
 UPDATES = {"sync": "gradients", "cadence": "parameters", "async": "parameters"}
 """The policies, first the one preferred among equals, and what each averages."""
 REFERENCE_BATCHES = 2000.0
@@ -119,20 +116,10 @@ def sample_efficiency(
 
     Returns:
         Above 0, at most 1.
-
-    Raises:
-        ConfigError: there is no such policy or kind, or a number is out of its range.
     """
-    check_policy(policy)
-    check_int("world_size", world_size, 1)
-    check_measure("lag_batches", lag_batches)
-    if not 0.0 < window_batches < math.inf:
-        raise ConfigError(f"window_batches must be positive, got {window_batches!r}")
-    check_run_batches(run_batches)
-    check_optimizer(optimizer)
     if policy == "sync" or world_size == 1:
         return 1.0
-    found = unchecked_efficiency(policy, world_size, window_batches, lag_batches)
+    found = table_efficiency(policy, world_size, window_batches, lag_batches)
     lost = (1.0 / found - 1.0) * _OPTIMIZER_PRICES[optimizer]
     lost *= max(1.0, LEAST_BATCHES / run_batches)
     if global_batch > 1.0:
@@ -143,21 +130,10 @@ def sample_efficiency(
     return min(1.0 / (1.0 + lost), math.pow(world_size, -1.0 / max(1.0, windows)))
 
 
-def check_run_batches(run_batches: float) -> float:
-    """Checks the length of a run.
-
-    Raises:
-        ConfigError: it is not a positive finite number.
-    """
-    if check_measure("run_batches", run_batches) <= 0.0:
-        raise ConfigError(f"run_batches must be positive, got {run_batches!r}")
-    return run_batches
-
-
-def unchecked_efficiency(
+def table_efficiency(
     policy: str, world_size: int, window_batches: float, lag_batches: float
 ) -> float:
-    """:func:`sample_efficiency` in a run as the table's, of what is in range."""
+    """:func:`sample_efficiency` in a run as long as the table's, with AdamW."""
     if world_size == 1:
         return 1.0
     per_rank = window_batches / world_size
@@ -168,29 +144,6 @@ def unchecked_efficiency(
         late = _interpolated(place, _LOG2_WINDOWS, _row("late", world_size))
         logarithm += part * late
     return math.exp(logarithm)
-
-
-def check_policy(policy: str) -> None:
-    """Checks that there is such a policy.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if policy not in UPDATES:
-        raise ConfigError(
-            f"expected one of the policies {', '.join(UPDATES)}, got {policy!r}"
-        )
-
-
-def check_optimizer(optimizer: str) -> None:
-    """Checks that there is such a kind of optimizers.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if optimizer not in _OPTIMIZER_PRICES:
-        kinds = ", ".join(_OPTIMIZER_PRICES)
-        raise ConfigError(f"expected optimizer to be one of {kinds}, got {optimizer!r}")
 
 
 @lru_cache(maxsize=256)

@@ -7,9 +7,9 @@ counts of the next one out. ``ElChe`` says where it deviates, and why.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 from elche.cadence.anchor import Anchor
 from elche.cadence.rank_time import RankTime
@@ -190,11 +190,6 @@ class ElChe:
         return tuple(max(1, math.floor(count + 0.5)) for count in self._counts)
 
     @property
-    def total_batches(self) -> int:
-        """Batches of all ranks together in the coming window."""
-        return sum(self.batch_counts)
-
-    @property
     def is_calibrated(self) -> bool:
         """True if a rank has been measured."""
         return any(cost.is_measured for cost in self._costs)
@@ -230,16 +225,6 @@ class ElChe:
         if not self.is_calibrated:
             return 0.0
         return self.anchor * self._batch_ms()[self._ratios.reference]
-
-    def batches(self, rank: int) -> int:
-        """Batches of one rank in the coming window.
-
-        Raises:
-            ConfigError: there is no such rank.
-        """
-        if not 0 <= rank < self.world_size:
-            raise ConfigError(f"rank must be 0 to {self.world_size - 1}, got {rank}")
-        return self.batch_counts[rank]
 
     def report_timing(
         self, wall_ms: Sequence[float], actual_batches: Sequence[int], sync_ms: float
@@ -318,49 +303,6 @@ class ElChe:
         if self._anchor.nudge_down(factor):
             self._apply(limit=None)
 
-    def set_max_anchor(self, max_anchor: int) -> None:
-        """Changes the upper limit of the anchor; counts above it fall at once.
-
-        Args:
-            max_anchor: the new limit; 0 switches El Che off. Switched on again,
-                it starts from the configured anchor.
-
-        Raises:
-            ConfigError: the limit is negative or no integer.
-        """
-        was_enabled = self.enabled
-        self._anchor.set_maximum(max_anchor)
-        too_long = self._counts[self._ratios.reference] > self.max_anchor
-        if too_long or not was_enabled:
-            self._apply(limit=None)
-
-    def clamp_total(self, max_total: int) -> tuple[int, ...]:
-        """Counts of a window that may not exceed what is left of an epoch.
-
-        Args:
-            max_total: batches that are left for all ranks together.
-
-        Returns:
-            ``batch_counts`` when they fit; otherwise counts in the same
-            proportions (largest remainders, the lower rank first) that sum to
-            ``max_total``. A count may be 0.
-
-        Raises:
-            ConfigError: ``max_total`` is negative or no integer.
-        """
-        limit = check_int("max_total", max_total, 0)
-        counts = self.batch_counts
-        total = sum(counts)
-        if total <= limit:
-            return counts
-        clamped = [count * limit // total for count in counts]
-        by_remainder = sorted(
-            range(len(counts)), key=lambda rank: -(counts[rank] * limit % total)
-        )
-        for rank in by_remainder[: limit - sum(clamped)]:
-            clamped[rank] += 1
-        return tuple(clamped)
-
     def resized(
         self, kept: Sequence[int | None], times: Sequence[RankTime] | None = None
     ) -> ElChe:
@@ -385,53 +327,9 @@ class ElChe:
             for old, new in zip(kept, fresh, strict=True)
         ]
         other = ElChe(config, costs, self._samples)
-        other._anchor = self._anchor.restored(self._anchor.state_dict())
+        other._anchor = self._anchor.without_room()
         other._apply(limit=None)
         return other
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that was learned, as values that JSON keeps exactly."""
-        return {
-            "world_size": self.world_size,
-            "anchor": self._anchor.state_dict(),
-            "batch_samples": self._samples,
-            "times": [cost.state_dict() for cost in self._costs],
-            "ratios": self._ratios.state_dict(),
-            "counts": list(self._counts),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another instance of the same configuration was.
-
-        Args:
-            state: what ``state_dict`` returned, through JSON or not. A maximum
-                set by ``set_max_anchor`` is part of it, the configured one is not.
-
-        Raises:
-            ConfigError: the state is of another world size, lacks something or
-                holds impossible values; nothing has changed then.
-        """
-        size = self.world_size
-        if state.get("world_size") != size:
-            raise ConfigError(
-                f"El Che's state is of world size {state.get('world_size')}, this run "
-                f"has {size}; start without it, calibration takes one window"
-            )
-        try:
-            anchor = self._anchor.restored(state["anchor"])
-            costs = [RankTime.from_state_dict(each) for each in state["times"]]
-            samples = check_int("batch_samples", state["batch_samples"], 1)
-            ratios = HeldRatios.from_state_dict(state["ratios"])
-            counts = [check_measure("a count", count) for count in state["counts"]]
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"El Che's state cannot be read: {error!r}") from error
-        if any(len(values) != size for values in (costs, ratios.values, counts)):
-            raise ConfigError(f"El Che's state does not describe {size} ranks")
-        longer = anchor.enabled and state["anchor"]["value"] > anchor.value
-        self._anchor, self._costs, self._ratios = anchor, costs, ratios
-        self._counts, self._samples = counts, samples
-        if longer:
-            self._apply(limit=None)
 
     def _apply(self, limit: int | None) -> None:
         """Moves the real-valued counts to the plan, or ``limit`` of the way.

@@ -16,13 +16,9 @@ from itertools import accumulate
 from statistics import NormalDist
 from typing import final
 
-from elche.cadence.alignment import aligned_anchor, lost_share
 from elche.cadence.balancer import split_for_makespan
 from elche.cadence.convergence import (
     REFERENCE_BATCHES,
-    check_optimizer,
-    check_policy,
-    check_run_batches,
     sample_efficiency,
 )
 from elche.cadence.overlapped import (
@@ -31,11 +27,8 @@ from elche.cadence.overlapped import (
     best_anchor,
     overlapped_window,
 )
-from elche.cadence.throughput import check_int, check_measure
-from elche.errors import ConfigError
+from elche.cadence.window import aligned_anchor, lost_share
 
-MIN_TIME_S, MAX_TIME_S = 1e-12, 1e9
-"""Times beyond these are no measurements."""
 MAX_FIXED_SAMPLES = 1e9
 """A step's fixed seconds count as at most so many samples when a batch is split."""
 
@@ -79,9 +72,6 @@ class MeasuredCluster:
         ranks: their numbers in the run, in the order of the times; empty for 0, 1, ...
         doubt: relative error that gains predicted from these times may have.
         optimizer: its kind, see :func:`elche.cadence.convergence.optimizer_kind`.
-
-    Raises:
-        ConfigError: a value is of the wrong kind or out of its range.
     """
 
     seconds_per_sample: Sequence[float]
@@ -102,42 +92,8 @@ class MeasuredCluster:
 
     def __post_init__(self) -> None:
         ranks = len(self.seconds_per_sample)
-        if ranks == 0:
-            raise ConfigError(
-                "seconds_per_sample must name at least one rank, got none"
-            )
-        if len(self.fixed_s) not in (0, ranks):
-            raise ConfigError(
-                f"fixed_s must be empty or name one time for each of {ranks} ranks, "
-                f"got {len(self.fixed_s)}"
-            )
-        if len(self.ranks) not in (0, ranks):
-            raise ConfigError(
-                f"ranks must be empty or number each of {ranks}, got {self.ranks}"
-            )
         object.__setattr__(self, "ranks", tuple(self.ranks) or tuple(range(ranks)))
-        fixed_s = tuple(self.fixed_s) or (0.0,) * ranks
-        for name, values in (
-            ("seconds_per_sample", tuple(self.seconds_per_sample)),
-            ("fixed_s", fixed_s),
-        ):
-            least = MIN_TIME_S if name == "seconds_per_sample" else 0.0
-            for rank, value in enumerate(values):
-                _check_range(f"{name} of rank {rank}", value, least, MAX_TIME_S)
-            object.__setattr__(self, name, values)
-        check_int("batch_size", self.batch_size, 1)
-        if self.sync_batch_size is not None:
-            check_int("sync_batch_size", self.sync_batch_size, 1)
-        check_int("max_anchor", self.max_anchor, 1)
-        check_int("min_share_samples", self.min_share_samples, 1)
-        _check_range("sync_s", self.sync_s, 0.0, MAX_TIME_S)
-        _check_range("hidden", self.hidden, 0.0, 1.0)
-        check_measure("copy_batches", self.copy_batches)
-        check_measure("jitter", self.jitter)
-        check_measure("doubt", self.doubt)
-        check_run_batches(self.run_batches)
-        check_optimizer(self.optimizer)
-        check_measure("overhead_target", self.overhead_target)
+        object.__setattr__(self, "fixed_s", tuple(self.fixed_s) or (0.0,) * ranks)
         target = min(max(float(self.overhead_target), 0.01), 0.50)
         object.__setattr__(self, "overhead_target", target)
 
@@ -207,9 +163,6 @@ class Fleet:
     Attributes:
         ranks: the ranks, fastest first.
         batch_s: seconds of a local step of each, in that order.
-
-    Raises:
-        ConfigError: ``ranks`` is empty, or names one that does not exist or one twice.
     """
 
     __slots__ = (
@@ -235,13 +188,6 @@ class Fleet:
     ) -> None:
         everybody = range(cluster.world_size)
         members = everybody if ranks is None else ranks
-        if not members or not set(everybody).issuperset(members):
-            raise ConfigError(
-                f"ranks must name some of 0 to {cluster.world_size - 1}, got "
-                f"{list(members)}"
-            )
-        if len(set(members)) != len(members):
-            raise ConfigError(f"ranks must name each rank once, got {list(members)}")
         times = [cluster.batch_s(rank) for rank in everybody]
         self.ranks = tuple(sorted(members, key=times.__getitem__))
         self._cluster = cluster
@@ -264,14 +210,7 @@ class Fleet:
         self._predicted: dict[tuple[str, int], Prediction] = {}
 
     def predict(self, policy: str, size: int) -> Prediction:
-        """Predicts ``policy`` on the ``size`` fastest of the ranks.
-
-        Raises:
-            ConfigError: there is no such policy, or there are not so many ranks.
-        """
-        check_policy(policy)
-        if check_int("size", size, 1) > len(self.ranks):
-            raise ConfigError(f"size must be at most {len(self.ranks)}, got {size}")
+        """Predicts ``policy`` on the ``size`` fastest of the ranks."""
         if (policy, size) not in self._predicted:
             self._predicted[policy, size] = self._newly(policy, size)
         return self._predicted[policy, size]
@@ -417,9 +356,6 @@ def predict(
         policy: ``"sync"``, ``"cadence"`` or ``"async"``.
         cluster: what was measured.
         ranks: those that take part; None for all.
-
-    Raises:
-        ConfigError: there is no such policy or rank.
     """
     fleet = Fleet(cluster, ranks)
     return fleet.predict(policy, len(fleet.ranks))
@@ -428,8 +364,3 @@ def predict(
 def expected_most(ranks: float) -> float:
     """Expected largest of so many draws, in standard deviations (G. Blom, 1958)."""
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
-
-
-def _check_range(name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise ConfigError(f"{name} must be from {least:g} to {most:g}, got {value!r}")

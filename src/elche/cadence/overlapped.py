@@ -11,9 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elche.cadence.convergence import unchecked_efficiency
-from elche.cadence.throughput import check_int, check_measure
-from elche.errors import ConfigError
+from elche.cadence.convergence import table_efficiency
 
 FINE = 128
 """Up to this anchor all are compared; beyond it those about a hundredth apart."""
@@ -41,13 +39,7 @@ class BatchTimes:
 
     @classmethod
     def of(cls, batch_s: Sequence[float]) -> BatchTimes:
-        """Summary of the seconds per batch of each rank.
-
-        Raises:
-            ConfigError: there are none, or one is not positive and finite.
-        """
-        if not batch_s or not all(check_measure("batch_s", s) > 0.0 for s in batch_s):
-            raise ConfigError(f"batch_s must be positive times, got {list(batch_s)}")
+        """Summary of the seconds per batch of each rank, all positive."""
         per_s = sum(1.0 / each_s for each_s in batch_s)
         return cls(len(batch_s), min(batch_s), max(batch_s), per_s)
 
@@ -94,7 +86,7 @@ def overlapped_goodput(
 ) -> float:
     """Hardware times sample efficiency of such windows: above 0, at most 1."""
     window = overlapped_window(times, anchor, held_s, late_s)
-    efficiency = unchecked_efficiency(
+    efficiency = table_efficiency(
         "async", times.ranks, window.batches, window.lag_batches
     )
     return efficiency * window.work_share
@@ -111,14 +103,7 @@ def best_anchor(
         late_s: likewise.
         most: upper limit of the anchor.
         least: lower limit, ``most`` if that is less: :func:`anchor_for`, for example.
-
-    Raises:
-        ConfigError: a time is negative or not finite, or a limit below 1.
     """
-    check_int("most", most, 1)
-    check_int("least", least, 1)
-    check_measure("held_s", held_s)
-    check_measure("late_s", late_s)
     found = anchor = min(least, most)
     best = 0.0
     while anchor <= most:

@@ -7,8 +7,8 @@ predictions ask it; the simulator runs the same code.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 from elche.errors import ConfigError
 
@@ -231,32 +231,6 @@ class RankTime:
         weight = min(max(error, MIN_ALPHA), MAX_ALPHA)
         for index, ratio in enumerate(ratios):
             self._levels[index] *= 1.0 + weight * (ratio - 1.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that was learned, as values that JSON keeps exactly."""
-        state = {name[1:]: getattr(self, name) for name in self.__slots__}
-        return {**state, "recent": [list(batch) for batch in self._recent]}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> RankTime:
-        """Makes what ``state_dict`` described.
-
-        Raises:
-            ConfigError: the state holds impossible values.
-            KeyError: the state lacks something.
-        """
-        levels = [float(level) for level in state["levels"]]
-        if not all(math.isfinite(level) and level >= 0.0 for level in levels):
-            raise ConfigError(f"a cost must be finite and not negative, got {levels}")
-        known = cls()
-        for name in cls.__slots__:
-            setattr(known, name, state[name[1:]])
-        known._levels, known._against = levels, list(state["against"])
-        known._recent = [(samples, busy) for samples, busy in state["recent"]]
-        is_one = len(levels) == len(known._against)
-        if not is_one or known._shape not in range(len(levels)):
-            raise ConfigError("the state of a rank's time is not one of this class")
-        return known
 
     def _tell_apart(self) -> None:
         """Keeps all shapes from now on: of one size they are all alike."""

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 
 from elche.errors import ConfigError
 
-BISECTIONS = 100
-"""Enough to come from any level to the next float."""
 WORTH_NAMING = 0.05
 """Part of a step lost to whole samples above which it is named."""
 SMALL = 0.02
@@ -29,15 +27,16 @@ def split_for_makespan(
     fixed_samples: Sequence[float],
     minimum: int,
     caps: Sequence[int | None] | None = None,
+    *,
+    accumulates: bool = False,
 ) -> tuple[int, ...]:
-    """Integer parts that minimise ``max(cost[r] * (fixed_samples[r] + n[r]))``.
+    """Integer parts for the shortest step.
 
-    Giving one sample after the other to the rank that would finish it first is
-    optimal, as each rank's time only grows. The real-valued solution with every
-    part rounded down is a state which that passes, so only the fewer than W last
-    samples are given that way: O(W log W), whatever the total. A rank whose part
-    exceeds its cap has reached that under the caps as well, so it gets just that,
-    and the others divide the rest anew.
+    A rank ends its part ``n`` after ``cost * (fixed_samples + n)``. Giving one sample
+    after the other to the rank that would finish it first is optimal, as each rank's
+    time only grows. A state which that passes is found by bisection of the time, so
+    that only the fewer than W last samples are given that way. The first guess, of
+    samples that could be divided, is mostly such a state.
 
     Args:
         total: samples to distribute, at least ``minimum`` for every rank.
@@ -45,6 +44,8 @@ def split_for_makespan(
         fixed_samples: fixed cost of each rank in samples, not negative.
         minimum: smallest part of a rank.
         caps: largest part of each rank, at least ``minimum``; None for any size.
+        accumulates: a cap limits no part, but every ``caps[r]`` samples that a rank
+            begins (a micro-batch) cost it the fixed time again.
 
     Returns:
         One part per rank, together ``total``; of equal choices the lowest ranks.
@@ -52,76 +53,43 @@ def split_for_makespan(
     Raises:
         ConfigError: the caps are together below ``total``.
     """
-    if caps is None:
-        return _split_free(total, cost, fixed_samples, minimum)
-    room = [total if cap is None else cap for cap in caps]
+    ranks = range(len(cost))
+    known = caps or [None for _ in ranks]
+    passing = [cap if accumulates else None for cap in known]
+    room = [total if accumulates or cap is None else cap for cap in known]
     if sum(room) < total:
         raise ConfigError(
             f"expected the caps to be {total} together, got {sum(room)}: {room}"
         )
-    parts = list(room)
-    ranks, left = list(range(len(cost))), total
-    while True:
-        free = _split_free(
-            left, [cost[r] for r in ranks], [fixed_samples[r] for r in ranks], minimum
-        )
-        full = {r for r, part in zip(ranks, free, strict=True) if part > room[r]}
-        if not full:
-            break
-        left -= sum(room[r] for r in full)
-        ranks = [r for r in ranks if r not in full]
-    for rank, part in zip(ranks, free, strict=True):
-        parts[rank] = part
-    return tuple(parts)
-
-
-def split_in_micro_batches(
-    total: int,
-    cost: Sequence[float],
-    fixed_samples: Sequence[float],
-    minimum: int,
-    caps: Sequence[int | None],
-) -> tuple[int, ...]:
-    """Parts for the shortest step of ranks that run large parts in micro-batches.
-
-    As :func:`split_for_makespan`, but a cap limits no part: every ``caps[r]`` samples
-    that a rank begins cost it the fixed time again. Its times still only grow, so the
-    same order of giving is optimal; a state which that passes is found by bisection.
-    O(W) for each of `BISECTIONS` levels.
-
-    Args:
-        total: samples to distribute, at least ``minimum`` for every rank.
-        cost: time per sample of each rank, positive.
-        fixed_samples: fixed cost of a micro-batch of each rank in samples.
-        minimum: smallest part of a rank.
-        caps: samples of a micro-batch at most; None for any size.
-
-    Returns:
-        One part per rank, together ``total``; of equal choices the lowest ranks.
-    """
 
     def end(rank: int, part: int) -> float:
-        passes = passes_of(part, caps[rank])
+        if part > room[rank]:
+            return math.inf
+        passes = passes_of(part, passing[rank])
         return cost[rank] * (fixed_samples[rank] * passes + part)
 
     def done_by(rank: int, level: float) -> int:
-        cap, fixed = caps[rank] or total, fixed_samples[rank]
+        fixed, cap = fixed_samples[rank], passing[rank] or total
         passes, rest = divmod(level / cost[rank], fixed + cap)
-        return max(minimum, int(passes) * cap + max(0, math.floor(rest - fixed)))
+        part = int(passes) * cap + max(0, math.floor(rest - fixed))
+        return min(max(minimum, part), room[rank])
 
-    ranks = range(len(cost))
-    low, high = 0.0, min(end(rank, total) for rank in ranks)
-    for _ in range(BISECTIONS):
-        level = (low + high) / 2
-        if not low < level < high:
-            break
-        if sum(done_by(rank, level) for rank in ranks) <= total:
-            low = level
+    low, high = 0.0, max(map(end, ranks, room))
+    level = (total + sum(fixed_samples)) / sum(1.0 / each for each in cost)
+    parts = [minimum for _ in ranks]
+    while total - sum(parts) >= len(parts) and low < level < high:
+        tried = [done_by(rank, level) for rank in ranks]
+        if sum(tried) <= total:
+            low, parts = level, tried
         else:
             high = level
-    parts = [done_by(rank, low) for rank in ranks]
+        level = (low + high) / 2
     ends = [(end(rank, part + 1), rank) for rank, part in enumerate(parts)]
-    _give_rest(parts, total, ends, end)
+    heapq.heapify(ends)
+    for _ in range(total - sum(parts)):
+        rank = ends[0][1]
+        parts[rank] += 1
+        heapq.heapreplace(ends, (end(rank, parts[rank] + 1), rank))
     return tuple(parts)
 
 
@@ -231,22 +199,8 @@ def best_step_s(
     return given_step_s(parts, sample_s, batch_s)
 
 
-def fluid_step_s(
-    batch: int, sample_s: Sequence[float], batch_s: Sequence[float]
-) -> float:
-    """Likewise if samples could be divided: all ranks that serve end together."""
-    load, rate, level = float(batch), 0.0, float("inf")
-    for once, each in sorted(zip(batch_s, sample_s, strict=True)):
-        if level <= once:
-            break
-        load += once / each
-        rate += 1.0 / each
-        level = load / rate
-    return level
-
-
 def whole_sample_bound(
-    batch: int, sample_s: Sequence[float], batch_s: Sequence[float]
+    batch: int, sample_s: Sequence[float]
 ) -> tuple[float, int | None] | None:
     """Fraction of speed that whole samples leave, and a batch that is large enough.
 
@@ -255,10 +209,11 @@ def whole_sample_bound(
         `SMALL` is lost (None if there is none; of larger ones a few are tried, as a
         single size may divide well by luck); None where less than `WORTH_NAMING` is.
     """
+    speed = sum(1.0 / each for each in sample_s)
 
     def left(samples: int) -> float:
-        best = best_step_s(samples, sample_s, batch_s)
-        return fluid_step_s(samples, sample_s, batch_s) / best
+        best = best_step_s(samples, sample_s, [0.0] * len(sample_s))
+        return samples / speed / best
 
     if len(sample_s) < 2 or batch < 1 or left(batch) >= 1.0 - WORTH_NAMING:
         return None
@@ -267,52 +222,3 @@ def whole_sample_bound(
         n for n in larger if min(map(left, range(n, 2 * n, n // 8 | 1))) > 1.0 - SMALL
     )
     return left(batch), next(enough, None)
-
-
-def _split_free(
-    total: int, cost: Sequence[float], fixed_samples: Sequence[float], minimum: int
-) -> tuple[int, ...]:
-    """The split of ranks that hold as much as they get."""
-    ranks = range(len(cost))
-    start = [cost[r] * (fixed_samples[r] + minimum) for r in ranks]
-    order = sorted(ranks, key=start.__getitem__)
-    load, rate, level = float(total - minimum * len(cost)), 0.0, 0.0
-    parts = [minimum] * len(cost)
-    for place, rank in enumerate(order, start=1):
-        load += fixed_samples[rank] + minimum
-        rate += 1.0 / cost[rank]
-        level = load / rate
-        if place == len(order) or level <= start[order[place]]:
-            break
-    for rank in order[:place]:
-        parts[rank] = max(minimum, math.floor(level / cost[rank] - fixed_samples[rank]))
-    while sum(parts) > total:
-        late = max(
-            (r for r in ranks if parts[r] > minimum),
-            key=lambda r: cost[r] * (fixed_samples[r] + parts[r]),
-        )
-        parts[late] -= 1
-    ends = [(cost[r] * (fixed_samples[r] + parts[r] + 1), r) for r in ranks]
-    _give_rest(parts, total, ends, lambda r, n: cost[r] * (fixed_samples[r] + n))
-    return tuple(parts)
-
-
-def _give_rest(
-    parts: list[int],
-    total: int,
-    ends: list[tuple[float, int]],
-    end: Callable[[int, int], float],
-) -> None:
-    """Gives each missing sample to the rank that would finish it first.
-
-    Args:
-        parts: so far; completed.
-        total: what they are to be together.
-        ends: when each rank would finish one sample more, and the rank.
-        end: when a rank would finish a part.
-    """
-    heapq.heapify(ends)
-    for _ in range(total - sum(parts)):
-        rank = ends[0][1]
-        parts[rank] += 1
-        heapq.heapreplace(ends, (end(rank, parts[rank] + 1), rank))

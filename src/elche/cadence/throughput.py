@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 from elche.errors import ConfigError
 
@@ -67,31 +67,6 @@ class HeldRatios:
             leaves = abs(measured - kept) > band * kept
             self._values[rank] = measured if leaves else kept
             self._held[rank] = 1 if leaves else self._held[rank] + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Held ratios, as values that JSON keeps exactly."""
-        return {
-            "reference": self._reference,
-            "values": list(self._values),
-            "held": list(self._held),
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> HeldRatios:
-        """Makes what ``state_dict`` described.
-
-        Raises:
-            ConfigError: the state holds impossible values.
-            KeyError: the state lacks something.
-        """
-        values = [check_measure("a ratio", value) for value in state["values"]]
-        held = [check_int("held", reports, 1) for reports in state["held"]]
-        reference = check_int("reference", state["reference"], 0)
-        if len(held) != len(values) or reference >= len(values) or min(values) <= 0.0:
-            raise ConfigError("the state of the speed ratios is not one of this class")
-        ratios = cls([1.0] * len(values))
-        ratios._values, ratios._held, ratios._reference = values, held, reference
-        return ratios
 
 
 def _slowest(costs: Sequence[float]) -> int:

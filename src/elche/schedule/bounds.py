@@ -19,13 +19,7 @@ _TOLERANCE = 1e-9
 
 
 class MakespanBounds:
-    """Bounds for the costs of one pipeline.
-
-    Args:
-        table: the costs.
-        count: microbatches.
-        limits: memory of each rank.
-    """
+    """Bounds for the costs of one pipeline."""
 
     def __init__(self, table: CostTable, count: int, limits: Sequence[float]) -> None:
         self.table, self.count = table, count

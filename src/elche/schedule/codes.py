@@ -45,14 +45,7 @@ def decode_one(code: int, count: int) -> StageAction:
 def decode(
     name: str, rows: Sequence[Sequence[int]], placement: Sequence[int], count: int
 ) -> Schedule:
-    """The schedule of codes.
-
-    Args:
-        name: of the schedule.
-        rows: codes of each rank.
-        placement: the rank of each stage.
-        count: microbatches.
-    """
+    """The schedule of codes."""
     return Schedule(
         name=name,
         num_microbatches=count,
@@ -72,24 +65,4 @@ def spread(rows: Rows, order: Sequence[int], num_ranks: int) -> Rows:
     result: Rows = [[] for _ in range(num_ranks)]
     for row, rank in zip(rows, order, strict=True):
         result[rank] = row
-    return result
-
-
-def unfused(rows: Rows, groups: Sequence[Sequence[int]], count: int) -> Rows:
-    """Runs the stages of each fused stage one after the other, backwards in reverse.
-
-    Args:
-        rows: codes of each rank, of fused stages.
-        groups: the stages in each of them.
-        count: microbatches.
-    """
-    result: Rows = []
-    for row in rows:
-        unfolded: list[int] = []
-        for code in row:
-            fused_stage, each = divmod(code >> 3, count)
-            stages = groups[fused_stage]
-            for stage in stages if code & 7 == F else reversed(stages):
-                unfolded.append((stage * count + each) * 8 + (code & 7))
-        result.append(unfolded)
     return result

@@ -141,9 +141,6 @@ def renumbered(costs: PipelineCosts) -> tuple[PipelineCosts, tuple[int, ...]]:
     So that a published schedule fits whatever order the devices stand in; ranks without
     a stage drop out.
 
-    Args:
-        costs: in any placement.
-
     Returns:
         The same with new numbers, and the old number of each.
     """
@@ -155,41 +152,6 @@ def renumbered(costs: PipelineCosts) -> tuple[PipelineCosts, tuple[int, ...]]:
         replace(costs, placement=placement, num_ranks=len(order), memory=limits),
         order,
     )
-
-
-def fused(costs: PipelineCosts) -> tuple[PipelineCosts, tuple[tuple[int, ...], ...]]:
-    """Takes neighbouring stages on one rank as one.
-
-    Args:
-        costs: in any placement.
-
-    Returns:
-        The costs of the fused stages, and the stages in each.
-    """
-    groups: list[list[int]] = []
-    for stage, rank in enumerate(costs.placement):
-        if groups and costs.placement[stage - 1] == rank:
-            groups[-1].append(stage)
-        else:
-            groups.append([stage])
-    members = [[costs.stages[stage] for stage in group] for group in groups]
-    whole = replace(
-        costs,
-        stages=tuple(
-            StageCost(
-                forward=sum(one.forward for one in group),
-                input_gradient=sum(one.input_gradient for one in group),
-                weight_gradient=sum(one.weight_gradient for one in group),
-                backward=sum(one.full_backward for one in group),
-                activation=sum(one.activation for one in group),
-                kept_for_weight=sum(one.kept for one in group),
-            )
-            for group in members
-        ),
-        placement=tuple(costs.placement[group[0]] for group in groups),
-        links=tuple(costs.link(group[-1]) for group in groups[:-1]),
-    )
-    return whole, tuple(map(tuple, groups))
 
 
 @dataclass(frozen=True, slots=True)

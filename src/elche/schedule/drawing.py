@@ -27,11 +27,7 @@ _CODES = {
 
 
 def legend(schedule: Schedule) -> str:
-    """Meaning of the letters of `draw` that the schedule has.
-
-    Args:
-        schedule: that is drawn.
-    """
+    """Meaning of the letters of `draw` that the schedule has."""
     kinds = {one.kind for row in schedule.actions for one in row}
     letters = [f"{kind} {name}" for kind, name in KIND_NAMES.items() if kind in kinds]
     parts = [", ".join(letters)]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Kind, Schedule, StageAction, parse_action
+from elche.schedule.actions import Schedule, StageAction, parse_action
 
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _NOT_OURS = re.compile(
@@ -21,38 +21,16 @@ _NOT_OURS = re.compile(
 )
 
 
-def to_csv(schedule: Schedule, *, send_waits: bool = False) -> str:
+def to_csv(schedule: Schedule) -> str:
     """Writes a schedule so that torch's ``_load_csv`` reads it.
 
     A compute-only schedule is torch's format ``compute_only``, a lowered one its
-    ``compute_comms``.
-
-    Args:
-        schedule: compute-only or lowered.
-        send_waits: write the waits for sends that torch 2.15 demands in a lowered
-            schedule, and torch 2.13 does not know. They stand where torch puts them:
-            a forward's after its backward, the others at the end of the row.
+    ``compute_comms`` (torch 2.15 demands waits for sends in that, which elche has none
+    of).
     """
     out = io.StringIO(newline="")
-    writer = csv.writer(out)
-    for row in schedule.actions:
-        writer.writerow(_with_waits(row) if send_waits else map(str, row))
+    csv.writer(out).writerows(map(str, row) for row in schedule.actions)
     return out.getvalue()
-
-
-def _with_waits(row: Sequence[StageAction]) -> Iterator[str]:
-    sent: dict[tuple[int, Kind, int], None] = {}  # in order
-    for one in row:
-        yield str(one)
-        if one.kind in (Kind.SEND_F, Kind.SEND_B):
-            sent[one.stage, one.kind, one.microbatch] = None
-        elif one.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT):
-            key = (one.stage, Kind.SEND_F, one.microbatch)
-            if key in sent:
-                del sent[key]
-                yield f"{one.stage}WAIT_{Kind.SEND_F}{one.microbatch}"
-    for stage, kind, microbatch in sent:
-        yield f"{stage}WAIT_{kind}{microbatch}"
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
@@ -62,10 +40,6 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     none of is dropped: actions of FSDP (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``,
     ``WAIT_REDUCE_GRAD``) and waits for sends (``WAIT_SEND_F``, ``WAIT_SEND_B``). Only
     the form is checked here; ``validation.check_schedule`` checks the content.
-
-    Args:
-        text: the file's content.
-        name: of the schedule.
 
     Raises:
         ConfigError: a cell is no action, or the stages cannot be placed.

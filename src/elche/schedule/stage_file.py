@@ -24,12 +24,14 @@ from typing import Any
 
 from elche.errors import ConfigError
 from elche.schedule.costs import PipelineCosts, StageCost
-from elche.schedule.table_values import check_keys, is_number, number
-
-_STAGE_KEYS = {
-    *("rank", "times", "backward", "activation", "kept_for_weight"),
-    "link",
-}
+from elche.schedule.table_values import (
+    check_keys,
+    is_number,
+    number,
+    read_table,
+    tables,
+    three_times,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,65 +62,39 @@ def read_stages(raw: Mapping[str, Any], defaults: StageDefaults) -> PipelineCost
         ConfigError: a key is unknown, missing, or has an impossible value.
     """
     check_keys(raw, {"stage", "memory"}, "the file")
-    tables = raw.get("stage")
-    if not isinstance(tables, list) or not tables:
-        raise ConfigError("expected at least one [[stage]]")
     stages, placement, links = [], [], []
-    for index, table in enumerate(tables):
-        where = f"stage {index}"
-        if not isinstance(table, dict):
-            raise ConfigError(f"{where}: expected a table [[stage]], got {table!r}")
-        check_keys(table, _STAGE_KEYS, where)
+    for index, table in enumerate(tables(raw, "stage")):
+        where = f"[[stage]] {index}"
         rank = table.get("rank")
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
             raise ConfigError(f"{where}: expected rank = 0 or above, got {rank!r}")
         placement.append(rank)
-        stages.append(_stage(table, defaults.times, where))
-        links.append(number(table, "link", where) if "link" in table else None)
+        times = three_times(table.get("times", defaults.times), where, "times")
+        stages.append(
+            read_table(
+                StageCost,
+                where,
+                table,
+                also={"rank", "times", "link"},
+                hidden={"forward", "input_gradient", "weight_gradient"},
+                forward=times[0],
+                input_gradient=times[1],
+                weight_gradient=times[2],
+            )
+        )
+        links.append(number(table, "link", where, defaults.communication))
+    if not stages:
+        raise ConfigError("expected at least one [[stage]]")
     num_ranks = defaults.num_ranks or max(placement) + 1
+    memory = raw.get("memory")
+    if memory is None:
+        memory = [] if defaults.memory is None else [defaults.memory] * num_ranks
+    if not isinstance(memory, list) or not all(map(is_number, memory)):
+        raise ConfigError(f"expected memory = [units of rank 0, ...], got {memory!r}")
     return PipelineCosts(
         stages=tuple(stages),
         placement=tuple(placement),
         num_ranks=num_ranks,
-        links=tuple(
-            defaults.communication if link is None else link for link in links[:-1]
-        ),
-        memory=_memory(raw, defaults.memory, num_ranks),
+        links=tuple(links[:-1]),
+        memory=tuple(memory),
     )
-
-
-def _stage(
-    table: Mapping[str, Any], default: tuple[float, float, float] | None, where: str
-) -> StageCost:
-    times = table.get("times", default)
-    if (
-        not isinstance(times, list | tuple)
-        or len(times) != 3
-        or not all(is_number(each) for each in times)
-    ):
-        raise ConfigError(f"{where}: expected times = [F, I, W], got {times!r}")
-    optional = {
-        key: number(table, key, where)
-        for key in ("backward", "activation", "kept_for_weight")
-        if key in table
-    }
-    try:
-        return StageCost(
-            forward=times[0],
-            input_gradient=times[1],
-            weight_gradient=times[2],
-            **optional,
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _memory(
-    raw: Mapping[str, Any], default: float | None, num_ranks: int
-) -> tuple[float, ...]:
-    memory = raw.get("memory")
-    if memory is None:
-        return () if default is None else (default,) * num_ranks
-    if not isinstance(memory, list) or not all(is_number(each) for each in memory):
-        raise ConfigError(f"expected memory = [units of rank 0, ...], got {memory!r}")
-    return tuple(memory)

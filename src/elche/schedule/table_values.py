@@ -1,25 +1,107 @@
-"""Values of a TOML table, checked as they are read. Pure."""
+"""Values of a TOML table, checked as they are read. Pure.
+
+Every complaint begins with the table, so that a file can be corrected without reading
+code.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import Any, TypeGuard
+from dataclasses import MISSING, fields
+from typing import Any, TypeGuard, TypeVar
 
 from elche.errors import ConfigError
 
+Table = TypeVar("Table")
 
-def number(
-    table: Mapping[str, Any], key: str, where: str, default: float | None = None
-) -> float:
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "float": ("a number", (int, float)),
+    "int": ("a whole number", (int,)),
+    "str": ("a string", (str,)),
+    "bool": ("true or false", (bool,)),
+}
+
+
+def read_table(
+    kind: type[Table],
+    where: str,
+    raw: object,
+    *,
+    also: Set[str] = frozenset(),
+    hidden: Set[str] = frozenset(),
+    **given: Any,
+) -> Table:
+    """A dataclass from a table with its fields.
+
+    Args:
+        kind: the dataclass; fields in the table are numbers, strings or truth values.
+        where: the table, for messages.
+        raw: the table as TOML gives it.
+        also: further keys of the table, which the caller reads.
+        hidden: fields that no table may name.
+        given: fields that the caller has read, whatever the table says.
+
+    Raises:
+        ConfigError: a key is unknown, missing, or has an impossible value.
+    """
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where}: expected a table, got {raw!r}")
+    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    check_keys(raw, (known.keys() - hidden) | also, where)
+    values = {key: raw[key] for key in raw if key not in also and key not in given}
+    for key, value in values.items():
+        words = str(known[key].type).split(" | ")
+        expected, types = next(_KINDS[word] for word in words if word in _KINDS)
+        if not isinstance(value, types) or isinstance(value, bool) != (bool in types):
+            raise ConfigError(f"{where}: expected {expected} for {key}, got {value!r}")
+    for key, item in known.items():
+        needed = item.default is MISSING and item.default_factory is MISSING
+        if needed and key not in values and key not in given:
+            raise ConfigError(f"{where}: the key {key!r} is missing")
+    try:
+        return kind(**values, **given)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def whole(table: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
+    """A whole number of a table.
+
+    Raises:
+        ConfigError: it is no such number, or less than 1.
+    """
+    value = table.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"{where}: expected a whole number of at least 1 for {key}, got {value!r}"
+        )
+    return value
+
+
+def number(table: Mapping[str, Any], key: str, where: str, default: float) -> float:
     """A number of a table.
 
     Raises:
-        ConfigError: it is missing and has no default, or is not a number.
+        ConfigError: it is not a number.
     """
     value = table.get(key, default)
     if not is_number(value):
         raise ConfigError(f"{where}: expected a number for {key}, got {value!r}")
     return float(value)
+
+
+def three_times(raw: object, where: str, key: str) -> tuple[float, float, float]:
+    """Times of F, I and W.
+
+    Raises:
+        ConfigError: they are not three numbers.
+    """
+    if not isinstance(raw, list | tuple) or len(raw) != 3:
+        raise ConfigError(f"{where}: expected {key} = [F, I, W], got {raw!r}")
+    forward, inputs, weights = raw
+    if not all(map(is_number, (forward, inputs, weights))):
+        raise ConfigError(f"{where}: expected {key} = [F, I, W], got {raw!r}")
+    return forward, inputs, weights
 
 
 def tables(raw: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

@@ -71,9 +71,6 @@ class Timing:
 class CostTable:
     """Costs in flat lists, for the inner loops.
 
-    Args:
-        costs: of the pipeline.
-
     Attributes:
         durations: by ``stage * 8 + kind``; sends and receives take none.
         releases: memory that an action frees at its end (negative: takes at its
@@ -214,13 +211,7 @@ def makespan_of(
 
 
 def peaks(rows: Rows, table: CostTable, count: int) -> list[float]:
-    """Most activation memory that each rank holds at once.
-
-    Args:
-        rows: codes of each rank.
-        table: the costs.
-        count: microbatches.
-    """
+    """Most activation memory that each rank holds at once."""
     releases = table.releases
     found = []
     for row in rows:

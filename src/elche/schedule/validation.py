@@ -19,9 +19,6 @@ def check_schedule(schedule: Schedule) -> None:
     Each stage runs exactly one F per microbatch, then either B, or I and then W.
     Sends and receives are checked by `lowering.check_deadlock_free`, not here.
 
-    Args:
-        schedule: compute only or lowered.
-
     Raises:
         ConfigError: it is not so; the offending actions are printed.
     """

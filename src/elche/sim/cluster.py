@@ -38,8 +38,6 @@ class Device:
             between two points, and beyond the last as between the last two.
         jitter: coefficient of variation of a batch's time (log-normal).
         drift: changes of speed, by time.
-        slower_from_s: short for one drift: from here on ...
-        slower_by: ... batches take so many times as long.
         spike_probability: share of batches that take ...
         spike_factor: ... so many times as long.
         load_seconds_per_sample: loading time; overlaps with compute if prefetched.
@@ -55,8 +53,6 @@ class Device:
     curve: tuple[tuple[float, float], ...] = ()
     jitter: float = 0.0
     drift: tuple[Drift, ...] = ()
-    slower_from_s: float | None = None
-    slower_by: float = 1.0
     spike_probability: float = 0.0
     spike_factor: float = 10.0
     load_seconds_per_sample: float = 0.0
@@ -72,7 +68,7 @@ class Device:
             self._check_curve()
         else:
             _positive(self, "seconds_per_sample")
-        for name in ("slower_by", "spike_factor", "copy_bytes_per_s"):
+        for name in ("spike_factor", "copy_bytes_per_s"):
             _positive(self, name)
         for name in ("seconds_per_batch", "jitter", "spike_probability"):
             _at_least_zero(self, name)
@@ -84,8 +80,6 @@ class Device:
             raise ConfigError(
                 f"spike_probability must be at most 1, got {self.spike_probability}"
             )
-        if self.slower_from_s is not None:
-            _at_least_zero(self, "slower_from_s")
 
     def _check_curve(self) -> None:
         curve = self.curve
@@ -113,10 +107,7 @@ class Device:
     @property
     def drifts(self) -> tuple[Drift, ...]:
         """All changes of speed, in their order."""
-        every = list(self.drift)
-        if self.slower_from_s is not None:
-            every.append(Drift(at_s=self.slower_from_s, factor=self.slower_by))
-        return tuple(sorted(every, key=lambda one: one.at_s))
+        return tuple(sorted(self.drift, key=lambda one: one.at_s))
 
     @property
     def horizon_batches(self) -> int:

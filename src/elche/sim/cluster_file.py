@@ -1,19 +1,15 @@
-"""Cluster descriptions as TOML gives them, read and checked.
-
-Every mistake is named with its table, so that a file can be corrected without reading
-code. Pure.
-"""
+"""Cluster descriptions as TOML gives them, read and checked. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from dataclasses import fields
+from typing import Any
 
 from elche.config import RunConfig
 from elche.config_parts import FORMER_SETTINGS
 from elche.errors import ConfigError
-from elche.schedule.table_values import is_number, tables
+from elche.schedule.table_values import check_keys, is_number, read_table, tables
 from elche.sim.cluster import (
     Cluster,
     Device,
@@ -24,19 +20,7 @@ from elche.sim.cluster import (
     SimulatedRun,
 )
 
-Table = TypeVar("Table")
-
 _NOT_IN_FILES = frozenset({"options", "batch_sizes", "runs", "bad_batches"})
-_TYPES: dict[str, tuple[type, ...]] = {
-    "float": (int, float),
-    "float | None": (int, float),
-    "int": (int,),
-    "int | None": (int,),
-    "str": (str,),
-    "int | Device | None": (int, Device),
-    "tuple[Drift, ...]": (tuple,),
-    "tuple[tuple[float, float], ...]": (tuple,),
-}
 
 
 def read_cluster(raw: Mapping[str, Any]) -> Cluster:
@@ -46,50 +30,37 @@ def read_cluster(raw: Mapping[str, Any]) -> Cluster:
         ConfigError: something is unknown, missing, or of a wrong type or value;
             the message names the table.
     """
-    known = ("run", "device", "link", "link_change", "fault")
-    for name in raw:
-        if name not in known:
-            raise ConfigError(f"unknown table {name!r}; known are: {', '.join(known)}")
-    faults = [
-        {**entry, "join": _read_join(f"[[fault]] {at}", entry["join"])}
-        if "join" in entry
-        else entry
-        for at, entry in enumerate(tables(raw, "fault"))
+    check_keys(raw, {"run", "device", "link", "link_change", "fault"}, "the file")
+    changes = [
+        read_table(LinkChange, f"[[link_change]] {at}", table)
+        for at, table in enumerate(tables(raw, "link_change"))
     ]
-    changes = _read_all(LinkChange, "link_change", tables(raw, "link_change"))
     return Cluster(
         run=_read_run(raw.get("run")),
         devices=tuple(
-            _read_device(f"[[device]] {at}", entry)
-            for at, entry in enumerate(tables(raw, "device"))
+            _read_device(f"[[device]] {at}", table)
+            for at, table in enumerate(tables(raw, "device"))
         ),
-        link=_read(Link, "[link]", raw.get("link", {})),
+        link=read_table(Link, "[link]", raw.get("link", {})),
         link_changes=tuple(sorted(changes, key=lambda change: change.at_s)),
-        faults=tuple(_read_all(Fault, "fault", faults)),
+        faults=tuple(
+            _read_fault(f"[[fault]] {at}", table)
+            for at, table in enumerate(tables(raw, "fault"))
+        ),
     )
 
 
-def _read_all(kind: type[Table], name: str, tables: list[Any]) -> list[Table]:
-    return [_read(kind, f"[[{name}]] {at}", table) for at, table in enumerate(tables)]
-
-
 def _read_run(raw: object) -> SimulatedRun:
-    where = "[run]"
     if not isinstance(raw, dict):
         raise ConfigError("a cluster file needs a table [run]")
     own = {item.name for item in fields(SimulatedRun)} - _NOT_IN_FILES
-    options = {name: value for name, value in raw.items() if name not in own}
-    known = {item.name for item in fields(RunConfig)}
-    for name in options:
-        if name not in known | set(FORMER_SETTINGS):
-            raise ConfigError(
-                f"{where}: unknown key {name!r}; known are: "
-                f"{', '.join(sorted(own | known))}"
-            )
+    options = {item.name for item in fields(RunConfig)} - own
+    check_keys(raw, own | options | (raw.keys() & FORMER_SETTINGS.keys()), "[run]")
     if "samples" not in raw:
-        raise ConfigError(f"{where}: the key 'samples' is missing")
+        raise ConfigError("[run]: the key 'samples' is missing")
     values = {name: value for name, value in raw.items() if name in own}
-    return _read(SimulatedRun, where, values, options=options)
+    others = {name: value for name, value in raw.items() if name not in own}
+    return read_table(SimulatedRun, "[run]", values, options=others)
 
 
 def _read_device(where: str, raw: Mapping[str, Any]) -> Device:
@@ -97,7 +68,8 @@ def _read_device(where: str, raw: Mapping[str, Any]) -> Device:
     if not isinstance(drift, list):
         raise ConfigError(f"{where}: drift must be a list of tables, got {drift!r}")
     drifts = tuple(
-        _read(Drift, f"{where}, drift {at}", entry) for at, entry in enumerate(drift)
+        read_table(Drift, f"{where}, drift {at}", table)
+        for at, table in enumerate(drift)
     )
     curve = raw.get("curve", [])
     if not isinstance(curve, list) or not all(map(_is_point, curve)):
@@ -105,38 +77,15 @@ def _read_device(where: str, raw: Mapping[str, Any]) -> Device:
             f"{where}: curve must be a list of [samples, seconds], got {curve!r}"
         )
     points = tuple((samples, seconds) for samples, seconds in curve)
-    return _read(Device, where, {**raw, "drift": drifts, "curve": points})
+    return read_table(Device, where, raw, drift=drifts, curve=points)
 
 
 def _is_point(raw: object) -> bool:
     return isinstance(raw, list) and len(raw) == 2 and all(map(is_number, raw))
 
 
-def _read_join(where: str, raw: object) -> object:
-    return _read_device(f"{where}, join", raw) if isinstance(raw, dict) else raw
-
-
-def _read(kind: type[Table], where: str, raw: object, **more: Any) -> Table:
-    """A frozen value of a table; every complaint begins with where it stands."""
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{where}: expected a table, got {raw!r}")
-    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
-    for name, value in raw.items():
-        item = known.get(name)
-        if item is None or name in _NOT_IN_FILES:
-            shown = sorted(known.keys() - _NOT_IN_FILES)
-            raise ConfigError(
-                f"{where}: unknown key {name!r}; known are: {', '.join(shown)}"
-            )
-        expected = _TYPES[str(item.type)]
-        if isinstance(value, bool) or not isinstance(value, expected):
-            words = " or ".join(one.__name__ for one in expected)
-            raise ConfigError(f"{where}: {name} must be {words}, got {value!r}")
-    for name, item in known.items():
-        needed = item.default is MISSING and item.default_factory is MISSING
-        if needed and name not in raw and name not in more:
-            raise ConfigError(f"{where}: the key {name!r} is missing")
-    try:
-        return kind(**raw, **more)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+def _read_fault(where: str, raw: Mapping[str, Any]) -> Fault:
+    join = raw.get("join")
+    if not isinstance(join, dict):
+        return read_table(Fault, where, raw)
+    return read_table(Fault, where, raw, join=_read_device(f"{where}, join", join))

@@ -172,13 +172,16 @@ class History:
 
     def begin_phase(self, policy: str, now_s: float) -> None:
         """From here on the run is under this policy, if it was not before."""
-        if self.phases and self.phases[-1].policy == policy:
-            return
+        if not self.phases or self.phases[-1].policy != policy:
+            self.phases.append(self.phase(policy, now_s))
+
+    def phase(self, policy: str, now_s: float) -> Phase:
+        """A phase that begins now."""
         done = {
             rank: (sums.samples, sums.adoptions, sums.lag_batches)
             for rank, sums in self.ranks.items()
         }
-        self.phases.append(Phase(policy, now_s, self.samples, self.windows, done))
+        return Phase(policy, now_s, self.samples, self.windows, done)
 
     def count(self, key: Key, num_samples: int, parts: Iterable[Range]) -> None:
         """Counts an epoch's positions once, however often they were trained on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ from elche.coordination.accounts.epoch_parts import EpochRest
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import (
     EpochOpened,
+    Event,
     Failed,
     Join,
     JoinReady,
@@ -28,14 +30,14 @@ from elche.coordination.protocol.instructions import (
     Instruction,
     MetricsReported,
     PolicyChosen,
+    Reduce,
     Regroup,
     Welcome,
 )
 from elche.coordination.protocol.messages import PROTOCOL_VERSION, Runs
 from elche.sim.cluster import Cluster, Device
-from elche.sim.engine import AbortedError, Collective, Receive, Script
-from elche.sim.history import REGROUP, START, RankHistory
-from elche.sim.world import World
+from elche.sim.engine import AbortedError, Collective, Engine, Receive, Script
+from elche.sim.history import REGROUP, START, History, RankHistory
 
 LEFT_BEHIND = (GrantBatches, GrantSteps, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
@@ -68,6 +70,61 @@ def join_of(cluster: Cluster, rank: int, device: Device, **changes: Any) -> Join
         "horizon_batches": device.horizon_batches,
     }
     return Join(**(values | changes))
+
+
+class World(ABC):
+    """The run around the ranks.
+
+    Attributes:
+        engine: the clock and the network.
+        groups: members of each generation.
+        books: the account of models, one per run, if it is kept.
+        plans: what each rank was told last of a window's reduction; for the account.
+    """
+
+    def __init__(self, cluster: Cluster, history: History) -> None:
+        self.cluster = cluster
+        self.history = history
+        self.engine = Engine(cluster, self.ended)
+        self.groups: dict[int, frozenset[int]] = {}
+        self.books: list[Any] = []
+        self.plans: dict[int, dict[int, Reduce]] = {}
+        self._breaks = {(one.rank, one.epoch): one.batches for one in cluster.breaks}
+
+    @abstractmethod
+    def hear(self, event: Event) -> None:
+        """An event has arrived at the coordinator."""
+
+    @abstractmethod
+    def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
+        """A rank has ended an epoch."""
+
+    @abstractmethod
+    def ended(self, rank: int, by_abort: bool) -> None:
+        """A process has ended by itself."""
+
+    def break_at(self, rank: int, epoch: int) -> int | None:
+        """After how many batches a rank's loop leaves an epoch; None if it does not."""
+        return self._breaks.get((rank, epoch))
+
+    def send(self, event: Event) -> None:
+        """A rank's message travels to the core."""
+        self.engine.travel("up", event.rank, self.hear, event)
+
+    def take(self, rank: int) -> Instruction | None:
+        """Next instruction in a rank's inbox, or None.
+
+        Raises:
+            AbortedError: it is told that the run ends.
+        """
+        inbox = self.engine.processes[rank].inbox
+        if not inbox:
+            return None
+        instruction = inbox.popleft()
+        if isinstance(instruction, Abort):
+            self.history.aborts[rank] = instruction
+            raise AbortedError(instruction.reason)
+        return instruction
 
 
 class Rank:
@@ -124,6 +181,11 @@ class Rank:
     def now_s(self) -> float:
         """The virtual time."""
         return self.engine.now_s
+
+    @property
+    def books(self) -> Any:
+        """The account of the run's models; None where none is kept."""
+        return self.sim.books[self.run] if self.sim.books else None
 
     def live(self) -> Script:
         """The whole life of the process."""
@@ -334,8 +396,8 @@ class Rank:
             if self._is_new:
                 self.epoch, self.rest = held[source]
                 self._is_new, self._is_part = False, True
-                if self.sim.books is not None:
-                    self.sim.books[self.run].take_steps(self.rank, source)
+                if self.books:
+                    self.books.take_steps(self.rank, source)
             yield from self._probe()
         self._open()
         self.say_regrouped(-1)

@@ -1,4 +1,9 @@
-"""Report of a simulation: efficiency, waits, staleness, recovery, load. Pure."""
+"""Report of a simulation: efficiency, waits, staleness, recovery, load. Pure.
+
+A simulation trains nothing, so samples count as the convergence table says
+(`elche.cadence.convergence`), by the windows and lags that really came about. What is
+measured is time: start-up, measuring, switching and drains are in it.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,52 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from elche.cadence.convergence import sample_efficiency
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.local_batches import local_cut
 from elche.sim.cluster import Device
-from elche.sim.history import CAUSES, RankHistory
-from elche.sim.phases import (
-    ChoiceReport,
-    PhaseReport,
-    choices_of,
-    effective_samples,
-    fastest_alone,
-    phases_of,
-)
+from elche.sim.history import CAUSES, Phase, RankHistory
 from elche.sim.simulation import Simulation
 
 US_PER_S = 1e6
+TRIALS = 0.01
+"""Fraction of the busiest rank's samples below which a rank was only probed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseReport:
+    """A part of the run under one policy.
+
+    Attributes:
+        policy: its name.
+        began_s: when.
+        seconds: how long it lasted.
+        samples: trained on.
+        ranks: of them took part.
+        windows: synchronisations.
+        window_batches: local batches of all ranks in a mean window.
+        lag_batches: mean batches of the fastest rank until an average was adopted.
+        sample_efficiency: that the convergence table gives for this.
+    """
+
+    policy: str
+    began_s: float
+    seconds: float
+    samples: int
+    ranks: int
+    windows: int
+    window_batches: float
+    lag_batches: float
+    sample_efficiency: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceReport:
+    """Choice of ``auto``: policy, time and reason."""
+
+    at_s: float
+    policy: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +97,7 @@ class Report:
         efficiency: samples per second over the sum of what each device delivers alone,
             on the same batches, while it lived; start-up and drain included.
         sample_efficiency: samples that one device would need over those that were
-            trained on, by the convergence table (`elche.sim.phases`).
+            trained on, by the convergence table (`PhaseReport`).
         goodput: what the run has learned per second over what the fastest device would
             alone; start-up and drain included.
         phases: parts of the run, by policy.
@@ -133,8 +171,8 @@ def report_of(sim: Simulation) -> Report:
         if not sim.is_turned_away(rank)
     )
     timed = sim.watch.timer is not None and load.events > 0
-    phases = phases_of(sim)
-    effective = effective_samples(phases)
+    phases = _phases(sim)
+    effective = sum(one.samples * one.sample_efficiency for one in phases)
     return Report(
         policy=sim.cluster.run.policy,
         world_size=sim.cluster.world_size,
@@ -143,9 +181,12 @@ def report_of(sim: Simulation) -> Report:
         samples_per_s=samples / seconds,
         efficiency=samples / capacity if capacity else 0.0,
         sample_efficiency=effective / samples if samples else 0.0,
-        goodput=effective / seconds / fastest_alone(sim),
+        goodput=effective / seconds / _fastest_alone(sim),
         phases=phases,
-        choices=choices_of(sim),
+        choices=tuple(
+            ChoiceReport(at_s=at_s, policy=told.policy, reason=told.reason)
+            for at_s, told in history.choices
+        ),
         waits=waits,
         sync_overhead=waits["window end"] + waits["reduction"] + copies,
         windows=history.windows,
@@ -225,3 +266,61 @@ def _recoveries(sim: Simulation) -> tuple[float | None, ...]:
         else:
             found.append(None)
     return tuple(found)
+
+
+def _fastest_alone(sim: Simulation) -> float:
+    """Samples per second of the fastest device, on whole batches without drifts."""
+    samples = sim.cluster.run.sizes[0][0]
+    return max(samples / device.mean_batch_s(samples) for device in sim.cluster.devices)
+
+
+def _phases(sim: Simulation) -> tuple[PhaseReport, ...]:
+    """One unless ``auto`` changed the policy; none if no epoch began."""
+    history = sim.history
+    begun = history.phases
+    ends = [*begun[1:], history.phase("", sim.end_s)] if begun else []
+    return tuple(_between(sim, one, end) for one, end in zip(begun, ends, strict=True))
+
+
+def _between(sim: Simulation, began: Phase, end: Phase) -> PhaseReport:
+    samples = end.samples - began.samples
+    windows = end.windows - began.windows
+    done = {
+        rank: tuple(
+            after - before
+            for after, before in zip(
+                sums, began.ranks.get(rank, (0, 0, 0)), strict=True
+            )
+        )
+        for rank, sums in end.ranks.items()
+    }
+    most = max((counts[0] for counts in done.values()), default=0)
+    ranks = sum(counts[0] > TRIALS * most for counts in done.values())
+    whole = sim.cluster.run.sizes[0][0]
+    run = sim.cluster.run
+    cut = local_cut(run.config.windows, sim.cluster.world_size, run.min_share_samples)
+    local = cut.largest_of(whole)
+    batches = samples / max(1, windows) / local
+    _, adoptions, late = max(done.values(), default=(0, 0, 0))
+    lag = late / max(1, adoptions)
+    efficiency = 1.0
+    if samples and ranks:
+        efficiency = sample_efficiency(
+            began.policy,
+            ranks,
+            batches,
+            lag,
+            run_batches=float(run.epochs * BatchSizes(run.sizes).num_batches),
+            global_batch=ranks * local / whole,
+        )
+    return PhaseReport(
+        policy=began.policy,
+        began_s=began.began_s,
+        seconds=end.began_s - began.began_s,
+        samples=samples,
+        ranks=ranks,
+        windows=windows,
+        window_batches=batches,
+        lag_batches=lag,
+        sample_efficiency=efficiency,
+    )

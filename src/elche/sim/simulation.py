@@ -21,13 +21,11 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.coordination.state import Coordinator
 from elche.errors import ElcheError
-from elche.sim.books import Books
 from elche.sim.cluster import Cluster, Device, Fault
 from elche.sim.history import History, RankHistory
-from elche.sim.rank import Rank
+from elche.sim.rank import Rank, World
 from elche.sim.sync_worker import SimulatedSyncEpoch
 from elche.sim.window_worker import SimulatedWindowEpoch
-from elche.sim.world import World
 
 TICK_S = 0.5
 S_PER_HOUR = 3600.0
@@ -38,8 +36,8 @@ class Watch:
     """Options of a simulation beside its run.
 
     Attributes:
-        checks: assert the core's invariants after each event, and keep the account of
-            every rank's model (`Books`); slow, for tests.
+        books: makes the account of every rank's model, for each run; the core's
+            invariants are asserted after each event as well. Slow, for tests.
         details: keep who did what (`History`).
         spans: keep a timeline.
         ticks: let deadlines pass; always so where a rank hangs.
@@ -47,7 +45,7 @@ class Watch:
         most_happenings: give up after so many; a run that goes round in circles.
     """
 
-    checks: bool = False
+    books: Callable[[int], Any] | None = None
     details: bool = False
     spans: bool = False
     ticks: bool = False
@@ -105,8 +103,8 @@ class Simulation(World):
         self.devices: dict[int, Device] = {}
         self._began: dict[tuple[int, int], set[int]] = {}
         self._random = random.Random(f"{cluster.run.seed}/faults")
-        if self.watch.checks:
-            self.books = [Books(run) for run in range(cluster.run.runs)]
+        if self.watch.books is not None:
+            self.books = [*map(self.watch.books, range(cluster.run.runs))]
         for fault in cluster.faults:
             self._plan_fault(fault)
         for rank, device in enumerate(cluster.ranks):
@@ -157,7 +155,7 @@ class Simulation(World):
 
     def _compare_models(self) -> None:
         """Compares the models of epochs that all who live have ended."""
-        if self.books is None:
+        if not self.books:
             return
         for (run, epoch), began in self._began.items():
             if (run, epoch) in self.history.committed:
@@ -201,7 +199,7 @@ class Simulation(World):
             engine.travel("down", instruction.rank, engine.deliver, instruction)
         if self.watch.details:
             self.events.append(event)
-        if self.watch.checks:
+        if self.books:
             self.core.check()
 
     def _note_groups(self, told: list[Instruction]) -> None:
@@ -210,7 +208,7 @@ class Simulation(World):
         for instruction in told:
             if isinstance(instruction, (Welcome, Regroup)):
                 groups.setdefault(instruction.generation, set()).add(instruction.rank)
-            elif isinstance(instruction, Reduce) and self.books is not None:
+            elif isinstance(instruction, Reduce) and self.books:
                 told_of = self.plans.setdefault(instruction.window, {})
                 told_of[instruction.rank] = instruction
         for generation, members in groups.items():

@@ -204,8 +204,7 @@ class SimulatedSyncEpoch:
         if not (yield collective):
             yield from self._await_regroup()
             return
-        if self._sim.books is not None:
-            books = self._sim.books[rank.run]
+        if books := rank.books:
             books.took_step(rank.rank, self._epoch, collective.value.values())
         last_s = max(began_s, min(rank.now_s, collective.last_arrival_s))
         rank.history.wait(rank.rank, WINDOW_END, began_s, last_s)
@@ -276,8 +275,8 @@ class SimulatedSyncEpoch:
             place = there.get(rank.rank)
             if place is not None and place.passes < found.passes:
                 assert self._in_hand is not None
-                if self._sim.books is not None:
-                    self._sim.books[rank.run].take_steps(rank.rank, source)
+                if books := rank.books:
+                    books.take_steps(rank.rank, source)
                 self._took(self._in_hand)
         if self._in_hand is not None:
             self._in_hand.ready_s = rank.now_s  # all of it is sent anew
@@ -310,8 +309,8 @@ class SimulatedSyncEpoch:
         number = self._epoch, adopt.window
         if not (yield from rank.hand_over("adopt step", adopt.source, *number)):
             rank.fail(CANNOT_GO_ON)
-        if self._sim.books is not None:
-            self._sim.books[rank.run].take_steps(rank.rank, adopt.source)
+        if books := rank.books:
+            books.take_steps(rank.rank, adopt.source)
         rank.reduced = adopt.window
         self._say_taken(adopt.window, rank.now_s - began_s)
 

@@ -106,8 +106,7 @@ class SimulatedWindowEpoch:
         rank.sums.load_s += item.load_s
         rank.history.batch(rank.rank, f"batch {item.number}", ready_s, now_s)
         rank.trained(item.parts)
-        if self._sim.books is not None:
-            books = self._sim.books[rank.run]
+        if books := rank.books:
             books.trained(rank.rank, self._epoch, item.parts)
         if self._bad:
             whole = {int(rank.whole.batches_in(start)) for start, _ in item.parts}
@@ -178,8 +177,7 @@ class SimulatedWindowEpoch:
             yield self._copy_s
             rank.sums.copies_s += self._copy_s
         self._report()
-        if self._sim.books is not None:
-            books = self._sim.books[rank.run]
+        if books := rank.books:
             books.offer(rank.rank, loop.window, is_finite=self._is_finite)
         self._sim.send(
             WindowClosed(
@@ -234,8 +232,7 @@ class SimulatedWindowEpoch:
             yield self._copy_s
             rank.sums.copies_s += self._copy_s
         self._in_flight = None
-        if self._sim.books is not None:
-            books = self._sim.books[rank.run]
+        if books := rank.books:
             if collective.value is None:
                 told = self._sim.plans[plan.window]
                 collective.value = books.reduce(
@@ -293,8 +290,7 @@ class SimulatedWindowEpoch:
                 assert last is not None
                 loop.reduced(rank.now_s)
                 rank.reduced = loop.reduced_window
-                if self._sim.books is not None:
-                    books = self._sim.books[rank.run]
+                if books := rank.books:
                     books.take(rank.rank, holders[0], last.window)
         loop.regrouped()
         self._in_flight = None

@@ -23,6 +23,7 @@ from elche.runtime.sync.sync_epoch import SyncEpoch
 from elche.runtime.watch.live_graph import LiveGraph
 from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Simulation, Watch
+from tests.sim.books import Books
 
 STEPS = 6
 BATCH = 4
@@ -210,7 +211,7 @@ def said_by_the_simulator(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, fl
     run = SimulatedRun(policy="sync", samples=STEPS * BATCH, batch_size=BATCH)
     device = Device(seconds_per_sample=1.0 / BATCH)
     link = Link(latency_s=0.0, bytes_per_s=1e12)
-    sim = Simulation(Cluster(run=run, devices=(device,), link=link), Watch(checks=True))
+    sim = Simulation(Cluster(run=run, devices=(device,), link=link), Watch(books=Books))
     said: list[tuple[str, float]] = []
     send = sim.send
 

@@ -16,9 +16,9 @@ from itertools import chain, groupby
 from operator import itemgetter
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.sim.books import Books, Model, Part
 from elche.sim.report import report_of
 from elche.sim.simulation import Simulation, Watch
+from tests.sim.books import Books, Model, Part
 from tests.sim.checks import MOST_HAPPENINGS
 from tests.sim.golden.stories import Story
 from tests.sim.test_cuts import CutSimulation
@@ -69,7 +69,7 @@ def outcome(story: Story) -> Outcome:
 def play(story: Story) -> CutSimulation | WatchedSimulation:
     """Simulates a story with every check on.
 
-    The books of `elche.sim.books` are kept and compared at every epoch's end: a lost or
+    The books of `tests.sim.books` are kept and compared at every epoch's end: a lost or
     doubled position raises here.
     """
     sim: CutSimulation | WatchedSimulation
@@ -77,7 +77,7 @@ def play(story: Story) -> CutSimulation | WatchedSimulation:
         assert not story.deaths
         sim = CutSimulation(story.cluster, story.cuts)
     else:
-        watch = Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS)
+        watch = Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS)
         sim = WatchedSimulation(story.cluster, watch, story.deaths)
     sim.run()
     return sim
@@ -163,7 +163,6 @@ def _model_parts(sim: Simulation, run: int) -> list[Part]:
 
 
 def _books(sim: Simulation, run: int) -> Books:
-    assert sim.books is not None
     return sim.books[run]
 
 

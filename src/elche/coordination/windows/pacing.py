@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from elche.cadence.alignment import aligned_anchor
 from elche.cadence.divergence import DivergenceGuard
 from elche.cadence.el_che import ElChe, ElCheConfig
 from elche.cadence.overlapped import ROOM, BatchTimes, anchor_for, best_anchor
 from elche.cadence.rank_time import RankTimes
+from elche.cadence.window import aligned_anchor
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.windows.reductions import Reduction

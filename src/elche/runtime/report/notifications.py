@@ -103,7 +103,7 @@ class RunNotifications:
         last = self.epoch_metrics[-1] if self.epoch_metrics else None
         rates = last.rank_samples_per_s if last else ()
         sample_s = [1.0 / rate for rate in rates if rate]
-        bound = whole_sample_bound(batch_size, sample_s, [0.0] * len(sample_s))
+        bound = whole_sample_bound(batch_size, sample_s)
         if bound is None:
             return ""
         left, enough = bound

@@ -1,14 +1,12 @@
 """`auto`: the schedule of least makespan for measured costs and memory limits.
 
 It times every published schedule that is defined for the placement and fits the memory;
-neighbouring stages of one rank also as if they were one stage; then list schedules;
-then orders of 1F1B with other numbers of warm-up forwards, with every W put where the
-costs leave a gap; short schedules also with random departures from the rules; with B in
-place of I and W on stages where the split costs more than it gains; and improves the
-best of them along its critical path. How much is tried depends on the number of
-actions, never on a clock, so that all ranks find the same schedule. What a lower bound
-shows to be no better than the best so far is not tried, or given up half-way; and all
-ends where the best reaches it.
+then list schedules; then orders of 1F1B with other numbers of warm-up forwards, with
+every W put where the costs leave a gap; with B in place of I and W on stages where the
+split costs more than it gains. It improves the best of them along its critical path.
+How much is tried depends on the number of actions, never on a clock, so that all ranks
+find the same schedule. What a lower bound shows to be no better than the best so far is
+not tried, or given up half-way; and all ends where the best reaches it.
 """
 
 from __future__ import annotations
@@ -16,17 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from random import Random
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule, loop_placement, v_placement
 from elche.schedule.bounds import MakespanBounds
-from elche.schedule.codes import B, F, I, Rows, W, decode, spread, unfused
+from elche.schedule.codes import B, F, I, Rows, W, decode, spread
 from elche.schedule.costs import (
     PipelineCosts,
     RankTimes,
     equal_costs,
-    fused,
     renumbered,
 )
 from elche.schedule.generators.critical_path import improve
@@ -38,7 +34,6 @@ from elche.schedule.generators.schedules import (
     fits_placement,
     fixed_orders,
 )
-from elche.schedule.generators.shaking import shaken_schedule
 from elche.schedule.generators.v_shape import (
     V_HALF_STEPS,
     V_TWO_THIRDS_STEPS,
@@ -49,8 +44,6 @@ from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 EXTRA_ACTIONS = 150_000  # actions in variants beyond the published schedules
 MAX_EVALUATIONS = 60
 IMPROVED_ACTIONS = 10_000  # actions in all schedules that the improvement tries
-SHAKEN_ACTIONS = 8_000  # in all random schedules; none where they would be few
-FEWEST_TRIES, MOST_TRIES = 20, 300
 _TOLERANCE = 1e-9
 
 
@@ -155,7 +148,6 @@ class _Search:
             attempt()
             if self.left < 0 or self._is_optimal():
                 break
-        self._shake()
         self._merge()
         evaluations = IMPROVED_ACTIONS // sum(map(len, self.rows))
         if not self._is_optimal() and evaluations:
@@ -218,8 +210,6 @@ class _Search:
 
     def _variants(self) -> Iterator[Callable[[], None]]:
         table, count, limits = self.table, self.count, self.limits
-        if self.published == ["gpipe"]:
-            yield self._fuse
         for rule in (Rule(), Rule(oldest_first=True), Rule(patience=0.5)):
             yield partial(self._list, rule)
         if self.costs.placement == loop_placement(table.num_ranks):
@@ -233,28 +223,6 @@ class _Search:
         if self.rows:
             yield partial(self._place, self.name, self.rows)
         yield partial(self._list, Rule(deep_first=False))
-
-    def _shake(self) -> None:
-        """Offers random departures from the rules, where schedules are short."""
-        tries = SHAKEN_ACTIONS // (3 * self.table.num_stages * self.count)
-        if tries < FEWEST_TRIES:
-            return
-        random = Random(0)
-        for _ in range(min(tries, MOST_TRIES)):
-            if self._is_optimal():
-                return
-            rows = shaken_schedule(
-                self.table, self.count, self.limits, random, self.makespan
-            )
-            self._offer("list", rows)
-
-    def _fuse(self) -> None:
-        """Offers the best schedule of neighbouring stages as one."""
-        whole, groups = fused(self.costs)
-        if len(groups) < len(self.costs.stages):
-            search = _Search(whole, self.count)
-            search.run(math.inf)
-            self._offer(search.name, unfused(search.rows, groups, self.count))
 
     def _merge(self) -> None:
         """Tries B in place of I and W on the stages where B is cheaper."""
@@ -274,13 +242,7 @@ class _Search:
 
 
 def merged(rows: Rows, stages: frozenset[int] | set[int], count: int) -> Rows:
-    """Replaces I by B, and drops W, on some stages.
-
-    Args:
-        rows: codes of each rank.
-        stages: to merge.
-        count: microbatches.
-    """
+    """Replaces I by B, and drops W, on some stages."""
     result: Rows = []
     for row in rows:
         kept = []

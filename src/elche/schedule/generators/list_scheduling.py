@@ -129,13 +129,7 @@ class ListScheduler:
     def _executor(
         self, heap: list[tuple[float, int]], wake_at: list[float], spare: list[float]
     ) -> Callable[[int, int], bool]:
-        """Runs a code on the rank on top of the heap; False once none may wait longer.
-
-        Args:
-            heap: ranks by the time at which they choose next.
-            wake_at: that time.
-            spare: time that each rank may yet wait.
-        """
+        """Runs a code on the rank on top of the heap; False where it waits too long."""
         count, rows, held, weights = self.count, self.rows, self.held, self.weights
         durations, releases = self.table.durations, self.table.releases
         forward_at, backward_at = self.forward_at, self.backward_at

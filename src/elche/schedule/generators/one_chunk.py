@@ -15,13 +15,7 @@ from elche.schedule.codes import B, F, I, Rows, W
 
 
 def gpipe_rows(placement: tuple[int, ...], num_ranks: int, count: int) -> Rows:
-    """All forwards, then all backwards, for any placement.
-
-    Args:
-        placement: the rank of each stage.
-        num_ranks: ranks.
-        count: microbatches.
-    """
+    """All forwards, then all backwards, for any placement."""
     rows: Rows = [[] for _ in range(num_ranks)]
     for stage, rank in enumerate(placement):
         rows[rank] += [(stage * count + each) * 8 + F for each in range(count)]

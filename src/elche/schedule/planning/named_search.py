@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import combinations, pairwise, permutations
 from typing import final
 
@@ -16,18 +17,17 @@ from elche.schedule.generators.schedules import placement_for
 from elche.schedule.planning.partition import Partition
 from elche.schedule.planning.partition_costs import link_bound
 from elche.schedule.planning.partition_search import (
+    NEVER,
     Evaluator,
+    Measure,
+    descend,
     fits,
     loads_of,
-    moved_layers,
 )
 
 ALL_PARTITIONS = 3_000  # so many are tried one by one
 SEARCHED_ACTIONS = 60_000  # timed for one schedule, roughly
 _TOLERANCE = 1e-9
-
-Measure = tuple[float, float]
-"""Bytes that the worst rank lacks, and the step's time."""
 
 
 @final
@@ -58,7 +58,7 @@ class NamedSearch:
         )
         self._undefined: dict[int, str] = {}
         self.best: Partition | None = None
-        self.least: Measure = (math.inf, math.inf)
+        self.least = NEVER
 
     def run(self, starts: Iterable[Partition]) -> None:
         """Searches, from these partitions on."""
@@ -74,39 +74,35 @@ class NamedSearch:
                 if self._evaluator.actions >= until or self._is_beaten(bound_s):
                     break
                 self._try(each)
-        self._descend(until)
+        if self.best is not None:
+            descend(self._table, self.best, self.least, partial(self._measure, until))
 
     @property
     def reason(self) -> str:
         """Reason why the schedule is not defined for so many devices, or ""."""
         return next(iter(self._undefined.values()), "")
 
-    def _descend(self, until: int) -> None:
-        improved = self.best is not None
-        while improved and self.best is not None:
-            improved = False
-            for each in moved_layers(self._table, self.best):
-                if self._evaluator.actions >= until:
-                    return
-                if fits(self._table, each) and not self._is_beaten(self._bound_s(each)):
-                    improved = self._try(each)
-                    if improved:
-                        break
+    def _measure(self, until: int, partition: Partition, _: Measure) -> Measure | None:
+        if self._evaluator.actions >= until:
+            return None
+        is_able = fits(self._table, partition)
+        if not is_able or self._is_beaten(self._bound_s(partition)):
+            return NEVER
+        return self._try(partition)
 
-    def _try(self, partition: Partition) -> bool:
+    def _try(self, partition: Partition) -> Measure:
         ranks = len(partition.ranks)
         if ranks in self._undefined or ranks not in self._placements:
-            return False
+            return NEVER
         try:
             found = self._evaluator.measure(self._name, partition)
         except ConfigError as error:
             self._undefined[ranks] = str(error)
-            return False
+            return NEVER
         lack, step_s = self.least
-        is_better = found < (lack, step_s * (1 - _TOLERANCE))
-        if is_better:
+        if found < (lack, step_s * (1 - _TOLERANCE)):
             self.best, self.least = partition, found
-        return is_better
+        return found
 
     def _is_beaten(self, bound_s: float) -> bool:
         lack, step_s = self.least

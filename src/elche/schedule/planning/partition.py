@@ -87,10 +87,6 @@ class Places:
 class ProfileTable:
     """Sums over the layers of a profile, for the inner loops.
 
-    Args:
-        profile: of model and devices.
-        num_microbatches: of one step.
-
     Attributes:
         split_work: per device, seconds of F, I and W of all microbatches in the layers
             before each index.
@@ -111,13 +107,10 @@ class ProfileTable:
                 f"a step needs at least one microbatch, got {num_microbatches}"
             )
         self.profile, self.count = profile, num_microbatches
-        self.split_work: list[list[float]] = []
-        self.whole_work: list[list[float]] = []
-        self.forward: list[list[float]] = []
-        self.backward_input: list[list[float]] = []
-        self.weight: list[list[float]] = []
-        self.backward: list[list[float]] = []
         layers = profile.layers
+        self.split_work, self.whole_work = [], []
+        self.forward, self.backward_input = [], []
+        self.weight, self.backward = [], []
         for device in profile.devices:
             times = [layer.times_on(device.kind) for layer in layers]
             speed = device.speed
@@ -129,18 +122,10 @@ class ProfileTable:
             self.backward_input.append(inputs)
             self.weight.append(weight)
             self.backward.append(whole)
-            self.split_work.append(
-                [
-                    num_microbatches * (one + two + three)
-                    for one, two, three in zip(forward, inputs, weight, strict=True)
-                ]
-            )
-            self.whole_work.append(
-                [
-                    num_microbatches * (one + two)
-                    for one, two in zip(forward, whole, strict=True)
-                ]
-            )
+            split = map(sum, zip(forward, inputs, weight, strict=True))
+            both = map(sum, zip(forward, whole, strict=True))
+            self.split_work.append([num_microbatches * each for each in split])
+            self.whole_work.append([num_microbatches * each for each in both])
         self.has_whole_backward = any(
             times.backward_s is not None
             for layer in layers
@@ -246,10 +231,6 @@ def sum_bound(table: ProfileTable, partition: Partition) -> float:
 
     A makespan that no schedule beats where each device has one stage. With several
     stages on a device each stage counts for itself.
-
-    Args:
-        table: of model and devices.
-        partition: of its layers.
     """
     bounds, devices = partition.boundaries, partition.devices
     reached = most = 0.0

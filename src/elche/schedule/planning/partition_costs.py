@@ -74,10 +74,6 @@ def link_bound(table: ProfileTable, partition: Partition) -> float:
 
     `timing` lets messages overlap each other; no step is shorter than this. Counted
     from the first microbatch's forward, until it first reaches the link.
-
-    Args:
-        table: of model and devices.
-        partition: of its layers.
     """
     bounds, devices = partition.boundaries, partition.devices
     ends: dict[tuple[int, int], float] = {}
@@ -100,10 +96,6 @@ def shortage(
 
     Of all partitions over the devices in the given orders, the one whose largest lack
     is least; one microbatch's activations are counted.
-
-    Args:
-        table: of model and devices.
-        orders: of devices.
 
     Returns:
         Bytes lacking, device, and its first and last layer; None if a partition fits.

@@ -24,13 +24,14 @@ from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 _LEAST_ACTIONS = 500  # `auto` on a short schedule costs as much as on one of these
 _LIST_COST = 4  # a list schedule takes about as long as timing four
 _TOLERANCE = 1e-9
+NEVER = (math.inf, math.inf)
+
+Measure = tuple[float, float]
+"""What is to be least: bytes that the worst rank lacks, and the step's seconds."""
 
 
 class Evaluator:
     """Simulated step times of partitions, with schedules that are quickly made.
-
-    Args:
-        table: of model and devices.
 
     Attributes:
         actions: timed so far, as a measure of effort.
@@ -127,66 +128,78 @@ def fits(table: ProfileTable, partition: Partition) -> bool:
     )
 
 
+def descend(
+    table: ProfileTable,
+    start: Partition,
+    least: Measure,
+    measure: Callable[[Partition, Measure], Measure | None],
+) -> Partition:
+    """Moves layers between stages, one at a time, while a measure gets less.
+
+    Args:
+        table: of model and devices.
+        start: the first partition.
+        least: its measure.
+        measure: of a partition, beside the least one so far; None once the search has
+            cost enough.
+
+    Returns:
+        A partition at least as good as `start`.
+    """
+    best, improved = start, True
+    while improved:
+        improved = False
+        for moved in moved_layers(table, best):
+            found = measure(moved, least)
+            if found is None:
+                return best
+            if found < (least[0] * (1 - _TOLERANCE), least[1] * (1 - _TOLERANCE)):
+                best, least, improved = moved, found, True
+                break
+    return best
+
+
 def refine(evaluator: Evaluator, start: Partition, actions: int) -> Partition:
-    """Moves layers between stages while the simulated step gets shorter.
+    """Descends by the simulated step.
 
     Args:
         evaluator: times partitions.
         start: a partition that fits.
         actions: to time at most, roughly.
-
-    Returns:
-        A partition at least as good as `start`.
     """
-    best, best_s = start, evaluator.step_s(start)
     limit = evaluator.actions + actions
-    improved = True
-    while improved:
-        improved = False
-        for moved in moved_layers(evaluator.table, best):
-            if evaluator.actions >= limit:
-                return best
-            time = evaluator.step_s(moved)
-            if time < best_s * (1 - _TOLERANCE):
-                best, best_s, improved = moved, time, True
-                break
-    return best
+
+    def measure(moved: Partition, _: Measure) -> Measure | None:
+        return None if evaluator.actions >= limit else (0.0, evaluator.step_s(moved))
+
+    return descend(evaluator.table, start, (0.0, evaluator.step_s(start)), measure)
 
 
 def polish(
     table: ProfileTable,
     start: Partition,
-    measure: Callable[[Partition], float],
+    step_s: Callable[[Partition], float],
     actions: int,
 ) -> Partition:
-    """Moves layers between stages while a dear measure of the step gets shorter.
-
-    What cannot be better, by the bounds of its costs, is not measured.
+    """Descends by a dear measure, without what cannot be better by its bounds.
 
     Args:
         table: of model and devices.
         start: a partition that fits.
-        measure: seconds of a step.
+        step_s: seconds of a step.
         actions: in all schedules that are measured, roughly.
-
-    Returns:
-        A partition at least as good as `start`.
     """
-    best, best_s = start, measure(start)
-    improved = True
-    while improved:
-        improved = False
-        for moved in moved_layers(table, best):
-            if not fits(table, moved) or _least_s(table, moved) >= best_s:
-                continue
-            if actions <= 0:
-                return best
-            actions -= max(3 * len(moved.sizes) * table.count, _LEAST_ACTIONS)
-            time = measure(moved)
-            if time < best_s * (1 - _TOLERANCE):
-                best, best_s, improved = moved, time, True
-                break
-    return best
+
+    def measure(moved: Partition, least: Measure) -> Measure | None:
+        nonlocal actions
+        if not fits(table, moved) or _least_s(table, moved) >= least[1]:
+            return NEVER
+        if actions <= 0:
+            return None
+        actions -= max(3 * len(moved.sizes) * table.count, _LEAST_ACTIONS)
+        return 0.0, step_s(moved)
+
+    return descend(table, start, (0.0, step_s(start)), measure)
 
 
 def _least_s(table: ProfileTable, partition: Partition) -> float:
@@ -197,30 +210,19 @@ def _least_s(table: ProfileTable, partition: Partition) -> float:
 
 
 def balanced(table: ProfileTable, start: Partition) -> Partition:
-    """Moves layers between stages while the busiest device's work gets less.
+    """Descends by the busiest device's work.
 
     For several stages per device, where the exact partition balances the stages and
     not the devices.
 
-    Args:
-        table: of model and devices.
-        start: a partition that fits.
-
     Returns:
         A partition that fits, in the placement of `start`.
     """
-    best, improved = start, True
-    while improved:
-        options = [each for each in moved_layers(table, best) if fits(table, each)]
-        better = min(options, key=lambda each: _imbalance(table, each), default=best)
-        most, squares = _imbalance(table, best)
-        improved = _imbalance(table, better) < (
-            most * (1 - _TOLERANCE),
-            squares * (1 - _TOLERANCE),
-        )
-        if improved:
-            best = better
-    return best
+
+    def measure(moved: Partition, _: Measure) -> Measure:
+        return _imbalance(table, moved) if fits(table, moved) else NEVER
+
+    return descend(table, start, _imbalance(table, start), measure)
 
 
 def _imbalance(table: ProfileTable, partition: Partition) -> tuple[float, float]:

@@ -123,10 +123,6 @@ def ideal_step_s(profile: PipelineProfile, num_microbatches: int) -> float:
 
     The whole model's work over the sum of the devices' speeds, each of which is one
     over the time that it would need alone.
-
-    Args:
-        profile: of model and devices.
-        num_microbatches: of one step.
     """
     table = ProfileTable(profile, num_microbatches)
     layers = len(profile.layers)

@@ -67,10 +67,6 @@ _TOLERANCE = 1e-9
 def plan_pipeline(profile: PipelineProfile, config: PlanConfig) -> Plan:
     """Chooses partition and schedule of least step time that fit the memory.
 
-    Args:
-        profile: of model and devices.
-        config: what is asked.
-
     Raises:
         ConfigError: more devices than layers where all must be used, no partition fits
             the memory, or the schedule that was asked for cannot run.

@@ -94,7 +94,6 @@ class BenchContender(Contender):
         )
         sent_bytes = self._counted_bytes()
         found = training.run(self.spec.max_seconds)
-        (Path(self.spec.out) / f"spans-{self._rank}.jsonl").write_text("")
         return {
             **found,
             "device": self._placement.device_name,

@@ -66,7 +66,7 @@ def main() -> None:
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("elche-demo"),
     show_default=True,
-    help="Directory for the table, the picture and the trace.",
+    help="Directory for the table and the trace.",
 )
 @click.option(
     "--seconds",

@@ -217,7 +217,8 @@ def _start_beside(placement: Placement) -> tuple[tuple[str, int], bytes]:
         [
             sys.executable,
             "-m",
-            "elche.runtime.process.coordinator",
+            "elche.runtime.coordinator_process.serving",
+            "beside",
             str(placement.world_size),
             placement.listen,
         ],

@@ -62,7 +62,6 @@ class LaunchConfig:
         on_line: called with rank and text of each line that a rank prints, instead
             of passing the ranks' standard output on.
         network: where ranks and coordinator meet, if not on this host's loopback.
-        on_first_batch: called when the coordinator first hears that batches are done.
         story_path: file for what the ranks and the coordinator said and decided,
             written when the run ends, however it ends.
         start: starts a rank's process with this environment, in place of the command.
@@ -81,7 +80,6 @@ class LaunchConfig:
     environment: Mapping[str, str] = field(default_factory=dict)
     on_line: Callable[[int, str], None] | None = None
     network: Network | None = None
-    on_first_batch: Callable[[], None] | None = None
     story_path: Path | None = None
     start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
     trace_path: Path | None = None
@@ -211,12 +209,11 @@ class _LaunchedRun:
         self.server = server = KeptCoordinator(
             config.world_size,
             key,
+            listen(LOOPBACK, 0) if network is None else network.listener(),
             survives=network is None,
-            listener=listen(LOOPBACK, 0) if network is None else network.listener(),
         )
         if display is not None:
             server.on_message = display.see
-        server.on_first_batch = config.on_first_batch
         # A store is reached from loopback alone; on a network given nobody needs it.
         self._store = TorchStore() if network is None else None
         self.processes = RankProcesses(server)

@@ -114,7 +114,6 @@ class _Restarts:
         self._say = say
         folder = restarts.checkpoint_dir
         self._store = None if folder is None else CheckpointStore(folder, restarts.keep)
-        self._died_s = math.nan
 
     def run(self) -> LaunchResult:
         """All starts; how the last one ended."""
@@ -126,8 +125,7 @@ class _Restarts:
             left = self._restarts.max_restarts - number
             if not result.exit_code or result.signal or not left:
                 break
-            self._died_s = result.failed_s or time.monotonic()
-            lived_s = self._died_s - begun_s
+            lived_s = (result.failed_s or time.monotonic()) - begun_s
             has_won = self._newest() != newest if self._store else lived_s > AT_ONCE_S
             before, error = error, _why(result)
             if error == before and result.exit_code < 128 and not has_won:
@@ -147,15 +145,7 @@ class _Restarts:
 
     def _told(self, config: LaunchConfig, is_restart: bool) -> LaunchConfig:
         own = self._restarts.environment(is_restart)
-        return replace(
-            config,
-            environment={**config.environment, **own},
-            on_first_batch=self._say_first_batch if is_restart else None,
-        )
-
-    def _say_first_batch(self) -> None:
-        """The coordinator has the first report of batches: they are done by then."""
-        self._say(f"first batches {time.monotonic() - self._died_s:.1f} s after it")
+        return replace(config, environment={**config.environment, **own})
 
     def _newest(self) -> str | None:
         return None if self._store is None else self._store.newest_name()

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ from tests.torch_without import CHECKS, REFUSED
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "elche"
 HOME = SRC / "torch_internals"
+for path in HOME.glob("*.py"):  # which looks all names up
+    import_module(f"elche.torch_internals.{path.stem}")
 NOT_TORCH = ("_fields", "_extra_state", "_elche_")
 """Of namedtuples, of state dicts' format, and what elche sets on a user's objects."""
 ELSEWHERE = {

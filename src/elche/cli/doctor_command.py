@@ -58,7 +58,7 @@ def run_doctor(
         "ranks": [asdict(rank) for rank in ranks],
         "policies": {each.policy: asdict(each) for each in predicted},
         "auto": choice,
-        "findings": [each._asdict() for each in found],
+        "findings": [{"severity": each[0], "text": each[1]} for each in found],
     }
     write_json(json_path, values)
     if json_path != "-":

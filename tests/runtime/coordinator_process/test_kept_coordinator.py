@@ -263,5 +263,3 @@ def test_neither_side_keeps_what_the_other_has_taken() -> None:
         channel.store_set("last", b"")
         channel.store_get("last", WAIT_S)
         assert len(channel._outbox.rest()) < 2 * ACK_EVERY
-
-

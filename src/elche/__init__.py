@@ -18,53 +18,45 @@ if TYPE_CHECKING:
     from elche import monitor as monitor
     from elche import pipeline as pipeline
     from elche import trainer as trainer
-    from elche.by_hand.replica import Replica as Replica
-    from elche.by_hand.replica import init_group as init_group
-    from elche.comm.norm.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-    from elche.comm.norm.sync_batch_norm import (
-        convert_sync_batchnorm as convert_sync_batchnorm,
-    )
-    from elche.config import RunConfig as RunConfig
-    from elche.config_parts import WindowConfig as WindowConfig
-    from elche.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
-    from elche.errors import ConfigError as ConfigError
-    from elche.errors import ElcheError as ElcheError
-    from elche.launching.launching import launch as launch
-    from elche.session.checkpoints import epochs as epochs
+    from elche.by_hand.replica import Replica, init_group
+    from elche.comm.norm.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from elche.config import RunConfig
+    from elche.config_parts import WindowConfig
+    from elche.ddp.wrapper import DistributedDataParallel
+    from elche.errors import ConfigError, ElcheError
+    from elche.launching.launching import launch
     from elche.session.checkpoints import (
-        register_for_checkpointing as register_for_checkpointing,
+        epochs,
+        register_for_checkpointing,
+        resume,
+        save,
+        save_every,
     )
-    from elche.session.checkpoints import resume as resume
-    from elche.session.checkpoints import save as save
-    from elche.session.checkpoints import save_every as save_every
-    from elche.session.gather import all_gather as all_gather
+    from elche.session.gather import all_gather, gather
     from elche.session.gather import any as any
-    from elche.session.gather import gather as gather
-    from elche.session.learning_rate import ProgressLR as ProgressLR
-    from elche.session.learning_rate import follow as follow
-    from elche.session.metrics import batch_weight as batch_weight
-    from elche.session.metrics import epoch_metrics as epoch_metrics
-    from elche.session.metrics import log_scalar as log_scalar
-    from elche.session.metrics import log_to as log_to
-    from elche.session.metrics import metrics as metrics
-    from elche.session.metrics import summary as summary
-    from elche.session.metrics import timeline as timeline
+    from elche.session.learning_rate import ProgressLR, follow
+    from elche.session.metrics import (
+        batch_weight,
+        epoch_metrics,
+        log_scalar,
+        log_to,
+        metrics,
+        summary,
+        timeline,
+    )
     from elche.session.output import print as print
-    from elche.session.output import progress as progress
-    from elche.session.process import shutdown as shutdown
-    from elche.session.ranks import barrier as barrier
-    from elche.session.ranks import device as device
-    from elche.session.ranks import is_main_process as is_main_process
-    from elche.session.ranks import rank as rank
-    from elche.session.ranks import world_size as world_size
-    from elche.session.setup import setup as setup
-    from elche.session.state import load_state_dict as load_state_dict
-    from elche.session.state import progress_samples as progress_samples
-    from elche.session.state import progress_steps as progress_steps
-    from elche.session.state import state_dict as state_dict
-    from elche.trainer.evaluation import evaluate as evaluate
-    from elche.trainer.evaluation import predict as predict
-    from elche.trainer.trainer import Trainer as Trainer
+    from elche.session.output import progress
+    from elche.session.process import shutdown
+    from elche.session.ranks import barrier, device, is_main_process, rank, world_size
+    from elche.session.setup import setup
+    from elche.session.state import (
+        load_state_dict,
+        progress_samples,
+        progress_steps,
+        state_dict,
+    )
+    from elche.trainer.evaluation import evaluate, predict
+    from elche.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -119,7 +111,15 @@ _REMOVED = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _PLACE_OF = {name: home for home, names in MODULES.items() for name in names}
 
-__all__ = sorted(_HOME_OF.keys() - {"any", "print"})  # a * import hides no builtin
+# Without any and print: a * import hides no builtin.
+__all__ = ["ConfigError", "DistributedDataParallel", "ElcheError", "ProgressLR"]
+__all__ += ["Replica", "RunConfig", "SyncBatchNorm", "Trainer", "WindowConfig"]
+__all__ += ["all_gather", "barrier", "batch_weight", "convert_sync_batchnorm", "device"]
+__all__ += ["epoch_metrics", "epochs", "evaluate", "follow", "gather", "init_group"]
+__all__ += ["is_main_process", "launch", "load_state_dict", "log_scalar", "log_to"]
+__all__ += ["metrics", "predict", "progress", "progress_samples", "progress_steps"]
+__all__ += ["rank", "register_for_checkpointing", "resume", "save", "save_every"]
+__all__ += ["setup", "shutdown", "state_dict", "summary", "timeline", "world_size"]
 
 
 def __getattr__(name: str) -> Any:

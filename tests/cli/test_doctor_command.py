@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,12 +17,10 @@ from elche.cli import doctor_command
 from elche.cli.doctor_findings import (
     MachineFacts,
     RankReport,
-    Severity,
     cost_of_steps,
     findings,
     predictions,
 )
-from elche.cli.doctor_probe import saved_bytes, sized_network
 from elche.cli.main import main
 
 SOUND = MachineFacts(
@@ -41,11 +38,8 @@ RANK = RankReport(
     rank=0,
     device="cpu",
     name="CPU",
-    matmul_tflops=0.1,
     sample_s=1e-3,
     fixed_s=1e-3,
-    free_bytes=1 << 33,
-    largest_batch=1000,
     overrun=0.0,
     links={},
     reduction_s=1e-3,
@@ -88,14 +82,14 @@ def test_what_is_wrong_is_named(
 ) -> None:
 
     (found,) = findings(replace(SOUND, **changed), devices)  # type: ignore[arg-type]
-    assert found.severity is Severity(severity)
+    assert found.severity == severity
     assert re.search(said, found.text)
 
 
 def test_the_worst_comes_first() -> None:
     machine = replace(SOUND, accelerators=("mps",), open_files=1)
     found = findings(machine, [], failure="rank 1 ended")
-    assert [each.severity.value for each in found] == ["broken", "warning", "note"]
+    assert [each.severity for each in found] == ["broken", "warning", "note"]
 
 
 @given(
@@ -126,16 +120,6 @@ def test_devices_that_bring_nothing_together_are_named() -> None:
     assert [each.text.split()[0] for each in found] == ["rank", "rank", "these"]
 
 
-def test_the_network_has_its_size_and_its_memory_is_counted() -> None:
-    network = sized_network(100_000)
-    parameters = sum(p.numel() for p in network.parameters())
-    assert parameters == pytest.approx(100_000, rel=0.02)
-    width = network[0].in_features
-    # Twice: the input, and what each layer keeps for its backward pass.
-    kept = 2 * 4 * (1 + len(network)) * width
-    assert 0.5 * kept <= saved_bytes(network, torch.device("cpu")) <= 1.5 * kept
-
-
 def test_what_is_broken_ends_with_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -159,18 +143,8 @@ def test_devices_and_links_are_measured() -> None:
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     first, second = figures["ranks"]
-    assert first["largest_batch"] > 16
     assert set(first["links"]) >= {"gloo"}
     assert second["reduction_s"] > 0
     assert first["sample_s"] > 0
     assert {"sync", "cadence", "async"} == set(figures["policies"])
     assert figures["auto"]
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_one_device_is_measured_alone() -> None:
-    result = CliRunner().invoke(main, ["doctor", "--nproc", "1"])
-    assert result.exit_code == 0, result.output
-    assert "matmul TFLOP/s" in result.output
-    assert "auto would choose" not in result.output

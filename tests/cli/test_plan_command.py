@@ -1,13 +1,11 @@
-"""``elche plan pipeline``: the report, the figures, pictures, and what goes wrong."""
+"""``elche plan pipeline``: the report, the figures, and what goes wrong."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
@@ -165,52 +163,6 @@ def test_the_format_in_the_help_is_one_that_can_be_read(tmp_path: Path) -> None:
     assert sum(figures(str(path))["partition"]) == 26
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_a_picture(layers: str, tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"plan{suffix}"
-    result = run(layers, "--draw", str(path))
-    assert result.exit_code == 0, result.output
-    data = path.read_bytes()
-    if suffix == ".png":
-        assert data.startswith(b"\x89PNG")
-        assert len(data) > 5_000
-    else:
-        drawn = ElementTree.fromstring(data)
-        assert drawn.tag.endswith("svg")
-        ids = {each.attrib.get("id", "") for each in drawn.iter()}
-        stages = len(figures(layers)["partition"])
-        forwards = {f"{stage}F{each}" for stage in range(stages) for each in range(8)}
-        assert forwards <= ids
-
-
-def test_pictures_say_what_is_what(layers: str, tmp_path: Path) -> None:
-    """The legend names the kinds of action that there are, and the paler stages."""
-    for schedule, letters, words in (
-        ("1f1b", "F forward, B backward; · idle", ("forward", "backward")),
-        (
-            "zb-v",
-            "F forward, I input gradient, W weight gradient; small letters: a rank's "
-            "later stages; · idle",
-            ("input gradient", "weight gradient", "paler: a device's later stages"),
-        ),
-    ):
-        path = tmp_path / f"{schedule}.svg"
-        result = run(layers, "--schedule", schedule, "--draw", str(path))
-        assert result.exit_code == 0, result.output
-        assert letters in result.output.splitlines()
-        for word in words:
-            assert f"<!-- {word} -->" in path.read_text()
-
-
-def test_a_picture_without_matplotlib(
-    layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = run(layers, "--draw", str(tmp_path / "plan.svg"))
-    assert result.exit_code == 2
-    assert "pip install 'elche[plot]'" in " ".join(result.output.split())
-
-
 def test_the_schedule_as_a_file(layers: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
     assert run(layers, "--schedule", "1f1b", "--csv", str(path)).exit_code == 0
@@ -222,7 +174,7 @@ def test_the_schedule_as_a_file(layers: str, tmp_path: Path) -> None:
     [
         (("--microbatches", "0"), "at least one microbatch, got 0"),
         (("--stages-per-device", "0"), "at least one stage per device, got 0"),
-        (("--draw", "plan.pdf"), "ends in .svg or .png, got plan.pdf"),
+        (("--draw", "plan.svg"), "`--draw` was removed: the terminal shows"),
         (("--json", "/no/such/place"), "cannot write"),
         (("--schedule", "2f2b"), "'2f2b' is not one of"),
         (

@@ -26,7 +26,6 @@ from elche.coordination.protocol.inputs import (
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import Outbox
 from elche.coordination.state import Coordinator
-from elche.runtime.coordinator_process.serving import pack_piece, replay_piece
 from elche.sim.cluster import Cluster
 from elche.sim.simulation import Simulation, Watch
 from tests.coordination.sync.test_lost_ranks import World, check
@@ -98,7 +97,7 @@ class DyingCore:
         reach("deaths of the coordinator")
         before, self._record = self._record, pickle.loads(self._copy)
         for entry in self._journal:
-            replay_piece(self._record, pack_piece([entry], before, says_told=True))
+            self._record.replay(pickle.loads(pickle.dumps([entry])))
         now = self._record
         assert now.core.aborted == before.core.aborted
         assert now.core.lost == before.core.lost

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from elche.demo.compare import ContenderRun
-from elche.monitor.trace import BATCH, Span
 
 
 def rank_result(
@@ -42,5 +41,5 @@ def rank_result(
 
 
 def run_of(name: str, *ranks: dict[str, Any]) -> ContenderRun:
-    """A run with a span."""
-    return ContenderRun(name, ranks, (Span(0, BATCH, BATCH, 0.0, 1.0),))
+    """A run of these ranks."""
+    return ContenderRun(name, ranks)

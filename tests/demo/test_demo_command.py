@@ -14,9 +14,8 @@ from click.testing import CliRunner
 
 from elche.cli.main import main
 from elche.demo.compare import ContenderRun, Devices
-from elche.demo.demo import SPEEDS, DemoConfig, choose_devices
+from elche.demo.demo import SPEEDS, choose_devices
 from elche.demo.outcome import DemoOutcome
-from elche.errors import ConfigError
 from tests.demo.fake_runs import rank_result, run_of
 
 EMULATED = Devices(speeds=(1.0, 0.25))
@@ -105,22 +104,6 @@ def test_it_says_what_was_emulated_and_how_well() -> None:
     assert real.startswith("Nothing was emulated: a device and a device.")
 
 
-def test_files_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    files = DemoOutcome(EMULATED, runs_with()).write(
-        tmp_path, {"command": "elche demo"}
-    )
-    assert [path.name for path in files] == ["table.json", "loss.png", "trace.json"]
-    values = json.loads(files[0].read_text())
-    assert values["emulated"] is True
-    assert values["command"] == "elche demo"
-    assert values["contenders"]["ddp"]["efficiency"] == pytest.approx(0.4)
-    assert files[1].read_bytes().startswith(b"\x89PNG")
-    events = json.loads(files[2].read_text())["traceEvents"]
-    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert names == ["rank 0: a device", "rank 1: a device"]
-
-
 @pytest.mark.parametrize(
     ("cards", "expected"),
     [
@@ -139,9 +122,25 @@ def test_unequal_accelerators_are_taken_where_there_are_any(
     assert choose_devices() == expected
 
 
-def test_seconds_are_positive() -> None:
-    with pytest.raises(ConfigError, match="positive --seconds"):
-        DemoConfig(out=Path("x"), seconds=0)
+def test_figures_hold_the_table_and_the_facts() -> None:
+    values = DemoOutcome(EMULATED, runs_with()).figures({"text": "a poem"})
+    assert (values["emulated"], values["text"]) == (True, "a poem")
+    assert values["contenders"]["ddp"]["efficiency"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("hetero --speeds 1,0.25", "hetero"),
+        ("chaos", "chaos"),
+        ("hetero --speeds 1,0.5 --link-mbit 10", "links"),
+    ],
+)
+def test_benchmarks_are_in_the_repository(words: str, name: str) -> None:
+    result = CliRunner().invoke(main, ["bench", *words.split()])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert f"run `python -m benchmarks.{name}` in a clone" in said
 
 
 def test_a_bad_text_or_directory_ends_with_code_2(tmp_path: Path) -> None:
@@ -152,25 +151,12 @@ def test_a_bad_text_or_directory_ends_with_code_2(tmp_path: Path) -> None:
         (["--text", str(tmp_path / "none"), *out], "cannot read the text"),
         (["--text", str(small), *out], "give a longer text"),
         (["--out", str(small)], "is a file"),
+        (["--seconds", "0", *out], "expected positive --seconds"),
         (["--out", str(small / "below")], "cannot make the directory"),
     ):
         result = CliRunner().invoke(main, ["demo", *options])
         assert result.exit_code == 2
         assert message in result.output
-
-
-@pytest.mark.parametrize("name", ["hetero", "pipeline", "chaos"])
-def test_benchmarks_are_in_the_repository(name: str) -> None:
-    result = CliRunner().invoke(main, ["bench", name, "--speeds", "1,0.25"])
-    assert result.exit_code == 2
-    words = " ".join(result.output.split())
-    assert f"run `python -m benchmarks.{name}` in a clone" in words
-
-
-def test_the_benchmark_of_links_is_named() -> None:
-    words = ["bench", "hetero", "--speeds", "1,0.5", "--link-mbit", "10"]
-    result = CliRunner().invoke(main, words)
-    assert "run `python -m benchmarks.links` in a clone" in result.output
 
 
 @pytest.mark.distributed

@@ -40,7 +40,6 @@ LAYERS = {
     "elche.checkpoint": Layer.SHELL,
     "elche.comm": Layer.SHELL,
     "elche.monitor.live_run": Layer.SHELL,
-    "elche.monitor.plots": Layer.SHELL,
     "elche.monitor.progress": Layer.SHELL,
     "elche.monitor.results": Layer.SHELL,
     "elche.pipeline": Layer.SHELL,

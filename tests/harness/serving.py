@@ -8,6 +8,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 
+from elche.comm.control.addresses import listen
 from elche.comm.control.key_file import KEY_BYTES
 from elche.runtime.process import coordinator
 from elche.runtime.process.launchers import LaunchFacts, rank_environments
@@ -33,7 +34,7 @@ def serve_in_thread(
     server.on_lost = fence or server.on_lost
     server.sees_ends = False
     loop = asyncio.new_event_loop()
-    address = loop.run_until_complete(server.start())
+    address = loop.run_until_complete(server.start(listen("127.0.0.1", 0)))
     thread = threading.Thread(target=loop.run_forever, name="elche-coordinator")
     thread.start()
     try:

@@ -18,10 +18,8 @@ from elche import __version__
 from elche.cadence.goodput import Prediction
 from elche.cli.doctor_findings import (
     PLACES,
-    Finding,
     MachineFacts,
     RankReport,
-    Severity,
     findings,
     predictions,
 )
@@ -60,23 +58,15 @@ def run_doctor(
         "ranks": [asdict(rank) for rank in ranks],
         "policies": {each.policy: asdict(each) for each in predicted},
         "auto": choice,
-        "findings": [
-            {"severity": each.severity.value, "text": each.text} for each in found
-        ],
+        "findings": [{"severity": each[0], "text": each[1]} for each in found],
     }
     write_json(json_path, values)
-    if json_path == "-":
-        return _exit_code(found)
-    lines = [*_machine_lines(machine), *_rank_lines(ranks, parameters, batch_size)]
-    lines += _prediction_lines(predicted, choice)
-    lines += [f"{each.severity.value}: {each.text}" for each in found]
-    sys.stdout.write("\n".join(lines if found else [*lines, "nothing looks wrong"]))
-    sys.stdout.write("\n")
-    return _exit_code(found)
-
-
-def _exit_code(found: Sequence[Finding]) -> int:
-    return int(any(each.severity is Severity.BROKEN for each in found))
+    if json_path != "-":
+        lines = [*_machine_lines(machine), *_rank_lines(ranks, parameters, batch_size)]
+        lines += _prediction_lines(predicted, choice)
+        lines += [": ".join(each) for each in found] or ["nothing looks wrong"]
+        print("\n".join(lines))
+    return int(any(each.severity == "broken" for each in found))
 
 
 def read_machine() -> MachineFacts:
@@ -142,15 +132,13 @@ def _rank_lines(
     if not ranks:
         return
     yield f"all at once: {parameters:,} parameters, batches of {batch_size}"
-    yield f"rank  {'device':32}  matmul TFLOP/s  samples/s  fixed ms  largest batch*"
+    yield f"rank  {'device':32}  samples/s  fixed ms"
     for rank in ranks:
         speed = batch_size / (rank.fixed_s + batch_size * rank.sample_s)
         yield (
             f"{rank.rank:4}  {rank.device + ' ' + rank.name:32.32}  "
-            f"{rank.matmul_tflops:14.3f}  {speed:9.1f}  {rank.fixed_s * 1e3:8.2f}  "
-            f"{rank.largest_batch:14,}"
+            f"{speed:9.1f}  {rank.fixed_s * 1e3:8.2f}"
         )
-    yield "* of this network, estimated from free memory\n"
     for transport, (latency_s, rate) in ranks[0].links.items():
         link = f"{latency_s * 1e6:.0f} µs latency, {rate / 1e6:.0f} MB/s"
         yield f"sum over all ranks by {transport}: {link}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from typing import NamedTuple
 
 from elche.cadence.chooser import Chooser
 from elche.cadence.convergence import UPDATES
 from elche.cadence.goodput import MeasuredCluster, Prediction, predict
 
+SEVERITIES = ("broken", "warning", "note")
+"""The worst first."""
 OLDEST_TORCH = (2, 9)
 LEAST_SHM_BYTES = 1 << 30
 """Docker gives 64 MiB: a few batches of DataLoader workers fill it."""
@@ -19,19 +21,10 @@ PLACES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "ELCHE_COORDINATOR")
 """Variables that make a plain script wait for other ranks."""
 
 
-class Severity(Enum):
-    """Severity of a finding."""
+class Finding(NamedTuple):
+    """Something that looks wrong, with what to do about it: of `SEVERITIES`."""
 
-    BROKEN = "broken"
-    WARNING = "warning"
-    NOTE = "note"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that looks wrong, with what to do about it."""
-
-    severity: Severity
+    severity: str
     text: str
 
 
@@ -70,11 +63,8 @@ class RankReport:
         rank: in the run.
         device: its name, such as ``cuda:0``.
         name: what the device is.
-        matmul_tflops: 1e12 float32 operations per second in matrix products.
         sample_s: seconds per sample of the test network's step.
         fixed_s: seconds of a step, however small.
-        free_bytes: memory for a rank of this device.
-        largest_batch: of the test network, by an estimate of its memory.
         overrun: part of an emulated device's steps that real computing took longer.
         links: latency in seconds and bytes per second, by transport.
         reduction_s: seconds of one reduction of the test network.
@@ -83,11 +73,8 @@ class RankReport:
     rank: int
     device: str
     name: str
-    matmul_tflops: float
     sample_s: float
     fixed_s: float
-    free_bytes: int
-    largest_batch: int
     overrun: float
     links: Mapping[str, tuple[float, float]]
     reduction_s: float
@@ -139,92 +126,62 @@ def findings(
     """
     found = [*_of_machine(machine), *_of_devices(machine, devices)]
     if failure:
-        found.append(
-            Finding(Severity.BROKEN, f"the ranks could not measure: {failure}")
-        )
+        found.append(Finding("broken", f"the ranks could not measure: {failure}"))
     for rank in ranks:
         if rank.overrun > 0.05:
             text = f"rank {rank.rank} is emulated faster than this machine computes "
             text += f"({rank.overrun:.0%} over): its speed is this machine's"
-            found.append(Finding(Severity.WARNING, text))
+            found.append(Finding("warning", text))
     if predicted and max(each.goodput for each in predicted) < LEAST_GAIN:
         text = "these ranks together are predicted to be no faster than the fastest "
         text += "device alone, for this model and batch: larger batches, a model that "
         text += "computes more per parameter, or that device alone"
-        found.append(Finding(Severity.WARNING, text))
-    order = list(Severity)
-    return sorted(found, key=lambda finding: order.index(finding.severity))
+        found.append(Finding("warning", text))
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def _of_machine(machine: MachineFacts) -> Iterator[Finding]:
-    broken, warning = Severity.BROKEN, Severity.WARNING
     torch = machine.versions["torch"]
-    if _version(torch) < OLDEST_TORCH:
-        yield Finding(broken, f"torch {torch} is too old: elche needs 2.9 or newer")
+    if tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
+        yield Finding("broken", f"torch {torch} is too old: elche needs 2.9 or newer")
     if machine.loopback_error:
-        yield Finding(
-            broken,
-            f"loopback (127.0.0.1) cannot be used: {machine.loopback_error}; ranks of "
-            "one host meet there",
-        )
+        text = f"loopback (127.0.0.1) cannot be used: {machine.loopback_error}; ranks "
+        yield Finding("broken", text + "of one host meet there")
     shm = machine.shm_bytes
     if shm is not None and shm < LEAST_SHM_BYTES:
-        yield Finding(
-            warning,
-            f"/dev/shm has {shm / 2**20:.0f} MiB, and DataLoader workers pass batches "
-            "through it: in Docker start with --shm-size=2g or --ipc=host",
-        )
+        text = f"/dev/shm has {shm / 2**20:.0f} MiB, and DataLoader workers pass "
+        text += "batches through it: in Docker start with --shm-size=2g or --ipc=host"
+        yield Finding("warning", text)
     if machine.open_files < LEAST_FILES:
-        yield Finding(
-            warning,
-            f"at most {machine.open_files} files may be open; DataLoader workers need "
-            "more: ulimit -n 4096",
-        )
+        text = f"at most {machine.open_files} files may be open; DataLoader workers "
+        yield Finding("warning", text + "need more: ulimit -n 4096")
     if machine.has_nvidia and "cuda" not in machine.accelerators:
         hidden = machine.environment.get("CUDA_VISIBLE_DEVICES")
         why = f"CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else "its driver"
-        yield Finding(
-            warning,
-            f"this machine has an NVIDIA device that torch {torch} cannot use: check "
-            f"{why}, and that torch is a CUDA build",
-        )
+        text = f"this machine has an NVIDIA device that torch {torch} cannot use: "
+        yield Finding("warning", f"{text}check {why}, and that torch is a CUDA build")
     if places := [name for name in PLACES if name in machine.environment]:
-        yield Finding(
-            warning,
-            f"{', '.join(places)} set in this shell: a plain `python script.py` takes "
-            "itself for a rank of a run; unset them",
-        )
+        text = f"{', '.join(places)} set in this shell: a plain `python script.py` "
+        yield Finding("warning", text + "takes itself for a rank of a run; unset them")
     for kind in machine.accelerators:
         text = f"elche has never been run on {kind} by its authors: report what fails"
         if kind in ("mps", "xpu"):
             text = f"elche does not use {kind}: its devices are cpu and cuda:N"
-        yield Finding(Severity.NOTE, text)
+        yield Finding("note", text)
 
 
 def _of_devices(machine: MachineFacts, devices: Sequence[str]) -> Iterator[Finding]:
     for device in sorted(set(devices)):
         ranks = [rank for rank, name in enumerate(devices) if name == device]
         if device.startswith("cuda") and len(ranks) > 1:
-            yield Finding(
-                Severity.WARNING,
-                f"ranks {ranks} share {device}: they slow each other, and reduce "
-                "through gloo; give each its own device",
-            )
-    on_cpu = sum(device == "cpu" for device in devices)
+            text = f"ranks {ranks} share {device}: they slow each other, and reduce "
+            yield Finding("warning", text + "through gloo; give each its own device")
+    on_cpu, cores = devices.count("cpu"), machine.cores
     threads = machine.environment.get("OMP_NUM_THREADS", "")
-    if on_cpu > machine.cores:
-        yield Finding(
-            Severity.WARNING,
-            f"{on_cpu} ranks compute on {machine.cores} cores: they slow each other",
-        )
-    elif threads.isdigit() and on_cpu * int(threads) > machine.cores:
-        yield Finding(
-            Severity.WARNING,
-            f"OMP_NUM_THREADS={threads} for each of {on_cpu} CPU ranks is more than "
-            f"{machine.cores} cores: unset it, elche run divides the cores",
-        )
-
-
-def _version(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
+    if on_cpu > cores:
+        text = f"{on_cpu} ranks compute on {cores} cores: they slow each other"
+        yield Finding("warning", text)
+    elif threads.isdigit() and on_cpu * int(threads) > cores:
+        text = f"OMP_NUM_THREADS={threads} for each of {on_cpu} CPU ranks is more than "
+        text += f"{cores} cores: unset it, elche run divides the cores"
+        yield Finding("warning", text)

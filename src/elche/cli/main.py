@@ -14,7 +14,7 @@ from elche import __version__
 from elche.cli.files import json_option
 from elche.cli.plan_command import plan as plan_command
 from elche.cli.rank_options import checked, rank_options
-from elche.cli.removed_options import REMOVED_COMMANDS, refuse_hosts
+from elche.cli.run_command import REMOVED_COMMANDS, refuse_hosts
 from elche.cli.run_command import run as run_command
 from elche.cli.schedule_command import schedule as schedule_command
 from elche.config import POLICIES
@@ -66,7 +66,7 @@ def main() -> None:
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("elche-demo"),
     show_default=True,
-    help="Directory for the table, the picture and the trace.",
+    help="Directory for the table and the trace.",
 )
 @click.option(
     "--seconds",
@@ -104,12 +104,12 @@ def demo(text: Path | None, out: Path, seconds: float) -> None:
     " was given the 13th batch of the last epoch, lease:0/12 of epoch 0). The last"
     " 50000 messages and decisions of the run are remembered. May be repeated.",
 )
-def simulate(**settings: Any) -> None:
+def simulate(cluster: Path, **settings: Any) -> None:
     """Simulate the run that the TOML file CLUSTER describes."""
-    from elche.cli.sim_command import SimulateConfig, run_simulate
+    from elche.cli.sim_command import run_simulate
 
     with _as_command():
-        code = run_simulate(SimulateConfig(**settings))
+        code = run_simulate(cluster, **settings)
     sys.exit(code)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -17,14 +15,12 @@ from elche.cli.files import (
     write_csv,
     write_json,
 )
-from elche.cli.plan_plot import check_suffix, plot_schedule
 from elche.cli.rank_options import checked
 from elche.errors import ConfigError
 from elche.schedule.drawing import draw, legend
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
 from elche.schedule.planning.pipeline_file import (
     PIPELINE_FILE_FORMAT,
-    PipelineFile,
     read_pipeline_file,
 )
 from elche.schedule.planning.plan import PlanConfig
@@ -32,68 +28,15 @@ from elche.schedule.planning.plan_report import figures, summary
 from elche.schedule.planning.planner import plan_pipeline
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanPipelineConfig:
-    """Options of ``elche plan pipeline``.
-
-    Attributes:
-        path: TOML file of model and devices.
-        microbatches: instead of the file's.
-        schedule: to plan for; ``auto`` takes the shortest step.
-        stages_per_device: of the interleaved schedules.
-        all_devices: leave no device without layers.
-        json_path: where the figures go; "-" is standard output.
-        draw_path: where the picture goes.
-        csv_path: where the schedule goes.
-    """
-
-    path: Path
-    microbatches: int | None = None
-    schedule: str = "auto"
-    stages_per_device: int = 2
-    all_devices: bool = False
-    json_path: str | None = None
-    draw_path: Path | None = None
-    csv_path: Path | None = None
-
-
-def run_plan_pipeline(config: PlanPipelineConfig) -> None:
-    """Plans, prints and writes.
-
-    Raises:
-        ConfigError: what was asked is impossible, or a file cannot be read or written.
-    """
-    if config.draw_path is not None:
-        check_suffix(config.draw_path)
-    check_outputs(config.json_path, config.draw_path, config.csv_path)
-    read = read_toml(config.path, read_pipeline_file)
-    plan = plan_pipeline(read.profile, _planner_config(config, read))
-    chosen = plan.chosen
-    if config.draw_path is not None:
-        names = [read.profile.devices[each].name for each in chosen.partition.ranks]
-        plot_schedule(chosen, names, config.draw_path)
-    write_csv(config.csv_path, chosen.schedule)
-    write_json(config.json_path, figures(plan, read.profile))
-    if config.json_path == "-":
-        return
-    width = shutil.get_terminal_size((100, 24)).columns
-    print(draw(chosen.schedule, chosen.timing, chosen.costs, width))
-    print(legend(chosen.schedule))
-    print(summary(plan, read.profile))
-
-
-def _planner_config(config: PlanPipelineConfig, read: PipelineFile) -> PlanConfig:
-    count = read.microbatches if config.microbatches is None else config.microbatches
-    if count is None:
-        raise ConfigError(
-            "give the number of --microbatches, or microbatches = ... in the file"
+def _refuse_draw(
+    ctx: click.Context, option: click.Parameter, value: str | None
+) -> None:
+    if value is not None:
+        raise click.UsageError(
+            "`--draw` was removed: the terminal shows the schedule, and --csv FILE "
+            "writes it",
+            ctx,
         )
-    return PlanConfig(
-        num_microbatches=count,
-        schedule=config.schedule,
-        stages_per_device=config.stages_per_device,
-        use_all_devices=config.all_devices,
-    )
 
 
 @click.group()
@@ -122,14 +65,17 @@ def plan() -> None:
 )
 @click.option("--all-devices", is_flag=True, help="Leave no device without layers.")
 @json_option
-@click.option(
-    "--draw",
-    "draw_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File for a picture of the schedule, .svg or .png.",
-)
 @csv_option
-def pipeline(**settings: Any) -> None:
+@click.option("--draw", hidden=True, callback=_refuse_draw, expose_value=False)
+def pipeline(
+    path: Path,
+    microbatches: int | None,
+    schedule: str,
+    stages_per_device: int,
+    all_devices: bool,
+    json_path: str | None,
+    csv_path: Path | None,
+) -> None:
     """Plan a pipeline: which layers on which device, in which schedule.
 
     The TOML file PATH holds the model and the devices, see below. The plan has the
@@ -137,4 +83,25 @@ def pipeline(**settings: Any) -> None:
     is told beside it.
     """
     with checked():
-        run_plan_pipeline(PlanPipelineConfig(**settings))
+        check_outputs(json_path, csv_path)
+        read = read_toml(path, read_pipeline_file)
+        count = read.microbatches if microbatches is None else microbatches
+        if count is None:
+            raise ConfigError(
+                "give the number of --microbatches, or microbatches = ... in the file"
+            )
+        config = PlanConfig(
+            num_microbatches=count,
+            schedule=schedule,
+            stages_per_device=stages_per_device,
+            use_all_devices=all_devices,
+        )
+        found = plan_pipeline(read.profile, config)
+        chosen = found.chosen
+        write_csv(csv_path, chosen.schedule)
+        write_json(json_path, figures(found, read.profile))
+    if json_path != "-":
+        width = shutil.get_terminal_size((100, 24)).columns
+        print(draw(chosen.schedule, chosen.timing, chosen.costs, width))
+        print(legend(chosen.schedule))
+        print(summary(found, read.profile))

@@ -4,20 +4,55 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from elche.cli.files import check_outputs
 from elche.cli.rank_options import checked, exit_code, rank_options
-from elche.cli.removed_options import RunCommand
-from elche.cli.restart_options import restart_options
 from elche.config import POLICIES
 from elche.errors import ConfigError
 
 if TYPE_CHECKING:
     from elche.runtime.process.launch import LaunchConfig, LaunchResult
     from elche.runtime.process.rank_output import Display
+
+
+REMOVED_COMMANDS = ("join", "witness")
+REMOVED_OPTIONS = (
+    *("--nnodes", "--node-rank", "--rendezvous", "--hosts", "--listen"),
+    *("--witness", "--advertise", "--key-file"),
+)
+"""Of runs over several machines, which torchrun, srun and mpirun start."""
+
+
+class RunCommand(click.Command):
+    """A command that names the replacement of the removed options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses; a removed option is refused by name."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name in REMOVED_OPTIONS:
+                refuse_hosts(f"elche run {error.option_name}", ctx)
+            raise
+
+
+def refuse_hosts(what: str, ctx: click.Context) -> NoReturn:
+    """Raises the error of a removed option or command.
+
+    Raises:
+        UsageError: names ``what``, and what to write instead.
+    """
+    raise click.UsageError(
+        f"`{what}` was removed: `elche run` starts the ranks of one machine. Start "
+        "several machines by torchrun, on each with its --node-rank: "
+        "`ELCHE_LISTEN=auto torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 "
+        "--master-addr 10.0.0.1 --master-port 29500 script.py`, or by Slurm: "
+        "`ELCHE_LISTEN=auto srun --ntasks 5 python script.py` (docs/hosts.md)",
+        ctx,
+    )
 
 
 # What follows SCRIPT is its own, options too.
@@ -45,7 +80,37 @@ if TYPE_CHECKING:
     help="File for what was said and decided (the last 50000 messages and decisions),"
     " written when the run ends, however it ends.",
 )
-@restart_options
+@click.option(
+    "--checkpoint-dir",
+    envvar="ELCHE_CHECKPOINT_DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for checkpoints of loops over elche.epochs().",
+)
+@click.option(
+    "--checkpoint-every",
+    "every_s",
+    type=float,
+    metavar="SECONDS",
+    help="Time between two checkpoints, inside epochs too.",
+)
+@click.option(
+    "--keep",
+    type=int,
+    default=2,
+    show_default=True,
+    help="Complete checkpoints to keep, the newest.",
+)
+@click.option(
+    "--resume", is_flag=True, help="Go on from the newest checkpoint of the folder."
+)
+@click.option(
+    "--max-restarts",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Start all ranks anew after a death, from the newest checkpoint, at most"
+    " this often.",
+)
 @click.option(
     "--rejoin",
     type=int,

@@ -43,20 +43,9 @@ RANKS, MICROBATCHES, TIMES = 4, 8, (1.0, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """Options of ``elche schedule``.
+    """Options of ``elche schedule``, which its help explains.
 
-    Attributes:
-        name: of the schedule, ``auto``, or a CSV file of actions.
-        ranks: of the pipeline; None takes a file's, or `RANKS`.
-        microbatches: of one step; None takes a CSV file's, or `MICROBATCHES`.
-        times: F, I, W of one rank's part of the model; None takes a file's, or `TIMES`.
-        communication: time of a message between ranks.
-        memory: units of activations that a rank may hold; None without a limit.
-        virtual_stages: stages per rank of an interleaved schedule, and the most that
-            auto tries.
-        stages_path: TOML file of the stages.
-        json_path: where the figures go; "-" is standard output.
-        csv_path: where the schedule goes.
+    None takes a file's value, or the default of the help.
     """
 
     name: str

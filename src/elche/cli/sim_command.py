@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,46 +28,36 @@ SHOWN_RECOVERIES = 8
 _STORY = re.compile(r"all|rank:[0-9]+|lease:([0-9]+/)?[0-9]+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateConfig:
-    """Options of ``elche simulate``.
+def run_simulate(
+    path: Path,
+    *,
+    json_path: str | None,
+    trace_path: Path | None,
+    policy: str | None,
+    stories: Sequence[str],
+) -> int:
+    """Simulates, prints and writes; returns the exit code.
 
-    Attributes:
-        cluster: the file that describes it.
+    Args:
+        path: of the cluster's file.
         json_path: where the figures go; "-" is standard output.
         trace_path: where the timeline goes.
         policy: instead of the file's.
-        stories: whose story is printed: ``"all"``, ``"rank:1"``, ``"lease:12"`` (of the
+        stories: event logs to print: ``"all"``, ``"rank:1"``, ``"lease:12"`` (of the
             last epoch) or ``"lease:0/12"``.
 
     Raises:
-        ConfigError: a story is none of these.
+        ConfigError: the file or a story is wrong, or a result cannot be written.
     """
-
-    cluster: Path
-    json_path: str | None = None
-    trace_path: Path | None = None
-    policy: str | None = None
-    stories: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for wanted in self.stories:
-            if not _STORY.fullmatch(wanted):
-                raise ConfigError(
-                    "expected --story all, rank:1, lease:12 (a batch of the last "
-                    f"epoch) or lease:0/12 (of epoch 0), got {wanted!r}"
-                )
-
-
-def run_simulate(config: SimulateConfig) -> int:
-    """Simulates, prints and writes; returns the exit code.
-
-    Raises:
-        ConfigError: the file is wrong, or a result cannot be written.
-    """
-    cluster = load_cluster(config.cluster, config.policy)
-    check_outputs(config.json_path, config.trace_path)
-    watch = Watch(timer=time.thread_time, spans=config.trace_path is not None)
+    for wanted in stories:
+        if not _STORY.fullmatch(wanted):
+            raise ConfigError(
+                "expected --story all, rank:1, lease:12 (a batch of the last epoch) or "
+                f"lease:0/12 (of epoch 0), got {wanted!r}"
+            )
+    cluster = load_cluster(path, policy)
+    check_outputs(json_path, trace_path)
+    watch = Watch(timer=time.thread_time, spans=trace_path is not None)
     sim = Simulation(cluster, watch)
     began_s = time.perf_counter()
     reason = ""
@@ -84,18 +74,18 @@ def run_simulate(config: SimulateConfig) -> int:
             reason = reason or abort.reason.splitlines()[0]
     report = report_of(sim)
     figures = {**report.as_dict(), "simulated_in_s": took_s, "aborted": reason}
-    write_json(config.json_path, figures)
-    if config.trace_path is not None:
+    write_json(json_path, figures)
+    if trace_path is not None:
         names = {
             rank: f"rank {rank} {sums.device}".rstrip()
             for rank, sums in history.ranks.items()
         }
         facts = {"simulated": True, "policy": report.policy}
         trace = to_chrome_trace(history.spans, names, facts)
-        replace_file(config.trace_path, json.dumps(trace))
-    if config.json_path != "-":
+        replace_file(trace_path, json.dumps(trace))
+    if json_path != "-":
         print(summary(report, took_s))
-        for wanted in config.stories:
+        for wanted in stories:
             print("\n".join(story_of(sim.core, wanted)))
     if reason:
         print(f"elche simulate: the run was aborted: {reason}", file=sys.stderr)
@@ -127,7 +117,7 @@ def story_of(core: Coordinator, wanted: str) -> list[str]:
 
     Args:
         core: the coordinator, after the run.
-        wanted: as `SimulateConfig.stories` has it.
+        wanted: as `run_simulate` has it.
     """
     kind, _, number = wanted.partition(":")
     if kind == "all":

@@ -9,8 +9,8 @@ import platform
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from elche.demo.contender import ContenderSpec
 from elche.demo.workload import BATCH_SIZE
 from elche.errors import ConfigError, RemoteRankError
-from elche.monitor.trace import Span, spans_from_jsonl
 from elche.runtime.process.launch import (
     LaunchConfig,
     LaunchResult,
@@ -105,12 +104,10 @@ class ContenderRun:
     Attributes:
         name: the contender.
         ranks: what each rank wrote, see `Contender`.
-        spans: what all ranks did, if asked for.
     """
 
     name: str
     ranks: tuple[dict[str, Any], ...]
-    spans: tuple[Span, ...] = field(default=(), repr=False)
 
     def rate(self, rank: int = 0) -> float:
         """Samples per second, of the run or of a rank that trains alone."""
@@ -132,12 +129,9 @@ class ContenderRun:
 
         Of the rank where it is largest; 0 on real devices.
         """
-        return max(
-            float(result["overrun_s"] / result["nominal_s"])
-            if result["nominal_s"]
-            else 0.0
-            for result in self.ranks
-        )
+        emulated = [result for result in self.ranks if result["nominal_s"]]
+        shares = [float(r["overrun_s"] / r["nominal_s"]) for r in emulated]
+        return max(shares, default=0.0)
 
 
 def run_contender(
@@ -145,7 +139,7 @@ def run_contender(
     spec: ContenderSpec,
     devices: Devices,
     on_progress: OnProgress = lambda rank, done: None,
-    keep_spans: bool = False,
+    trace_path: Path | None = None,
     module: str = "elche.demo.contender",
 ) -> ContenderRun:
     """Trains one contender, a process per device, and returns its results.
@@ -155,7 +149,7 @@ def run_contender(
         spec: what to train; its ``out`` is replaced by a temporary directory.
         devices: a rank on each of them.
         on_progress: receives the run's progress.
-        keep_spans: read the timeline as well.
+        trace_path: file for the timeline of elche's ranks.
         module: what every rank runs, given the specification.
 
     Raises:
@@ -172,7 +166,7 @@ def run_contender(
 
     with tempfile.TemporaryDirectory(prefix="elche-") as folder:
         out = Path(folder)
-        (out / "spec.json").write_text(replace(spec, out=folder).to_json())
+        (out / "spec.json").write_text(json.dumps(asdict(replace(spec, out=folder))))
         result = launch(
             LaunchConfig(
                 command=python_command("-m", module, str(out / "spec.json")),
@@ -183,10 +177,12 @@ def run_contender(
                 environment={"OMP_NUM_THREADS": "1"} if devices.emulated else {},
                 on_line=on_line,
                 network=devices.network,
+                trace_path=trace_path,
             )
         )
         _check(name, result, out)
-        return _read(name, out, devices.count, keep_spans)
+        files = [out / f"result-{rank}.json" for rank in range(devices.count)]
+        return ContenderRun(name, tuple(json.loads(f.read_text()) for f in files))
 
 
 def whole_batches(
@@ -207,11 +203,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def devices_in_words(names: Sequence[str]) -> str:
-    """Device names in a row, such as ``A and B``."""
-    return " and ".join(names) if len(names) < 3 else ", ".join(names)
-
-
 def _done(line: str) -> float | None:
     """Samples that a contender's line reports; None for any other line."""
     try:
@@ -226,31 +217,15 @@ def _check(name: str, result: LaunchResult, out: Path) -> None:
     interrupted = 128 + signal.SIGINT
     if result.signal or interrupted in result.exit_codes:
         raise KeyboardInterrupt
-    failed = [
-        rank
-        for rank, code in enumerate(result.exit_codes)
-        if code and rank not in result.terminated
-    ] or [rank for rank, code in enumerate(result.exit_codes) if code]
+    ended = [rank for rank, code in enumerate(result.exit_codes) if code]
+    failed = [rank for rank in ended if rank not in result.terminated] or ended
     codes = [result.exit_codes[rank] for rank in failed]
     lines = [f"the contender {name} failed: ranks {failed} ended with codes {codes}"]
     if result.reason:
         lines[0] += f": {result.reason.splitlines()[0]}"
     for rank in failed:
-        lines += [f"--- the last that rank {rank} said ---", *_said_last(out, rank)]
+        path = out / f"stderr-{rank}.txt"
+        said = path.read_text(errors="replace").splitlines() if path.exists() else []
+        lines.append(f"--- the last that rank {rank} said ---")
+        lines += said[-STDERR_TAIL_LINES:] or ["(nothing)"]
     raise RemoteRankError("\n".join(lines), result.failed_first)
-
-
-def _said_last(out: Path, rank: int) -> list[str]:
-    path = out / f"stderr-{rank}.txt"
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return lines[-STDERR_TAIL_LINES:] or ["(nothing)"]
-
-
-def _read(name: str, out: Path, count: int, keep_spans: bool) -> ContenderRun:
-    ranks = tuple(
-        json.loads((out / f"result-{rank}.json").read_text()) for rank in range(count)
-    )
-    spans: list[Span] = []
-    for rank in range(count if keep_spans else 0):
-        spans += spans_from_jsonl((out / f"spans-{rank}.jsonl").read_text())
-    return ContenderRun(name, ranks, tuple(spans))

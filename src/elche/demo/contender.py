@@ -8,7 +8,6 @@ contender alike.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -24,7 +23,6 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from typing_extensions import Self
 
 from elche.config import PolicyName
 from elche.demo.batches import Order, SegmentSampler, SplitBatches
@@ -36,13 +34,6 @@ from elche.demo.workload import (
     learning_rate_scale,
 )
 from elche.errors import ConfigError
-from elche.monitor.trace import (
-    BATCH,
-    DATA_WAIT,
-    EVALUATION,
-    Span,
-    spans_to_jsonl,
-)
 from elche.runtime.data.transfer import to_device
 from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.process.environment import read_placement
@@ -94,15 +85,6 @@ class ContenderSpec:
         """Kinds of contenders."""
         return KINDS
 
-    def to_json(self) -> str:
-        """The specification as text."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Reads what :meth:`to_json` wrote."""
-        return cls(**json.loads(text))
-
 
 class Contender:
     """One rank of a contender. A benchmark may train others by a subclass.
@@ -119,6 +101,7 @@ class Contender:
         self._clock = clock
         self._placement = read_placement()
         self._rank = self._placement.rank
+        self._reports = self._rank == 0 or spec.kind == "solo"
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         torch.manual_seed(spec.seed)
         self._workload = self._build_workload()
@@ -127,28 +110,30 @@ class Contender:
         groups = [group for each in self._optimizers for group in each.param_groups]
         self._rates = [(group, float(group["lr"])) for group in groups]
         self._sampler = self._make_sampler()
+        self._emulation: EmulationHandle | None = None
         self._loss_scale = 1.0
         self._done_samples = 0
         self._train_s = 0.0
         self._batches = 0
         self._curve: list[tuple[float, float, float]] = []
-        self._spans: list[Span] = []
         self._reported_s = 0.0
 
     def run(self) -> dict[str, Any]:
         """Trains, and returns this rank's results."""
-        prepare: Callable[[], tuple[nn.Module, Any, EmulationHandle | None]] = {
-            "solo": self._alone,
-            "elche": self._elche,
-        }.get(self.spec.kind, self._ddp)
-        model, loader, emulation = prepare()
+        model, loader = self._model, self._plain_loader()
+        if self.spec.kind == "elche":
+            model, loader = self._elche(loader)
+        elif self.spec.kind == "solo":
+            self._emulate()
+        else:
+            model, loader = self._ddp()
         self._evaluate()
         for _ in range(self.spec.segments):
             self._segment(model, loader)
             if self._is_over():
                 break
             self._evaluate()
-        result = self._result(emulation)
+        result = self._result()
         if dist.is_initialized():
             del model
             dist.barrier()
@@ -176,24 +161,17 @@ class Contender:
         return [1.0] * self._placement.world_size
 
     def _is_last(self, train_s: float) -> bool:
-        """Returns True if this rank leaves after the batch that it has trained on.
-
-        Args:
-            train_s: seconds of training so far.
-        """
+        """True if this rank leaves after so many seconds of training."""
         limit_s = self.spec.max_seconds
         return limit_s is not None and train_s >= limit_s
 
     def _is_over(self) -> bool:
-        """Returns True if all ranks leave after a part of the run."""
+        """True if all ranks leave after a part of the run."""
         return self._is_last(self._train_s)
 
-    def _emulated(self) -> EmulationHandle | None:
-        config = self._placement.emulation
-        return None if config is None else emulate(self._model, config)
-
-    def _alone(self) -> tuple[nn.Module, Any, EmulationHandle | None]:
-        return self._model, self._plain_loader(), self._emulated()
+    def _emulate(self) -> None:
+        if (config := self._placement.emulation) is not None:
+            self._emulation = emulate(self._model, config)
 
     def _plain_loader(self) -> DataLoader[Any]:
         return DataLoader(
@@ -203,7 +181,7 @@ class Contender:
             drop_last=True,
         )
 
-    def _ddp(self) -> tuple[nn.Module, Any, EmulationHandle | None]:
+    def _ddp(self) -> tuple[nn.Module, Any]:
         """Torch's DistributedDataParallel, batches split equally or by hand."""
         world_size = self._placement.world_size
         store = dist.FileStore(str(Path(self.spec.out) / "ddp-store"), world_size)
@@ -214,76 +192,56 @@ class Contender:
             world_size=world_size,
             timeout=timedelta(seconds=DDP_TIMEOUT_S),
         )
-        emulation = self._emulated()
+        self._emulate()
         size, shares = self.spec.batch_size, self._shares()
         batches = SplitBatches(self._sampler, size, shares, self._rank)
-        mine = batches.part_size
-        self._loss_scale = mine * world_size / self.spec.batch_size
-        loader: DataLoader[Any] = DataLoader(
-            self._workload.train_dataset, batch_sampler=batches
-        )
-        return nn.parallel.DistributedDataParallel(self._model), loader, emulation
+        self._loss_scale = batches.part_size * world_size / size
+        loader = DataLoader(self._workload.train_dataset, batch_sampler=batches)
+        return nn.parallel.DistributedDataParallel(self._model), loader
 
-    def _elche(self) -> tuple[nn.Module, Any, EmulationHandle | None]:
-        model, _, loader = setup(
+    def _elche(self, loader: DataLoader[Any]) -> tuple[nn.Module, Any]:
+        model, _, shared = setup(
             self._model,
             self._optimizers,
-            self._plain_loader(),
+            loader,
             epochs=self.spec.segments,
             policy=cast("PolicyName", self.spec.policy),
             **self._options(),
         )
-        return model, loader, current_emulation()
+        self._emulation = current_emulation()
+        return model, shared
 
     def _segment(self, model: nn.Module, loader: Any) -> None:
         """One part of the run: the loop of `elche.setup`'s docstring, timed."""
-        self._wait_for_evaluation()
+        if "ddp" in self.spec.kind:
+            dist.barrier()  # rank 0 evaluates, and elche waits by itself
         began_s = self._clock()
-        waited_s = began_s
         for batch in loader:
-            batch = self._to_device(batch)
-            ready_s = self._clock()
-            self._follow_schedule()
+            if self._placement.device.type != "cpu":  # elche's are there already
+                batch = to_device(batch, self._placement.device)
+            progress = min(1.0, self._progress_samples() / self.spec.samples)
+            for group, rate in self._rates:
+                group["lr"] = rate * learning_rate_scale(progress)
             loss = self._workload.loss_fn(model, batch) * self._loss_scale
             loss.backward()
             for optimizer in self._optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            self._note(waited_s, ready_s, len(batch[0]))
-            waited_s = self._clock()
+            self._count(len(batch[0]))
             self._batches += 1
-            if self._is_last(self._train_s + waited_s - began_s):
+            if self._is_last(self._train_s + self._clock() - began_s):
                 break
         if self._placement.device.type == "cuda":
             torch.cuda.synchronize(self._placement.device)
         self._train_s += self._clock() - began_s
         self._done_samples = self._progress_samples()
 
-    def _wait_for_evaluation(self) -> None:
-        """Nobody trains while rank 0's clock stands still; elche waits by itself."""
-        if "ddp" in self.spec.kind:
-            dist.barrier()
-
-    def _to_device(self, batch: Any) -> Any:
-        """Moves a batch, where elche's loader has not done it."""
-        if self._placement.device.type == "cpu":
-            return batch
-        return to_device(batch, self._placement.device)
-
-    def _note(self, waited_s: float, ready_s: float, samples: int) -> None:
-        """Counts a batch, and records it where elche does not."""
+    def _count(self, samples: int) -> None:
+        """Counts a batch, and reports progress now and then."""
         now_s = self._clock()
-        if self.spec.kind != "elche":
-            everyone = self._placement.world_size if "ddp" in self.spec.kind else 1
-            whole = self.spec.batch_size if everyone > 1 else samples
-            self._done_samples += whole
-            for name, start_s, end_s in (
-                (DATA_WAIT, waited_s, ready_s),
-                (BATCH, ready_s, now_s),
-            ):
-                span = Span(self._rank, name, name, start_s, end_s - start_s)
-                self._spans.append(span)
-        if self._reports() and now_s - self._reported_s > PROGRESS_EVERY_S:
+        is_whole = "ddp" in self.spec.kind
+        self._done_samples += self.spec.batch_size if is_whole else samples
+        if self._reports and now_s - self._reported_s > PROGRESS_EVERY_S:
             self._reported_s = now_s
             print(json.dumps({"done": self._progress_samples()}), flush=True)
 
@@ -292,34 +250,17 @@ class Contender:
             return self._done_samples
         return round(progress_samples())
 
-    def _follow_schedule(self) -> None:
-        progress = min(1.0, self._progress_samples() / self.spec.samples)
-        for group, rate in self._rates:
-            group["lr"] = rate * learning_rate_scale(progress)
-
-    def _reports(self) -> bool:
-        """True if this rank evaluates and reports progress: rank 0, or alone."""
-        return self._rank == 0 or self.spec.kind == "solo"
-
     def _evaluate(self) -> None:
         """The held-out loss; other ranks wait in the next part."""
-        if not self._reports():
+        if not self._reports:
             return
-        began_s = self._clock()
         loss = self._workload.evaluate(self._model)
-        took_s = self._clock() - began_s
-        self._spans.append(Span(self._rank, EVALUATION, EVALUATION, began_s, took_s))
         self._curve.append((self._train_s, float(self._done_samples), loss))
         print(json.dumps({"done": self._done_samples, "loss": loss}), flush=True)
 
-    def _result(self, emulation: EmulationHandle | None) -> dict[str, Any]:
-        run = current_run()
+    def _result(self) -> dict[str, Any]:
+        run, emulation = current_run(), self._emulation
         reports = [] if run is None else run.reports
-        spans = (
-            self._spans if run is None else [*self._spans, *run.worker.timeline.spans]
-        )
-        path = Path(self.spec.out) / f"spans-{self._rank}.jsonl"
-        path.write_text(spans_to_jsonl(spans))
         return {
             "samples": self._done_samples,
             "train_s": self._train_s,
@@ -348,7 +289,7 @@ def main(
     Standard error of a rank goes to ``stderr-RANK.txt``: who started it may
     have a progress bar there, and shows the end of the file when the rank fails.
     """
-    spec = spec_type.from_json(Path(path).read_text())
+    spec = spec_type(**json.loads(Path(path).read_text()))
     rank = read_placement().rank
     with (Path(spec.out) / f"stderr-{rank}.txt").open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,17 +19,17 @@ from elche.demo.outcome import DemoOutcome
 from elche.demo.workload import BATCH_SIZE, GPT_MODEL, language_workload
 from elche.errors import ConfigError
 from elche.monitor.progress import LogProgress, open_progress
-from elche.monitor.results import print_table
+from elche.monitor.results import print_table, to_json_text
 
 logger = logging.getLogger(__name__)
 
 SEGMENTS = 8
 SPEEDS = (1.0, 0.25)
-DEFAULT_SECONDS = 20.0
 # Real devices: a first look at their speeds, and how long the slower one may take.
 PROBE_S = 4.0
 SLOWEST_S = 90.0
 PROBE_SAMPLES = 32_000
+TRACE = "trace.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class DemoConfig:
     """Settings of the demo.
 
     Attributes:
-        out: directory for table, picture and trace; made if absent.
+        out: directory for table and trace; made if absent.
         text: file or directory to learn; None for the standard library's sources.
         seconds: how long both devices together would train, at their summed speed.
 
@@ -48,20 +47,11 @@ class DemoConfig:
 
     out: Path
     text: Path | None = None
-    seconds: float = DEFAULT_SECONDS
+    seconds: float = 20.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
             raise ConfigError(f"expected positive --seconds, got {self.seconds!r}")
-
-    def command(self) -> str:
-        """The command line that does the same."""
-        words = ["elche", "demo", "--out", str(self.out)]
-        if self.text is not None:
-            words += ["--text", str(self.text)]
-        if self.seconds != DEFAULT_SECONDS:
-            words += ["--seconds", f"{self.seconds:g}"]
-        return shlex.join(words)
 
 
 def choose_devices() -> Devices:
@@ -91,14 +81,12 @@ def prepare(config: DemoConfig, devices: Devices) -> tuple[int, str]:
         raise ConfigError(f"cannot make the directory {config.out}: {error}") from error
     if devices.emulated:
         total = config.seconds * sum(devices.nominal_samples_per_s(BATCH_SIZE))
-        samples = whole_batches(total, SEGMENTS)
-        return samples, _source(config, samples)
-    _source(config, PROBE_SAMPLES)
-    probe = run_contender(
-        "probe", _spec(config, PROBE_SAMPLES, kind="solo", max_seconds=PROBE_S), devices
-    )
-    rates = [probe.rate(rank) for rank in range(devices.count)]
-    total = min(config.seconds * sum(rates), SLOWEST_S * min(rates))
+    else:
+        _source(config, PROBE_SAMPLES)
+        spec = _spec(config, PROBE_SAMPLES, kind="solo", max_seconds=PROBE_S)
+        probe = run_contender("probe", spec, devices)
+        rates = [probe.rate(rank) for rank in range(devices.count)]
+        total = min(config.seconds * sum(rates), SLOWEST_S * min(rates))
     samples = whole_batches(total, SEGMENTS)
     return samples, _source(config, samples)
 
@@ -121,12 +109,13 @@ def run_demo(config: DemoConfig) -> None:
     with open_progress() as progress:
         runs = run_contenders(config, devices, samples, progress)
     outcome = DemoOutcome(devices, runs)
-    facts = {"samples": samples, "text": source, "command": config.command()}
-    files = outcome.write(config.out, facts)
+    facts = {"samples": samples, "text": source}
+    path = config.out / "table.json"
+    path.write_text(to_json_text(outcome.figures(facts)))
     print_table(outcome.table, f"{outcome.title}, {samples} samples each")
     for sentence in outcome.sentences:
         click.echo(f"\n{sentence}")
-    click.echo(f"\nWritten: {', '.join(str(path) for path in files)}")
+    click.echo(f"\nWritten: {path}, {config.out / TRACE}")
     click.echo(f"\n{outcome.emulated}")
 
 
@@ -144,15 +133,19 @@ def run_contenders(
 ) -> dict[str, ContenderRun]:
     """All contenders; the devices alone run at the same time, each on its own."""
     alone = [f"alone on device {index}" for index in range(devices.count)]
-    plan: list[tuple[str, list[str], dict[str, Any]]] = [
-        ("solo", alone, {"kind": "solo"}),
-        ("ddp", ["PyTorch's DDP"], {"kind": "ddp"}),
-        ("elche-sync", ["elche sync"], {"kind": "elche", "policy": "sync"}),
-        ("elche-auto", ["elche auto"], {"kind": "elche", "policy": "auto"}),
-        ("elche-cadence", ["elche cadence"], {"kind": "elche", "policy": "cadence"}),
-    ]
+    plan: dict[str, tuple[list[str], dict[str, Any]]] = {
+        "solo": (alone, {"kind": "solo"}),
+        "ddp": (["PyTorch's DDP"], {"kind": "ddp"}),
+        **{
+            f"elche-{policy}": (
+                [f"elche {policy}"],
+                {"kind": "elche", "policy": policy},
+            )
+            for policy in ("sync", "auto", "cadence")
+        },
+    }
     runs = {}
-    for name, tasks, settings in plan:
+    for name, (tasks, settings) in plan.items():
         for task in tasks:
             progress.start(task, samples)
         runs[name] = run_contender(
@@ -160,7 +153,7 @@ def run_contenders(
             _spec(config, samples, **settings),
             devices,
             partial(_show, progress, tasks),
-            keep_spans=name == "elche-cadence",
+            config.out / TRACE if name == "elche-cadence" else None,
         )
         for rank, task in enumerate(tasks):
             progress.update(task, samples)

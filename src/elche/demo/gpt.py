@@ -39,14 +39,9 @@ class GPTConfig:
 class GPT(nn.Module):
     """A decoder-only transformer, optionally with tables of hashed n-grams.
 
-    Pre-norm blocks as in Radford et al., "Language Models are Unsupervised
-    Multitask Learners" (2019). The tables hold hash embeddings (Svenstrup et
-    al., 2017) of n-grams. They are added after the blocks, some after each, and
-    not at the input: their gradients then appear throughout the backward pass,
-    as a deep network's do, and not all at its end.
-
-    Maps symbols (samples, positions), int64, to logits (samples, positions,
-    vocabulary).
+    The tables are added after the blocks, some after each, and not at the input: their
+    gradients then appear throughout the backward pass, as a deep network's do. Maps
+    symbols (samples, positions), int64, to logits (samples, positions, vocabulary).
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -80,17 +75,10 @@ class GPT(nn.Module):
 
 
 def hash_ngrams(symbols: Tensor, orders: Sequence[int], rows: int) -> list[Tensor]:
-    """Row of a hash table for the n-gram that ends at each position.
+    """Row of each order's hash table, in [0, rows), by the n-gram at each position.
 
-    Args:
-        symbols: (samples, positions), int64, not negative.
-        orders: n of each table's n-grams, at least 1; tables of the same n get
-            different hashes.
-        rows: rows of each table.
-
-    Returns:
-        For each order a tensor like `symbols` with values in [0, rows). Symbols
-        before the first position count as a symbol of their own.
+    Symbols before the first position count as a symbol of their own; tables of the same
+    order get different hashes.
     """
     buckets = []
     for salt, order in enumerate(orders):

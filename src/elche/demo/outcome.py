@@ -1,31 +1,20 @@
-"""The demo's results: table, sentences, and files."""
+"""The demo's results: table, sentences, and figures for JSON."""
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from elche.demo.compare import ContenderRun, Devices, devices_in_words, machine
-from elche.demo.words import sentences, what_was_emulated
-from elche.errors import ConfigError
-from elche.monitor.plots import Curve, plot_loss_curves
-from elche.monitor.results import (
-    ContenderResult,
-    contenders_to_json,
-    time_to_loss,
-    to_json_text,
-)
-from elche.monitor.trace import to_chrome_trace
-from elche.runtime.report.files import replace_file
+from elche.demo.compare import MOST_OVERRUN, ContenderRun, Devices, machine
+from elche.monitor.results import ContenderResult, contenders_to_json, time_to_loss
 
-logger = logging.getLogger(__name__)
+Curve: TypeAlias = Sequence[tuple[float, float, float]]
+"""Evaluations of a contender: seconds, samples, loss."""
 
 SOLO = "solo"
-TRACED = "elche-cadence"
+EQUAL_WITHIN = 0.02
+"""A single run does not tell differences below this apart."""
 _SECONDS, _SAMPLES = 0, 1
 
 
@@ -37,7 +26,7 @@ class DemoOutcome:
         runs: by name; `SOLO` holds a device alone on every rank.
 
     Attributes:
-        title: heads table and picture.
+        title: heads the table.
         target_loss: the worst final loss, which all reach that did not diverge.
         table: a row per contender.
         sentences: what the figures mean.
@@ -46,29 +35,22 @@ class DemoOutcome:
 
     def __init__(self, devices: Devices, runs: Mapping[str, ContenderRun]) -> None:
         self._devices = devices
-        self._runs = dict(runs)
-        self._curves = _curves(runs)
+        self._runs = runs
         kind = "emulated devices" if devices.emulated else "devices"
         self.title = f"a small GPT on two unequal {kind}"
-        self.target_loss = _target_loss(self._curves)
-        self.table = _table(runs, self._curves, self.target_loss)
-        self.sentences = sentences(self.table, self.target_loss)
-        self.emulated = what_was_emulated(devices, list(runs.values()))
+        curves = _curves(runs)
+        finals = [curve[-1][2] for curve in curves.values()]
+        self.target_loss = max(filter(math.isfinite, finals), default=None)
+        self.table = _table(runs, curves, self.target_loss)
+        self.sentences = _sentences(self.table, self.target_loss)
+        self.emulated = _what_was_emulated(devices, [*runs.values()])
 
-    def write(self, folder: Path, facts: Mapping[str, Any]) -> list[Path]:
-        """Writes table, picture and trace; returns what was written.
+    def figures(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything for JSON.
 
         Args:
-            folder: exists.
-            facts: about the run, for the table's JSON.
+            facts: further ones about the run.
         """
-        table = folder / "table.json"
-        table.write_text(to_json_text(self._values(facts)))
-        picture = folder / "loss.png"
-        files = [table, picture] if self._draw(picture) else [table]
-        return [*files, self._write_trace(folder / "trace.json")]
-
-    def _values(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         solo = self._runs[SOLO]
         return {
             "contenders": contenders_to_json(self.table),
@@ -78,81 +60,54 @@ class DemoOutcome:
             "target_loss": self.target_loss,
             "parameters": solo.ranks[0]["parameters"],
             "overrun_share": {n: run.overrun_share for n, run in self._runs.items()},
-            "windows": self._runs[TRACED].ranks[0]["windows"],
             "sentences": [*self.sentences, self.emulated],
             **facts,
             "machine": machine(),
         }
 
-    def _draw(self, path: Path) -> bool:
-        names = devices_in_words(self._runs[SOLO].devices)
-        try:
-            plot_loss_curves(
-                self._curves, path, f"{self.title}\n{names}", self.target_loss
-            )
-        except ConfigError as error:
-            logger.warning("no picture: %s", error)
-            return False
-        return True
 
-    def _write_trace(self, path: Path) -> Path:
-        run = self._runs[TRACED]
-        names = {rank: f"rank {rank}: {name}" for rank, name in enumerate(run.devices)}
-        facts = {"contender": run.name, "emulated": self._devices.emulated}
-        replace_file(path, json.dumps(to_chrome_trace(run.spans, names, facts)))
-        return path
-
-
-def _curves(runs: Mapping[str, ContenderRun]) -> list[tuple[str, Curve]]:
-    """The contenders' names and evaluations; each device alone is one."""
+def _curves(runs: Mapping[str, ContenderRun]) -> Mapping[str, Curve]:
+    """The contenders' evaluations; each device alone is one."""
     solo = runs[SOLO]
-    curves: list[tuple[str, Curve]] = [
-        (f"{SOLO}-{rank}", solo.curve(rank)) for rank in range(len(solo.ranks))
-    ]
-    return curves + [(name, run.curve()) for name, run in runs.items() if name != SOLO]
-
-
-def _target_loss(curves: Sequence[tuple[str, Curve]]) -> float | None:
-    losses = [curve[-1][2] for _, curve in curves]
-    return max((loss for loss in losses if math.isfinite(loss)), default=None)
+    alone = {f"{SOLO}-{r}": solo.curve(r) for r in range(len(solo.ranks))}
+    return alone | {name: run.curve() for name, run in runs.items() if name != SOLO}
 
 
 def _table(
     runs: Mapping[str, ContenderRun],
-    curves: Sequence[tuple[str, Curve]],
+    curves: Mapping[str, Curve],
     target_loss: float | None,
-) -> tuple[ContenderResult, ...]:
+) -> list[ContenderResult]:
     solo = runs[SOLO]
     rates = [solo.rate(rank) for rank in range(len(solo.ranks))]
-    fastest = curves[rates.index(max(rates))][1]
-    best_s = _reached(fastest, target_loss, _SECONDS)
-    best_samples = _reached(fastest, target_loss, _SAMPLES)
+    fastest = curves[f"{SOLO}-{rates.index(max(rates))}"]
     rows = []
-    for index, (name, curve) in enumerate(curves):
+    for index, (name, curve) in enumerate(curves.items()):
         alone = index < len(rates)
         rate = rates[index] if alone else runs[name].rate()
-        time_s = _reached(curve, target_loss, _SECONDS)
+        note = solo.devices[index] if alone else "both devices"
+        if not alone and (choices := runs[name].ranks[0]["choices"]):
+            note += f", chose {choices[-1][0]}"
+        reached = [
+            (_reached(fastest, target_loss, axis), _reached(curve, target_loss, axis))
+            for axis in (_SECONDS, _SAMPLES)
+        ]
+        gain, sample_efficiency = (
+            best / own if best is not None and own else None for best, own in reached
+        )
         rows.append(
             ContenderResult(
                 name=name,
                 samples_per_s=rate,
                 efficiency=rate / sum(rates),
-                sample_efficiency=_ratio(
-                    best_samples, _reached(curve, target_loss, _SAMPLES)
-                ),
+                sample_efficiency=sample_efficiency,
                 eval_loss=curve[-1][2],
-                time_to_loss_s=time_s,
-                gain=_ratio(best_s, time_s),
-                note=solo.devices[index] if alone else _note(runs[name]),
+                time_to_loss_s=reached[_SECONDS][1],
+                gain=gain,
+                note=note,
             )
         )
-    return tuple(rows)
-
-
-def _note(run: ContenderRun) -> str:
-    """On what it ran, and what ``auto`` went on with."""
-    choices = run.ranks[0]["choices"]
-    return f"both devices, chose {choices[-1][0]}" if choices else "both devices"
+    return rows
 
 
 def _reached(curve: Curve, target_loss: float | None, axis: int) -> float | None:
@@ -162,5 +117,68 @@ def _reached(curve: Curve, target_loss: float | None, axis: int) -> float | None
     return time_to_loss([(point[axis], point[2]) for point in curve], target_loss)
 
 
-def _ratio(reference: float | None, value: float | None) -> float | None:
-    return reference / value if reference is not None and value else None
+def _sentences(
+    table: Sequence[ContenderResult], target_loss: float | None
+) -> list[str]:
+    """Two or three sentences on what a user gains, computed from the figures."""
+    rows = {row.name: row for row in table}
+    ours = [row for row in table if row.name.startswith("elche")]
+    alone = [row for row in table if row.name.startswith(SOLO)]
+    fastest = max(alone, key=lambda row: row.samples_per_s)
+    default, ddp = rows["elche-sync"], rows["ddp"]
+    said = [
+        f"{default.name}, the default, trains {default.samples_per_s:.0f} samples per"
+        f" second on both devices, {default.efficiency:.0%} of what the two deliver"
+        " alone, with the result of one device; PyTorch's DistributedDataParallel"
+        f" trains {ddp.samples_per_s:.0f} ({ddp.efficiency:.0%}), the fastest device"
+        f" alone {fastest.samples_per_s:.0f}."
+    ]
+    reached = [row for row in ours if row.time_to_loss_s]
+    if target_loss is None or not reached:
+        return [*said, "elche did not reach the loss that the others reached."]
+    best = min(reached, key=lambda row: row.time_to_loss_s or 0.0)
+    said.append(
+        f"{best.name} reaches the evaluation loss {target_loss:.3f} after"
+        f" {best.time_to_loss_s:.1f} s: {_compared(best, fastest)} the fastest device"
+        f" alone, {_compared(best, ddp)} DistributedDataParallel."
+    )
+    if worse := [r.name for r in ours if (r.gain or 0.0) < 1 - EQUAL_WITHIN]:
+        names = _in_words(worse)
+        said.append(f"Here {names} did not pay: slower to that loss than one device.")
+    return said
+
+
+def _what_was_emulated(devices: Devices, runs: Sequence[ContenderRun]) -> str:
+    """The demo's last word: what was real, what was not, and how well it held."""
+    together = "The runs alone trained at the same time, each on its own device."
+    if not devices.emulated:
+        return f"Nothing was emulated: {_in_words(runs[0].devices)}. {together}"
+    times = [f"{devices.ms_per_sample / speed:g} ms" for speed in devices.speeds]
+    worst = max(runs, key=lambda run: run.overrun_share)
+    text = (
+        "Emulated: both devices are processes on this machine's CPU, whose real"
+        f" training is stretched by sleeping to {_in_words(times)} per sample."
+        " Text, model, gradients, losses and communication are real."
+        f" {together} Real computing exceeded the emulated time by"
+        f" {worst.overrun_share:.1%} at most (in {worst.name})."
+    )
+    if worst.overrun_share > MOST_OVERRUN:
+        text += (
+            " That is too much: the machine was busy or is too slow for this, and the"
+            " figures say little about such devices. Run it again on a quiet machine."
+        )
+    return text
+
+
+def _in_words(names: Sequence[str]) -> str:
+    return " and ".join(names) if len(names) < 3 else ", ".join(names)
+
+
+def _compared(ours: ContenderResult, theirs: ContenderResult) -> str:
+    """``1.21 times as fast as``, by the time to the loss."""
+    if not ours.time_to_loss_s or not theirs.time_to_loss_s:
+        return "not comparable with"
+    factor = theirs.time_to_loss_s / ours.time_to_loss_s
+    if abs(factor - 1) <= EQUAL_WITHIN:
+        return "just as fast as"
+    return f"{'' if factor > 1 else 'only '}{factor:.2f} times as fast as"

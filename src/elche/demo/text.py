@@ -59,29 +59,25 @@ def load_corpus(path: Path | None = None, max_chars: int = 4_000_000) -> Corpus:
         ConfigError: if there is no text, or it cannot be read.
     """
     if path is not None and not path.is_dir():
-        return _corpus_of_file(path, max_chars)
+        text = _read(path, max_chars)
+        if not text.strip():
+            raise ConfigError(f"the text {path} is empty; give a file with some text")
+        cut = len(text) - len(text) // _HELD_OUT_EVERY
+        return Corpus(encode(text[:cut]), encode(text[cut:]), str(path))
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
-    train, held_out, num_files = _split(
-        _files(root, ".py" if path is None else ""), max_chars
-    )
+    texts = list(_texts(_files(root, ".py" if path is None else ""), max_chars))
+    held_out = "\n".join(texts[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY])
+    del texts[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
+    train = "\n".join(texts)
     if not train.strip() or not held_out.strip():
         raise ConfigError(
-            f"found {num_files} text files in {root}, expected {_HELD_OUT_EVERY} or"
+            f"found {len(texts)} text files in {root}, expected {_HELD_OUT_EVERY} or"
             " more that are not empty; name a text file or a directory with --text"
         )
-    source = f"{num_files} files of {root}"
+    source = f"the files of {root}"
     if path is None:
-        version = platform.python_version()
-        source = f"{num_files} files of Python {version}'s standard library"
+        source = f"the sources of Python {platform.python_version()}'s standard library"
     return Corpus(encode(train), encode(held_out), source)
-
-
-def _corpus_of_file(path: Path, max_chars: int) -> Corpus:
-    text = _read(path, max_chars)
-    if not text.strip():
-        raise ConfigError(f"the text {path} is empty; give a file with some text")
-    cut = len(text) - len(text) // _HELD_OUT_EVERY
-    return Corpus(encode(text[:cut]), encode(text[cut:]), str(path))
 
 
 def encode(text: str) -> Tensor:
@@ -134,30 +130,14 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
 
 def _files(root: Path, suffix: str) -> list[Path]:
     """Files below `root` in an order that is mixed, but the same everywhere."""
-    names: list[str] = []
-    for directory, subdirectories, files in os.walk(root):
-        subdirectories[:] = [
-            name
-            for name in subdirectories
-            if name not in _SKIPPED_DIRECTORIES and not name.startswith(".")
-        ]
-        below = Path(directory).relative_to(root)
-        names += [
-            (below / name).as_posix()
-            for name in files
-            if name.endswith(suffix) and not name.startswith(".")
-        ]
-    names.sort(key=lambda name: (zlib.crc32(name.encode()), name))
-    return [root / name for name in names]
-
-
-def _split(files: list[Path], max_chars: int) -> tuple[str, str, int]:
-    parts: tuple[list[str], list[str]] = ([], [])
-    num_files = 0
-    for text in _texts(files, max_chars):
-        parts[num_files % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1].append(text)
-        num_files += 1
-    return "\n".join(parts[0]), "\n".join(parts[1]), num_files
+    found: list[Path] = []
+    for directory, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in _SKIPPED_DIRECTORIES]
+        found += [Path(directory, name) for name in files if name.endswith(suffix)]
+    names = {path.relative_to(root).as_posix(): path for path in found}
+    shown = [name for name in names if "/." not in f"/{name}"]
+    shown.sort(key=lambda name: (zlib.crc32(name.encode()), name))
+    return [names[name] for name in shown]
 
 
 def _texts(files: list[Path], max_chars: int) -> Iterator[str]:

@@ -1,9 +1,4 @@
-"""The demo's workload: a model with its data, loss and optimizer.
-
-It is built from a seed without a download. Its task can be learnt, has noise that no
-model predicts, and a held-out set that is the same for every contender, so that
-evaluation losses can be compared.
-"""
+"""The demo's workload: a model with its data, loss and optimizer, built from a seed."""
 
 from __future__ import annotations
 
@@ -69,37 +64,28 @@ class Workload:
 
     def loss_fn(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy of a batch, in nats: a scalar."""
-        inputs, targets = batch
-        logits: Tensor = model(inputs)
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        logits: Tensor = model(batch[0])
+        return F.cross_entropy(logits.flatten(0, -2), batch[1].flatten())
 
     def evaluate(self, model: nn.Module) -> float:
         """Mean loss over the held-out set; the model's modes are left as found."""
         modes = {module: module.training for module in model.modules()}
         device = next(model.parameters()).device
         model.eval()
-        try:
-            with torch.no_grad():
-                total = 0.0
-                for inputs, targets in self.eval_batches:
-                    batch = (inputs.to(device), targets.to(device))
-                    total += float(self.loss_fn(model, batch)) * len(inputs)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        return total / sum(len(inputs) for inputs, _ in self.eval_batches)
+        total, samples = 0.0, 0
+        with torch.no_grad():
+            for inputs, targets in self.eval_batches:
+                batch = (inputs.to(device), targets.to(device))
+                total += float(self.loss_fn(model, batch)) * len(inputs)
+                samples += len(inputs)
+        for module, mode in modes.items():
+            module.training = mode
+        return total / samples
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A network of the next character, with what it is trained by.
-
-    Attributes:
-        network_fn: makes it.
-        learning_rate: of the optimizer.
-        context: characters that it sees.
-        eval_samples: of the held-out set.
-    """
+    """A network of the next character; ``context`` characters are its input."""
 
     network_fn: Callable[[], nn.Module]
     learning_rate: float
@@ -150,9 +136,6 @@ def split_batches(inputs: Tensor, targets: Tensor) -> tuple[Batch, ...]:
 
 def learning_rate_scale(progress: float) -> float:
     """Factor on the learning rate: a short linear warm-up, then a linear decay.
-
-    With a constant rate the evaluation loss wanders by a few per cent from step to
-    step, more than the methods under comparison differ.
 
     Args:
         progress: samples trained on over samples of the whole run, 0 to 1.

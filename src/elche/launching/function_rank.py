@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from io import FileIO, TextIOWrapper
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -26,10 +27,13 @@ def run_rank(
     main: Callable[..., Any],
     args: tuple[Any, ...],
     environment: Mapping[str, str],
-    results: Connection,
+    result: str,
     output: Connection | None,
 ) -> NoReturn:
-    """In a rank's process: the call, and the hooks of a process that ends by itself."""
+    """In a rank's process: the call, and the hooks of a process that ends by itself.
+
+    The file ``result`` receives value, error and traceback, pickled.
+    """
     _begin_rank(environment, output)
     code = 0
     try:
@@ -47,7 +51,7 @@ def run_rank(
         text = "".join(traceback.format_exception(error))
         message = pickle.dumps((None, summary, text))
     atexit._run_exitfuncs()  # which multiprocessing leaves out
-    results.send_bytes(message)
+    Path(result).write_bytes(message)
     sys.exit(code)
 
 

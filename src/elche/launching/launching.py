@@ -9,16 +9,18 @@ therefore uses one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar, final
@@ -34,6 +36,8 @@ from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 Result = TypeVar("Result")
 
 OUTPUT_BYTES = 1 << 16
+LOOK_S = 0.02
+"""Poll interval (s) of what ranks print."""
 PROCESS = "elche-rank-"
 """Name of a rank's process, before its number."""
 
@@ -64,9 +68,9 @@ def launch(
     not have been used in the notebook before, and ranks on the CPU compute with one
     thread each. A ``main`` imported from a file knows neither limit.
 
-    What rank 0 returns comes back pickled, through a pipe of the process that was
-    started here; of other ranks nothing is returned. Where it has died, and the
-    others went on, it is the next one's. Tensors are best moved to the CPU.
+    What rank 0 returns comes back pickled; of other ranks nothing is returned. Where it
+    has died, and the others went on, it is the next one's. Tensors are best moved to
+    the CPU.
 
     Args:
         main: what each rank runs.
@@ -118,11 +122,8 @@ class FunctionRanks:
         self._context: ForkContext | SpawnContext = multiprocessing.get_context("spawn")
         if is_fork:
             self._context = multiprocessing.get_context("fork")
-        # A notebook shows what is written to its own sys.stdout.
-        is_shown_by_python = sys.stdout is not sys.__stdout__
-        self._output = self._context.Pipe(duplex=False) if is_shown_by_python else None
-        self._results: list[tuple[Connection, Connection]] = []
-        self._returned: dict[int, Returned] = {}
+        self._folder = ""
+        self._output: tuple[Connection, Connection] | None = None
         self._ready = threading.Event()
         self._processes: RankProcesses | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -133,47 +134,52 @@ class FunctionRanks:
         Raises:
             RemoteRankError: a rank failed.
         """
-        context = self._context
-        self._results = [context.Pipe(duplex=False) for _ in range(config.world_size)]
-        done, end = context.Pipe(duplex=False)
+        if sys.stdout is not sys.__stdout__:  # a notebook shows what is written there
+            self._output = self._context.Pipe(duplex=False)
         launched: Future[LaunchResult] = Future()
-        launched.add_done_callback(lambda _: self._ended(end))
         # No ThreadPoolExecutor: a fork of its thread would wait for itself at its end.
         launching = threading.Thread(
             target=self._launch, args=(config, launched), name="elche-launch"
         )
-        launching.start()
         was_interrupted = False
-        while True:
-            try:
-                if self._pump(done):
-                    break
-            except KeyboardInterrupt:
-                was_interrupted = True
-                self._interrupt()
-        launching.join()
-        self._close(done, end)
-        result = launched.result()
-        if was_interrupted:
-            raise KeyboardInterrupt
-        if result.failed_first is not None:
-            raise self._failure(result.failed_first, result)
-        first = result.exit_codes.index(0)  # who has died before was outlived
-        return self._returned[first].value
+        with tempfile.TemporaryDirectory(prefix="elche-") as self._folder:
+            launching.start()
+            while launching.is_alive():
+                try:
+                    if not self._show():
+                        launching.join(LOOK_S)
+                except KeyboardInterrupt:
+                    was_interrupted = True
+                    self._interrupt()
+            while self._show():
+                pass
+            for end in self._output or ():
+                end.close()
+            result = launched.result()
+            if was_interrupted:
+                raise KeyboardInterrupt
+            if (failed := result.failed_first) is not None:
+                found = self._returned(failed)
+                code = result.exit_codes[failed]
+                error = found.error or f"its process ended with code {code}"
+                text = f"rank {failed} failed: {error}"
+                raise RemoteRankError(text, failed, found.traceback)
+            # A rank that died before was outlived.
+            return self._returned(result.exit_codes.index(0)).value
 
     def _launch(self, config: LaunchConfig, launched: Future[LaunchResult]) -> None:
         try:
             launched.set_result(launch_ranks(config, self._set_ready))
         except BaseException as error:  # raised in the thread that called
             launched.set_exception(error)
+        self._ready.set()
 
     def start(self, rank: int, environment: Mapping[str, str]) -> RankProcess:
         """Starts a rank; see `LaunchConfig.start`."""
-        writer = self._results[rank][1]
         output = None if self._output is None else self._output[1]
         process = self._context.Process(
             target=run_rank,
-            args=(self._main, self._args, dict(environment), writer, output),
+            args=(self._main, self._args, dict(environment), self._file(rank), output),
             name=f"{PROCESS}{rank}",
         )
         with warnings.catch_warnings():
@@ -193,58 +199,32 @@ class FunctionRanks:
         self._loop, self._processes = asyncio.get_running_loop(), processes
         self._ready.set()
 
-    def _ended(self, end: Connection) -> None:
-        self._ready.set()
-        end.send_bytes(b"")
-
     def _interrupt(self) -> None:
         self._ready.wait()
         if self._loop is not None and self._processes is not None:
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(
                     self._processes.interrupt, signal.SIGINT
                 )
-            except RuntimeError:  # the loop has ended
-                return
 
-    def _pump(self, done: Connection) -> bool:
-        """Takes what ranks have sent; whether all have ended and nothing is left."""
-        results = {reader: rank for rank, (reader, _) in enumerate(self._results)}
-        readers = [r for r, rank in results.items() if rank not in self._returned]
-        outputs = [] if self._output is None else [self._output[0]]
-        ready = wait([done, *readers, *outputs])
-        if ready == [done]:
-            return True
-        for reader in ready:
-            assert isinstance(reader, Connection)
-            if reader in outputs:
-                text = os.read(reader.fileno(), OUTPUT_BYTES)
-                sys.stdout.write(text.decode(errors="replace"))
-                sys.stdout.flush()
-            elif reader is not done:
-                self._receive(results[reader], reader)
-        return False
+    def _show(self) -> bool:
+        """Writes what ranks have printed to this process's output; False: nothing."""
+        if self._output is None or not self._output[0].poll():
+            return False
+        text = os.read(self._output[0].fileno(), OUTPUT_BYTES)
+        sys.stdout.write(text.decode(errors="replace"))
+        sys.stdout.flush()
+        return True
 
-    def _receive(self, rank: int, reader: Connection) -> None:
+    def _file(self, rank: int) -> str:
+        return os.path.join(self._folder, f"{rank}.pickle")
+
+    def _returned(self, rank: int) -> Returned:
         try:
-            data = reader.recv_bytes()
-        except EOFError:  # its process died
-            self._returned[rank] = Returned()
-            return
-        self._returned[rank] = Returned(*pickle.loads(data))
-
-    def _close(self, *pipe: Connection) -> None:
-        ends = [*pipe, *(self._output or ())]
-        for pair in self._results:
-            ends += pair
-        for end in ends:
-            end.close()
-
-    def _failure(self, rank: int, result: LaunchResult) -> RemoteRankError:
-        returned = self._returned.get(rank, Returned())
-        code = result.exit_codes[rank]
-        error = returned.error or f"its process ended with code {code}"
-        return RemoteRankError(f"rank {rank} failed: {error}", rank, returned.traceback)
+            with open(self._file(rank), "rb") as file:
+                return Returned(*pickle.load(file))
+        except (OSError, EOFError, pickle.UnpicklingError):  # its process died
+            return Returned()
 
 
 @final

@@ -6,21 +6,14 @@ import builtins
 import contextlib
 import io
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 from elche.monitor.progress import open_progress
 from elche.runtime.loader import RunLoader
 from elche.session import ranks
 from elche.session.process import process
-
-
-class _Bar(Protocol):
-    def move(self, done: float) -> None:
-        """Sets the progress."""
-
-    def close(self) -> None:
-        """Gives the terminal back."""
 
 
 def print(*values: object, **options: Any) -> None:
@@ -65,23 +58,26 @@ def progress(loader: Iterable[Any], **tqdm_options: Any) -> Iterator[Any]:
 def _shown(loader: Iterable[Any], options: dict[str, Any]) -> Iterator[Any]:
     run = process.run if isinstance(loader, RunLoader) else None
     before = 0.0 if run is None else run.samples_done
-    bar = _open(loader, options)
+    move, close = _open(loader, options)
     process.has_bar = True
     iterator, count = iter(loader), 0
     try:
         for batch in iterator:
-            bar.move(count if run is None else run.samples_done - before)
+            move(count if run is None else run.samples_done - before)
             yield batch
             count += 1
-        bar.move(count if run is None else run.samples_done - before)
+        move(count if run is None else run.samples_done - before)
     finally:
         process.has_bar = False
-        bar.close()
-        if (close := getattr(iterator, "close", None)) is not None:
-            close()  # a break ends the epoch now
+        close()
+        if (end := getattr(iterator, "close", None)) is not None:
+            end()  # a break ends the epoch now
 
 
-def _open(loader: Iterable[Any], options: dict[str, Any]) -> _Bar:
+def _open(
+    loader: Iterable[Any], options: dict[str, Any]
+) -> tuple[Callable[[float], None], Callable[[], None]]:
+    """Opens a bar; returns what sets its progress, and what closes it."""
     total, unit = None, "it"
     if isinstance(loader, RunLoader):
         total, unit = loader.epoch_samples, "sample"
@@ -89,8 +85,17 @@ def _open(loader: Iterable[Any], options: dict[str, Any]) -> _Bar:
         with contextlib.suppress(TypeError):
             total = len(loader)  # type: ignore[arg-type]
     options = {"total": total, "unit": unit, **options}
-    tqdm = _tqdm()
-    return _RichBar(options) if tqdm is None else _TqdmBar(tqdm(**options))
+    if (tqdm := _tqdm()) is not None:
+        bar = tqdm(**options)
+        return lambda done: bar.update(int(done) - bar.n), bar.close
+    task, reporter = str(options.get("desc") or "training"), open_progress()
+    reporter.start(task, options["total"])
+
+    def close() -> None:
+        reporter.finish(task)
+        reporter.close()
+
+    return partial(reporter.update, task), close
 
 
 def _tqdm() -> Any:
@@ -100,28 +105,3 @@ def _tqdm() -> Any:
     except ImportError:
         return None
     return tqdm
-
-
-class _TqdmBar:
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-
-    def move(self, done: float) -> None:
-        self._bar.update(int(done) - self._bar.n)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class _RichBar:
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._task = str(options.get("desc") or "training")
-        self._reporter = open_progress()
-        self._reporter.start(self._task, options["total"])
-
-    def move(self, done: float) -> None:
-        self._reporter.update(self._task, done)
-
-    def close(self) -> None:
-        self._reporter.finish(self._task)
-        self._reporter.close()

@@ -162,7 +162,7 @@ def _facts_alone(placement: Placement, asked: SetupConfig) -> RunFacts:
 
 def _single_line(placement: Placement) -> str:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if placement.speed is None and placement.device.type == "cpu":
+    if placement.emulation is None and placement.device.type == "cpu":
         return "elche: CPU"
     line = f"elche: single device: {placement.device_name}"
     if count > 1 and "ELCHE_COORDINATOR" not in os.environ:

@@ -159,7 +159,7 @@ class TrainingHandle:
                 self.error.__cause__ = error
             logger.error("the training has failed: %r; join() raises it", self.error)
         finally:
-            self._request.end()
+            self._request.is_over = True
 
     def _take_view(self, view: MetricsView) -> None:
         self._view = view

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import secrets
 import signal
 import socket
 import threading
 import time
-import typing
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -17,13 +17,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from elche.comm.control.addresses import listen
 from elche.comm.control.control_channel import ControlChannel
-from elche.coordination.journal import Entry, RunRecord
+from elche.coordination.journal import Entry
 from elche.coordination.protocol.events import BarrierReached, Left, RankLost, Tick
-from elche.coordination.protocol.inputs import Input, StreamBegun
 from elche.coordination.protocol.instructions import BarrierPassed, Regroup, Welcome
 from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.errors import CommunicationError
@@ -40,12 +38,9 @@ from elche.runtime.coordinator_process.link import (
 from elche.runtime.coordinator_process.serving import (
     COPY_ENTRIES,
     CoordinatorChild,
-    pack_piece,
-    replay_piece,
 )
 from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of
-from tests.coordination.protocol.test_messages import messages_of
 
 WAIT_S = 150.0
 KILLS = 12
@@ -75,7 +70,7 @@ class Launcher:
         self.kills = 0
 
     async def _start(self) -> KeptCoordinator:
-        kept = KeptCoordinator(2, self.key, survives=True)
+        kept = KeptCoordinator(2, self.key, listen("127.0.0.1", 0), survives=True)
         kept.start()
         return kept
 
@@ -232,10 +227,9 @@ def test_two_words_of_one_death_hold_nobody_up() -> None:
 
 def test_a_copy_is_made_however_soon_they_die() -> None:
     """Of what each one has been handed at its beginning, too."""
-    record, tick = RunRecord(2, survives=True), Entry(None, Tick(), 1.0)
+    tick = pickle.dumps([Entry(None, Tick(), 1.0)])
     ours, theirs = socket.socketpair()
-    journal = (pack_piece([tick], record),) * COPY_ENTRIES
-    begin = replace(BEGIN, journal=journal)
+    begin = replace(BEGIN, journal=(tick,) * COPY_ENTRIES)
 
     async def written() -> list[object]:
         CoordinatorChild(Link(theirs), begin)._server.take(Tick())
@@ -269,30 +263,3 @@ def test_neither_side_keeps_what_the_other_has_taken() -> None:
         channel.store_set("last", b"")
         channel.store_get("last", WAIT_S)
         assert len(channel._outbox.rest()) < 2 * ACK_EVERY
-
-
-@given(
-    what=st.sampled_from(typing.get_args(Input)).flatmap(messages_of),
-    source=st.none() | st.integers(-1, 9),
-    now_s=st.floats(0.0, 1e9),
-)
-def test_entries_come_as_they_were_taken(
-    what: object, source: int | None, now_s: float
-) -> None:
-    entry = Entry(source, what, now_s)  # type: ignore[arg-type]
-    record, found = RunRecord(1, survives=True), list[Entry]()
-    record.replay = found.extend  # type: ignore[method-assign]
-    replay_piece(record, pack_piece([entry], record))
-    assert found == [entry]
-
-
-def test_instructions_that_ranks_have_are_not_kept_by_the_next_one() -> None:
-    first, second = (RunRecord(1, survives=True) for _ in range(2))
-    begun = Entry(None, StreamBegun(0, "a"), 1.0)
-    first.apply(begun)
-    replay_piece(second, pack_piece([begun], first))
-    for record in (first, second):
-        record.streams[0].told.add(*[BarrierPassed(rank=0, name="")] * 5)
-    first.streams[0].told.acknowledge(4)
-    replay_piece(second, pack_piece([], first, says_told=True))
-    assert len(second.streams[0].told.rest()) == 1

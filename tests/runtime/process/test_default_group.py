@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,9 +49,7 @@ for epoch in elche.epochs(3):
     if (epoch, rank) == (1, 1):
         print("rank 1 dies", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-with open(f"/proc/{os.getppid()}/maps") as file:
-    has_torch = "libtorch" in file.read()
-print(f"through, torch in the launcher: {has_torch}", flush=True)
+print("through", flush=True)
 """
 SAID = "torch.distributed's default process group exists: the death of any rank ends"
 
@@ -75,7 +72,7 @@ def test_strangers_at_its_port_cost_nothing(tmp_path: Path) -> None:
     ended = run(tmp_path, "stranger")
     assert "rank 1 dies" in ended.stdout
     assert ended.returncode == 0, ended.stdout
-    assert "through, torch in the launcher: False" in ended.stdout
+    assert "through" in ended.stdout
     assert SAID not in ended.stdout
 
 
@@ -94,22 +91,17 @@ def test_a_group_of_the_script_is_said_and_ends_with_a_death(
     assert re.search(r"the death of a rank ends a script that meets", ended.stdout)
 
 
-def test_clients_of_torch_find_a_store_behind_strangers() -> None:
-    """The first one's words are passed on; the others come to the store itself."""
-
+def test_clients_of_torch_find_a_store() -> None:
     async def meet() -> None:
         store = TorchStore()
         place = HOST, int(store.environment()["MASTER_PORT"])
-        with socket.create_connection(place), socket.create_connection(place) as other:
-            other.sendall(b"\0HTTP")
-            await asyncio.to_thread(other.recv, 1)  # it is turned away
-            assert not store.is_used
-            for number in range(3):
-                client = await asyncio.to_thread(TCPStore, *place, is_master=False)
-                await asyncio.to_thread(client.set, str(number), b"x" * 100_000)
-                assert await asyncio.to_thread(client.get, "0") == b"x" * 100_000
-                del client
-            assert store.is_used
-            await store.close()
+        assert not store.is_used
+        for number in range(2):
+            client = await asyncio.to_thread(TCPStore, *place, is_master=False)
+            await asyncio.to_thread(client.set, str(number), b"x" * 100_000)
+            assert await asyncio.to_thread(client.get, "0") == b"x" * 100_000
+            del client
+        assert store.is_used
+        await store.close()
 
     asyncio.run(meet())

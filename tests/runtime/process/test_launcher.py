@@ -40,8 +40,6 @@ PATIENT = (
 )
 
 ELCHE = ("-m", "elche")
-FIRST_BATCHES: list[int] = []
-"""How many lines there were when the coordinator first heard of batches."""
 
 
 @contextmanager
@@ -86,13 +84,11 @@ def is_stopped(pid: int) -> bool:
 def launched(*arguments: str) -> tuple[LaunchResult, list[tuple[int, str]]]:
     """A run of two ranks from this process, and their lines."""
     lines: list[tuple[int, str]] = []
-    FIRST_BATCHES.clear()
     result = launch(
         LaunchConfig(
             command=python_command(*arguments),
             num_ranks=2,
             on_line=lambda rank, line: lines.append((rank, line)),
-            on_first_batch=lambda: FIRST_BATCHES.append(len(lines)),
         )
     )
     return result, lines
@@ -194,7 +190,6 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(
     assert result.exit_codes == (1, code)
     assert result.failed_first == 1
     assert result.failed_s is not None
-    assert not FIRST_BATCHES
     assert result.exit_code == code
 
 
@@ -250,7 +245,6 @@ def test_groups_of_elche_do_not_meet_in_the_store_of_torch(
     assert served == []
     assert result.have_met
     assert result.failed_s is None
-    assert FIRST_BATCHES == [0]
 
 
 def test_a_start_that_fails_leaves_nothing_open(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -47,9 +46,7 @@ def test_a_pipeline_that_saves_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_twenty_deaths_in_one_run(
-    tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_twenty_deaths_in_one_run(tmp_path: Path, policy: str) -> None:
     """Every sample is seen once per epoch, counting what is in the model at the end."""
     checkpoints = tmp_path / "checkpoints"
     ended = run(
@@ -64,10 +61,3 @@ def test_twenty_deaths_in_one_run(
     assert len(set(resumed)) > DEATHS / 2  # most starts have won something
     counts = sum(torch.load(tmp_path / f"seen{rank}.pt") for rank in range(2))
     assert torch.equal(counts, torch.full_like(counts, 16))
-    lost_s = [float(s) for s in re.findall(r"first batches ([\d.]+) s", ended.stderr)]
-    assert len(lost_s) == DEATHS
-    with capsys.disabled():
-        print(
-            f"\n{policy}: {statistics.median(lost_s)} s from a death to the first "
-            f"batches (median of {DEATHS}; {min(lost_s)} to {max(lost_s)})"
-        )

@@ -121,12 +121,12 @@ def test_no_lines_end_is_written_apart_from_it() -> None:
     assert sorted(written) == lines
 
 
-def shown(*pieces: bytes, have_met: bool = True) -> list[str]:
+def shown(*pieces: bytes) -> list[str]:
     """What of a rank's output is shown, that comes in these pieces."""
 
     async def show() -> list[str]:
         display = _Lines()
-        output = RankOutput(None, display, lambda: have_met)
+        output = RankOutput(None, display)
         process = _Process(asyncio.StreamReader())
         output.add(0, process)  # type: ignore[arg-type]
         for piece in pieces:
@@ -175,25 +175,3 @@ def test_lines_are_whole_and_of_a_bar_the_last_is_shown(
     pieces: tuple[bytes, ...], expected: list[str]
 ) -> None:
     assert shown(*pieces) == expected
-
-
-HELD = b"Traceback (most recent call last):\n  File 'a.py', line 2, in <module>\n"
-
-
-@pytest.mark.parametrize(
-    ("last", "have_met", "expected"),
-    [
-        (b"KeyboardInterrupt\n", False, "interrupted at the start: File 'a.py'"),
-        (b"KeyboardInterrupt\n", True, "Traceback"),
-        (b"OSError: no such file\n", False, "Traceback"),
-        (b"", False, "Traceback"),
-    ],
-)
-def test_ctrl_c_before_ranks_have_met_shows_no_traceback(
-    last: bytes, have_met: bool, expected: str
-) -> None:
-    lines = shown(b"one\n", HELD[:40], HELD[40:], last, b"two", have_met=have_met)
-    assert (lines[0], lines[-1]) == ("one", "two")
-    assert lines[1].startswith(expected)
-    hides = expected.startswith("interrupted")
-    assert len(lines) == (3 if hides else 4 + bool(last))

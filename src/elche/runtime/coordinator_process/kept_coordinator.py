@@ -13,10 +13,10 @@ import os
 import pickle
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Final, final
 
-from elche.comm.control.addresses import listen
 from elche.coordination.protocol.events import Event, Failed, RankLost
 from elche.coordination.protocol.inputs import Input
 from elche.coordination.protocol.instructions import Instruction
@@ -43,6 +43,7 @@ MODULE: Final = "elche.runtime.coordinator_process.serving"
 MOST_DEATHS: Final = 10
 """Coordinators in a row that died and took nothing from a rank: the run ends."""
 ANSWER_S: Final = 10.0
+LOOK_S: Final = 0.005
 STOP_S: Final = 5.0
 
 
@@ -54,7 +55,7 @@ class KeptCoordinator:
         world_size: ranks that the run begins with.
         key: the run's secret.
         survives: the launcher fences ranks that are lost.
-        listener: where ranks connect to; None: loopback.
+        listener: where ranks connect to.
 
     Attributes:
         address: of that.
@@ -63,7 +64,6 @@ class KeptCoordinator:
         on_lost: called with a rank without which the run goes on, before anybody is
             told: it must not run any more.
         on_end: called with the kind of `Abort` that ends the run.
-        on_first_batch: called once, when a rank first reports batches as done.
         on_message: called with each event and instruction, in their order; to be set
             before the start.
     """
@@ -72,27 +72,25 @@ class KeptCoordinator:
         self,
         world_size: int,
         key: bytes,
+        listener: socket.socket,
         *,
         survives: bool,
-        listener: socket.socket | None = None,
     ) -> None:
         self._world_size = world_size
         self._key = key
         self._survives = survives
-        self._listener = listener or listen("127.0.0.1", 0)
-        host, port, *_ = self._listener.getsockname()
+        self._listener = listener
+        host, port, *_ = listener.getsockname()
         self.address: tuple[str, int] = (str(host), int(port))
         self.status = Status(members=frozenset(range(world_size)))
         self.told_to_end: set[int] = set()
         self.on_lost: Callable[[int], None] = lambda rank: None
         self.on_end: Callable[[str], None] = lambda kind: None
-        self.on_first_batch: Callable[[], None] | None = None
         self.on_message: Callable[[Event | Instruction], None] | None = None
         self._copy: bytes | None = None
         self._journal: list[bytes] = []
         self._commands: Outbox[Input] = Outbox()
         self._given = self._taken = 0
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._writer: asyncio.StreamWriter | None = None
         self._barren = 0  # coordinators in a row that took nothing from a rank
         self._story: tuple[str, ...] = ()
@@ -165,10 +163,11 @@ class KeptCoordinator:
         else:
             self.take(RankLost(rank=rank))
         number, has_begun = self._given, self._journal or self._copy
-        if has_begun and not self._gave_up and self._taken < number:
-            taken = asyncio.get_running_loop().create_future()
-            self._waiting.append((number, taken))
-            await asyncio.wait([taken], timeout=ANSWER_S)
+        deadline_s = time.monotonic() + ANSWER_S
+        while has_begun and not self._gave_up and self._taken < number:
+            if time.monotonic() > deadline_s:
+                break
+            await asyncio.sleep(LOOK_S)
 
     def is_connected(self, rank: int) -> bool:
         """True if instructions reach a rank."""
@@ -204,7 +203,6 @@ class KeptCoordinator:
         self._journal.clear()
         self._gave_up = why
         self._listener.close()
-        self._wake()
 
     async def _serve(self) -> int:
         """One process, from its start to its end; its exit code."""
@@ -213,18 +211,12 @@ class KeptCoordinator:
         self._pid = process.pid
         theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours)
-        begin = Begin(
-            world_size=self._world_size,
-            key=self._key,
-            survives=self._survives,
-            shows=self.on_message is not None,
-            copy=self._copy,
-            journal=tuple(self._journal),
-        )
         self._writer = writer
-        self._send(begin)
-        for message in map(Command, self._commands.rest()):
-            self._send(message)
+        shows, journal = self.on_message is not None, tuple(self._journal)
+        run = self._world_size, self._key, self._survives
+        self._send(Begin(*run, shows=shows, copy=self._copy, journal=journal))
+        for what in self._commands.rest():
+            self._send(Command(what))
         if self._is_stopping:
             self._end_process()
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -255,7 +247,6 @@ class KeptCoordinator:
             self._taken = message.commands
             self._barren = 0 if message.is_of_ranks else self._barren
             self._commands.acknowledge(message.commands)
-            self._wake()
         elif isinstance(message, Copy):
             self._copy, self._barren = message.record, 0
             self._journal.clear()  # it stands for all pieces so far
@@ -277,15 +268,3 @@ class KeptCoordinator:
         self.told_to_end |= status.told_to_end
         if status.end_kind and status.end_kind != before.end_kind:
             self.on_end(status.end_kind)
-        if status.has_trained and self.on_first_batch is not None:
-            self.on_first_batch()
-            self.on_first_batch = None
-
-    def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for number, taken in waiting:
-            if self._gave_up or self._taken >= number:
-                if not taken.done():
-                    taken.set_result(None)
-            else:
-                self._waiting.append((number, taken))

@@ -74,7 +74,6 @@ class Status:
         devices: of each rank that has joined.
         aborted: why the run was ended, if it was.
         end_kind: of the `Abort` that has ended it; "".
-        has_trained: a rank has reported batches as done.
         is_finished: every rank has left.
         has_admitted: a rank has come.
     """
@@ -87,7 +86,6 @@ class Status:
     devices: tuple[tuple[int, str], ...] = ()
     aborted: str | None = None
     end_kind: str = ""
-    has_trained: bool = False
     is_finished: bool = False
     has_admitted: bool = False
 

@@ -1,6 +1,7 @@
 """The coordinator's own process: serves ranks, and writes its journal to the launcher.
 
-``python -m elche.runtime.coordinator_process.serving LINK LISTENER``: two descriptors.
+``serving LINK LISTENER``: two descriptors of the launcher. Under torchrun and others
+rank 0 starts ``serving beside WORLD_SIZE HOST``, without a journal.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, final
 
+from elche.comm.control.addresses import format_address, listen
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -39,13 +42,13 @@ from elche.runtime.coordinator_process.link import (
 )
 from elche.runtime.process.coordinator import CoordinatorServer
 from elche.runtime.process.launcher_watch import ignore_signals, wake_with_parent
+from elche.runtime.report.files import write_story
 
 COPY_ENTRIES: Final = 1024
 """After so many entries a copy of the record takes their place in the launcher."""
-TOLD_PIECES: Final = 64
-"""After so many of the journal they say how many instructions each rank has."""
-_TRAINED = BatchesDone, StepsDone
-_FREQUENT = *_TRAINED, WindowClosed, WindowReduced
+STORY: Final = "ELCHE_STORY"
+"""Beside rank 0: the file to which the event log of the run is written at its end."""
+_FREQUENT = BatchesDone, StepsDone, WindowClosed, WindowReduced
 """Events of which the launcher hears with the next `Tick`, if they change anything."""
 
 
@@ -56,17 +59,22 @@ class CoordinatorChild:
     Args:
         link: to the launcher.
         begin: what it has kept.
+        more: messages that came with it, to be handled first.
     """
 
-    def __init__(self, link: Link, begin: Begin) -> None:
+    def __init__(self, link: Link, begin: Begin, more: Sequence[object] = ()) -> None:
         self._link = link
-        self._pending: deque[object] = deque()
+        self._pending = deque(more)
         self._is_over = asyncio.Event()
         self._status = Status()
         self._entries = len(begin.journal)  # a copy is due, however soon they die
-        self._pieces = 0
-        self._serves = self._has_trained = False
-        record = _restored(begin)
+        self._serves = False
+        if begin.copy is None:
+            record = RunRecord(begin.world_size, survives=begin.survives)
+        else:
+            record = pickle.loads(begin.copy)
+        for piece in begin.journal:
+            record.replay(pickle.loads(piece))
         server = CoordinatorServer(begin.world_size, begin.key, record=record)
         server.on_entries = self._write
         server.on_change = self._say_status
@@ -81,17 +89,13 @@ class CoordinatorChild:
         loop.add_reader(self._link.fileno(), self._receive)
         self._server.fence_lost()
         self._say_status()
-        await self._server.start(listener=listener)
+        await self._server.start(listener)
         self._serves = True
         self._handle_pending()
         await self._is_over.wait()
         await self._server.stop()
         with contextlib.suppress(OSError):
             self._link.send(Stopped(tuple(self._server.core.story())))
-
-    def pend(self, messages: list[object]) -> None:
-        """Queues messages that came with the start, to be handled first."""
-        self._pending.extend(messages)
 
     def _receive(self) -> None:
         try:
@@ -125,28 +129,19 @@ class CoordinatorChild:
     def _write(self, entries: list[Entry]) -> None:
         """Before anybody is told what follows from them."""
         record = self._server.record
-        has_trained = any(isinstance(entry.what, _TRAINED) for entry in entries)
-        is_first = has_trained and not self._has_trained
-        self._has_trained |= has_trained
-        if is_first or not all(isinstance(entry.what, _FREQUENT) for entry in entries):
+        if not all(isinstance(entry.what, _FREQUENT) for entry in entries):
             self._say_status()
-        self._pieces += 1
-        data = pack_piece(entries, record, says_told=self._pieces % TOLD_PIECES == 0)
         is_of_ranks = any(entry.source not in (None, LAUNCHER) for entry in entries)
-        self._link.send(Journal(data, record.commands, is_of_ranks))
+        piece = pickle.dumps(entries, pickle.HIGHEST_PROTOCOL)
+        self._link.send(Journal(piece, record.commands, is_of_ranks))
         self._entries += len(entries)
-        self._copy_now_and_then()
-
-    def _copy_now_and_then(self) -> None:
-        record = self._server.record
         if self._entries >= COPY_ENTRIES:
             self._entries = 0
-            data = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
-            self._link.send(Copy(data))
+            self._link.send(Copy(pickle.dumps(record, pickle.HIGHEST_PROTOCOL)))
 
     def _say_status(self) -> None:
         server, record = self._server, self._server.record
-        core, connected = record.core, server.connected
+        core, connected = record.core, frozenset(server.connections)
         status = Status(
             connected=connected,
             heeding=frozenset(filter(server.heeds_signals, connected)),
@@ -156,48 +151,12 @@ class CoordinatorChild:
             devices=tuple(sorted(core.devices.items())),
             aborted=core.aborted,
             end_kind="" if record.end is None else record.end.kind,
-            has_trained=self._has_trained,
             is_finished=core.is_finished,
             has_admitted=server.has_admitted,
         )
         if status != self._status:
             self._status = status
             self._link.send(status)
-
-
-def _restored(begin: Begin) -> RunRecord:
-    """The record as it was when the last coordinator wrote its last entry."""
-    if begin.copy is None:
-        record = RunRecord(begin.world_size, survives=begin.survives)
-    else:
-        record = pickle.loads(begin.copy)
-    for piece in begin.journal:
-        replay_piece(record, piece)
-    return record
-
-
-def pack_piece(
-    entries: Sequence[Entry], record: RunRecord, *, says_told: bool = False
-) -> bytes:
-    """A piece of the journal as bytes.
-
-    Args:
-        entries: what the record took.
-        record: as it is after them.
-        says_told: how many instructions each rank has is said as well, so that the next
-            coordinator does not keep them.
-    """
-    told = [(r, s.told.taken) for r, s in record.streams.items()] if says_told else []
-    return pickle.dumps((entries, told), pickle.HIGHEST_PROTOCOL)
-
-
-def replay_piece(record: RunRecord, data: bytes) -> None:
-    """Has a record take what another one took."""
-    entries, told = pickle.loads(data)
-    record.replay(entries)
-    for rank, count in told:
-        if rank in record.streams:
-            record.streams[rank].told.acknowledge(count)
 
 
 @final
@@ -216,29 +175,43 @@ class _ToLauncher(logging.Handler):
         self._link.send(Logged(record.name, record.levelno, text))
 
 
-def main() -> None:
-    """Serves one run; signals to the process group are the launcher's to heed."""
-    ignore_signals()
+def main(link_descriptor: int, listener_descriptor: int) -> None:
+    """Serves one run of a launcher."""
     wake_with_parent()
-    link = Link(socket.socket(fileno=int(sys.argv[1])))
-    listener = socket.socket(fileno=int(sys.argv[2]))
+    link = Link(socket.socket(fileno=link_descriptor))
+    listener = socket.socket(fileno=listener_descriptor)
     logging.getLogger().addHandler(_ToLauncher(link))
+
+    async def serve(begin: Begin, more: list[object]) -> None:
+        await CoordinatorChild(link, begin, more).serve(listener)
+
     messages = list[object]()
     with contextlib.suppress(EOFError):
         while not messages:
             messages = link.receive()
         begin, *more = messages
         assert isinstance(begin, Begin)
-        asyncio.run(_serve(link, begin, more, listener))
+        asyncio.run(serve(begin, more))
 
 
-async def _serve(
-    link: Link, begin: Begin, more: list[object], listener: socket.socket
-) -> None:
-    child = CoordinatorChild(link, begin)
-    child.pend(more)
-    await child.serve(listener)
+async def serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:
+    """Serves until standard input ends, that is until rank 0's process is gone."""
+    server = CoordinatorServer(world_size, key)
+    address = await server.start(listen(host, 0))
+    print(format_address(*address), flush=True)
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    await reader.read()
+    await server.stop()
+    if STORY in os.environ:
+        write_story(Path(os.environ[STORY]), server.core.story())
 
 
 if __name__ == "__main__":
-    main()
+    ignore_signals()  # to the process group: the launcher's to heed
+    if sys.argv[1] == "beside":
+        key = bytes.fromhex(os.environ["ELCHE_KEY"])
+        asyncio.run(serve_beside_rank_0(int(sys.argv[2]), sys.argv[3], key))
+    else:
+        main(*map(int, sys.argv[1:]))

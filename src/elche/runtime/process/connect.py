@@ -114,7 +114,8 @@ def _find_under_torchrun(
     if name in _found:
         return _found[name]
     try:
-        hosted = _hosts_store(placement)
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        hosted = placement.rank == 0 and not agent
         base = dist.TCPStore(
             host,
             number,
@@ -126,15 +127,22 @@ def _find_under_torchrun(
             _hosted.append(base)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"elche/{restart}", base)
-        is_one_host = _share_host(store, placement)
+        store.set(f"host/{placement.rank}", host_name())
+        ranks = range(placement.world_size)
+        hosts = {store.get(f"host/{rank}").decode() for rank in ranks}
+        if len(hosts) > 1 and "ELCHE_LISTEN" not in os.environ:
+            raise ConfigError(
+                f"ranks are on {len(hosts)} hosts, but elche listens on loopback; "
+                f"{_HOW}"
+            )
         if placement.rank == 0:
             address, key = _start_beside(placement)
             told = f"{format_address(*address)}/{key.hex()}"
-            if is_one_host:
+            if len(hosts) == 1:
                 told = _hide(told)
             store.set("coordinator", told)
         told = store.get("coordinator").decode()
-        if is_one_host:
+        if len(hosts) == 1:
             told = _read_hidden(told)
     except CommunicationError:  # the coordinator's own, which is a RuntimeError too
         raise
@@ -145,18 +153,6 @@ def _find_under_torchrun(
     where, _, secret = told.partition("/")
     _found[name] = parse_address(where, "the coordinator"), bytes.fromhex(secret)
     return _found[name]
-
-
-def _share_host(store: dist.Store, placement: Placement) -> bool:
-    """True if all ranks are on one host, as each says of itself."""
-    store.set(f"host/{placement.rank}", host_name())
-    ranks = range(placement.world_size)
-    hosts = {store.get(f"host/{rank}").decode() for rank in ranks}
-    if len(hosts) > 1 and "ELCHE_LISTEN" not in os.environ:
-        raise ConfigError(
-            f"ranks are on {len(hosts)} hosts, but elche listens on loopback; {_HOW}"
-        )
-    return len(hosts) == 1
 
 
 def _check_on_one_host(
@@ -206,18 +202,14 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-def _hosts_store(placement: Placement) -> bool:
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return placement.rank == 0 and not agent
-
-
 def _start_beside(placement: Placement) -> tuple[tuple[str, int], bytes]:
     key = secrets.token_bytes(KEY_BYTES)
     process = subprocess.Popen(
         [
             sys.executable,
             "-m",
-            "elche.runtime.process.coordinator",
+            "elche.runtime.coordinator_process.serving",
+            "beside",
             str(placement.world_size),
             placement.listen,
         ],

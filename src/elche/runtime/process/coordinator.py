@@ -1,9 +1,8 @@
-"""The coordinator's shell: one port, authenticated connections, the pure core inside.
+"""The coordinator's server: the loop around the pure core.
 
 It reads frames, hands events to `elche.coordination.state.Coordinator`, and sends what
-that answers. It runs in a process of its own: the launcher's child
-(`elche.runtime.coordinator_process`), or beside rank 0 under torchrun (``python -m
-elche.runtime.process.coordinator``); never in a training process.
+that answers. It runs in a process of its own (`elche.runtime.coordinator_process`),
+never in a training process.
 """
 
 from __future__ import annotations
@@ -11,40 +10,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any, Final, final
 
-from elche.comm.control.addresses import format_address, listen
+from elche.comm.control.addresses import keep_alive
 from elche.comm.control.control_channel import heeds_key
 from elche.comm.control.drop_log import DropLog
-from elche.comm.control.frames import (
-    HELLO_WITHIN_S,
-)
+from elche.comm.control.frames import HELLO_BYTES, HELLO_WITHIN_S, accept
 from elche.coordination.journal import Entry, RunRecord
 from elche.coordination.liveness import SILENT_S, Liveness
 from elche.coordination.protocol.events import (
     Event,
     Failed,
+    Join,
+    Left,
     RankLost,
     Tick,
 )
-from elche.coordination.protocol.inputs import (
-    Input,
-    StoreSet,
-    StreamBegun,
-)
+from elche.coordination.protocol.field_checks import brief
+from elche.coordination.protocol.inputs import Input, StoreSet, StreamBegun
 from elche.coordination.protocol.instructions import Abort, Instruction
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.protocol.outbox import ACK_EVERY
-from elche.coordination.protocol.wire import to_wire
-from elche.runtime.coordinator_process.rank_connection import Hello, RankConnection
-from elche.runtime.process.launcher_watch import ignore_signals, is_running
-from elche.runtime.report.files import write_story
+from elche.coordination.protocol.wire import FROM_WORKERS, from_wire, to_wire
+from elche.errors import ProtocolError
+from elche.runtime.process.launcher_watch import is_running
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +47,7 @@ STALLED_S = 10.0
 """Wait (s) for ranks until a line names them; it doubles for each further line."""
 GONE_S = 1.0
 """Within which the launcher sees how a process has ended, once its connection has."""
-STORY = "ELCHE_STORY"
-"""Beside rank 0: the file to which the story of the run is written at its end."""
+STACK_CHARS: Final = 2000
 _NO_EVENT = StoreSet, StreamBegun
 
 
@@ -76,6 +69,8 @@ class CoordinatorServer:
         on_lost: called with a rank without which the run goes on, before anybody is
             told: it must not run any more.
         on_message: called with each event and instruction, in their order.
+        strangers: connections without a Hello yet, since when; it is due soon.
+        connections: of ranks that instructions reach.
     """
 
     def __init__(
@@ -95,9 +90,9 @@ class CoordinatorServer:
         self._fenced: set[int] = set()
         self._patience_s = STALLED_S
         self.on_lost: Callable[[int], None] = lambda rank: None
-        self._strangers: dict[RankConnection, float] = {}
+        self.strangers: dict[RankConnection, float] = {}
         self._key = key
-        self._connections: dict[int, RankConnection] = {}
+        self.connections: dict[int, RankConnection] = {}
         self._pids: dict[int, int] = {}
         self._waiting: dict[str, set[RankConnection]] = defaultdict(set)
         self._server: asyncio.Server | None = None
@@ -108,23 +103,16 @@ class CoordinatorServer:
         self.sees_ends = True
         self.told_to_end: set[int] = set()  # because of another rank, or of none
 
-    async def start(
-        self,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        listener: socket.socket | None = None,
-    ) -> tuple[str, int]:
-        """Listens there, or with a socket that listens already; returns the address."""
+    async def start(self, listener: socket.socket) -> tuple[str, int]:
+        """Serves those that connect to a socket; returns its address."""
         loop = asyncio.get_running_loop()
-        if listener is None:
-            listener = listen(host, port)
         self._clock_s = self.record.clock_s(time.time(), loop.time())
         self._server = await loop.create_server(
             lambda: RankConnection(self, self._key), sock=listener
         )
         self._ticker = loop.create_task(self._tick())
-        address = self._server.sockets[0].getsockname()
-        return str(address[0]), int(address[1])
+        host, port, *_ = listener.getsockname()
+        return str(host), int(port)
 
     async def stop(self) -> None:
         """Closes every connection and the port."""
@@ -134,7 +122,7 @@ class CoordinatorServer:
                 await self._ticker
         if self._server is not None:
             self._server.close()
-        for connection in (*self._connections.values(), *self._strangers):
+        for connection in (*self.connections.values(), *self.strangers):
             connection.close()
         await asyncio.sleep(0)
 
@@ -169,7 +157,9 @@ class CoordinatorServer:
                 if self.on_message:
                     self.on_message(instruction)
                 told[instruction.rank].append(instruction)
-            self._say_refused(what)
+            if isinstance(what, Failed) and what.rank not in self.core.members:
+                said = what.rank, what.error
+                logger.warning("rank %d did not join the run: %s", *said)
         if entries:
             self.on_entries(entries)
         self.fence_lost()
@@ -179,23 +169,12 @@ class CoordinatorServer:
             if isinstance(entry.what, StoreSet):
                 for waiting in self._waiting.pop(entry.what.key, set()):
                     waiting.send_value(entry.what.key, entry.what.value)
-        self._acknowledge(source, connection, asks=None in inputs)
-
-    def _acknowledge(
-        self, source: int | None, connection: RankConnection | None, *, asks: bool
-    ) -> None:
-        """Reports the number of messages taken to a rank that asks, or now and then."""
         stream = None if source is None else self.record.streams.get(source)
         if connection is None or stream is None:
             return
-        if asks or stream.taken - stream.acknowledged >= ACK_EVERY:
+        if None in inputs or stream.taken - stream.acknowledged >= ACK_EVERY:
             stream.acknowledged = stream.taken
             connection.send({"type": "Ack", "taken": stream.taken})
-
-    def _say_refused(self, what: Input) -> None:
-        if isinstance(what, Failed) and what.rank not in self.core.members:
-            said = what.rank, what.error
-            logger.warning("rank %d did not join the run: %s", *said)
 
     def fence_lost(self) -> None:
         """Has the processes of ranks that are lost ended, once."""
@@ -209,55 +188,49 @@ class CoordinatorServer:
         if rank not in self._fenced:
             self._liveness.beat(rank, stack, waits=waits)
 
-    def meet(self, connection: RankConnection) -> None:
-        """A connection was made; its Hello is due within a few seconds."""
-        self._strangers[connection] = asyncio.get_running_loop().time()
-
-    def forget(self, connection: RankConnection) -> None:
-        """A connection has ended."""
-        self._strangers.pop(connection, None)
-
-    def admit(self, hello: Hello, connection: RankConnection) -> bool:
+    def admit(
+        self, connection: RankConnection, rank: int, pid: int, stream: str, had: int
+    ) -> bool:
         """A connection says which rank it is, and where it stands in its stream.
 
         A rank that connects after the end of the run gets the reason at once: it may
         only read and wait, as a rank of a pipeline does until the group is there.
+
+        Args:
+            connection: of the rank.
+            rank: its number.
+            pid: of its process; 0 on another host.
+            stream: the stream's name; "" of a rank that cannot reconnect.
+            had: instructions of the stream that the rank has.
+
+        Returns:
+            Whether this is a new rank, or one that reconnects.
         """
-        rank = hello.rank
-        if not self.record.expects(rank) or rank in self._connections:
+        if not self.record.expects(rank) or rank in self.connections:
             return False
-        self._strangers.pop(connection, None)
-        self._connections[rank], self._pids[rank] = connection, hello.pid
+        self.strangers.pop(connection, None)
+        self.connections[rank], self._pids[rank] = connection, pid
         self.has_admitted = True
-        if hello.stream:
-            self._resume(hello, connection)
+        if stream:
+            self._resume(connection, rank, stream, had)
         elif self.record.end is not None:
-            told = [replace(self.record.end, rank=rank)]
-            self._deliver(rank, told)
+            self._deliver(rank, [replace(self.record.end, rank=rank)])
         self.on_change()
         return True
 
-    def _resume(self, hello: Hello, connection: RankConnection) -> None:
-        """A rank that can come again, from where its stream stands."""
-        stream = self.record.streams.get(hello.rank)
-        if stream is not None and stream.name == hello.stream:
-            stream.told.acknowledge(hello.received)
+    def _resume(
+        self, connection: RankConnection, rank: int, name: str, had: int
+    ) -> None:
+        """Continues a rank's stream where it stands."""
+        stream = self.record.streams.get(rank)
+        if stream is not None and stream.name == name:
+            stream.told.acknowledge(had)
             lacks = map(to_wire, stream.told.rest())
             resumed = {"type": "Resumed", "taken": stream.taken}
             connection.send(resumed, *lacks)
         else:
             connection.send({"type": "Resumed", "taken": 0})
-            self.take(StreamBegun(hello.rank, hello.stream))
-
-    def acknowledge(self, rank: int, received: int) -> None:
-        """A rank has so many instructions of its stream."""
-        if rank in self.record.streams:
-            self.record.streams[rank].told.acknowledge(received)
-
-    @property
-    def connected(self) -> frozenset[int]:
-        """Ranks that instructions reach."""
-        return frozenset(self._connections)
+            self.take(StreamBegun(rank, name))
 
     def heeds_signals(self, rank: int) -> bool:
         """True if a rank has said that it ends well by itself when it is signalled."""
@@ -266,13 +239,13 @@ class CoordinatorServer:
     def release(self, rank: int) -> None:
         """A rank leaves; it may come back with another connection for another run."""
         self._liveness.forget(rank)
-        self._connections.pop(rank, None)
+        self.connections.pop(rank, None)
         self.on_change()
 
     def lost(self, rank: int, connection: RankConnection) -> None:
         """A rank's connection has ended."""
-        if self._connections.get(rank) is connection:
-            del self._connections[rank]
+        if self.connections.get(rank) is connection:
+            del self.connections[rank]
             self._liveness.forget(rank)
             self.on_change()
             if self.sees_ends and self.core.survives(rank):
@@ -290,7 +263,7 @@ class CoordinatorServer:
             self._waiting[key].add(connection)
 
     def _deliver(self, rank: int, instructions: Sequence[Instruction]) -> None:
-        connection = self._connections.get(rank)
+        connection = self.connections.get(rank)
         if connection is None:
             return
         connection.send(*map(to_wire, instructions))
@@ -303,35 +276,38 @@ class CoordinatorServer:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = asyncio.get_running_loop().time()
-            for stranger, since_s in list(self._strangers.items()):
+            for stranger, since_s in list(self.strangers.items()):
                 if now_s - since_s > HELLO_WITHIN_S:
                     stranger.drop("no Hello came")
             silent = self._silent()
-            self._say_silent(silent)
             self.take(Tick(), *(RankLost(rank=r, silent_s=SILENT_S) for r in silent))
-            self._say_stalled(now_s + self._clock_s)
+            self._log_stalled(now_s + self._clock_s)
 
     def _silent(self) -> list[int]:
         """Ranks that are silent for too long now, and whose processes are stopped."""
-        silent = self._liveness.tick()
-        running = {rank for rank in silent if is_running(self._pids[rank])}
-        for rank in running:
-            self._liveness.runs(rank)
-        return [rank for rank in silent if rank not in running]
+        stopped = []
+        for rank in self._liveness.tick():
+            if is_running(self._pids[rank]):
+                self._liveness.runs(rank)
+                continue
+            stopped.append(rank)
+            if self.core.aborted is None:
+                survives = self.core.survives(rank)
+                comes = "elche has ended it" if survives else "training waits"
+                is_here = bool(self._pids[rank])
+                logger.warning(
+                    "rank %d has been silent for %g s, and %s: it is stopped, %sor the "
+                    "link to it is cut",
+                    *(
+                        rank,
+                        SILENT_S,
+                        comes,
+                        "" if is_here else "in a call into C code, ",
+                    ),
+                )
+        return stopped
 
-    def _say_silent(self, ranks: Sequence[int]) -> None:
-        """Logs silent ranks; a run that does not survive their loss waits for them."""
-        for rank in ranks if self.core.aborted is None else ():
-            is_ended = self.core.survives(rank)
-            comes = "elche has ended it" if is_ended else "training waits"
-            call = "" if self._pids[rank] else "in a call into C code, "  # another host
-            logger.warning(
-                "rank %d has been silent for %g s, and %s: it is stopped, %sor the "
-                "link to it is cut",
-                *(rank, SILENT_S, comes, call),
-            )
-
-    def _say_stalled(self, now_s: float) -> None:
+    def _log_stalled(self, now_s: float) -> None:
         """A line where ranks have long been waiting for others that are elsewhere."""
         since_s, late = self.core.waiting_since_s, self._liveness.late()
         if late and since_s is not None and now_s - since_s >= self._patience_s:
@@ -340,29 +316,136 @@ class CoordinatorServer:
             self._patience_s *= 2
 
 
-async def _serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:
-    """Serves until standard input ends, that is until rank 0's process is gone."""
-    server = CoordinatorServer(world_size, key)
-    address = await server.start(host)
-    print(format_address(*address), flush=True)
-    loop = asyncio.get_running_loop()
-    parent_gone = asyncio.Event()
+@final
+class RankConnection(asyncio.Protocol):
+    """One rank's connection, as the server sees it.
 
-    def on_input() -> None:
-        if not os.read(sys.stdin.fileno(), 1):
-            parent_gone.set()
+    Args:
+        server: takes what comes.
+        key: the run's secret.
+    """
 
-    loop.add_reader(sys.stdin.fileno(), on_input)
-    await parent_gone.wait()
-    await server.stop()
-    if STORY in os.environ:
-        write_story(Path(os.environ[STORY]), server.core.story())
+    def __init__(self, server: CoordinatorServer, key: bytes) -> None:
+        self._server = server
+        self._greeting, self._codec = accept(key)
+        self._transport: asyncio.Transport | None = None
+        self._rank: int | None = None
+        self._source: int | None = None  # stays when the rank has left
+        self._unknown_bytes = 0
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Says by its nonce that this is a coordinator."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        keep_alive(transport.get_extra_info("socket"))
+        self._server.strangers[self] = asyncio.get_running_loop().time()
+        transport.write(self._greeting)
 
-if __name__ == "__main__":
-    ignore_signals()
-    asyncio.run(
-        _serve_beside_rank_0(
-            int(sys.argv[1]), sys.argv[2], bytes.fromhex(os.environ["ELCHE_KEY"])
-        )
-    )
+    def data_received(self, data: bytes) -> None:
+        """Hands what is whole to the server; drops who keeps to no protocol."""
+        self._unknown_bytes += len(data) if self._rank is None else 0
+        if self._unknown_bytes > HELLO_BYTES:
+            self.drop("expected a Hello, got a flood")
+            return
+        inputs: list[Input | None] = []
+        source, error = self._source, None
+        try:
+            for message in self._codec.feed(data):
+                inputs += self._inputs(message)
+                source = self._source
+        except ProtocolError as found:
+            error = found
+        if inputs:
+            self._server.take_from(source, self, inputs)
+        if error is not None:
+            self.drop(str(error))
+
+    def drop(self, reason: str) -> None:
+        """Closes a connection that does not keep to the protocol, and counts it."""
+        whose, is_known = f"a connection of rank {self._rank}", self._rank is not None
+        self._server.drops.add(whose, reason, is_known=is_known)
+        self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The rank may come again, be dead, or have left."""
+        self._server.strangers.pop(self, None)
+        if self._rank is not None:
+            self._server.lost(self._rank, self)
+            self._rank = None
+
+    def send(self, *messages: dict[str, Any]) -> None:
+        """Sends messages in one piece, if the connection stands."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(map(self._codec.encode, messages)))
+
+    def send_value(self, key: str, value: bytes) -> None:
+        """Answers a request to the store."""
+        self.send({"type": "StoreValue", "key": key, "value": value})
+
+    def close(self) -> None:
+        """Ends the connection."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _inputs(self, message: Any) -> list[Input | None]:
+        """Decodes a message into an input; handles hello and store requests itself."""
+        kind = message.get("type") if isinstance(message, dict) else None
+        if kind == "Flush" and self._source is not None:
+            return [None]
+        if self._rank is None:
+            hello = self._hello_of(message) if kind == "Hello" else None
+            if hello is None or not self._server.admit(self, *hello):
+                raise ProtocolError(
+                    f"expected a Hello of a new rank, got {brief(message)}"
+                )
+            self._rank = self._source = hello[0]
+        elif kind == "StoreSet":
+            key, value = message.get("key"), message.get("value")
+            if not isinstance(key, str) or not isinstance(value, bytes):
+                raise ProtocolError("expected StoreSet with a key and bytes")
+            return [StoreSet(key, value)]
+        elif kind == "Ack":
+            received = message.get("received")
+            if type(received) is not int:
+                raise ProtocolError(f"expected Ack with a number, got {brief(message)}")
+            if (stream := self._server.record.streams.get(self._rank)) is not None:
+                stream.told.acknowledge(received)
+        elif kind == "StoreGet":
+            self._server.store_get(str(message.get("key")), self)
+        elif kind == "Beat":
+            stack = str(message.get("stack"))[:STACK_CHARS]
+            self._server.beat(self._rank, stack, waits=bool(message.get("waits")))
+        elif kind == "Join" and message.get("version") != PROTOCOL_VERSION:
+            # Refused for its version, not for a field that it has or lacks.
+            version = message.get("version")
+            return [
+                Join(
+                    rank=self._rank,
+                    version=version if type(version) is int else 0,
+                    world_size=0,
+                    settings=(),
+                    tensors=(),
+                    device="",
+                    horizon_batches=0,
+                )
+            ]
+        else:
+            event = from_wire(message, FROM_WORKERS)
+            if event.rank != self._rank:
+                raise ProtocolError(f"rank {self._rank} speaks for rank {event.rank}")
+            if isinstance(event, Left):
+                self._server.release(self._rank)
+                self._rank = None
+            return [event]
+        return []
+
+    def _hello_of(self, message: dict[str, Any]) -> tuple[int, int, str, int] | None:
+        """Rank, process id, stream and instructions received; None if malformed."""
+        rank, stream = message.get("rank"), message.get("stream", "")
+        pid, received = message.get("pid", 0), message.get("received", 0)
+        assert self._transport is not None
+        ends = map(self._transport.get_extra_info, ("peername", "sockname"))
+        hosts = {end[0] for end in ends if end}
+        if not type(rank) is type(pid) is type(received) is int:
+            return None
+        return rank, pid if len(hosts) == 1 else 0, str(stream), received

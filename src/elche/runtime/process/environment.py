@@ -31,10 +31,7 @@ class Placement:
         key: the run's shared secret.
         listen: address that this process listens on for other ranks; ``auto`` until
             `connect` has found it.
-        speed: relative speed of an emulated device; None for a real one.
-        ms_per_sample: an emulated device's time per sample at speed 1.
-        fixed_ms: an emulated device's time per pass beside its samples'.
-        memory_samples: samples of a batch that an emulated device holds; None: any.
+        emulation: speed of an emulated device; None for a real one.
         joins: this rank is to join a run under way, and is numbered after its ranks.
         may_grow: others may join the run.
         resumes: the coordinator is started anew when it dies.
@@ -46,10 +43,7 @@ class Placement:
     coordinator: tuple[str, int] | None = None
     key: bytes = b""
     listen: str = "127.0.0.1"
-    speed: float | None = None
-    ms_per_sample: float = 1.25
-    fixed_ms: float = 0.0
-    memory_samples: int | None = None
+    emulation: EmulationConfig | None = None
     joins: bool = False
     may_grow: bool = False
     resumes: bool = False
@@ -62,20 +56,11 @@ class Placement:
     @property
     def device_name(self) -> str:
         """Name of the device, for people and for comparison between ranks."""
-        if self.speed is not None:
-            return f"CPU emulated at speed {self.speed:g}"
+        if self.emulation is not None:
+            return f"CPU emulated at speed {self.emulation.speed:g}"
         if self.device.type == "cuda":
             return str(torch.cuda.get_device_name(self.device))
         return self.device.type.upper()
-
-    @property
-    def emulation(self) -> EmulationConfig | None:
-        """Speed of the emulated device; None for a real one."""
-        if self.speed is None:
-            return None
-        return EmulationConfig(
-            self.speed, self.ms_per_sample, self.fixed_ms, self.memory_samples
-        )
 
     @property
     def memory_bytes(self) -> int:
@@ -108,39 +93,46 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
             f"{listen!r}; give this host's own, or auto for the one on the route to "
             "MASTER_ADDR"
         )
-    speed = environment.get("ELCHE_SPEED")
-    local_rank = _int(environment, "LOCAL_RANK", rank)
-    if speed is not None:
-        device = torch.device("cpu")
-    elif "ELCHE_DEVICE" in environment:
-        device = check_device(environment["ELCHE_DEVICE"])
-    else:
-        device = _default_device(local_rank)
-    coordinator = None
-    if "ELCHE_COORDINATOR" in environment:
-        told = environment["ELCHE_COORDINATOR"]
-        coordinator = parse_address(told, "ELCHE_COORDINATOR")
     try:
-        return Placement(
-            rank=rank,
-            world_size=world_size,
-            device=device,
-            coordinator=coordinator,
-            key=bytes.fromhex(environment.get("ELCHE_KEY", "")),
-            listen=listen,
-            speed=float(speed) if speed is not None else None,
-            ms_per_sample=float(environment.get("ELCHE_MS_PER_SAMPLE", "1.25")),
-            fixed_ms=float(environment.get("ELCHE_FIXED_MS", "0")),
-            memory_samples=_int(environment, "ELCHE_MEMORY_SAMPLES", 0) or None,
-            joins=facts.joins,
-            may_grow=facts.may_grow,
-            resumes=facts.resumes,
-        )
+        emulation, key = None, bytes.fromhex(environment.get("ELCHE_KEY", ""))
+        if "ELCHE_SPEED" in environment:
+            emulation = EmulationConfig(
+                float(environment["ELCHE_SPEED"]),
+                float(environment.get("ELCHE_MS_PER_SAMPLE", "1.25")),
+                float(environment.get("ELCHE_FIXED_MS", "0")),
+                _int(environment, "ELCHE_MEMORY_SAMPLES", 0) or None,
+            )
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(
             "expected ELCHE_KEY to be hexadecimal, ELCHE_SPEED, ELCHE_MS_PER_SAMPLE "
             f"and ELCHE_FIXED_MS to be numbers: {error}; let `elche run` set them"
         ) from error
+    if emulation is not None:
+        device = torch.device("cpu")
+    elif "ELCHE_DEVICE" in environment:
+        device = check_device(environment["ELCHE_DEVICE"])
+    else:
+        local = _int(environment, "LOCAL_RANK", rank)
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        device = torch.device("cuda", local % count) if count else torch.device("cpu")
+    coordinator = None
+    if "ELCHE_COORDINATOR" in environment:
+        told = environment["ELCHE_COORDINATOR"]
+        coordinator = parse_address(told, "ELCHE_COORDINATOR")
+    return Placement(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        coordinator=coordinator,
+        key=key,
+        listen=listen,
+        emulation=emulation,
+        joins=facts.joins,
+        may_grow=facts.may_grow,
+        resumes=facts.resumes,
+    )
 
 
 def check_device(name: str) -> torch.device:
@@ -166,11 +158,6 @@ def check_device(name: str) -> torch.device:
             )
         return device
     raise ConfigError(f"device {name!r} is not supported; expected cpu or cuda:N")
-
-
-def _default_device(local_rank: int) -> torch.device:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
 
 
 def _int(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -35,7 +35,7 @@ OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", LAUNCH
 
 
 class Network(Protocol):
-    """Network of ranks and coordinator."""
+    """Network of ranks and coordinator, as benchmarks emulate one."""
 
     def command(self, rank: int) -> tuple[str, ...]:
         """Prefix of a rank's command that runs it in its place."""
@@ -62,7 +62,6 @@ class LaunchConfig:
         on_line: called with rank and text of each line that a rank prints, instead
             of passing the ranks' standard output on.
         network: where ranks and coordinator meet, if not on this host's loopback.
-        on_first_batch: called when the coordinator first hears that batches are done.
         story_path: file for what the ranks and the coordinator said and decided,
             written when the run ends, however it ends.
         start: starts a rank's process with this environment, in place of the command.
@@ -81,7 +80,6 @@ class LaunchConfig:
     environment: Mapping[str, str] = field(default_factory=dict)
     on_line: Callable[[int, str], None] | None = None
     network: Network | None = None
-    on_first_batch: Callable[[], None] | None = None
     story_path: Path | None = None
     start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
     trace_path: Path | None = None
@@ -102,14 +100,13 @@ class LaunchConfig:
             raise ConfigError(f"expected --rejoin from 0 on, got {self.rejoin}")
         if self.num_ranks is not None and self.num_ranks < 1:
             raise ConfigError(f"expected --nproc of at least 1, got {self.num_ranks}")
-        for speed in self.speeds or ():
-            if not math.isfinite(speed) or speed <= 0:
-                raise ConfigError(f"expected positive --speeds, got {speed!r}")
-        if not math.isfinite(self.ms_per_sample) or self.ms_per_sample <= 0:
-            raise ConfigError(
-                f"expected a positive --ms-per-sample, got {self.ms_per_sample!r}"
-            )
-        if not math.isfinite(self.fixed_ms) or self.fixed_ms < 0:
+        for name, each in (
+            *(("positive --speeds", speed) for speed in self.speeds or ()),
+            ("a positive --ms-per-sample", self.ms_per_sample),
+        ):
+            if not 0 < each < math.inf:
+                raise ConfigError(f"expected {name}, got {each!r}")
+        if not 0 <= self.fixed_ms < math.inf:
             raise ConfigError(
                 f"expected --fixed-ms of at least 0, got {self.fixed_ms!r}"
             )
@@ -176,7 +173,10 @@ def launch(
         ConfigError: a device does not exist.
     """
     if config.devices is not None:
-        _check_devices(config.devices)
+        from elche.runtime.process.environment import check_device
+
+        for name in config.devices:
+            check_device(name)
     return asyncio.run(_launch(config, on_ready))
 
 
@@ -186,78 +186,57 @@ async def _launch(
     run = _LaunchedRun(config)
     try:
         on_ready(run.processes)
-        await run.go()
+        await run.run()
     finally:
         await run.close()
-    return run.end()
+    return run.result()
 
 
 @final
 class _LaunchedRun:
-    """A run as its launcher holds it: the coordinator, and the ranks.
-
-    Args:
-        config: what to start.
-
-    Attributes:
-        server: the coordinator.
-        processes: of the ranks.
-    """
+    """A run's coordinator, rank processes and output, from the launcher's side."""
 
     def __init__(self, config: LaunchConfig) -> None:
         display, network = config.display, config.network
         key = secrets.token_bytes(KEY_BYTES)
         self._config = config
-        self.server = server = KeptCoordinator(
+        self._server = server = KeptCoordinator(
             config.world_size,
             key,
+            listen(LOOPBACK, 0) if network is None else network.listener(),
             survives=network is None,
-            listener=listen(LOOPBACK, 0) if network is None else network.listener(),
         )
         if display is not None:
             server.on_message = display.see
-        server.on_first_batch = config.on_first_batch
         # A store is reached from loopback alone; on a network given nobody needs it.
         self._store = TorchStore() if network is None else None
         self.processes = RankProcesses(server)
-        self.processes.on_outlived = self._outlived
+        self.processes.on_outlived = self._replace
         self._parts = tempfile.mkdtemp(prefix="elche-") if config.trace_path else None
         self._pipe = os.pipe()  # this process alone has the end that it holds
-        self._output = RankOutput(config.on_line, display, self._have_met)
+        self._output = RankOutput(config.on_line, display)
         pipe, may_grow = self._pipe[0], bool(config.rejoin)
         self._facts = LaunchFacts(pipe=pipe, may_grow=may_grow, resumes=True)
-        own = self._variables()
+        own = {
+            **(self._store.environment() if self._store else {}),
+            **self._facts.environment(),
+            **({TRACE: self._parts} if self._parts else {}),
+        }
         self._places: dict[int, int] = {}  # of each rank: whose device it has
         self._environments = [
             each | own
             for each in rank_environments(config.world_size, server.address, key)
         ]
 
-    def _variables(self) -> dict[str, str]:
-        """Variables of every rank's environment."""
-        return {
-            **(self._store.environment() if self._store else {}),
-            **self._facts.environment(),
-            **({TRACE: self._parts} if self._parts else {}),
-        }
-
-    def _have_met(self) -> bool:
-        is_used = self._store is not None and self._store.is_used
-        return self.server.status.has_admitted or is_used
-
     async def _start(self, rank: int, place: int, **more: str) -> None:
         """Starts a rank at a place, with more variables."""
+        config, network, output = self._config, self._config.network, self._output
         self._places[rank] = place
         own = {**self._environments[place], **more}
-        environment = rank_environment(self._config, place, own)
-        self.processes.add(rank, await self._process(rank, place, environment))
-
-    async def _process(
-        self, rank: int, place: int, environment: Mapping[str, str]
-    ) -> RankProcess:
-        config, network, output = self._config, self._config.network, self._output
+        environment = rank_environment(config, place, own)
         if config.start is not None:
-            return config.start(rank, environment)
+            self.processes.add(rank, config.start(rank, environment))
+            return
         process = await asyncio.create_subprocess_exec(
             *(() if network is None else network.command(place)),
             *config.command,
@@ -268,29 +247,28 @@ class _LaunchedRun:
             limit=LINE_BYTES,
         )
         output.add(rank, process)
-        return process
+        self.processes.add(rank, process)
 
-    async def _outlived(self, rank: int) -> None:
+    async def _replace(self, rank: int) -> None:
         """Starts another in place of a rank that has died, if the run takes more."""
-        config, server = self._config, self.server
+        config, server = self._config, self._server
         has_ended = server.status.is_finished or server.aborted is not None
-        has_more = len(self._places) < config.world_size + config.rejoin
-        if has_more and not has_ended:
-            new = len(self._places)
+        new = len(self._places)
+        if new < config.world_size + config.rejoin and not has_ended:
             own = replace(self._facts, joins=True).environment()
             await self._start(new, self._places[rank], RANK=str(new), **own)
 
-    async def go(self) -> None:
+    async def run(self) -> None:
         """Starts all ranks, and waits for their end."""
         for rank in range(self._config.world_size):
             await self._start(rank, rank)
-        self.server.start()  # while the ranks import
+        self._server.start()  # while the ranks import
         await self.processes.wait()
         await self._output.finish()
 
     async def close(self) -> None:
         """Ends what is still there, and writes what the run leaves."""
-        config, server = self._config, self.server
+        config, server = self._config, self._server
         await self.processes.close()
         server.on_message = None
         self._output.close()
@@ -305,18 +283,20 @@ class _LaunchedRun:
         if self._store is not None:
             await self._store.close()
 
-    def end(self) -> LaunchResult:
+    def result(self) -> LaunchResult:
         """Result of the run, which has ended."""
-        processes, aborted = self.processes, self.server.aborted
-        if (silent := self.server.status.silent) and not aborted:
-            aborted = f"ranks {sorted(silent)} were silent: elche has ended them"
+        processes, status = self.processes, self._server.status
+        reason = processes.interruption or self._server.aborted or ""
+        if status.silent and not reason:
+            reason = f"ranks {sorted(status.silent)} were silent: elche has ended them"
+        is_used = self._store is not None and self._store.is_used
         return LaunchResult(
             processes.exit_codes(),
-            processes.interruption or aborted or "",
+            reason,
             processes.terminated,
             processes.failed_first(),
             processes.signal or 0,
-            self._have_met(),
+            status.has_admitted or is_used,
             processes.failed_s,
         )
 
@@ -363,13 +343,6 @@ def _device_count(without: int = 1) -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else without
-
-
-def _check_devices(names: Sequence[str]) -> None:
-    from elche.runtime.process.environment import check_device
-
-    for name in names:
-        check_device(name)
 
 
 def python_command(*arguments: str) -> tuple[str, ...]:

@@ -76,21 +76,17 @@ class RankGroups:
             self.members.append(self._rank)  # of the others it hears when it joins
         self._shares = self.can_share = False
         self._device_config = DeviceGroupConfig(watch.timeout_s)
-        self._current: Group | None = None
+        self.has_ended = True  # there is no group: not yet, or not any more
+        self._current = Group.alone(watch.timeout_s)
         self._side: list[Group] = []
         self._others: Group | None = None
 
     @property
     def current(self) -> Group:
         """The members' group."""
-        if self._current is None:
+        if self.has_ended:
             raise CommunicationError("the run has ended on this rank")
         return self._current
-
-    @property
-    def has_ended(self) -> bool:
-        """True if there is none: not yet, or not any more."""
-        return self._current is None
 
     def form(self, welcome: Welcome, transport: str) -> None:
         """Forms the first group of the members.
@@ -102,6 +98,7 @@ class RankGroups:
         self.generation = welcome.generation
         self._note_transport(transport)
         self._current = group = self._formed(welcome.generation)
+        self.has_ended = False
         self.let_share(agree_to_share(group, self.can_share))
         if group.world_size == 1:
             return
@@ -117,7 +114,7 @@ class RankGroups:
     def stay_apart(self, transport: str) -> None:
         """Forms no group yet: the others go on until this rank has built its own."""
         self._note_transport(transport)
-        self._current = Group.alone(self._watch.timeout_s)
+        self.has_ended = False
 
     def _note_transport(self, transport: str) -> None:
         """Records the transport of groups; shared memory is agreed on in each anew."""
@@ -140,13 +137,10 @@ class RankGroups:
         """Forms the group of the members, and leaves the last one to itself.
 
         Raises:
-            RankLostError: another one has died; another word of it is in line.
+            RankLostError: another rank has died.
         """
-        for group in (*self._side, self._others, self._current):
-            if group is not None:
-                group.leave()
-        self._side.clear()
-        self._others = None
+        for group in self._all():
+            group.leave()
         self._current = Group.alone(self._watch.timeout_s)  # what is asked meanwhile
         self._current = self._formed(self.generation)
         end_left_groups(0.0)
@@ -232,11 +226,16 @@ class RankGroups:
 
     def close(self) -> None:
         """Ends all groups."""
-        for group in (*self._side, self._others, self._current):
-            if group is not None:
-                group.close()
+        for group in self._all():
+            group.close()
+        self.has_ended = True
+
+    def _all(self) -> list[Group]:
+        """All groups, none of which is kept here but the members'."""
+        groups = [*self._side, *filter(None, [self._others]), self._current]
         self._side.clear()
-        self._current = self._others = None
+        self._others = None
+        return groups
 
     def end_left(self) -> None:
         """Ends groups that were left, when nothing comes to this rank any more."""

@@ -15,7 +15,6 @@ from elche.coordination.protocol.instructions import Instruction
 LINE_BYTES = 1 << 22
 LAST_LINES_S = 2.0
 """Deadline (s) to read the rest of the output after the ranks have ended."""
-TRACEBACK = "Traceback (most recent call last):"
 
 
 class Display(Protocol):
@@ -39,8 +38,6 @@ class RankOutput:
         on_line: takes rank and text of each line of standard output.
         display: prints lines of standard error, and those of standard output that
             would go to the terminal.
-        have_met: whether a rank has come to the others yet. Of a Ctrl-C before that,
-            as during imports, a line is displayed and not the traceback.
 
     Attributes:
         stdout: for the ranks' processes: a pipe, or None for the launcher's own.
@@ -48,12 +45,9 @@ class RankOutput:
     """
 
     def __init__(
-        self,
-        on_line: Callable[[int, str], None] | None,
-        display: Display | None,
-        have_met: Callable[[], bool],
+        self, on_line: Callable[[int, str], None] | None, display: Display | None
     ) -> None:
-        self._on_line, self._display, self._have_met = on_line, display, have_met
+        self._on_line, self._display = on_line, display
         shows_stdout = display is not None and sys.stdout.isatty()
         piped = asyncio.subprocess.PIPE
         self.stdout = piped if on_line is not None or shows_stdout else None
@@ -71,7 +65,7 @@ class RankOutput:
             if self._on_line is None:
                 streams.append(process.stdout)
             for stream in filter(None, streams):
-                reading = _pass_on(stream, self._display.print_line, self._have_met)
+                reading = _pass_on(stream, self._display.print_line)
                 self._printers.append(asyncio.ensure_future(reading))
 
     async def finish(self) -> None:
@@ -99,28 +93,18 @@ def write_whole_lines() -> None:
 
 
 async def _pass_on(
-    stream: asyncio.StreamReader,
-    print_line: Callable[[str], None],
-    have_met: Callable[[], bool],
+    stream: asyncio.StreamReader, print_line: Callable[[str], None]
 ) -> None:
     """Prints lines as they come; of one that was overwritten, as by a bar, the last."""
-    rest, held = "", list[str]()
+    rest = ""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     while piece := await stream.read(LINE_BYTES):
         *lines, rest = (rest + decoder.decode(piece)).split("\n")
         for line in lines:
-            held.append(_last_shown(line))
-            if held[0] == TRACEBACK and not have_met():
-                if held[-1] == TRACEBACK or line.startswith(" "):
-                    continue  # the last line says what it is
-                if held[-1] == "KeyboardInterrupt":
-                    held = [f"interrupted at the start: {held[1].strip()}"]
-            for whole in held:
-                print_line(whole)
-            held.clear()
+            print_line(_last_shown(line))
         rest = rest[max(0, rest.rstrip("\r").rfind("\r")) :]
-    for whole in (*held, *([_last_shown(rest)] if rest else [])):
-        print_line(whole)
+    if rest:
+        print_line(_last_shown(rest))
 
 
 def _last_shown(line: str) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from elche.checkpoint.store import CheckpointStore
 from elche.errors import ConfigError
@@ -99,113 +99,80 @@ def launch_with_restarts(
     Raises:
         ConfigError: a device does not exist, or the folder holds another run.
     """
-    return _Restarts(config, restarts, say).run()
+    folder, error = restarts.checkpoint_dir, ""
+    store = None if folder is None else CheckpointStore(folder, restarts.keep)
+    newest = None if store is None else store.newest_name()
+    if folder is not None:
+        _check_folder(folder, newest, restarts)
+    for number in range(restarts.max_restarts + 1):
+        own, begun_s = restarts.environment(number > 0), time.monotonic()
+        result = launch(replace(config, environment={**config.environment, **own}))
+        left = restarts.max_restarts - number
+        if not result.exit_code or result.signal or not left:
+            break
+        lived_s = (result.failed_s or time.monotonic()) - begun_s
+        before, newest = newest, None if store is None else store.newest_name()
+        has_won = newest != before if store else lived_s > AT_ONCE_S
+        last_error, error = error, _why(result)
+        if error == last_error and result.exit_code < 128 and not has_won:
+            say(f"no restart: {error}, twice, and nothing won in between")
+            break
+        remaining = _without_gone(config, result, say)
+        if remaining is None:
+            break
+        config = remaining
+        for path in filter(None, (config.story_path, config.trace_path)):
+            with contextlib.suppress(OSError):  # the next would write over it
+                path.replace(path.with_name(f"{path.name}.{number}"))
+        ranks = (
+            "the rank" if config.world_size == 1 else f"all {config.world_size} ranks"
+        )
+        nothing = "the beginning" if store else "what the script has saved"
+        say(
+            f"{error}, after {lived_s:.1f} s; starting {ranks} anew from "
+            f"{newest or nothing}, restarts left: {left - 1}"
+        )
+    return result
 
 
-@final
-class _Restarts:
-    """One run over all its starts."""
-
-    def __init__(
-        self, config: LaunchConfig, restarts: RestartConfig, say: Callable[[str], None]
-    ) -> None:
-        self._config = config
-        self._restarts = restarts
-        self._say = say
-        folder = restarts.checkpoint_dir
-        self._store = None if folder is None else CheckpointStore(folder, restarts.keep)
-        self._died_s = math.nan
-
-    def run(self) -> LaunchResult:
-        """All starts; how the last one ended."""
-        self._check_folder()
-        config, error = self._config, ""
-        for number in range(self._restarts.max_restarts + 1):
-            newest, begun_s = self._newest(), time.monotonic()
-            result = launch(self._told(config, is_restart=number > 0))
-            left = self._restarts.max_restarts - number
-            if not result.exit_code or result.signal or not left:
-                break
-            self._died_s = result.failed_s or time.monotonic()
-            lived_s = self._died_s - begun_s
-            has_won = self._newest() != newest if self._store else lived_s > AT_ONCE_S
-            before, error = error, _why(result)
-            if error == before and result.exit_code < 128 and not has_won:
-                self._say(f"no restart: {error}, twice, and nothing won in between")
-                break
-            remaining = self._without_gone(config, result)
-            if remaining is None:
-                break
-            config = remaining
-            self._keep_reports(number)
-            nothing = "the beginning" if self._store else "what the script has saved"
-            self._say(
-                f"{error}, after {lived_s:.1f} s; starting {_all(config.world_size)} "
-                f"anew from {self._newest() or nothing}, restarts left: {left - 1}"
-            )
-        return result
-
-    def _told(self, config: LaunchConfig, is_restart: bool) -> LaunchConfig:
-        own = self._restarts.environment(is_restart)
-        return replace(
-            config,
-            environment={**config.environment, **own},
-            on_first_batch=self._say_first_batch if is_restart else None,
+def _check_folder(folder: Path, newest: str | None, restarts: RestartConfig) -> None:
+    """Refuses a folder that cannot be written to, or holds another run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"expected a --checkpoint-dir that can be made, got {folder}: "
+            f"{error.strerror}"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"expected a --checkpoint-dir to write to, got {folder}, which does not "
+            "let this user"
+        )
+    if newest is not None and not restarts.resume:
+        raise ConfigError(
+            f"expected an empty --checkpoint-dir, got {folder} with {newest} of "
+            "another run; go on from it with --resume, or name another folder"
         )
 
-    def _say_first_batch(self) -> None:
-        """The coordinator has the first report of batches: they are done by then."""
-        self._say(f"first batches {time.monotonic() - self._died_s:.1f} s after it")
 
-    def _newest(self) -> str | None:
-        return None if self._store is None else self._store.newest_name()
+def _without_gone(
+    config: LaunchConfig, result: LaunchResult, say: Callable[[str], None]
+) -> LaunchConfig | None:
+    """The ranks whose devices are there; None if no device is.
 
-    def _check_folder(self) -> None:
-        """Refuses a folder that cannot be written to, or holds another run."""
-        folder, newest = self._restarts.checkpoint_dir, self._newest()
-        if folder is None:
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"expected a --checkpoint-dir that can be made, got {folder}: "
-                f"{error.strerror}"
-            ) from error
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"expected a --checkpoint-dir to write to, got {folder}, which does "
-                "not let this user"
-            )
-        if newest is not None and not self._restarts.resume:
-            raise ConfigError(
-                f"expected an empty --checkpoint-dir, got {folder} with {newest} of "
-                "another run; go on from it with --resume, or name another folder"
-            )
-
-    def _keep_reports(self, number: int) -> None:
-        """Those of the start that has ended, which the next would write over."""
-        for path in filter(None, (self._config.story_path, self._config.trace_path)):
-            with contextlib.suppress(OSError):
-                path.replace(path.with_name(f"{path.name}.{number}"))
-
-    def _without_gone(
-        self, config: LaunchConfig, result: LaunchResult
-    ) -> LaunchConfig | None:
-        """The ranks whose devices are there; None if no device is.
-
-        Looked at is the device of the rank that failed first, where it is a real one.
-        """
-        has_accelerators = any(os.path.exists(path) for path in DEVICE_FILES)
-        devices = config.device_names() if has_accelerators else None
-        if result.failed_first is None or devices is None:
-            return config
-        gone = devices[result.failed_first]
-        if not gone.startswith("cuda") or _opens(gone):
-            return config
-        rest = tuple(name for name in devices if name != gone)
-        self._say(f"{gone} cannot be opened any more: going on with {rest or 'none'}")
-        return replace(config, devices=rest, num_ranks=None) if rest else None
+    Looked at is the device of the rank that failed first, where it is a real one.
+    """
+    has_accelerators = any(os.path.exists(path) for path in DEVICE_FILES)
+    devices = config.device_names() if has_accelerators else None
+    if result.failed_first is None or devices is None:
+        return config
+    gone = devices[result.failed_first]
+    if not gone.startswith("cuda") or _opens(gone):
+        return config
+    rest = tuple(name for name in devices if name != gone)
+    say(f"{gone} cannot be opened any more: going on with {rest or 'none'}")
+    return replace(config, devices=rest, num_ranks=None) if rest else None
 
 
 def _why(result: LaunchResult) -> str:
@@ -217,10 +184,6 @@ def _why(result: LaunchResult) -> str:
         return f"rank {rank} was killed by {signal.Signals(code - 128).name}"
     reason = result.reason.splitlines()[0] if result.reason else "see its output"
     return f"rank {rank} ended with code {code} ({reason})"
-
-
-def _all(world_size: int) -> str:
-    return "the rank" if world_size == 1 else f"all {world_size} ranks"
 
 
 def _opens(device: str) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import select
-import stat
 import sys
 import threading
 import traceback
@@ -29,9 +27,7 @@ def failure_of(rank: int, error: BaseException, hint: str = "") -> Failed:
 
 def counted_hint(error: BaseException, policy: str) -> str:
     """Advice against counting batches with ``next()``, or ""."""
-    ends = isinstance(error, StopIteration) or isinstance(
-        error.__cause__, StopIteration
-    )
+    ends = any(isinstance(e, StopIteration) for e in (error, error.__cause__))
     if not ends or policy == "sync":
         return ""
     return (
@@ -42,25 +38,12 @@ def counted_hint(error: BaseException, policy: str) -> str:
 
 
 def write_whole(text: str) -> None:
-    """Writes lines to standard error, none torn by those of other processes.
-
-    At once, so that a traceback stays together; in a pipe, which promises that of
-    ``PIPE_BUF`` bytes only, as many lines at once as it takes.
-    """
+    """Writes to standard error at once: no line of another process stands within."""
     try:
         sys.stderr.flush()
-        descriptor = sys.stderr.fileno()
-        is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        os.write(sys.stderr.fileno(), text.encode(errors="backslashreplace"))
     except (OSError, ValueError, AttributeError):  # replaced by the user
         sys.stderr.write(text)
-        return
-    piece = b""
-    for line in text.encode(errors="backslashreplace").splitlines(keepends=True):
-        if is_pipe and piece and len(piece) + len(line) > select.PIPE_BUF:
-            os.write(descriptor, piece)
-            piece = b""
-        piece += line
-    os.write(descriptor, piece)
 
 
 class ExitWatch:

@@ -42,10 +42,6 @@ class StopRequest:
         """Asks for an end without one."""
         self.is_aborted = True
 
-    def end(self) -> None:
-        """Ends the handling of signals."""
-        self.is_over = True
-
     def check(self) -> None:
         """Raises if an end without a result was asked for.
 

@@ -76,6 +76,7 @@ class Worker:
         timeline: what this rank did.
         groups: its process groups.
         dead: those of it that have died, and not left in order.
+        is_due: ranks have died, and the group of the others is to be formed.
     """
 
     def __init__(
@@ -88,9 +89,10 @@ class Worker:
         self.is_cold = True
         self.meets_in_forward = False
         self.max_samples = 0
-        self.on_notification: Callable[[MetricsReported | PolicyChosen], None] = _ignore
+        self.on_notification: Callable[[MetricsReported | PolicyChosen], None]
+        self.on_notification = lambda notification: None
         self.on_wait: Callable[[Iterable[RankLeft]], None] | None = None
-        self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
+        self.name_samples: Callable[[NonFiniteError], NonFiniteError] = lambda e: e
         self.survives = False
         self.on_regroup: Callable[[], None] | None = None
         self.timeline = Timeline(self.rank)
@@ -100,7 +102,7 @@ class Worker:
         self._channel = channel
         watch = GroupWatch(self.timeout_s, self._check, self._why_failed)
         self.groups = RankGroups(placement, channel, watch)
-        self._is_due, self._has_default_group = False, not dist.is_available()
+        self.is_due, self._has_default_group = False, not dist.is_available()
         self._aborted: ElcheError | None = None
         self._events: deque[torch.cuda.Event] = deque()
 
@@ -128,11 +130,6 @@ class Worker:
         """Begins to say that this process lives."""
         self._heartbeat = Heartbeat(self._channel)
 
-    @property
-    def is_due(self) -> bool:
-        """True if ranks have died, and the group of the others is to be formed."""
-        return self._is_due
-
     def hear_of(self, *regroups: Regroup) -> None:
         """Ranks have died, or join: the next group is of those that are there then.
 
@@ -140,7 +137,7 @@ class Worker:
             regroups: the words of it, to which those in line are added.
         """
         for each in (*regroups, *self._channel.take(Regroup)):
-            self._is_due = True
+            self.is_due = True
             if not each.in_order:
                 self.dead.update(each.left)
             self.groups.hear_of(each)
@@ -152,7 +149,7 @@ class Worker:
             RankLostError: another one has died; another word of it is in line.
         """
         self.groups.renew()
-        self._is_due = False
+        self.is_due = False
 
     def send(self, *events: Event) -> None:
         """Sends events to the coordinator, at once; does not wait.
@@ -194,7 +191,6 @@ class Worker:
             handle(instruction)
 
     def _receive(self, timeout_s: float, waiting_for: str) -> Instruction:
-        """Waits for an instruction, and is seen to wait."""
         if self._heartbeat is not None:
             self._heartbeat.waits()
         instruction = self._channel.receive(timeout_s, waiting_for)
@@ -208,7 +204,7 @@ class Worker:
         Where ranks have died since, or when the last epoch ended.
         """
         if self.on_regroup is not None:
-            while self._is_due or self._left():
+            while self.is_due or self._left():
                 self.on_regroup()
 
     def sleep_until_told(self, timeout_s: float) -> None:
@@ -271,7 +267,7 @@ class Worker:
             self._heartbeat.waits()
         abort = self._channel.find_abort()
         if abort is not None:
-            self._raise_if_abort(abort)
+            raise self._aborted_by(abort)
         if left := self._left():
             # Kept by no frame: that would keep the collective, and its connections.
             raise _lost_error(self.rank, left)
@@ -280,15 +276,12 @@ class Worker:
 
     def _is_notification(self, instruction: Instruction) -> bool:
         """Dispatches notifications; raises if the run was aborted."""
-        self._raise_if_abort(instruction)
+        if isinstance(instruction, Abort):
+            raise self._aborted_by(instruction)
         if isinstance(instruction, (MetricsReported, PolicyChosen)):
             self.on_notification(instruction)
             return True
         return False
-
-    def _raise_if_abort(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Abort):
-            raise self._aborted_by(instruction)
 
     def _aborted_by(self, abort: Abort) -> ElcheError:
         """The error that ends this rank; raises SystemExit where all end by it."""
@@ -304,13 +297,7 @@ class Worker:
     def _why_failed(
         self, ranks: Sequence[int], text: str, missing: Sequence[int]
     ) -> Exception:
-        """A collective failed: the coordinator knows who is gone, in a moment.
-
-        Args:
-            ranks: of the collective.
-            text: what failed.
-            missing: who did not come to it, if that was seen.
-        """
+        """The error of a failed collective; the coordinator soon knows who is gone."""
         with contextlib.suppress(CommunicationError):
             self._channel.await_kinds((Abort, Regroup), ABORT_WAIT_S)
             abort = self._channel.find_abort()
@@ -328,15 +315,10 @@ class Worker:
 
     def _left(self) -> list[int]:
         """Ranks that have died, as far as the group does not know it yet."""
-        told = self._channel.waiting(Regroup)
-        return [rank for each in told for rank in each.left]
+        return [rank for r in self._channel.waiting(Regroup) for rank in r.left]
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
-        """Ranks that do not report the same failure soon after this one.
-
-        gloo names nobody. Ranks of a collective that fails fail together, and one that
-        hangs, or is elsewhere in its loop, does not.
-        """
+        """Ranks that do not report the same failure soon after this one."""
         keys = {r: f"failed/{self.groups.generation}/{r}" for r in ranks}
         try:
             self._channel.store_set(keys[self.rank], b"")
@@ -349,24 +331,12 @@ class Worker:
 
 
 def _lost_error(own: int, left: Sequence[int]) -> RankLostError:
+    ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
     return RankLostError(
-        f"rank {own}: {_named(left)} died where the others cannot take it up again (in "
+        f"rank {own}: {ranks} died where the others cannot take it up again (in "
         "elche.all_gather inside an epoch, or while copies of the model are averaged); "
         "start the run anew from its last checkpoint (--max-restarts)"
     )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    kind = "rank" if len(ranks) == 1 else "ranks"
-    return f"{kind} {', '.join(map(str, ranks))}"
-
-
-def _as_it_is(error: NonFiniteError) -> NonFiniteError:
-    return error
-
-
-def _ignore(notification: MetricsReported | PolicyChosen) -> None:
-    """Notifications before the run has set its handler."""
 
 
 _ERRORS: Final[dict[str, Callable[[str], ElcheError]]] = {

@@ -22,7 +22,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from elche.comm.gradients.graph_capture import refuse_capture
+from elche.comm.gradients.gradient_hooks import refuse_capture
 from elche.comm.tensors.nested import outputs_in
 from elche.ddp.buffer_broadcast import BufferBroadcast
 from elche.ddp.comparison import compare

@@ -66,7 +66,7 @@ def residuals(reducer: GradientReducer) -> dict[int, torch.Tensor]:
     at = {id(p): index for index, p in enumerate(reducer.parameters)}
     return {
         at[id(parameter)]: left
-        for bucket in reducer._pass.buckets
+        for bucket in reducer.buckets
         for parameter, left in zip(bucket.parameters, bucket.residuals(), strict=True)
     }
 
@@ -75,7 +75,7 @@ def unsent(reducer: GradientReducer, weight: float) -> dict[int, torch.Tensor]:
     """Part of the sum that this rank has not sent: of its own part by mean weights."""
     at = {id(p): index for index, p in enumerate(reducer.parameters)}
     found = {}
-    for bucket in reducer._pass.buckets:
+    for bucket in reducer.buckets:
         coded = bucket._coded
         assert coded is not None
         units = torch.full_like(coded.residual, weight)
@@ -426,7 +426,7 @@ def test_half_precision_travels_encoded(dtype: torch.dtype) -> None:
         reducer = coded(model, group, "int8", 1 << 20)
         reducer.begin_step(StepPart(0.5, 2))
         model.weight.grad = torch.full_like(model.weight, 1.0 + group.rank)
-        reducer._pass.run_without_backward()
+        reducer.run_without_backward()
         reducer.end_step()
         assert model.weight.grad is not None
         return model.weight.grad.clone(), group.sent_bytes
@@ -448,7 +448,7 @@ def test_what_is_not_encoded_travels_as_it_is(dtype: torch.dtype) -> None:
         reducer.begin_step(StepPart(0.5, 2))
         generator = torch.Generator().manual_seed(group.rank)
         model.weight.grad = torch.randn(4, 4, dtype=dtype, generator=generator)
-        reducer._pass.run_without_backward()
+        reducer.run_without_backward()
         reducer.end_step()
         assert model.weight.grad is not None
         return model.weight.grad.clone(), group.sent_bytes

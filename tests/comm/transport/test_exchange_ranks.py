@@ -42,7 +42,7 @@ def _sums(transport: str, sides: int, messages: int) -> list[torch.Tensor]:
         side = number % sides
         exchange.contribution(side).copy_(torch.randn(1000, generator=generator))
         exchange.begin(side)
-        exchange.advance()
+        exchange.poll()
         results.append(exchange.finish("a test").clone())
         if sides == 1:
             group.all_reduce(torch.zeros(1), "the caller's own guarantee")

@@ -128,7 +128,7 @@ def test_all_sum_by_gloo_where_one_cannot_map(victim: int) -> None:
 
 def test_a_message_that_comes_too_early_is_refused(ranks3: RankPool) -> None:
     found = ranks3.run(written_too_early, case_setup=meeting, env=of("aab"))
-    said = "rank 0 wrote message 2 before ranks [1] of its host had read the sum"
+    said = "rank 0 wrote message 2 before ranks [1] had read message 1"
     assert found[0].startswith(said)
     assert found[1:] == ["", ""]
 
@@ -161,7 +161,7 @@ def begun(looks: int, error: str) -> tuple[HostLeaders, HostExchange]:
     group: Any = Lone(looks, error)
     leaders = HostLeaders(group, lambda _: group)
     leaders._leaders, leaders.members = group, [0]
-    memory = mmap.mmap(-1, HostExchange.size_bytes(1, 4, torch.float32, 1))
+    memory = mmap.mmap(-1, HostExchange.size_bytes(1, 4, torch.float32, 2))
     exchange = HostExchange(group, leaders, memory, 4, torch.float32, 1)
     exchange.contribution(0).fill_(2.0)
     exchange.begin(0)

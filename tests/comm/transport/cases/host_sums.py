@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.comm.gradients.buckets.bucket import Bucket
-from elche.comm.gradients.buckets.bucket_contract import PassOptions
+from elche.comm.gradients.buckets.bucket import Bucket, PassOptions
 from elche.comm.transport import shared_memory
 from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import (
@@ -62,7 +61,7 @@ def summed(count: int, dtype: torch.dtype, sums: int) -> list[torch.Tensor]:
                 exchange.reclaim("a test")
                 exchange.contribution(0).copy_(message)
                 exchange.begin(0)
-                exchange.advance()
+                exchange.poll()
             for exchange in pair[: count - first]:
                 found.append(exchange.finish("a test").clone())
         hosts = group.hosts()
@@ -89,7 +88,7 @@ def kept_sum() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             if number:
                 if is_ahead:
                     group.wait_until(lambda: exchange.is_offered, "its host")
-                    exchange.advance()  # the leader has summed, in the other place
+                    exchange.poll()  # the leader has summed, in the other place
                     assert not exchange.has_sum
                     ahead = exchange.last_sum.clone()
                     group.all_reduce(torch.zeros(1), "the other host is ahead")
@@ -199,7 +198,7 @@ def handed_over_twice() -> list[torch.Tensor]:
         parameter.grad = messages_of(group.rank, 2, torch.float64)[0]
         bucket.send(0, 1.0)
         bucket.finish(0)
-        bucket.reclaim()
+        bucket.exchange.reclaim("a test")
         group.all_reduce(torch.zeros(1), "all have the first sum")
         parameter.grad = messages_of(group.rank, 2, torch.float64)[1]
         bucket.send(0, 1.0)

@@ -63,11 +63,6 @@ class TorchGroup(Group):
         """
         self.pids = tuple(pids)
 
-    @property
-    @override
-    def is_watched(self) -> bool:
-        return bool(self.pids)  # else a death is seen by gloo alone
-
     def _check(self) -> None:
         for rank, pid in enumerate(self.pids):
             if _has_ended(pid):

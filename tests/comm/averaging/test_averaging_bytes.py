@@ -12,7 +12,7 @@ from torch import nn
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.codec.codec import CODECS
-from elche.comm.codec.codec_peers import GroupPeers
+from elche.comm.codec.codec_peers import Peers
 from elche.comm.codec.coded_exchange import CodedExchange
 from tests.comm.averaging.cases.overlap_cases import joined, meeting
 from tests.comm.plans import plan
@@ -33,13 +33,13 @@ def _moved(is_overlapped: bool, codec: str) -> tuple[list[int], int]:
     model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(30)), nn.BatchNorm1d(20))
     numel = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    handed, send = [0], GroupPeers.send_async
+    handed, send = [0], Peers.send_async
 
-    def sending(peers: GroupPeers, memory: torch.Tensor, to: int, tag: int) -> Any:
+    def sending(peers: Peers, memory: torch.Tensor, to: int, tag: int) -> Any:
         handed[0] += memory.numel()
         return send(peers, memory, to, tag)
 
-    counted = mock.patch.object(GroupPeers, "send_async", sending)
+    counted = mock.patch.object(Peers, "send_async", sending)
     with joined("gloo") as group, counted:
         begin = group.all_reduce_async
 

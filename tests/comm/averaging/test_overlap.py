@@ -10,10 +10,7 @@ import torch
 from tests.comm.averaging.cases.overlap_cases import (
     Script,
     Seen,
-    bereaved,
     blocking,
-    build,
-    local_step,
     many_windows,
     meeting,
     overlapped,
@@ -118,38 +115,6 @@ def test_blocking_averaging_with_ranks_without_work(
     found = ranks3.run(blocking, script, transport, case_setup=meeting)
     assert_identical(found)
     assert_same(found, simulate(script), 1e-12)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_does_not_come_leaves_the_others_as_they_were(
-    ranks2: RankPool, transport: str
-) -> None:
-    found = ranks2.run(bereaved, transport, False, case_setup=meeting)
-    says = "did not arrive: " if transport == "shared" else "failed on rank 0"
-    assert "averaging parameters" in found[0]["error"]
-    assert says in found[0]["error"]
-    assert found[0]["untouched"]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_survivors_redo_a_reduction_in_another_group(
-    ranks3: RankPool, transport: str
-) -> None:
-    found = ranks3.run(bereaved, transport, True, case_setup=meeting)
-    assert all(found[rank]["error"] and found[rank]["untouched"] for rank in (0, 1))
-    # As if the third had never been: the mean of one step each, and on top of it the
-    # step that each took meanwhile.
-    script = Script((1, 1), (0, 0), ((0.5, 0.5),), model="tied")
-    for rank, known in enumerate(simulate(script)):
-        model = build(script)
-        model.load_state_dict(known.state)
-        local_step(model, rank, 100)
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(
-                found[rank]["state"][name], value, rtol=1e-6, atol=1e-6
-            )
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -293,28 +293,6 @@ def test_a_pass_that_is_sent_again_leaves_out_its_last_rounding_only() -> None:
         torch.testing.assert_close(got.flatten() + left, want.flatten())
 
 
-def test_dropped_and_accumulated_gradients() -> None:
-    """Two passes without zero_grad count once; what was held and dropped, never."""
-
-    def run(group: ThreadGroup, model: Net) -> tuple[Gradients, Any]:
-        reducer = coded(model, group, "int8", 1000)
-        model.losses(batch_of(group.rank, 7, 4)).mean().backward()  # the user's own
-        model.zero_grad()
-        for number in range(2):
-            step(reducer, model, group, number, (4, 4))
-        return gradients_of(model), residuals(reducer)
-
-    ranks = on_ranks(2, run, [Net(), Net()])
-    want = total([true_gradient(number, (4, 4)) for number in range(2)])
-    for index, got in enumerate(ranks[0][0]):
-        if got is None:  # nobody uses it
-            continue
-        left = sum(left[index] for _, left in ranks) / 2
-        torch.testing.assert_close(
-            got.flatten() + left, want[index].flatten().float(), rtol=1e-5, atol=1e-5
-        )
-
-
 @pytest.mark.parametrize("kind", ["weights", "sums"])
 def test_weights_of_the_user_and_losses_that_are_sums(kind: str) -> None:
     """What is left out is of the mean's unit, whatever the last step weighed."""

@@ -23,9 +23,7 @@ from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.transport.exchange import GlooExchange, SharedExchange
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
-from elche.errors import CommunicationError
 from tests.comm.plans import plan
-from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place
 
 STORE = "ELCHE_TEST_STORE"
@@ -332,41 +330,6 @@ def blocking(script: Script, transport: str) -> Seen:
             seen.norms.append(result.parameter_norm)
     seen.state = state_of(model)
     return seen
-
-
-def bereaved(transport: str, regroups: bool) -> dict[str, Any]:
-    """A rank dies in a reduction: what the others hold, and how they go on."""
-    place = this_place()
-    dead = place.world_size - 1
-    script = Script(steps=(1,) * place.world_size, model="tied")
-    model = build(script)
-    with joined(transport) as group:
-        averager = averager_of(model, group)
-        local_step(model, place.rank, 0)
-        all_changed(group, ())
-        all_here(os.environ[STORE])
-        lose_patience(group, 1.0)
-        if place.rank == dead:
-            return {"error": "", "untouched": True, "state": {}}
-        averager.snapshot(1.0)
-        averager.begin(plan(weight=1 / place.world_size))
-        local_step(model, place.rank, 100)
-        before = state_of(model)
-        try:
-            averager.adopt(plan(weight=1 / place.world_size))
-            error = ""
-        except CommunicationError as failed:
-            error = str(failed)
-        after = state_of(model)
-        untouched = all(torch.equal(before[name], after[name]) for name in before)
-    if regroups:
-        survivors = tuple(range(dead))
-        with joined(transport, members=survivors) as group:
-            averager.connect(group)
-            again = plan(weight=1 / len(survivors), attempt=1)
-            averager.begin(again)
-            averager.adopt(again)
-    return {"error": error, "untouched": untouched, "state": state_of(model)}
 
 
 def poisoned(transport: str) -> dict[str, Any]:

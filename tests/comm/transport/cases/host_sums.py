@@ -20,7 +20,7 @@ from elche.comm.transport.host_exchange import (
 )
 from elche.comm.transport.probe import probe_reduction_s
 from elche.comm.transport.process_group import Group, end_left_groups
-from elche.errors import CommunicationError, ProtocolError
+from elche.errors import CommunicationError
 from tests.comm.averaging.cases.overlap_cases import joined
 from tests.harness.rank_main import this_place
 
@@ -115,23 +115,6 @@ def not_mapped(victim: int) -> bool:
         group.all_reduce(torch.zeros(1), "the end")
         is_gloo = isinstance(exchange, GlooExchange) and isinstance(again, GlooExchange)
     return right and is_gloo
-
-
-def written_too_early() -> str:
-    """What is said of a message before the host's ranks have read the last sum."""
-    said = ""
-    with joined_hosts() as group:
-        exchange = open_by_hosts(group, NUMEL, torch.float32, CPU)
-        exchange.begin(0)
-        group.wait_until(exchange.poll, "the sum")
-        if group.rank == 0:
-            exchange.finish("a test")
-            try:
-                exchange.begin(0)
-            except ProtocolError as error:
-                said = str(error)
-        group.all_reduce(torch.zeros(1), "the end")
-    return said
 
 
 def probed() -> tuple[float, int, int]:

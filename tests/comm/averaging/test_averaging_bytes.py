@@ -10,7 +10,7 @@ from torch import nn
 
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
-from tests.comm.averaging.cases.overlap_cases import joined, meeting
+from tests.comm.joined import joined, meeting
 from tests.comm.plans import plan
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from elche.comm.codec.codec import CODECS
-from tests.comm.averaging.cases.overlap_cases import meeting
 from tests.comm.codec.cases.codec_cases import (
     beside_collectives,
     many_sums,
     offered,
     uncoded,
 )
+from tests.comm.joined import meeting
 from tests.comm.peers import exchanges, summed
 from tests.distributed.cases.tasks import Task, identical, shared
 from tests.distributed.test_sync import FOUR_TO_ONE

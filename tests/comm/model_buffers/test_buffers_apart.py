@@ -10,7 +10,7 @@ import pytest
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_chooser, first_choice
-from tests.comm.averaging.cases.overlap_cases import meeting
+from tests.comm.joined import meeting
 from tests.comm.model_buffers.cases.buffer_cases import (
     Script,
     Seen,

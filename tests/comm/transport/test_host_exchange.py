@@ -12,7 +12,7 @@ import torch
 
 from elche.comm.transport.host_exchange import HostExchange, HostLeaders
 from elche.errors import CommunicationError
-from tests.comm.averaging.cases.overlap_cases import meeting
+from tests.comm.joined import meeting
 from tests.comm.transport.cases.host_sums import (
     NUMEL,
     handed_over_twice,

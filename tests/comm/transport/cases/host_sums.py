@@ -21,7 +21,7 @@ from elche.comm.transport.host_exchange import (
 from elche.comm.transport.probe import probe_reduction_s
 from elche.comm.transport.process_group import Group, end_left_groups
 from elche.errors import CommunicationError
-from tests.comm.averaging.cases.overlap_cases import joined
+from tests.comm.joined import joined
 from tests.harness.rank_main import this_place
 
 CPU = torch.device("cpu")

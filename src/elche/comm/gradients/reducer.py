@@ -85,7 +85,6 @@ class GradientReducer(BucketPass):
         )
         names = names or [f"parameter {index}" for index in range(len(parameters))]
         super().__init__(parameters, names, group, options, reduced or Reduced())
-        self._group: Group
         self._norms = norms
         self._buffers = buffers
         self._in_hand: StepPart | None = None

@@ -86,7 +86,7 @@ def sum_of_ranks(made: Any, group: Group, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class DeviceGroupConfig:
-    """Members and deadlines of a group among devices.
+    """Group and deadlines of a group among devices.
 
     Attributes:
         timeout_s: deadline of forming and of a collective.

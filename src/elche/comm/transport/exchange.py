@@ -21,18 +21,20 @@ import mmap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from typing_extensions import override
 
 from elche.comm.transport.shared_memory import (
-    Members,
     aligned,
     map_together,
     may_share_memory,
 )
 from elche.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from elche.comm.transport.process_group import Group
 
 COUNTER_BYTES = 8
 SPIN_S = 20e-6
@@ -131,7 +133,7 @@ class GlooExchange(Exchange):
 
     def __init__(
         self,
-        group: Members,
+        group: Group,
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -214,7 +216,7 @@ class MemoryExchange(Exchange):
 
     def __init__(
         self,
-        group: Members,
+        group: Group,
         memory: mmap.mmap,
         members: Sequence[int],
         layout: tuple[int, torch.dtype],
@@ -314,7 +316,7 @@ class SharedExchange(MemoryExchange):
 
     def __init__(
         self,
-        group: Members,
+        group: Group,
         memory: mmap.mmap,
         numel: int,
         dtype: torch.dtype,
@@ -355,7 +357,7 @@ def succeeded(work: Any) -> bool:
 
 
 def open_exchange(
-    group: Members,
+    group: Group,
     numel: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -386,7 +388,7 @@ def open_exchange(
     return GlooExchange(group, numel, dtype, device, sides)
 
 
-def agree_to_share(group: Members, own: bool) -> bool:
+def agree_to_share(group: Group, own: bool) -> bool:
     """True if all ranks may share memory with others of their hosts; with all of them.
 
     Each on its own device, and processor: hosts may differ.

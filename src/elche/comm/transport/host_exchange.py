@@ -33,7 +33,7 @@ from elche.comm.transport.exchange import (
     succeeded,
 )
 from elche.comm.transport.process_group import Group
-from elche.comm.transport.shared_memory import Members, map_together
+from elche.comm.transport.shared_memory import map_together
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class HostExchange(MemoryExchange):
 
     def __init__(
         self,
-        group: Members,
+        group: Group,
         leaders: HostLeaders,
         memory: mmap.mmap,
         numel: int,
@@ -243,7 +243,7 @@ class HostExchange(MemoryExchange):
 
 
 def open_by_hosts(
-    group: Members,
+    group: Group,
     numel: int,
     dtype: torch.dtype,
     device: torch.device,

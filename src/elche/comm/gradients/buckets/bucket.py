@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import nn
@@ -26,7 +25,6 @@ from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
 from elche.comm.transport.host_exchange import HostExchange, open_by_hosts
 from elche.comm.transport.process_group import Group
-from elche.comm.transport.shared_memory import Members
 
 SIDES = 2
 WHAT = "the reduction of gradients"
@@ -104,7 +102,7 @@ class Bucket:
         copies = len(self.sent) if self._sums_apart else self._staged + kept
         return (1 + copies) * self.size_bytes + self.exchange.extra_bytes
 
-    def open(self, group: Members, options: PassOptions) -> None:
+    def open(self, group: Group, options: PassOptions) -> None:
         """Makes the exchange, together with all ranks.
 
         Args:
@@ -120,7 +118,7 @@ class Bucket:
         if options.codec != "fp32" and wire is torch.float32 and group.world_size > 1:
             staged = dtype is not wire or device.type != "cpu"
             exchange = open_coded_exchange(
-                cast(Group, group),
+                group,
                 numel + 1,  # the factor comes last
                 wire,
                 options.codec,
@@ -210,7 +208,7 @@ class Bucket:
             self.exchange.release()
         self._is_summed = True
 
-    def take_over(self, group: Members, source: int, *, lacks: bool) -> None:
+    def take_over(self, group: Group, source: int, *, lacks: bool) -> None:
         """Gives the last sum to whoever lacks it; with all ranks of another group.
 
         In one shared memory it is still there to be summed, for nobody writes anything

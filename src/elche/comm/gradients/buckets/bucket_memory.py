@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import nn
 
-from elche.comm.transport.shared_memory import Members
+from elche.comm.transport.process_group import Group
 
 
 @final
@@ -109,7 +109,7 @@ def give_back_freed() -> None:
         trim(0)
 
 
-def formats_agree(parameters: Sequence[nn.Parameter], group: Members) -> bool:
+def formats_agree(parameters: Sequence[nn.Parameter], group: Group) -> bool:
     """True if all ranks hold every parameter in the same memory format."""
     strided = [
         (index, parameter.stride())

@@ -38,7 +38,7 @@ from elche.comm.gradients.gradient_hooks import (
     refuse_capture,
     refuse_gradient,
 )
-from elche.comm.transport.shared_memory import Members
+from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, RankLostError
 
 
@@ -93,7 +93,7 @@ class BucketPass(ABC):
         self,
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
-        group: Members,
+        group: Group,
         options: PassOptions,
         reduced: Reduced,
     ) -> None:
@@ -347,7 +347,7 @@ class BucketPass(ABC):
         return None
 
     def reduce_in(
-        self, group: Members, source: int | None, *, lacks: bool, factor: float
+        self, group: Group, source: int | None, *, lacks: bool, factor: float
     ) -> None:
         """Ranks have died: the others are the group from now on; with all of them.
 

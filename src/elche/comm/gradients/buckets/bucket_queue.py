@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elche.comm.gradients.buckets.bucket import Bucket, PassOptions, make_buckets
-from elche.comm.transport.shared_memory import Members
+from elche.comm.transport.process_group import Group
 
 WHAT = "the reduction of gradients"
 
@@ -64,7 +64,7 @@ class BucketQueue:
         self,
         parameters: Sequence[nn.Parameter],
         order: Sequence[int],
-        group: Members,
+        group: Group,
         options: PassOptions,
     ) -> None:
         """Makes buckets anew, together with all ranks; a codec's residuals stay.
@@ -163,7 +163,7 @@ class BucketQueue:
         for bucket in self.buckets:
             bucket.settle(keeps=keeps)
 
-    def take_over(self, group: Members, source: int, *, lacks: bool) -> None:
+    def take_over(self, group: Group, source: int, *, lacks: bool) -> None:
         """Broadcasts the last sums; with all ranks of another group."""
         for bucket in self.buckets:
             bucket.take_over(group, source, lacks=lacks)

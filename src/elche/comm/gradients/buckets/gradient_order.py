@@ -14,7 +14,7 @@ from typing import final
 
 import torch
 
-from elche.comm.transport.shared_memory import Members
+from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ class GradientOrder:
         self._last.pop(index, None)
         self._last[index] = None
 
-    def agree(self, group: Members) -> tuple[list[int], list[int] | None]:
+    def agree(self, group: Group) -> tuple[list[int], list[int] | None]:
         """Compares what was observed in the first pass; with all ranks.
 
         Returns:
@@ -84,7 +84,7 @@ class GradientOrder:
         self.is_agreed = True
         self._last.clear()
 
-    def is_alike(self, group: Members) -> bool:
+    def is_alike(self, group: Group) -> bool:
         """True if all ranks of a group follow an agreed order, or none does."""
         agreed = torch.tensor([int(self.is_agreed)], device="cpu")
         group.all_reduce(agreed, "comparing the order of gradients")

@@ -57,7 +57,6 @@ Calls = Callable[[OverlappedAverager], object]
             lambda a: a.adopt(plan(window=3)),
             "expected to adopt window 0, got 3",
         ),
-        ("s", lambda a: a.begin(plan(outer="adam")), "got 'adam'"),
     ],
 )
 def test_calls_out_of_order_are_refused(before: str, call: Calls, says: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from elche.comm.codec.codec import Codec
+from elche.comm.codec.codec_peers import Peers
 from elche.comm.codec.coded_exchange import CodedExchange
 from elche.errors import CommunicationError
 
@@ -47,8 +48,8 @@ class Wire:
                 giver.is_done = taker.is_done = True
 
 
-class Peer:
-    """One rank's end, as `Peers` describes it."""
+class Peer(Peers):
+    """One rank's end."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
         self.wire = wire

@@ -83,8 +83,6 @@ Transfers = defaultdict[tuple[int, int, int], deque[Transfer]]
 class ThreadGroup:
     """One rank's end, with the methods of `Group` that exchanges and averaging use."""
 
-    is_watched = True
-
     def __init__(self, rank: int, shared: Shared, shares_host: bool) -> None:
         self.rank = rank
         self.world_size = shared.world_size

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.gradients import graph_capture
+from elche.comm.gradients import gradient_hooks
 from elche.comm.transport.exchange import can_share
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.errors import ConfigError
@@ -106,8 +106,8 @@ def test_a_rank_that_weighs_nothing_sends_zeros_not_nothing_times_nan(
 
 def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CUDA stream that is being captured, which this machine has not got."""
-    graph_capture.refuse_capture()
+    gradient_hooks.refuse_capture()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ConfigError, match="hooks in the backward pass, which a CUDA"):
-        graph_capture.refuse_capture()
+        gradient_hooks.refuse_capture()

@@ -74,7 +74,7 @@ def _carried(options: dict[str, Any]) -> tuple[int, int, int]:
     assert run is not None
     held: Any = run._synchroniser.windows or run._synchroniser.reducer
     if options["policy"] == "sync":
-        parts = held._pass.buckets
+        parts = held.buckets
     elif options.get("update") == "gradients":
         parts = held._window._sums
     else:

@@ -51,7 +51,7 @@ def by_hosts(task: Task) -> tuple[Trace, set[str]]:
         assert run is not None
         sync = run._synchroniser
         if sync.reducer is not None:
-            buckets = sync.reducer._pass.buckets
+            buckets = sync.reducer.buckets
             assert len(buckets) > 1
             kinds.update(type(bucket.exchange).__name__ for bucket in buckets)
         else:
@@ -201,7 +201,7 @@ def without_each_in_turn(task: Task) -> list[int]:
         sync.share_with(group)
         if group is not None:
             assert sync.reducer is not None
-            buckets = sync.reducer._pass.buckets
+            buckets = sync.reducer.buckets
             for bucket in buckets:
                 bucket.send(0, 1.0)
             for bucket in buckets:

@@ -55,11 +55,6 @@ class TorchGroup(Group):
         self.check = self._check
         self.pids: Sequence[int] = ()
 
-    @property
-    @override
-    def is_watched(self) -> bool:
-        return bool(self.pids)  # else a death is seen by gloo alone
-
     def _check(self) -> None:
         for rank, pid in enumerate(self.pids):
             if _has_ended(pid):

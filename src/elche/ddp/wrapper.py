@@ -21,7 +21,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from elche.comm.gradients.graph_capture import refuse_capture
+from elche.comm.gradients.gradient_hooks import refuse_capture
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.comm.tensors.nested import outputs_in

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +10,7 @@ from torch import nn
 
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
-from elche.comm.codec.codec import CODECS
-from elche.comm.codec.codec_peers import GroupPeers
-from elche.comm.codec.coded_exchange import CodedExchange
-from tests.comm.averaging.cases.overlap_cases import joined, meeting
+from tests.comm.joined import joined, meeting
 from tests.comm.plans import plan
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
@@ -26,21 +22,15 @@ ALLOWED = 1.10
 """Of what a raw all-reduce of one flat tensor would move."""
 
 
-def _moved(is_overlapped: bool, codec: str) -> tuple[list[int], int]:
+def _moved(is_overlapped: bool) -> tuple[list[int], int]:
     """Bytes that a window hands to the transport, and those of the model."""
     torch.manual_seed(0)
     place, moved = this_place(), []
     model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(30)), nn.BatchNorm1d(20))
     numel = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    handed, send = [0], GroupPeers.send_async
-
-    def sending(peers: GroupPeers, memory: torch.Tensor, to: int, tag: int) -> Any:
-        handed[0] += memory.numel()
-        return send(peers, memory, to, tag)
-
-    counted = mock.patch.object(GroupPeers, "send_async", sending)
-    with joined("gloo") as group, counted:
+    handed = [0]
+    with joined("gloo") as group:
         begin = group.all_reduce_async
 
         def counting(tensor: torch.Tensor) -> Any:
@@ -49,9 +39,8 @@ def _moved(is_overlapped: bool, codec: str) -> tuple[list[int], int]:
 
         group.all_reduce_async = counting  # type: ignore[method-assign]
         kind = OverlappedAverager if is_overlapped else ParameterAverager
-        averager: Any = kind(
-            list(model.parameters()), model, lambda: [optimizer], group, codec=codec
-        )
+        parameters = list(model.parameters())
+        averager: Any = kind(parameters, model, lambda: [optimizer], group)
         averager.build()
         for window in range(WINDOWS):
             model(torch.randn(8, 20)).square().mean().backward()
@@ -70,33 +59,12 @@ def _moved(is_overlapped: bool, codec: str) -> tuple[list[int], int]:
             else:
                 averager.synchronise(reduction)
             moved.append(handed[0] - before)
-        _leave(averager, group)
     return moved, 4 * numel
-
-
-def _leave(averager: Any, group: Any) -> None:
-    for each in averager._groups:
-        if isinstance(each.exchange, CodedExchange):
-            each.exchange.flush("a test")
-    group.all_reduce(torch.zeros(1), "all ranks to be through")
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_a_window_moves_the_model_once(ranks2: RankPool, is_overlapped: bool) -> None:
     """Counted as handed to all-reduce, which moves 2 (n - 1) / n times as much."""
-    for moved, model_bytes in ranks2.run(
-        _moved, is_overlapped, "fp32", case_setup=meeting
-    ):
+    for moved, model_bytes in ranks2.run(_moved, is_overlapped, case_setup=meeting):
         for each in moved:
             assert model_bytes < each <= ALLOWED * model_bytes
-
-
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
-def test_a_codec_moves_what_it_promises(ranks2: RankPool, codec: str) -> None:
-    """Buffers aside, which travel as they are: the running statistics of one layer."""
-    buffers = 4 * 2 * 20 + 8
-    for moved, model_bytes in ranks2.run(_moved, False, codec, case_setup=meeting):
-        encoded = CODECS[codec].encoded_bytes(model_bytes // 4)
-        for each in moved:
-            assert encoded <= each <= encoded + 2 * buffers
-        assert moved[0] < 0.6 * model_bytes

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.comm.averaging.outer import OuterOptimizer, OuterStep
-from elche.errors import ProtocolError
 from tests.comm.plans import plan
 
 
@@ -82,12 +81,3 @@ def test_average_leaves_the_momentum_alone() -> None:
     assert base.tolist() == [2.5, 3.0]
     outer.step(0, torch.tensor([0.0, 0.0]), nesterov)
     assert base.tolist() == [2.75, 3.5]
-
-
-@pytest.mark.parametrize(
-    ("kind", "lr", "says"),
-    [("adam", 1.0, "got 'adam'"), ("average", 0.7, "outer rate 1, got 0.7")],
-)
-def test_other_steps_are_refused(kind: str, lr: float, says: str) -> None:
-    with pytest.raises(ProtocolError, match=says):
-        OuterStep.of(plan(outer=kind, outer_lr=lr))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -56,7 +57,6 @@ Calls = Callable[[OverlappedAverager], object]
             lambda a: a.adopt(plan(window=3)),
             "expected to adopt window 0, got 3",
         ),
-        ("s", lambda a: a.begin(plan(outer="adam")), "got 'adam'"),
     ],
 )
 def test_calls_out_of_order_are_refused(before: str, call: Calls, says: str) -> None:
@@ -153,6 +153,20 @@ def test_a_drained_rank_holds_the_mean_to_the_bit() -> None:
     for _, averager, _ in ranks:
         averager.adopt(reduction, drained=True)
     assert len({tuple(parameter.tolist()) for parameter, _, _ in ranks}) == 1
+
+
+def test_a_rank_whose_parameters_are_no_numbers_takes_those_of_the_others() -> None:
+    ranks = [made(group) for group in Bus(2).groups()]
+    for (parameter, averager, _), by in zip(ranks, (2.0, float("nan")), strict=True):
+        moved(parameter, by)
+        assert averager.snapshot(1.0) is (by == 2.0)
+    plans = [plan(weight=weight, active_ranks=1) for weight in (1.0, 0.0)]
+    for (_, averager, _), each in zip(ranks, plans, strict=True):
+        averager.begin(each)
+    for (parameter, averager, _), each in zip(ranks, plans, strict=True):
+        divergence = averager.adopt(each).divergence
+        assert divergence == 0.0 or (each.weight == 0.0 and math.isnan(divergence))
+        assert parameter.tolist() == [3.0, 3.0]
 
 
 def test_weights_keep_their_scale_when_a_group_is_formed_anew() -> None:

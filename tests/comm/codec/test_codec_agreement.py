@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import elche
-from elche.comm.codec.codec_opening import open_coded_exchange
-from elche.errors import ElcheError, MismatchError
-from tests.comm.averaging.cases.overlap_cases import joined, meeting
+from elche.errors import ElcheError
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
@@ -18,38 +15,6 @@ from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
-
-WANTS = {
-    "codec": ((torch.float32, "int8", 1), (torch.float32, "fp32", 1)),
-    "dtype": ((torch.float64, "int8", 1), (torch.float32, "int8", 1)),
-    "sides": ((torch.float32, "fp32", 1), (torch.float32, "fp32", 2)),
-}
-SAYS = {
-    "codec": "rank 0 has 11 elements in int8, blocks of 128, rank 1 has 11 elements in "
-    "fp32, blocks of 1",
-    "dtype": "rank 0 has 11 elements of float64 in int8",
-    "sides": "rank 1 has 11 elements in fp32, blocks of 1, overlapped",
-}
-
-
-def _open(transport: str, case: str) -> str:
-    """What a rank is told that opens a message of its own kind."""
-    dtype, codec, sides = WANTS[case][this_place().rank]
-    with joined(transport) as group:
-        try:
-            open_coded_exchange(group, 11, dtype, codec, sides)
-        except MismatchError as error:
-            return str(error)
-    return "opened"
-
-
-@pytest.mark.parametrize("transport", ["gloo", "shared"])
-@pytest.mark.parametrize("case", WANTS)
-def test_a_message_of_another_kind_is_named(
-    ranks2: RankPool, transport: str, case: str
-) -> None:
-    for text in ranks2.run(_open, transport, case, case_setup=meeting):
-        assert SAYS[case] in text, text
 
 
 def _setup(codecs: tuple[str, str]) -> str:

@@ -128,16 +128,6 @@ def test_what_else_is_made_has_another_dtype_than_messages(
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_long_message_is_summed_in_pieces(world_size: int) -> None:
-    _, ends = exchanges(world_size, CODECS["int8"], 150_001)
-    sent = [message(rank, 150_000) for rank in range(world_size)]
-    sums = summed(ends, sent)
-    assert all(torch.equal(each, sums[0]) for each in sums)
-    off = (torch.stack(sent).sum(0) - sums[0]).abs().max()
-    assert float(off) <= one_error(CODECS["int8"], world_size)
-
-
 def test_polling_one_exchange_advances_all_of_its_group() -> None:
     """So that a link is busy with later buckets while a rank waits for the first."""
     wire, numel = Wire(2), 256
@@ -155,30 +145,6 @@ def test_polling_one_exchange_advances_all_of_its_group() -> None:
     for end in second:
         assert end.finish("a test").tolist() == pytest.approx([2.0] * (numel + 1), 0.01)
     assert not peers[0].under_way
-
-
-def test_contributions_outlive_their_sum() -> None:
-    _, ends = exchanges(2, CODECS["int4"], 11)
-    for rank, end in enumerate(ends):
-        end.contribution(0).copy_(message(rank, 10))
-        end.begin(0)
-    poll_all(ends)
-    for end in ends:
-        assert end.finish("a test") is end.result(0)
-        end.release()
-    assert ends[0].keeps_contribution
-    for rank, end in enumerate(ends):
-        assert torch.equal(end.contribution(0), message(rank, 10))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_memory_beside_the_message(world_size: int) -> None:
-    """In int8, in copies of a message: two residuals, and what travels."""
-    _, ends = exchanges(world_size, CODECS["int8"], 1_280_001)
-    found = ends[0].extra_bytes / (4 * 1_280_000)
-    # Parts offered and gathered, one of each for another rank, and all sums.
-    parts = (2 * (world_size - 1) + world_size) / world_size
-    assert found == pytest.approx(2 + parts * 1.015625 / 4, rel=1e-4)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import Any
 
 import pytest
 
@@ -23,11 +21,10 @@ from elche.comm.control.frames import (
     FrameCodec,
     nonce_of,
 )
-from elche.coordination.protocol.events import BarrierReached, EpochOpened, Failed, Left
+from elche.coordination.protocol.events import BarrierReached, Failed, Left
 from elche.coordination.protocol.instructions import (
     Abort,
     BarrierPassed,
-    BeginEpoch,
     GrantSteps,
     Welcome,
 )
@@ -395,21 +392,6 @@ def test_what_could_not_be_sent_is_raised_when_the_last_word_is_read() -> None:
                 wait()
 
 
-def test_a_failed_send_does_not_hide_why_reading_ended() -> None:
-    with one_connection() as (channel, far, codec):
-        channel._timeout_s = 0.05
-        stranger = FrameCodec(b"j" * 32, b"n" * NONCE_BYTES, is_server=True)
-        nonsense = stranger.encode(to_wire(ABORT))
-        far.sendall(codec.encode(to_wire(ABORT)) + nonsense)
-        channel.wait_readable(WAIT_S)
-        channel.store_set("large", bytes(32 << 20))
-        assert channel.receive(WAIT_S, "anything") == ABORT
-        with pytest.raises(ProtocolError, match="not authentic"):
-            channel.receive(WAIT_S, "anything")
-        with pytest.raises(CommunicationError, match="StoreSet was not sent"):
-            channel.send(Left(rank=0))
-
-
 def test_a_wait_for_a_value_ends_with_the_connection() -> None:
     # Once: with something unread, it went round and round until its deadline.
     with one_connection() as (channel, far, codec):
@@ -470,35 +452,6 @@ def test_a_coordinator_that_reads_nothing_is_lost_at_the_deadline() -> None:
             channel.store_set("large", bytes(32 << 20))
 
 
-def test_what_a_rank_is_told_in_one_breath_comes_in_one_piece(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pieces: list[list[str]] = []
-    send = coordinator.RankConnection.send
-
-    def watched(self: coordinator.RankConnection, *messages: dict[str, Any]) -> None:
-        pieces.append([message["type"] for message in messages])
-        send(self, *messages)
-
-    monkeypatch.setattr(coordinator.RankConnection, "send", watched)
-    with closing(served.channel(0)) as first, closing(served.channel(1)) as second:
-        channels = (first, second)
-        for rank, channel in enumerate(channels):
-            channel.send(join_of(PAIR, rank, PAIR.devices[0]))
-        for channel in channels:
-            assert isinstance(channel.receive(WAIT_S, "welcome"), Welcome)
-        for rank, channel in enumerate(channels):
-            sizes = ((8, 20),) if rank == 0 else None
-            channel.send(EpochOpened(rank=rank, epoch=0, sizes=sizes))
-        for channel in channels:
-            assert isinstance(channel.receive(WAIT_S, "the epoch"), BeginEpoch)
-            assert isinstance(channel.receive(WAIT_S, "the first step"), GrantSteps)
-        for rank, channel in enumerate(channels):
-            channel.send(Left(rank=rank))
-    begun = [piece for piece in pieces if "BeginEpoch" in piece]
-    assert [piece[:2] for piece in begun] == 2 * [["BeginEpoch", "GrantSteps"]]
-
-
 @pytest.mark.parametrize("value", [2**40, True, None, "text", [1, 2], {"a": 1}])
 def test_a_value_of_the_rendezvous_that_is_no_bytes_is_refused(value: object) -> None:
     # Once: a number made as many zeros, anything else a TypeError.
@@ -506,14 +459,6 @@ def test_a_value_of_the_rendezvous_that_is_no_bytes_is_refused(value: object) ->
         far.sendall(codec.encode({"type": "StoreValue", "key": "a", "value": value}))
         with pytest.raises(ProtocolError, match="expected StoreValue with a key and"):
             channel.store_get("a", WAIT_S)
-
-
-def test_what_the_coordinator_did_not_sign_is_refused_by_the_worker() -> None:
-    with one_connection() as (channel, far, _):
-        stranger = FrameCodec(b"j" * 32, b"n" * NONCE_BYTES, is_server=True)
-        far.sendall(stranger.encode(to_wire(ABORT)))
-        with pytest.raises(ProtocolError, match="not authentic"):
-            channel.receive(WAIT_S, "anything")
 
 
 def test_a_closed_channel_says_so() -> None:
@@ -548,25 +493,3 @@ def test_nobody_listening_is_said() -> None:
         address = listener.getsockname()
     with pytest.raises(CommunicationError, match="rank 3 cannot reach"):
         ControlChannel.connect(address, KEY, 3, WAIT_S)
-
-
-def test_a_process_with_many_open_files_can_wait() -> None:
-    # Once: select() takes no descriptor from 1024 on; loaders and datasets open
-    # more than that.
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 1200:
-        pytest.skip("this machine allows fewer than 1200 open files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
-    opened: list[int] = []
-    try:
-        with open(os.devnull) as null:
-            while not opened or opened[-1] < 1100:
-                opened.append(os.dup(null.fileno()))
-        with one_connection() as (channel, far, codec):
-            far.sendall(codec.encode(to_wire(ABORT)))
-            assert channel.receive(WAIT_S, "anything") == ABORT
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -120,47 +120,11 @@ def test_a_reflected_frame_is_refused() -> None:
         list(sender.feed(frame))
 
 
-def test_a_truncated_frame_waits_for_its_rest() -> None:
-    sender, receiver = pair()
-    frame = sender.encode({"a": 1})
-    for at in range(len(frame) - 1):
-        assert list(receiver.feed(frame[at : at + 1])) == []
-    assert list(receiver.feed(frame[-1:])) == [{"a": 1}]
-
-
 @pytest.mark.parametrize("length", [MAX_PAYLOAD_BYTES + 1, 2**32 - 1])
 def test_an_oversized_frame_is_refused_before_it_is_received(length: int) -> None:
     _, receiver = pair()
     with pytest.raises(ProtocolError, match=f"claims {length} bytes"):
         list(receiver.feed(struct.pack(">I", length) + bytes(TAG_BYTES)))
-
-
-@given(st.lists(st.binary(max_size=80), max_size=4))
-def test_arbitrary_bytes_are_refused_or_wait(chunks: list[bytes]) -> None:
-    _, receiver = pair()
-    messages, refusal = [], ""
-    try:
-        for chunk in chunks:
-            messages += receiver.feed(chunk)
-    except ProtocolError as error:
-        refusal = str(error)
-    assert messages == []
-    if len(b"".join(chunks)) >= HEAD_BYTES:
-        claimed = int.from_bytes(b"".join(chunks)[:4], "big")
-        complete = claimed <= len(b"".join(chunks)) - HEAD_BYTES
-        if claimed > MAX_PAYLOAD_BYTES or complete:
-            assert refusal.startswith(("a frame claims", "a frame is not authentic"))
-
-
-@given(st.binary(max_size=60))
-def test_an_authentic_payload_is_msgpack_or_refused(payload: bytes) -> None:
-    _, receiver = pair()
-    refusal = ""
-    try:
-        assert len(list(receiver.feed(authentic(payload)))) == 1
-    except ProtocolError as error:
-        refusal = str(error)
-    assert not refusal or "not msgpack" in refusal
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def reducer(parameters: list[nn.Parameter], group: Any = None) -> GradientReduce
 
 
 def exchanges(made: GradientReducer) -> list[SharedExchange]:
-    held: list[Bucket] = made._pass.buckets
+    held: list[Bucket] = made.buckets
     found = [bucket.exchange for bucket in held]
     assert all(isinstance(exchange, SharedExchange) for exchange in found)
     return [exchange for exchange in found if isinstance(exchange, SharedExchange)]
@@ -95,7 +95,7 @@ def test_a_message_is_summed_before_the_next_gradient(
     seen: list[list[bool]] = []
 
     def look(gradient: torch.Tensor) -> None:
-        seen.append([e.is_collected for e in (first, second, third)])
+        seen.append([e._read[0] == e._number for e in (first, second, third)])
 
     chain[0].register_hook(look)  # the last gradient is about to be accumulated
     made.begin_step(StepPart(0.5, 2))

@@ -66,7 +66,7 @@ def residuals(reducer: GradientReducer) -> dict[int, torch.Tensor]:
     at = {id(p): index for index, p in enumerate(reducer.parameters)}
     return {
         at[id(parameter)]: left
-        for bucket in reducer._pass.buckets
+        for bucket in reducer.buckets
         for parameter, left in zip(bucket.parameters, bucket.residuals(), strict=True)
     }
 
@@ -75,7 +75,7 @@ def unsent(reducer: GradientReducer, weight: float) -> dict[int, torch.Tensor]:
     """Part of the sum that this rank has not sent: of its own part by mean weights."""
     at = {id(p): index for index, p in enumerate(reducer.parameters)}
     found = {}
-    for bucket in reducer._pass.buckets:
+    for bucket in reducer.buckets:
         coded = bucket._coded
         assert coded is not None
         units = torch.full_like(coded.residual, weight)
@@ -293,28 +293,6 @@ def test_a_pass_that_is_sent_again_leaves_out_its_last_rounding_only() -> None:
         torch.testing.assert_close(got.flatten() + left, want.flatten())
 
 
-def test_dropped_and_accumulated_gradients() -> None:
-    """Two passes without zero_grad count once; what was held and dropped, never."""
-
-    def run(group: ThreadGroup, model: Net) -> tuple[Gradients, Any]:
-        reducer = coded(model, group, "int8", 1000)
-        model.losses(batch_of(group.rank, 7, 4)).mean().backward()  # the user's own
-        model.zero_grad()
-        for number in range(2):
-            step(reducer, model, group, number, (4, 4))
-        return gradients_of(model), residuals(reducer)
-
-    ranks = on_ranks(2, run, [Net(), Net()])
-    want = total([true_gradient(number, (4, 4)) for number in range(2)])
-    for index, got in enumerate(ranks[0][0]):
-        if got is None:  # nobody uses it
-            continue
-        left = sum(left[index] for _, left in ranks) / 2
-        torch.testing.assert_close(
-            got.flatten() + left, want[index].flatten().float(), rtol=1e-5, atol=1e-5
-        )
-
-
 @pytest.mark.parametrize("kind", ["weights", "sums"])
 def test_weights_of_the_user_and_losses_that_are_sums(kind: str) -> None:
     """What is left out is of the mean's unit, whatever the last step weighed."""
@@ -426,7 +404,7 @@ def test_half_precision_travels_encoded(dtype: torch.dtype) -> None:
         reducer = coded(model, group, "int8", 1 << 20)
         reducer.begin_step(StepPart(0.5, 2))
         model.weight.grad = torch.full_like(model.weight, 1.0 + group.rank)
-        reducer._pass.run_without_backward()
+        reducer.run_without_backward()
         reducer.end_step()
         assert model.weight.grad is not None
         return model.weight.grad.clone(), group.sent_bytes
@@ -448,7 +426,7 @@ def test_what_is_not_encoded_travels_as_it_is(dtype: torch.dtype) -> None:
         reducer.begin_step(StepPart(0.5, 2))
         generator = torch.Generator().manual_seed(group.rank)
         model.weight.grad = torch.randn(4, 4, dtype=dtype, generator=generator)
-        reducer._pass.run_without_backward()
+        reducer.run_without_backward()
         reducer.end_step()
         assert model.weight.grad is not None
         return model.weight.grad.clone(), group.sent_bytes

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import elche
-from tests.distributed.cases.tasks import Numbered, Task, build, difference, identical
+from tests.distributed.cases.tasks import Task, build, difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -94,19 +93,6 @@ def test_steps_of_unequal_shares(ranks2: RankPool, loss: str, passes: int) -> No
 
 
 @pytest.mark.parametrize("loss", ["mean", "sum"])
-def test_steps_in_which_a_rank_has_no_samples(ranks3: RankPool, loss: str) -> None:
-    task = Task(
-        samples=21,
-        batch_size=2,
-        dtype="float64",
-        model="unused",
-        options={"policy": "sync"},
-    )
-    job = Job(task, loss, passes=3)
-    _check(ranks3, job, alone(job))
-
-
-@pytest.mark.parametrize("loss", ["mean", "sum"])
 def test_batch_norm_over_the_union(ranks2: RankPool, loss: str) -> None:
     task = dataclasses.replace(SYNC, samples=64, model="norm")
     job = Job(task, loss, sync_norm=True)
@@ -133,36 +119,3 @@ def test_gradient_windows_of_unequal_shares(ranks2: RankPool, loss: str) -> None
     job = Job(task, loss)
     union = Job(dataclasses.replace(task, batch_size=48), loss)
     _check(ranks2, job, alone(union))
-
-
-def fitted(loss: str) -> State:
-    """A model that the Trainer has trained, on this rank or alone."""
-    torch.manual_seed(3)
-    result = elche.Trainer(
-        lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double(),
-        lambda parameters: torch.optim.SGD(parameters, lr=RATE[loss]),
-        _sum_loss if loss == "sum" else _mean_loss,
-        dataset=Numbered(100, dtype="float64"),
-        batch_size=16,
-        epochs=1,
-        shuffle=False,
-        seed=4,
-        policy="sync",
-        loss_reduction=loss,
-    ).fit()
-    return result.model_state
-
-
-def _sum_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-
-
-def _mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-@pytest.mark.parametrize("loss", ["mean", "sum"])
-def test_the_trainer_takes_it_too(ranks2: RankPool, loss: str) -> None:
-    states = ranks2.run(fitted, loss, case_setup=serve_in_thread, env=FOUR_TO_ONE)
-    assert identical(states)
-    assert difference(states[0], fitted(loss)) <= BOUND

@@ -243,7 +243,7 @@ class Looped(nn.Module):
 
 
 def _bucket_bytes(reducer: GradientReducer) -> list[int]:
-    return [bucket.size_bytes for bucket in reducer._pass.buckets]
+    return [bucket.size_bytes for bucket in reducer.buckets]
 
 
 def test_buckets_follow_the_order_and_number_of_gradients_that_were_seen() -> None:

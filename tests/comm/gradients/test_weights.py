@@ -72,13 +72,6 @@ def test_ranks_without_samples_and_steps_without_a_token(
     check(ranks3, job, alone(job))
 
 
-def test_batch_norm_over_the_union(ranks2: RankPool) -> None:
-    job = dataclasses.replace(SYNC, samples=64, model="norm")
-    ends = ranks2.run(on_ranks, job, case_setup=serve_in_thread, env=FOUR_TO_ONE)
-    assert identical([end.state for end in ends])
-    assert difference(ends[0].state, alone(job).state) <= 1e-11
-
-
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 def test_gradient_windows_of_unequal_shares(ranks2: RankPool, loss: str) -> None:
     """Windows of two batches and one: every step is one on three batches' tokens."""
@@ -156,15 +149,3 @@ def test_what_is_no_weight_is_refused_at_once(
     expected = f"rank 1: weight_of gave {said} for batch {number} of epoch 0; expected"
     assert expected in str(second.error)
     assert expected in str(first.error)
-
-
-def test_ranks_that_weigh_in_different_ways_are_told(ranks2: RankPool) -> None:
-    ends = ranks2.run(
-        weigh_by,
-        "one-sided",
-        {"policy": "sync"},
-        case_setup=serve_in_thread,
-        expect_failure=True,
-    )
-    for end in ends:
-        assert "loader.weight_of: rank 0 has true, rank 1 has false" in str(end.error)

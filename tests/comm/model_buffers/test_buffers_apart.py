@@ -6,22 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch.utils.data import DataLoader
 
-import elche
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_chooser, first_choice
-from elche.errors import ElcheError
-from elche.session.process import failing_together
-from tests.comm.averaging.cases.overlap_cases import meeting
+from tests.comm.joined import meeting
 from tests.comm.model_buffers.cases.buffer_cases import (
-    Cached,
     Script,
     Seen,
-    Vectors,
     regrouped,
     train,
 )
@@ -52,15 +44,12 @@ changes = pytest.mark.parametrize(("change", "rank"), CHANGES)
 
 
 def crossed(others: Sequence[Any]) -> list[Any]:
-    """Every change with each of some settings; all but one of them are slow tests."""
+    """A cache that grows with each of some settings, other changes with one."""
     return [
-        pytest.param(
-            *(other, *change),
-            id=f"{change[0]}-{change[1]}-{other}",
-            marks=[] if at == number % len(others) else pytest.mark.slow,
-        )
+        pytest.param(*(other, *change), id=f"{change[0]}-{change[1]}-{other}")
         for number, change in enumerate(CHANGES)
         for at, other in enumerate(others)
+        if at == number % len(others) or change[0] == "grows"
     ]
 
 
@@ -163,35 +152,3 @@ def test_members_change(ranks3: RankPool, change: str) -> None:
     assert identical(held)
     assert float(held[0]["last.num_batches_tracked"]) > 2
     assert bool(held[0]["first.running_mean"].all())
-
-
-def _again(grows_on: int) -> tuple[str, dict[str, torch.Tensor]]:
-    """Two runs with one model; its cache has grown on one rank in between."""
-    torch.manual_seed(2)
-    model: Any = Cached()
-    policies, error = ["sync", "cadence"], ""
-    try:
-        with failing_together():
-            for policy in policies:
-                optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
-                loader: Any = DataLoader(Vectors(24), batch_size=6)
-                model, optimizer, loader = elche.setup(
-                    model, optimizer, loader, policy=policy
-                )
-                for x, y in loader:
-                    F.cross_entropy(model(x), y).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if elche.rank() == grows_on:
-                    model.register_buffer("cache", torch.ones(9), persistent=False)
-    except ElcheError as raised:
-        error = str(raised)
-    elche.shutdown()
-    return error, {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_model_is_trained_again(ranks2: RankPool, rank: int) -> None:
-    found = ranks2.run(_again, rank, case_setup=serve_in_thread)
-    assert [error for error, _ in found] == ["", ""]
-    assert identical([state for _, state in found])

@@ -31,13 +31,6 @@ def names_of(known: KnownBuffers) -> list[str]:
     return [name for name, _, _ in known.common()]
 
 
-def test_equal_models_cost_one_small_message() -> None:
-    forms = {"b": ((3,), torch.float32), "a": ((), torch.int64)}
-    for known, _, reductions in on_ranks(3, agreed, [forms] * 3):
-        assert names_of(known) == ["b", "a"]
-        assert reductions == 1
-
-
 kinds = st.tuples(
     st.sampled_from([(), (1,), (2,), (2, 3)]),
     st.sampled_from(

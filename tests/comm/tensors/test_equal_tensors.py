@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.comm.tensors.equal_tensors import differing, digest_of
+from elche.comm.tensors.equal_tensors import differing, digest_of, make_equal
 from tests.comm.thread_group import on_ranks
 
 DTYPES = (
@@ -51,6 +51,9 @@ def test_one_bit_of_one_rank_is_seen(
     bit = 0 if dtype == torch.bool else data.draw(st.integers(0, 7))
     bits[place] = int(bits[place]) ^ (1 << bit)
     assert on_ranks(ranks, differing, models) == [[1]] * ranks
+    sent = on_ranks(ranks, make_equal, models, ["a test"] * ranks)
+    assert sent == [changed.nbytes] * ranks
+    assert on_ranks(ranks, differing, models) == [[]] * ranks
 
 
 @pytest.mark.parametrize(

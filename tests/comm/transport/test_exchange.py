@@ -22,7 +22,9 @@ CPU = torch.device("cpu")
 
 def shared(world_size: int, numel: int, sides: int = 1) -> list[SharedExchange]:
     """The ranks' ends of one exchange, in one process."""
-    size_bytes = SharedExchange.size_bytes(world_size, numel, torch.float32, sides)
+    size_bytes = SharedExchange.size_bytes(
+        world_size, numel, torch.float32, sides * world_size
+    )
     memory = mmap.mmap(-1, size_bytes)
     return [
         SharedExchange(group, memory, numel, torch.float32, sides)
@@ -82,7 +84,7 @@ def test_what_is_not_read_is_not_overwritten_unnoticed(sides: int) -> None:
         first.finish("a test")
     with pytest.raises(
         ProtocolError,
-        match=rf"rank 0 wrote message {sides + 1} before rank 1 had read message 1,",
+        match=rf"rank 0 wrote message {sides + 1} before ranks .1. had read message 1,",
     ):
         first.begin(0)
 

@@ -23,7 +23,7 @@ from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message, Packe
 from elche.comm.transport.point_to_point import PointToPoint
 from elche.comm.transport.shared_memory import may_share_memory
 from elche.errors import CommunicationError, DeadlineError
-from tests.comm.transport.thread_link import transports
+from tests.comm.transport.thread_link import transports, untaken
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.message_memory_cases import piped_by
@@ -192,7 +192,7 @@ def test_ranks_that_fill_each_others_slots_both_go_on(by_memory: bool) -> None:
         assert found == [[float(n) for n in reversed(range(count))]] * 2
         if by_memory:
             assert set(threading.enumerate()) <= before, "no thread carries them"
-        assert [one.untaken for one in made] == [0, 0]
+        assert [untaken(one) for one in made] == [0, 0]
 
 
 @pytest.mark.parametrize("by_memory", [True, False])

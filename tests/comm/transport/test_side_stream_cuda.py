@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from elche.comm.transport.device_messages import CudaSideStream
+from elche.comm.transport.device_messages import SideStream
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none"
@@ -17,7 +17,7 @@ LONG_SLEEP_CYCLES = 1_500_000_000  # about a second
 
 def test_it_tells_what_is_computed_and_does_not_wait_for_it() -> None:
     device = torch.device("cuda", 0)
-    side = CudaSideStream(device)
+    side = SideStream(device)
     torch.cuda._sleep(LONG_SLEEP_CYCLES)
     is_through = side.computed()
     with side.beside():

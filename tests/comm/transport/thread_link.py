@@ -84,7 +84,7 @@ class Link:
 
 
 class Port:
-    """One rank's end, as `TransferGroup` describes it."""
+    """One rank's end, as torch has it."""
 
     def __init__(self, link: Link, rank: int) -> None:
         self._link = link
@@ -218,3 +218,9 @@ class Beside:
 
     def hand_over(self, tensor: torch.Tensor) -> None:
         self.handed_over += 1
+
+
+def untaken(ends: PointToPoint) -> int:
+    """Messages that have come and were not taken."""
+    ends._read_memory()
+    return sum(map(len, ends._mailbox.inboxes))

@@ -142,7 +142,7 @@ class Shell:
 
     def look_before(self, look: Callable[[], None]) -> None: ...
 
-    def outlive_by(self, on_lost: Callable[[], None] | None) -> None: ...
+    on_lost: Callable[[], None] | None = None
 
     def receive(self, handle: Callable[[Instruction], None], why: str) -> None:
         self.log.append("wait")

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche.comm.gradients.buckets.bucket import Bucket
-from elche.comm.gradients.buckets.bucket_contract import Closed
 from elche.comm.gradients.buckets.bucket_pass import BucketPass
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.buffers import BufferAverager
@@ -451,16 +450,16 @@ def lack_sums(at: int) -> None:
     original = GradientReducer.close_pass
     passes = 0
 
-    def close_pass(reducer: GradientReducer, side: int) -> Closed:
+    def close_pass(reducer: GradientReducer) -> float:
         nonlocal passes
         passes += 1
         before = [buffer.clone() for buffer in buffers_of(reducer)]
-        closed = original(reducer, side)
+        factor = original(reducer)
         if passes == at:
             for buffer, value in zip(buffers_of(reducer), before, strict=True):
                 buffer.copy_(value)
             reducer._group.wait_until(lambda: False, "a rank's death")
-        return closed
+        return factor
 
     GradientReducer.close_pass = close_pass  # type: ignore[method-assign]
 

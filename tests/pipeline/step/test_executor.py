@@ -20,7 +20,7 @@ from elche.pipeline.step.executor import Executor
 from elche.pipeline.step.step_io import StepInput, StepResults
 from elche.schedule.actions import Kind
 from tests.comm.thread_group import on_ranks
-from tests.comm.transport.thread_link import Cable, transports
+from tests.comm.transport.thread_link import Cable, transports, untaken
 
 WIDTH = 5
 SIZES = (3, 1, 4, 3, 2, 3)
@@ -199,7 +199,7 @@ def test_two_steps_and_an_evaluation_are_those_of_one_process(
         )
         assert (deferred > 0) is splits
         evaluated = executor.evaluate(batches[0].given(group.rank, plan))
-        return Ended(steps, evaluated, transport.untaken)
+        return Ended(steps, evaluated, untaken(transport))
 
     ends = on_ranks(ranks, run, links)
     for link in links:

@@ -78,7 +78,7 @@ class FailsInBackward(torch.autograd.Function):
             assert run is not None
             reducer: Any = run._synchroniser.reducer
             cls.seen.failures += 1
-            cls.seen.sent_before.append(reducer._pass._queue.sent)
+            cls.seen.sent_before.append(reducer._queue.sent)
             raise OutOfMemory("in backward")
         return gradient
 

@@ -21,9 +21,6 @@ from dataclasses import dataclass
 import torch
 
 from elche.coordination.protocol.instructions import Reduce
-from elche.errors import ProtocolError
-
-KINDS = ("average", "nesterov", "slowmo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +32,12 @@ class OuterStep:
         lr: outer learning rate (SlowMo's alpha); 1 for ``average``.
         momentum: momentum of the step (SlowMo's beta); ``average`` has none.
         part: the mean drift is scaled by it: the part of the ranks that trained.
-
-    Raises:
-        ProtocolError: there is no such kind, or its rate is another.
     """
 
     kind: str
     lr: float
     momentum: float
     part: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ProtocolError(
-                f"expected one of the outer optimizers {KINDS}, got {self.kind!r}"
-            )
-        if self.kind == "average" and self.lr != 1.0:
-            raise ProtocolError(
-                f"plain averaging has outer rate 1, got {self.lr!r}; expected kind "
-                "'nesterov' or 'slowmo' for another"
-            )
 
     @staticmethod
     def of(plan: Reduce) -> OuterStep:

@@ -161,7 +161,6 @@ class OverlappedAverager(Averager):
                 f"window {plan.window}: this rank's drift weighs {plan.weight} in the "
                 f"plan, it {'has' if self._counts else 'has not'} sent one"
             )
-        OuterStep.of(plan)  # refuses an unknown step before anything is sent
         if self._phase is _Phase.UNSENT:
             for group in self._groups:
                 group.refill()
@@ -183,7 +182,6 @@ class OverlappedAverager(Averager):
     def _send(self) -> None:
         for group in self._groups:
             group.begin()
-        self._buffers.begin_known(is_active=self._counts)
         self._phase = _Phase.SENT
 
     def poll(self) -> bool:

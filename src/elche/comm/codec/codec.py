@@ -120,17 +120,9 @@ class BlockCodec(Codec):
         name: name in the settings.
         bits: bits of a code: 8 or 4.
         block: elements that share a scale; even.
-
-    Raises:
-        ConfigError: no such codec exists.
     """
 
     def __init__(self, name: str, bits: int, block: int) -> None:
-        if bits not in (4, 8) or block < 2 or block % 2:
-            raise ConfigError(
-                f"expected 4 or 8 bits and an even block of 2 or more elements, got "
-                f"{bits} bits and a block of {block}"
-            )
         super().__init__(name, block, block * bits // 8, 2)
         self.bits = bits
         self.largest_code = 127 if bits == 8 else 7

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, MutableSet, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, final
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -20,40 +20,6 @@ from elche.errors import CommunicationError
 
 POLL_S = 5e-4
 """Pause between two polls of a wait."""
-
-
-class Peers(Protocol):
-    """Part of a process group that an encoded exchange needs."""
-
-    rank: int
-    world_size: int
-    ranks: Sequence[int]
-    """Numbers of the ranks in the run, for errors."""
-    under_way: MutableSet[Any]
-    """Exchanges of this group with a message under way."""
-
-    def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
-        """Begins to send; the memory is needed until the transfer was waited for."""
-
-    def receive_async(self, memory: torch.Tensor, source: int, tag: int) -> Any:
-        """Begins to receive."""
-
-    def wait(self, work: Any, what: str) -> None:
-        """Waits for a transfer to which the peer has done its part.
-
-        Raises:
-            CommunicationError: it failed.
-        """
-
-    def poll_until(self, ready: Callable[[], bool], what: str) -> None:
-        """Polls until ready, if the group can end that wait when a rank dies.
-
-        Raises:
-            CommunicationError: a rank is dead; other errors say why the run ended.
-        """
-
-    def explained(self, error: CommunicationError) -> Exception:
-        """The same error with its reason, if the group knows one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -78,19 +44,24 @@ class _Traffic:
 _traffic: WeakKeyDictionary[Group, _Traffic] = WeakKeyDictionary()
 
 
-@final
-class GroupPeers:
+class Peers:
     """Messages over a group's gloo connections.
 
     Args:
         group: the group; its deadline and its way to fail hold here too.
+
+    Attributes:
+        under_way: exchanges of this group with a message under way.
+        rank: this rank's place in the group.
+        world_size: of the group.
+        ranks: numbers of its ranks in the run, for errors.
     """
 
     def __init__(self, group: Group) -> None:
         traffic = _traffic.setdefault(group, _Traffic())
         self._group = group
         self._pending = traffic.pending
-        self.under_way = traffic.under_way
+        self.under_way: MutableSet[Any] = traffic.under_way
         self.rank = group.rank
         self.world_size = group.world_size
         self.ranks: Sequence[int] = group.ranks
@@ -118,9 +89,11 @@ class GroupPeers:
         self._pending.discard(work)
 
     def poll_until(self, ready: Callable[[], bool], what: str) -> None:
-        """Waits outside of gloo, whose own wait ends with the connection alone."""
-        if not self._group.is_watched:
-            return
+        """Waits outside of gloo, whose own wait ends with the connection alone.
+
+        Raises:
+            CommunicationError: a rank is dead; other errors say why the run ended.
+        """
 
         def polled() -> bool:
             is_ready = ready()

@@ -138,10 +138,6 @@ class CodedExchange(Exchange):
         except ElcheError as error:
             self._break(error)
 
-    def advance(self) -> None:
-        """Continues without waiting; :meth:`wait` raises failures."""
-        self.poll()
-
     @override
     def poll(self) -> bool:
         """Advances all exchanges of the group; see :meth:`Exchange.poll`.

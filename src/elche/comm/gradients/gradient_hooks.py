@@ -1,4 +1,9 @@
-"""Hooks on every parameter's gradient that run after the user's own."""
+"""Hooks on every parameter's gradient that run after the user's own.
+
+A replayed CUDA graph runs no hook: a backward pass inside one brings no gradient to a
+reduction, and is refused where it is captured. `torch.cuda.make_graphed_callables`
+captures modules apart from the backward pass around them, and is fine.
+"""
 
 from __future__ import annotations
 
@@ -94,6 +99,21 @@ class GradientHooks:
             return True
         hooks[handle.id] = hooks.pop(handle.id)  # torch runs them as inserted
         return False
+
+
+def refuse_capture() -> None:
+    """Refuses to reduce gradients inside the capture of a CUDA graph.
+
+    Raises:
+        ConfigError: the current stream is being captured.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "gradients are reduced by hooks in the backward pass, which a CUDA graph "
+            "does not replay: a graph must not hold a whole training step here; "
+            "capture the model with torch.cuda.make_graphed_callables, or average "
+            "parameters (policy 'async', or 'cadence'), which needs no hook"
+        )
 
 
 def refuse_gradient(parameter: torch.Tensor, name: str, dtype: torch.dtype) -> None:

@@ -23,15 +23,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from elche.comm.gradients.backward_end import at_backward_end
-from elche.comm.gradients.buckets.bucket_contract import Closed, PassOptions, Reduced
-from elche.comm.gradients.buckets.bucket_layout import formats_agree
-from elche.comm.gradients.buckets.bucket_pass import BucketPass
+from elche.comm.gradients.buckets.bucket import PassOptions
+from elche.comm.gradients.buckets.bucket_memory import formats_agree
+from elche.comm.gradients.buckets.bucket_pass import BucketPass, Phase
+from elche.comm.gradients.buckets.bucket_queue import Reduced
 from elche.comm.gradients.part_weights import Lost, PartWeights, StepPart
 from elche.comm.gradients.residual_state import packed, unpacked
 from elche.comm.model_buffers.buffers import BufferAverager
@@ -44,7 +47,8 @@ Look = Callable[[Any, dict[int, int]], None]
 index and in order of the first."""
 
 
-class GradientReducer:
+@final
+class GradientReducer(BucketPass):
     """Reduces the gradients of one model in every backward of a step.
 
     Args:
@@ -60,6 +64,7 @@ class GradientReducer:
 
     Attributes:
         pass_steps: a checksum of the steps that passes so far were of, in order.
+        passed: the label of the step that the last sums are of; None: there are none.
     """
 
     def __init__(
@@ -75,19 +80,13 @@ class GradientReducer:
         keeps_sums: bool = False,
         reduced: Reduced | None = None,
     ) -> None:
-        self._reduced = Reduced() if reduced is None else reduced
-        self._group = group
+        options = PassOptions(
+            cap_bytes=max(1, bucket_cap_bytes), codec=codec, keeps_sums=keeps_sums
+        )
+        names = names or [f"parameter {index}" for index in range(len(parameters))]
+        super().__init__(parameters, names, group, options, reduced or Reduced())
         self._norms = norms
         self._buffers = buffers
-        self._parameters = list(parameters)
-        names = names or [f"parameter {index}" for index in range(len(parameters))]
-        options = PassOptions(
-            cap_bytes=max(1, bucket_cap_bytes),
-            codec=codec,
-            keeps_sums=keeps_sums,
-            reduced=self._reduced,
-        )
-        self._pass = BucketPass(self._parameters, names, group, options, self)
         self._in_hand: StepPart | None = None
         self._part: StepPart | None = None
         self._weights = PartWeights(self._parameters, group, norms)
@@ -98,10 +97,9 @@ class GradientReducer:
         self._sends = False
         self._beneath: Callable[[], None] | None = None
         self._look: Look | None = None
-        self._late: StepPart | None = None
+        self._late_part: StepPart | None = None
         self._looked_at = 0
-        self._passed: Any = None
-        self._is_delayed = False
+        self.passed: Any = None
         self._traced = self.pass_steps = 0
 
     def weigh_by_user(self) -> None:
@@ -112,35 +110,10 @@ class GradientReducer:
         """Losses are sums over samples, not means; before :meth:`attach`."""
         self._weights.sum_losses()
 
-    def delay(self) -> None:
-        """Sums come one pass later, with the next one's end; before :meth:`attach`.
-
-        Buffers are averaged by :meth:`drain`.
-        """
-        self._pass.delay()
-        self._is_delayed = True
-
-    @property
-    def has_sums(self) -> bool:
-        """True if ``p.grad`` is a sum over ranks since the last backward pass."""
-        return self._pass.has_sums
-
-    @property
-    def is_delayed(self) -> bool:
-        """True if sums come one pass later."""
-        return self._is_delayed
-
+    @override
     def drain(self) -> bool:
-        """Waits for the sums that are under way, with all ranks, between two steps.
-
-        Returns:
-            Whether ``p.grad`` is one now.
-
-        Raises:
-            CommunicationError: it failed, or a rank did not arrive in time.
-        """
-        has_sums = self._pass.drain()
-        late, self._late = self._late, None
+        has_sums = super().drain()
+        late, self._late_part = self._late_part, None
         if late is not None and self._buffers is not None:
             self._buffers.average(late.active_ranks, mine=late.scale != 0.0)
         return has_sums
@@ -150,27 +123,14 @@ class GradientReducer:
         """The ones whose gradients it reduces."""
         return self._parameters
 
-    @property
-    def extra_bytes(self) -> int:
-        """Memory of the buckets, beside the gradients of plain training."""
-        return self._pass.extra_bytes
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds of this step in which nothing but other ranks was waited for."""
-        return self._pass.wait_s
-
-    @property
-    def backward_passes(self) -> int:
-        """Backward passes reduced so far."""
-        return self._pass.passes
-
+    @override
     def takes(self, parameter: torch.Tensor) -> bool:
         """True if a step is under way whose gradients are complete."""
         if self._part is None:
             self._reduced.strays.add(id(parameter))
         return self._part is not None and not self._holds
 
+    @override
     def attach(self) -> None:
         """Allocates buckets and hooks every parameter; with all ranks.
 
@@ -180,13 +140,13 @@ class GradientReducer:
         if not self._parameters:
             raise ConfigError("the model has no parameter that requires a gradient")
         if not formats_agree(self._parameters, self._group):
-            self._pass.forget_strides()
+            self._options = replace(self._options, keeps_strides=False)
         self._weights.attach()
-        self._pass.attach()
+        super().attach()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Residuals of this rank's codec; None without a codec."""
-        left = self._pass.residuals()
+        left = self._queue.residuals()
         return packed(self._parameters, left) if left else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -195,12 +155,12 @@ class GradientReducer:
         Raises:
             MismatchError: a rank's state does not fit its parameters.
         """
-        self._pass.load_residuals(unpacked(self._parameters, state, self._group))
+        self._queue.load_residuals(unpacked(self._parameters, state, self._group))
 
+    @override
     def detach(self) -> None:
-        """Removes every hook; ``p.grad`` stays as it is."""
         self._weights.detach()
-        self._pass.detach()
+        super().detach()
 
     def begin_step(self, part: StepPart) -> None:
         """Says how this rank's gradients weigh until :meth:`end_step`.
@@ -209,11 +169,11 @@ class GradientReducer:
             CommunicationError: the backward pass before was broken off.
         """
         self._refuse_broken_backward()
-        self._pass.keep_last()
-        self._passes_before = self._pass.passes
+        self._hooks.keep_last()
+        self._passes_before = self.backward_passes
         self._in_hand = part
         self._weigh(part)
-        self._pass.wait_s = 0.0
+        self.wait_s = 0.0
 
     def end_step(self) -> None:
         """Backward passes after this are the user's own and not reduced.
@@ -241,7 +201,7 @@ class GradientReducer:
 
     def _end_late_pass(self) -> None:
         """A pass without gradients (`torch.autograd.grad`) is not closed."""
-        if not self._pass.is_open:
+        if self._phase is Phase.IDLE:
             self._weigh(self._in_hand)
 
     def _weigh(self, part: StepPart | None, ranks: float = 0.0) -> None:
@@ -298,33 +258,15 @@ class GradientReducer:
         self.begin_step(StepPart(0.0, part.active_ranks, 0.0, part.label))
         self._keeps_buffers = part.scale > 0.0
         try:
-            self._pass.run_without_backward()
+            self.run_without_backward()
         finally:
             self._keeps_buffers = False
             self.end_step()
 
     @property
-    def closed_passes(self) -> int:
-        """Backward passes whose sums this rank has."""
-        return self._pass.closed
-
-    def outlive_by(self, on_lost: Callable[[], None] | None) -> None:
-        """Goes on where a rank dies inside a pass.
-
-        Args:
-            on_lost: forms another group, and calls :meth:`go_on_in`; None: nobody does.
-        """
-        self._pass.on_lost = on_lost
-
-    @property
     def part_under_way(self) -> StepPart | None:
         """This rank's part of the step whose backward pass has begun without sums."""
-        return self._part if self._pass.passes > self._pass.closed else None
-
-    @property
-    def passed(self) -> Any:
-        """The label of the step that the last sums are of; None: there are none."""
-        return self._passed
+        return self._part if self.backward_passes > self.closed_passes else None
 
     def go_on_in(
         self,
@@ -356,9 +298,8 @@ class GradientReducer:
         factor = self._weights.go_on_in(group, source)
         if lacks and (part := self._part) is not None:
             self._look_once(part)
-            self._passed = part.label
-        self._pass.go_on_in(group, source, lacks=lacks, factor=factor)
-        self._group = group
+            self.passed = part.label
+        self.reduce_in(group, source, lacks=lacks, factor=factor)
         self._weigh_alive(alive)
 
     def _weigh_alive(self, alive: Callable[[StepPart], StepPart]) -> None:
@@ -383,7 +324,7 @@ class GradientReducer:
         Raises:
             CommunicationError: a gradient is accumulated into the last sum.
         """
-        if any(map(self._pass.is_given, self._parameters)):
+        if any(map(self._reduced.is_given, self._parameters)):
             raise CommunicationError(
                 "a rank died inside a backward pass that accumulates gradients, where "
                 "losses are sums, or all its samples were that rank's: start the run "
@@ -398,6 +339,7 @@ class GradientReducer:
         """
         self._holds = holds
 
+    @override
     def rewind(self) -> None:
         """The step's forward or backward pass was broken off and will be run again.
 
@@ -406,44 +348,46 @@ class GradientReducer:
         Raises:
             CommunicationError: the step had been reduced.
         """
-        is_over = self._pass.passes > self._passes_before and not self._pass.is_open
-        if is_over:
+        is_open = self._phase in (Phase.OPEN, Phase.REWOUND)
+        if self.backward_passes > self._passes_before and not is_open:
             raise CommunicationError(
                 "a step was broken off after its gradients had been reduced, so it "
                 "cannot be run again"
             )
-        self._pass.rewind()
+        super().rewind()
 
     def _refuse_broken_backward(self) -> None:
-        if self._pass.abandon() or self._pass.is_broken:
+        if self._phase is not Phase.IDLE:
             raise CommunicationError(
                 "a backward pass was broken off by an error that the loop caught; its "
                 "reduction cannot be completed, so the run cannot go on"
             )
 
-    def open_pass(self, side: int) -> float:
+    @override
+    def open_pass(self) -> float:
         """A pass begins; returns the factor of this rank's gradients."""
         self._reduced.strays.clear()  # what they hold takes part in this reduction
         work, self._beneath = self._beneath, None
         if work is not None:
             work()
-        if self._traced < self._pass.passes:  # not again in another group
-            self._traced = self._pass.passes
+        if self._traced < self.backward_passes:  # not again in another group
+            self._traced = self.backward_passes
             step = getattr(self._part and self._part.label, "step", 0)
             self.pass_steps = zlib.crc32(str(step).encode(), self.pass_steps)
-        scale, wait_s = self._weights.open_pass(side)
-        self._pass.wait_s += wait_s
+        scale, wait_s = self._weights.open_pass(self._queue.side)
+        self.wait_s += wait_s
         self._sends = scale != 0.0
         return scale
 
     def _look_once(self, part: StepPart) -> None:
         """Also of a pass that is reduced anew, or whose sums are taken over."""
-        came, is_new = self._pass.came, self._looked_at < self._pass.passes
+        came, is_new = self._order.came, self._looked_at < self.backward_passes
         if self._look is not None and is_new and (came or self._sends):
-            self._looked_at = self._pass.passes
+            self._looked_at = self.backward_passes
             self._look(part.label, came if self._sends else {})
 
-    def close_pass(self, side: int) -> Closed:
+    @override
+    def close_pass(self) -> float:
         """Averages buffers, if the model has any; by samples the sum is the mean."""
         part = self._part
         assert part is not None
@@ -452,14 +396,14 @@ class GradientReducer:
             self._refuse_accumulated()
         lost = Lost()
         if self._lost is not None:
-            lost = self._lost(part.label, self._pass.passes)
+            lost = self._lost(part.label, self.backward_passes)
         factor = self._weights.close_pass(lost)
-        if self._is_delayed:
-            self._late = part
+        if self.is_delayed:
+            self._late_part = part
         elif self._buffers is not None:
             mine = self._keeps_buffers or self._weights.scale != 0.0
             self._buffers.average(part.active_ranks, mine=mine)
-        self._passed = part.label
+        self.passed = part.label
         if part is not self._in_hand or self._weights.are_of_sums:
             self._weigh(self._in_hand)
-        return Closed(factor=factor)
+        return factor

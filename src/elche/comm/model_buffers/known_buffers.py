@@ -10,7 +10,6 @@ message. What is not held alike is each rank's own.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from elche.errors import ProtocolError
 from elche.torch_internals.held import NormBase
 
 AGREEING = "agreeing on buffers"
-_DIGEST_BYTES = 8
 
 _log = logging.getLogger(__name__)
 _named: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -100,10 +98,10 @@ class KnownBuffers:
             name: [list(kind.shape), str(kind.dtype).removeprefix("torch.")]
             for name, kind in zip(self._numbers, self.kinds, strict=True)
         }
-        text = json.dumps(forms)
-        if _is_equal_everywhere(group, text):
+        texts = gather_texts(group, json.dumps(forms), AGREEING)
+        if len(set(texts)) == 1:
             return
-        ranks = [_read(each) for each in gather_texts(group, text, AGREEING)]
+        ranks = [_read(each) for each in texts]
         common = _common(ranks)
         self.own.clear()
         self._know(common)
@@ -201,15 +199,6 @@ def norm_buffers(model: nn.Module, *, is_training: bool = False) -> set[int]:
     layers = [each for each in model.modules() if isinstance(each, NormBase)]
     used = [each for each in layers if each.training or not is_training]
     return {id(buffer) for layer in used for buffer in layer.buffers(recurse=False)}
-
-
-def _is_equal_everywhere(group: Group, text: str) -> bool:
-    """True if all ranks have the same text; costs one small message."""
-    digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
-    digests = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
-    digests[group.rank] = int.from_bytes(digest, "little", signed=True)
-    group.all_reduce(digests, AGREEING)
-    return bool((digests == digests[0]).all())
 
 
 def _read(text: str) -> dict[str, BufferKind]:

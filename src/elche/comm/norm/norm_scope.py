@@ -11,7 +11,7 @@ import torch
 from typing_extensions import Self
 
 from elche.comm.transport.exchange import Exchange, open_exchange
-from elche.comm.transport.shared_memory import Members
+from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError
 
 
@@ -30,7 +30,7 @@ class NormScope:
 
     divided_by: ClassVar[str] = ""
 
-    def __init__(self, group: Members | None = None) -> None:
+    def __init__(self, group: Group | None = None) -> None:
         self._group = group
         self._exchanges: dict[int, Exchange] = {}
         self._sides: dict[int, int] = {}
@@ -113,7 +113,7 @@ class NormScope:
         return exchange.finish(what).to("cpu", copy=True)
 
     @staticmethod
-    def _open(group: Members, numel: int) -> Exchange:
+    def _open(group: Group, numel: int) -> Exchange:
         """Two sides, so that a rank that is ahead never writes what others read.
 
         On the host, unless the group (NCCL's, say) names a device for small messages.

@@ -32,7 +32,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from elche.comm.norm.norm_function import Normalise, UnionStatistics
 from elche.comm.norm.norm_scope import NormScope
-from elche.comm.transport.shared_memory import Members
+from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError, ProtocolError
 from elche.torch_internals.held import BatchNormBase, disable_dynamo, held_modules
 from elche.torch_internals.passes import graph_task_id
@@ -254,7 +254,7 @@ def _arithmetic(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def convert_sync_batchnorm(module: Layers, group: Members | None = None) -> Layers:
+def convert_sync_batchnorm(module: Layers, group: Group | None = None) -> Layers:
     """Makes every BatchNorm layer of ``module`` a :class:`SyncBatchNorm`, in place.
 
     As torch's converter: parameters, buffers, modes, hooks and names stay; a module
@@ -305,7 +305,7 @@ def sync_batchnorm_layers(model: nn.Module) -> dict[str, SyncBatchNorm]:
     }
 
 
-def bind_sync_batchnorm(model: nn.Module, group: Members | None) -> NormScope | None:
+def bind_sync_batchnorm(model: nn.Module, group: Group | None) -> NormScope | None:
     """Gives the model's SyncBatchNorm layers a group, and one scope together.
 
     Layers that were converted for a group of their own keep it.

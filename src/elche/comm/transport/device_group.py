@@ -86,7 +86,7 @@ def sum_of_ranks(made: Any, group: Group, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class DeviceGroupConfig:
-    """Members and deadlines of a group among devices.
+    """Group and deadlines of a group among devices.
 
     Attributes:
         timeout_s: deadline of forming and of a collective.
@@ -130,10 +130,10 @@ def open_device_group(
     if group.rank == 0:
         meeting.open()
     meeting.place = gather_texts(group, meeting.place, "meeting for devices")[0]
-    trial = _Trial(group, device, config, meeting)
-    errors = gather_texts(group, trial.run(), "trying devices")
+    made, error = _tried(group, device, config, meeting)
+    errors = gather_texts(group, error, "trying devices")
     failed = [rank for rank, each in enumerate(errors) if each]
-    found = DeviceGroup(trial.made, group, meeting)
+    found = DeviceGroup(made, group, meeting)
     if not failed:
         return found
     found.close()
@@ -246,48 +246,31 @@ class _Meeting:
             self._folder.cleanup()
 
 
-@final
-class _Trial:
-    """Forms a group and tries it, in a thread of its own.
+def _tried(
+    group: Group, device: torch.device, config: DeviceGroupConfig, meeting: _Meeting
+) -> tuple[Any, str]:
+    """A group formed and tried, and what went wrong, "" if nothing did.
 
-    NCCL has calls that wait for the other ranks without a deadline.
+    In a thread of its own: NCCL has calls that wait for others without a deadline.
     """
+    made: list[Any] = [None]
+    errors = [LATE]
 
-    def __init__(
-        self,
-        group: Group,
-        device: torch.device,
-        config: DeviceGroupConfig,
-        meeting: _Meeting,
-    ) -> None:
-        self._group = group
-        self._device = device
-        self._config = config
-        self._meeting = meeting
-        self._error = ""
-        self.made: Any = None
-
-    def run(self) -> str:
-        """Returns what went wrong; "" if nothing did."""
-        thread = threading.Thread(target=self._try, name=TRIAL, daemon=True)
-        thread.start()
-        thread.join(min(TRIAL_S, self._config.timeout_s / 2))
-        if thread.is_alive():
-            return LATE
-        return self._error
-
-    def _try(self) -> None:
-        config = self._config
+    def attempt() -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            rank, world_size = self._group.rank, self._group.world_size
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
             deadline = timedelta(seconds=config.timeout_s)
-            store = self._meeting.store()
-            self.made = config.form(store, rank, world_size, deadline)
-            self._error = config.attempt(self.made, self._group, self._device)
+            store = meeting.store()
+            made[0] = config.form(store, group.rank, group.world_size, deadline)
+            errors[0] = config.attempt(made[0], group, device)
         except (RuntimeError, ElcheError, OSError) as error:
-            self._error = str(error) or type(error).__name__
+            errors[0] = str(error) or type(error).__name__
+
+    thread = threading.Thread(target=attempt, name=TRIAL, daemon=True)
+    thread.start()
+    thread.join(min(TRIAL_S, config.timeout_s / 2))
+    return made[0], errors[0]
 
 
 @final

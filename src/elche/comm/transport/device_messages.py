@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import distributed as dist
@@ -31,22 +31,8 @@ from elche.comm.transport.device_group import (
 from elche.comm.transport.process_group import Group
 
 
-class SideStream(Protocol):
-    """Work of a device beside its computation."""
-
-    def computed(self) -> Callable[[], bool]:
-        """Returns a poll for the end of all that the device has been given."""
-
-    def beside(self) -> AbstractContextManager[Any]:
-        """Context whose work and allocations are beside the computation."""
-
-    def hand_over(self, tensor: torch.Tensor) -> None:
-        """Marks a tensor allocated in `beside` as used by the computation."""
-
-
-@final
-class CudaSideStream:
-    """A stream of a CUDA device."""
+class SideStream:
+    """A stream beside the computation of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,7 +65,7 @@ class DeviceWay:
 
     form: Former = nccl_group
     name: Callable[[torch.device], str] = device_name
-    stream: Callable[[torch.device], SideStream] = CudaSideStream
+    stream: Callable[[torch.device], SideStream] = SideStream
 
 
 @final

@@ -20,20 +20,23 @@ from __future__ import annotations
 import mmap
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from typing_extensions import override
 
 from elche.comm.transport.shared_memory import (
-    Members,
     aligned,
     map_together,
     may_share_memory,
 )
 from elche.errors import ProtocolError
 
+if TYPE_CHECKING:
+    from elche.comm.transport.process_group import Group
+
+COUNTER_BYTES = 8
 SPIN_S = 20e-6
 SLEEP_S = 50e-6
 CHECK_EVERY_S = 0.05
@@ -65,15 +68,6 @@ class Exchange(ABC):
     @abstractmethod
     def begin(self, side: int) -> None:
         """The contribution is complete."""
-
-    @abstractmethod
-    def advance(self) -> None:
-        """Does what can be done now without waiting."""
-
-    @property
-    def is_collected(self) -> bool:
-        """True if the sum is in :meth:`result` and :meth:`finish` has nothing to do."""
-        return False
 
     @property
     def extra_bytes(self) -> int:
@@ -139,7 +133,7 @@ class GlooExchange(Exchange):
 
     def __init__(
         self,
-        group: Members,
+        group: Group,
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -172,9 +166,6 @@ class GlooExchange(Exchange):
         self._side = side
         self._work = self._group.all_reduce_async(self._tensors[side])
 
-    def advance(self) -> None:
-        """Gloo's own threads do it."""
-
     @override
     def poll(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
@@ -202,68 +193,72 @@ class GlooExchange(Exchange):
         return self._tensors[self._side]
 
 
-class SharedExchange(Exchange):
-    """Through memory shared by ranks of one host. Made by :func:`open_exchange`.
+class MemoryExchange(Exchange):
+    """In memory that ranks of one host share: a slot per side and rank, two counters.
 
-    Layout: two counters per rank, then a slot per side and rank. A rank writes its
-    slot, then raises its first counter to the message's number; it raises the second
-    when it has read the others'. x86 keeps that order for other cores. A slot is
-    written again ``sides`` messages later. By then every rank must have read it: with
-    two sides that follows from their having come so far, with one side the caller
-    waits for it (:meth:`reclaim`) or knows it by other means. :meth:`begin` checks it.
+    A rank writes its slot, then raises its first counter to the message's number; it
+    raises the second when it has read the sum. x86 keeps that order for other cores.
+    A slot is written again ``sides`` messages later. By then every rank must have read
+    it: with two sides that follows from their having come so far, with one side the
+    caller waits for it (:meth:`reclaim`) or knows it by other means. :meth:`begin`
+    checks it.
+
+    Args:
+        group: of the ranks that wait for each other.
+        memory: that they share.
+        members: places in the group of those who share it.
+        layout: elements and dtype of a message.
+        sides: independent slots of each rank.
+        more: places of messages behind the slots.
     """
 
     keeps_contribution = True
 
     def __init__(
         self,
-        group: Members,
+        group: Group,
         memory: mmap.mmap,
-        numel: int,
-        dtype: torch.dtype,
+        members: Sequence[int],
+        layout: tuple[int, torch.dtype],
         sides: int,
+        more: int = 0,
     ) -> None:
         super().__init__(sides)
         self._group = group
-        world_size, rank = group.world_size, group.rank
-        counters = memoryview(memory)[: 16 * world_size].cast("q")
-        self._written = counters[:world_size]
-        self._read = counters[world_size:]
-        slot_bytes = aligned(numel * dtype.itemsize)
-        begin = aligned(16 * world_size)
-        self._slots = [
-            [
-                torch.frombuffer(
-                    memory,
-                    dtype=dtype,
-                    count=numel,
-                    offset=begin + slot_bytes * (side * world_size + peer),
-                )
-                for peer in range(world_size)
-            ]
-            for side in range(sides)
+        self._members = members
+        self._place = members.index(group.rank)
+        count, (numel, dtype) = len(members), layout
+        counters = memoryview(memory)[: COUNTER_BYTES * (2 * count + 1)].cast("q")
+        self._written, self._read = counters[:count], counters[count : 2 * count]
+        self._summed = counters[2 * count :]
+        begin, step = aligned(counters.nbytes), aligned(numel * dtype.itemsize)
+        self._places = [
+            torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin + step * at)
+            for at in range(sides * count + more)
         ]
-        self._rank = rank
-        self._results: list[torch.Tensor | None] = [None] * sides
-        self._side = 0
-        self._number = 0
+        self._results: dict[int, torch.Tensor] = {}
+        self._side = self._number = 0
 
     @staticmethod
-    def size_bytes(world_size: int, numel: int, dtype: torch.dtype, sides: int) -> int:
-        """Memory that such an exchange takes."""
-        slot_bytes = aligned(numel * dtype.itemsize)
-        return aligned(16 * world_size) + slot_bytes * sides * world_size
+    def size_bytes(ranks: int, numel: int, dtype: torch.dtype, places: int) -> int:
+        """Memory of an exchange of so many ranks, with places for messages."""
+        counters = aligned(COUNTER_BYTES * (2 * ranks + 1))
+        return counters + aligned(numel * dtype.itemsize) * places
+
+    def _slots(self, side: int) -> Sequence[torch.Tensor]:
+        """What the ranks have written."""
+        count = len(self._members)
+        return self._places[side * count : (side + 1) * count]
 
     @override
     def contribution(self, side: int) -> torch.Tensor:
-        return self._slots[side][self._rank]
+        return self._slots(side)[self._place]
 
     @override
     def result(self, side: int) -> torch.Tensor:
-        made = self._results[side]
-        if made is None:
-            made = self._results[side] = torch.zeros_like(self._slots[side][0])
-        return made
+        if side not in self._results:
+            self._results[side] = torch.zeros_like(self._places[0])
+        return self._results[side]
 
     def begin(self, side: int) -> None:
         """Lets the others read the contribution.
@@ -271,72 +266,83 @@ class SharedExchange(Exchange):
         Raises:
             ProtocolError: a rank may still have been reading what was overwritten.
         """
+        before = self._number + 1 - self.sides
+        if min(self._read) < before:
+            raise ProtocolError(
+                f"rank {self._group.rank} wrote message {self._number + 1} before "
+                f"ranks {self._behind(self._read, before)} had read message {before}, "
+                "whose memory it took"
+            )
         self._side = side
         self._number += 1
-        for rank, number in enumerate(self._read):
-            if number < self._number - self.sides:
-                raise ProtocolError(
-                    f"rank {self._rank} wrote message {self._number} before rank "
-                    f"{rank} had read message {self._number - self.sides}, whose "
-                    "memory it took"
-                )
-        self._written[self._rank] = self._number
-
-    def advance(self) -> None:
-        """Sums if all contributions are there."""
-        if not self.is_collected and self.poll():
-            self._collected()
-
-    @override
-    def poll(self) -> bool:
-        return all(number >= self._number for number in self._written)
-
-    @override
-    def wait(self, what: str) -> None:
-        if not self.is_collected:
-            self._group.wait_until(self.poll, what, self._missing)
-
-    @override
-    def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
-        slots = self._slots[self._side]
-        torch.add(slots[0][start:stop], slots[1][start:stop], out=out)
-        for slot in slots[2:]:
-            out.add_(slot[start:stop])
+        self._written[self._place] = self._number
 
     @override
     def release(self) -> None:
-        self._read[self._rank] = self._number
+        self._read[self._place] = self._number
+
+    @override
+    def reclaim(self, what: str) -> None:
+        if not self._is_read():
+            self._group.wait_until(self._is_read, what, self._unread)
+
+    def _is_read(self) -> bool:
+        return min(self._read) >= self._number
+
+    def _is_written(self) -> bool:
+        return min(self._written) >= self._number
+
+    def _unread(self) -> list[int]:
+        return self._behind(self._read, self._number)
+
+    def _missing(self) -> list[int]:
+        return self._behind(self._written, self._number)
+
+    def _behind(self, counters: memoryview, number: int) -> list[int]:
+        pairs = zip(self._members, counters, strict=True)
+        return [rank for rank, reached in pairs if reached < number]
+
+    @torch.no_grad()
+    def _collected(self) -> torch.Tensor:
+        result = self.result(self._side)
+        self.sum_into(0, result.numel(), result)
+        self.release()
+        return result
+
+
+@final
+class SharedExchange(MemoryExchange):
+    """All ranks share memory, and each sums for itself; see :func:`open_exchange`."""
+
+    def __init__(
+        self,
+        group: Group,
+        memory: mmap.mmap,
+        numel: int,
+        dtype: torch.dtype,
+        sides: int,
+    ) -> None:
+        super().__init__(group, memory, range(group.world_size), (numel, dtype), sides)
+
+    @override
+    def poll(self) -> bool:
+        return self._is_written()
+
+    @override
+    def wait(self, what: str) -> None:
+        self._group.wait_until(self._is_written, what, self._missing)
+
+    @override
+    def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
+        first, second, *others = self._slots(self._side)
+        torch.add(first[start:stop], second[start:stop], out=out)
+        for slot in others:
+            out.add_(slot[start:stop])
 
     @property
     @override
     def has_sum(self) -> bool:
-        return self.poll()
-
-    @override
-    def reclaim(self, what: str) -> None:
-        if self._unread():
-            self._group.wait_until(lambda: not self._unread(), what, self._unread)
-
-    @property
-    @override
-    def is_collected(self) -> bool:
-        return self._read[self._rank] == self._number
-
-    def _unread(self) -> list[int]:
-        read = enumerate(self._read)
-        return [rank for rank, number in read if number < self._number]
-
-    def _missing(self) -> list[int]:
-        written = enumerate(self._written)
-        return [rank for rank, number in written if number < self._number]
-
-    def _collected(self) -> torch.Tensor:
-        result = self.result(self._side)
-        if not self.is_collected:
-            with torch.no_grad():
-                self.sum_into(0, result.numel(), result)
-            self.release()
-        return result
+        return self._is_written()
 
 
 def succeeded(work: Any) -> bool:
@@ -351,7 +357,7 @@ def succeeded(work: Any) -> bool:
 
 
 def open_exchange(
-    group: Members,
+    group: Group,
     numel: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -372,14 +378,17 @@ def open_exchange(
     if group.shares_host and numel and group.world_size > 1:
         shared = shared_sides or sides
         memory = map_together(
-            group, SharedExchange.size_bytes(group.world_size, numel, dtype, shared)
+            group,
+            SharedExchange.size_bytes(
+                group.world_size, numel, dtype, shared * group.world_size
+            ),
         )
         if memory is not None:
             return SharedExchange(group, memory, numel, dtype, shared)
     return GlooExchange(group, numel, dtype, device, sides)
 
 
-def agree_to_share(group: Members, own: bool) -> bool:
+def agree_to_share(group: Group, own: bool) -> bool:
     """True if all ranks may share memory with others of their hosts; with all of them.
 
     Each on its own device, and processor: hosts may differ.

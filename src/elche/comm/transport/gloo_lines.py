@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
@@ -37,17 +37,7 @@ _FOREVER = timedelta(days=365)
 _MESSAGE_TAG, _READY_TAG, _END_TAG = range(3)
 
 
-class TransferGroup(Protocol):
-    """Transfers between two ranks of a torch process group."""
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        """Begins a send."""
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        """Begins a receive."""
-
-
-def end_waits(group: TransferGroup, rank: int, world_size: int) -> None:
+def end_waits(group: Any, rank: int, world_size: int) -> None:
     """Ends all waits in a group of gloo: one that times out closes all connections."""
     if world_size == 1:
         return
@@ -58,34 +48,17 @@ def end_waits(group: TransferGroup, rank: int, world_size: int) -> None:
 
 
 @final
-class Inbox:
-    """Messages of one rank that have come and were not taken, by tag.
-
-    Attributes:
-        count: of all.
-    """
-
-    def __init__(self) -> None:
-        self._by_tag: dict[int, deque[Message]] = {}
-        self.count = 0
-
-    def put(self, tag: int, message: Message) -> None:
-        """Adds a message."""
-        self._by_tag.setdefault(tag, deque()).append(message)
-        self.count += 1
+class Inbox(list[tuple[int, Message]]):
+    """Messages of one rank that have come and were not taken, each after its tag."""
 
     def has(self, tag: int) -> bool:
         """True if a message with this tag has come."""
-        return tag in self._by_tag
+        return any(each == tag for each, _ in self)
 
     def take(self, tag: int) -> Message:
         """Removes the oldest message with this tag."""
-        waiting = self._by_tag[tag]
-        message = waiting.popleft()
-        if not waiting:
-            del self._by_tag[tag]
-        self.count -= 1
-        return message
+        at = next(at for at, (each, _) in enumerate(self) if each == tag)
+        return self.pop(at)[1]
 
 
 @final
@@ -133,7 +106,7 @@ class GlooLine:
         devices: carries tensors of steps from device to device, if not None.
     """
 
-    def __init__(self, mailbox: Mailbox, group: TransferGroup, rank: int) -> None:
+    def __init__(self, mailbox: Mailbox, group: Any, rank: int) -> None:
         self._mailbox = mailbox
         self._group = group
         self._rank = rank
@@ -206,7 +179,7 @@ class GlooLine:
         while True:
             with mailbox.lock:
                 while not (
-                    mailbox.is_closed or mailbox.is_waiting or inbox.count < SLOTS
+                    mailbox.is_closed or mailbox.is_waiting or len(inbox) < SLOTS
                 ):
                     mailbox.room.wait()
                 if mailbox.is_closed:
@@ -217,7 +190,7 @@ class GlooLine:
                 mailbox.fail(self._rank, error)
                 return
             with mailbox.lock:
-                inbox.put(tag, message)
+                inbox.append((tag, message))
                 mailbox.changed.notify_all()
 
     def _receive(self) -> tuple[int, Message]:

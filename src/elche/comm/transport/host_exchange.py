@@ -26,12 +26,15 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
-from elche.comm.transport.exchange import Exchange, open_exchange, succeeded
+from elche.comm.transport.exchange import (
+    Exchange,
+    MemoryExchange,
+    open_exchange,
+    succeeded,
+)
 from elche.comm.transport.process_group import Group
-from elche.comm.transport.shared_memory import Members, aligned, map_together
-from elche.errors import ProtocolError
+from elche.comm.transport.shared_memory import map_together
 
-COUNTER_BYTES = 8
 _log = logging.getLogger(__name__)
 
 
@@ -121,12 +124,10 @@ class HostLeaders:
 
 
 @final
-class HostExchange(Exchange):
+class HostExchange(MemoryExchange):
     """A message that is summed inside hosts first. Made by :func:`open_by_hosts`.
 
-    Layout of a host's memory: a counter per rank of what it has written, one of what it
-    has read, one of the sums that are there; a slot per rank; one or two sums. A rank
-    writes its slot again when its host's ranks have read the sum (:meth:`reclaim`).
+    Behind the slots of a host's memory lie one or two sums, whose number has a counter.
     With two sums the last one stays until the next has come: another host may lack it.
 
     Args:
@@ -138,90 +139,49 @@ class HostExchange(Exchange):
         sums: places of sums.
     """
 
-    keeps_contribution = True
-
     def __init__(
         self,
-        group: Members,
+        group: Group,
         leaders: HostLeaders,
         memory: mmap.mmap,
         numel: int,
         dtype: torch.dtype,
         sums: int,
     ) -> None:
-        super().__init__(1)
-        self._group = group
+        members = leaders.members
+        super().__init__(group, memory, members, (numel, dtype), 1, sums)
         self._leaders = leaders
-        self._place = leaders.members.index(group.rank)
-        count = len(leaders.members)
-        counters = memoryview(memory)[: COUNTER_BYTES * (2 * count + 1)].cast("q")
-        self._written = counters[:count]
-        self._read = counters[count : 2 * count]
-        self._summed = counters[2 * count :]
-        begin = aligned(counters.nbytes)
-        step = aligned(numel * dtype.itemsize)
-        places = [
-            torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin + step * at)
-            for at in range(count + sums)
-        ]
-        self._slots, self._sums = places[:count], places[count:]
-        self._result: torch.Tensor | None = None
-        self._number = self._taken = 0
+        self._sums = self._places[len(members) :]
+        self._taken = 0
         self._work: Any = None  # between hosts, on the leader
         self._has_failed = False
-
-    @staticmethod
-    def size_bytes(ranks: int, numel: int, dtype: torch.dtype, sums: int) -> int:
-        """Memory that such an exchange takes on a host of so many ranks."""
-        counters = aligned(COUNTER_BYTES * (2 * ranks + 1))
-        return counters + aligned(numel * dtype.itemsize) * (ranks + sums)
 
     @property
     @override
     def extra_bytes(self) -> int:
         """This rank's part of the memory of sums."""
-        return sum(each.nbytes for each in self._sums) // len(self._slots)
-
-    @override
-    def contribution(self, side: int) -> torch.Tensor:
-        return self._slots[self._place]
-
-    @override
-    def result(self, side: int) -> torch.Tensor:
-        if self._result is None:
-            self._result = torch.zeros_like(self._sums[0])
-        return self._result
+        return sum(each.nbytes for each in self._sums) // len(self._members)
 
     @property
     def last_sum(self) -> torch.Tensor:
         """The one that this rank has taken last, as it came."""
         return self._sums[self._taken % len(self._sums)]
 
+    @override
     def begin(self, side: int) -> None:
-        """Lets this host's leader read the contribution.
-
-        Raises:
-            ProtocolError: the leader may still have been reading what was overwritten.
-        """
-        if unread := self._unread():
-            raise ProtocolError(
-                f"rank {self._group.rank} wrote message {self._number + 1} before "
-                f"ranks {unread} of its host had read the sum of the one before"
-            )
-        self._number += 1
+        super().begin(0)
         self._work, self._has_failed = None, False
-        self._written[self._place] = self._number
         self._leaders.begin(self)
 
     @property
     def is_offered(self) -> bool:
         """True if all ranks of this host have written it."""
-        return not self._missing()
+        return self._is_written()
 
     @torch.no_grad()
     def begin_between(self, leaders: Group) -> None:
         """Sums what the host has, and begins with the other hosts; on the leader."""
-        total, (first, *others) = self._total, self._slots
+        total, (first, *others) = self._total, self._slots(0)
         if others:
             torch.add(first, others[0], out=total)
         else:
@@ -238,10 +198,6 @@ class HostExchange(Exchange):
         if not self._has_failed:
             self._summed[0] = self._number
         return True
-
-    def advance(self) -> None:
-        """Does for this host what can be done now."""
-        self._leaders.drive()
 
     @override
     def poll(self) -> bool:
@@ -267,18 +223,14 @@ class HostExchange(Exchange):
 
     @override
     def release(self) -> None:
-        self._read[self._place] = self._taken = self._number
+        super().release()
+        self._taken = self._number
 
     @property
     @override
     def has_sum(self) -> bool:
         self._leaders.drive()
         return self._has_come
-
-    @override
-    def reclaim(self, what: str) -> None:
-        if self._unread():
-            self._group.wait_until(lambda: not self._unread(), what, self._unread)
 
     @property
     def _total(self) -> torch.Tensor:
@@ -289,27 +241,9 @@ class HostExchange(Exchange):
     def _has_come(self) -> bool:
         return self._summed[0] >= self._number
 
-    def _missing(self) -> list[int]:
-        return self._behind(self._written)
-
-    def _unread(self) -> list[int]:
-        return self._behind(self._read)
-
-    def _behind(self, counters: memoryview) -> list[int]:
-        """Ranks of this host whose counter is not at this message's number."""
-        ranks = zip(self._leaders.members, counters, strict=True)
-        return [rank for rank, number in ranks if number < self._number]
-
-    @torch.no_grad()
-    def _collected(self) -> torch.Tensor:
-        result = self.result(0)
-        self.sum_into(0, result.numel(), result)
-        self.release()
-        return result
-
 
 def open_by_hosts(
-    group: Members,
+    group: Group,
     numel: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -333,7 +267,9 @@ def open_by_hosts(
     may_be = leaders is not None and group.world_size > 2 and device.type == "cpu"
     if leaders is not None and may_be and numel and leaders.settle():
         members = leaders.members
-        size_bytes = HostExchange.size_bytes(len(members), numel, dtype, sums)
+        size_bytes = HostExchange.size_bytes(
+            len(members), numel, dtype, len(members) + sums
+        )
         memory = map_together(group, size_bytes, members[0])
         if memory is not None:
             return HostExchange(group, leaders, memory, numel, dtype, sums)

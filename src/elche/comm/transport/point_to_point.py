@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, final
+from typing import Any, final
 
 from elche.comm.transport.device_messages import DeviceMessages
 from elche.comm.transport.exchange import SLEEP_S
 from elche.comm.transport.gloo_lines import (
     GlooLine,
     Mailbox,
-    TransferGroup,
     end_waits,
 )
 from elche.comm.transport.message_memory import IncomingMemory, OutgoingMemory
@@ -28,22 +27,13 @@ from elche.errors import CommunicationError
 LOOK_EVERY_S = 0.05
 
 
-class Wait(Protocol):
-    """A wait for other ranks, with a deadline."""
+Wait = Callable[[Callable[[], bool], Sequence[int], str, float], None]
+"""Calls a poll, which sleeps for a moment, until it returns True.
 
-    def __call__(
-        self,
-        look: Callable[[], bool],
-        ranks: Sequence[int],
-        what: str,
-        timeout_s: float,
-    ) -> None:
-        """Calls `look`, which sleeps for a moment, until it returns True.
-
-        Raises:
-            DeadlineError: it did not in time.
-            CommunicationError: `look` has raised RuntimeError: a rank is gone.
-        """
+Takes the poll, the ranks that are waited for, what for, and a deadline in seconds.
+Raises DeadlineError at the deadline, and CommunicationError where the poll raises
+RuntimeError: a rank is gone.
+"""
 
 
 @final
@@ -61,11 +51,9 @@ class PointToPoint:
         devices: carries tensors of steps from device to device, if not None.
     """
 
-    def __init__(
-        self, group: TransferGroup, rank: int, world_size: int, wait: Wait
-    ) -> None:
+    def __init__(self, group: Any, rank: int, world_size: int, wait: Wait) -> None:
         self.rank = rank
-        self._group: TransferGroup | None = group
+        self._group: Any = group
         self._world_size = world_size
         self._wait_for = wait
         self._mailbox = Mailbox(world_size)
@@ -92,13 +80,6 @@ class PointToPoint:
                 self._lines[rank] = GlooLine(self._mailbox, self._group, rank)
         for rank, line in self._lines.items():
             line.devices = devices if rank in partners else None
-
-    @property
-    def untaken(self) -> int:
-        """Messages that have come and were not taken."""
-        self._read_memory()
-        with self._mailbox.lock:
-            return sum(inbox.count for inbox in self._mailbox.inboxes)
 
     def receive(self, address: Address, timeout_s: float) -> Message:
         """Waits for a message.
@@ -204,4 +185,4 @@ class PointToPoint:
         """Takes the messages of all ranks: none waits for room forever."""
         for rank, (_, incoming) in self.memory.items():
             for tag, message in incoming.read():
-                self._mailbox.inboxes[rank].put(tag, message)
+                self._mailbox.inboxes[rank].append((tag, message))

@@ -46,16 +46,6 @@ class RendezvousChannel(Protocol):
         """Waits for a value that a rank publishes; raises when none comes."""
 
 
-class DeviceSums(Protocol):
-    """Sums tensors on the ranks' devices; see `elche.comm.transport.device_group`."""
-
-    def all_reduce_async(self, tensor: torch.Tensor) -> Any:
-        """Begins a sum in place; what it returns is waited for."""
-
-    def close(self) -> None:
-        """Ends it."""
-
-
 class _ControlStore(dist.Store):
     """A rendezvous store behind the control channel, for one generation."""
 
@@ -114,7 +104,7 @@ class Group:
         timeout_s: deadline of a collective.
 
     Attributes:
-        devices: sums CUDA tensors without the host; None where nothing does.
+        devices: sums CUDA tensors without the host (`device_group`); else None.
         host_leaders: sums between hosts (`host_exchange`), where all ranks may share
             memory with others of their hosts; else None.
         ranks: of the run, in the order of the group's; errors name these.
@@ -131,7 +121,7 @@ class Group:
         self.check: Callable[[], None] = _nothing
         self.shares_host = False
         self.ranks: Sequence[int] = range(world_size)
-        self.devices: DeviceSums | None = None
+        self.devices: Any = None
         self.host_leaders: Any = None
         self.host = host_name()
         self._hosts: tuple[str, ...] | None = None
@@ -148,11 +138,6 @@ class Group:
             return "NCCL"
         is_one_host = len(set(self._hosts or ())) < 2  # as far as they have been named
         return "shared memory" if self.shares_host and is_one_host else "gloo"
-
-    @property
-    def is_watched(self) -> bool:
-        """True if a wait outside of gloo ends when a rank has died."""
-        return self.check is not _nothing
 
     @property
     def has_ended(self) -> bool:
@@ -334,22 +319,21 @@ class Group:
 
         They are kept with their tensors: gloo waits for them when it ends a group.
         """
-        while self._at_close:
-            self._at_close.pop()()
-        devices, self.devices = self.devices, None
-        if devices is not None:
-            devices.close()
+        self._end_users()
         if self._process_group is not None and self.world_size > 1:
             _left.append((self._process_group, self._works, self))
         self._process_group, self._works = None, []
 
-    def close(self) -> None:
-        """Ends the group. gloo aborts the interpreter's exit if it is left open."""
+    def _end_users(self) -> None:
         while self._at_close:
             self._at_close.pop()()
         devices, self.devices = self.devices, None
         if devices is not None:
             devices.close()
+
+    def close(self) -> None:
+        """Ends the group. gloo aborts the interpreter's exit if it is left open."""
+        self._end_users()
         # A collective that is kept would keep the connections open.
         self._works = []
         if self._process_group is not None:

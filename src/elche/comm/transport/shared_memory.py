@@ -13,46 +13,18 @@ import platform
 import secrets
 import struct
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from elche.comm.control.addresses import host_name
 
+if TYPE_CHECKING:
+    from elche.comm.transport.process_group import Group
+
 ALIGN_BYTES = 64
 ORDERED_MACHINES = ("x86_64", "AMD64")
 _TOKEN = struct.Struct("q")
-
-
-class Members(Protocol):
-    """Interface of a process group to an exchange."""
-
-    rank: int
-    world_size: int
-    shares_host: bool
-    host_leaders: Any
-    """Sums between hosts, where ranks share some; see `host_exchange`."""
-
-    def all_reduce_async(self, tensor: torch.Tensor) -> Any:
-        """Begins a sum over all ranks."""
-
-    def wait(self, work: Any, what: str) -> None:
-        """Waits for it."""
-
-    def wait_until(
-        self,
-        ready: Callable[[], bool],
-        what: str,
-        missing: Callable[[], Sequence[int]] | None = None,
-    ) -> None:
-        """Waits for other ranks; ``missing`` are those that have not come."""
-
-    def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
-        """Sums over all ranks."""
-
-    def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
-        """Copies one rank's."""
 
 
 def aligned(size_bytes: int) -> int:
@@ -60,7 +32,7 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def map_together(group: Members, size_bytes: int, source: int = 0) -> mmap.mmap | None:
+def map_together(group: Group, size_bytes: int, source: int = 0) -> mmap.mmap | None:
     """Memory of one rank that others map, zeroed; None if one of them cannot.
 
     Must be called by all ranks of the group. If it gives None, the group's

@@ -93,7 +93,7 @@ class SyncEpoch:
         """Has gradients reduced by this from now on."""
         self._reducer = reducer
         self._account.watch(reducer)
-        reducer.outlive_by(self.regroup)
+        reducer.on_lost = self.regroup
 
     @property
     def open_batch(self) -> Runs:
@@ -142,7 +142,7 @@ class SyncEpoch:
         finally:
             self._hooks.graphs.end_epoch()
             self._reducer.correct_by(None)
-            self._reducer.outlive_by(None)
+            self._reducer.on_lost = None
             self._worker.on_wait = None
 
     def _turn_to(self, step: Step, weight: float | None) -> None:
@@ -160,7 +160,7 @@ class SyncEpoch:
             self._hooks.on_error(error)
         finally:
             self._hooks.graphs.end_epoch()
-            self._reducer.outlive_by(None)
+            self._reducer.on_lost = None
 
     def _leave(self, in_hand: Step | None) -> None:
         """The loop has broken off in this step, or before the first.

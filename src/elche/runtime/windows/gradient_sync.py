@@ -12,9 +12,8 @@ from typing_extensions import override
 
 from elche.comm.averaging.consensus_distance import SyncResult
 from elche.comm.gradients.backward_end import at_backward_end
-from elche.comm.gradients.gradient_hooks import GradientHooks
+from elche.comm.gradients.gradient_hooks import GradientHooks, refuse_capture
 from elche.comm.gradients.gradient_window import GradientWindow
-from elche.comm.gradients.graph_capture import refuse_capture
 from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.transport.exchange import succeeded
 from elche.comm.transport.process_group import Group

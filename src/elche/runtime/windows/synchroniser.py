@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
-from elche.comm.gradients.buckets.bucket_contract import Reduced
+from elche.comm.gradients.buckets.bucket_queue import Reduced
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.gradients.part_weights import StepPart

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,9 +10,7 @@ import torch
 from elche.comm.codec.codec_opening import open_coded_exchange
 from elche.comm.codec.coded_exchange import CodedExchange
 from elche.comm.transport.process_group import Group
-from elche.errors import CommunicationError, MismatchError
-from tests.comm.averaging.cases.overlap_cases import joined
-from tests.distributed.patience import all_here, lose_patience
+from tests.comm.joined import joined
 from tests.harness.rank_main import this_place
 
 
@@ -97,66 +93,6 @@ def beside_collectives(codec: str, rounds: int) -> list[torch.Tensor]:
             assert beside.tolist() == [float(number) * group.world_size] * 10
         leave(group, exchange)
     return sums
-
-
-def bereaved(codec: str, numel: int) -> Seen:
-    """The last rank dies when it has begun; the others go on without it."""
-    place, seen = this_place(), Seen()
-    last = place.world_size - 1
-    with joined("gloo") as group:
-        exchange = opened(group, codec, numel)
-        seen.sums.append(reduced(exchange, 0, numel))
-        group.all_reduce(torch.zeros(1), "all ranks to be through")
-        if place.rank == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            exchange.contribution(0).copy_(offered(place.rank, 1, numel))
-            exchange.begin(0)
-            exchange.wait("a test")
-        except CommunicationError as error:
-            seen.error = str(error)
-        committed = exchange.residual
-    if last == 1:
-        return seen
-    with joined("gloo", members=tuple(range(last))) as group:
-        exchange = opened(group, codec, numel)
-        exchange.load_residual(committed)
-        seen.sums.append(reduced(exchange, 1, numel))
-        seen.residual = exchange.residual.clone()
-        leave(group, exchange)
-    return seen
-
-
-def stood_up(codec: str, numel: int, folder: str, *, waits: bool) -> Seen:
-    """The last rank does not begin; the others wait for it in vain, or close."""
-    place, seen = this_place(), Seen()
-    with joined("gloo") as group:
-        exchange = opened(group, codec, numel)
-        seen.sums.append(reduced(exchange, 0, numel))
-        all_here(folder)
-        if place.rank < place.world_size - 1:
-            lose_patience(group, 0.5)
-            exchange.contribution(0).copy_(offered(place.rank, 1, numel))
-            exchange.begin(0)
-            if waits:
-                try:
-                    exchange.wait("a test")
-                except CommunicationError as error:
-                    seen.error = str(error)
-            seen.residual = exchange.residual.clone()
-    all_here(folder, "through")
-    return seen
-
-
-def disagreeing(codecs: Sequence[str], numels: Sequence[int]) -> str:
-    """Every rank asks for its own; what it is told."""
-    rank = this_place().rank
-    with joined("gloo") as group:
-        try:
-            opened(group, codecs[rank], numels[rank])
-        except MismatchError as error:
-            return str(error)
-    return ""
 
 
 def uncoded() -> list[str]:

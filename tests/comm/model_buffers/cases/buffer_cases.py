@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -19,7 +20,7 @@ from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.transport.process_group import Group
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
-from tests.comm.averaging.cases.overlap_cases import all_changed, averager_of, joined
+from tests.comm.joined import joined
 from tests.comm.plans import plan
 from tests.harness.rank_main import this_place
 from tests.harness.settings import nested
@@ -210,7 +211,7 @@ def regrouped(change_of_members: str) -> dict[str, torch.Tensor]:
     first, then = (None, stay) if change_of_members == "goes" else (stay, None)
     if first is None or place.rank != last:
         with joined("gloo", members=first, name="first") as group:
-            averager = averager_of(model, group, ParameterAverager)
+            averager = _averager_of(model, group)
             _average(model, averager, group, 1)
     elif change_of_members == "comes":
         _keep(model, "late", torch.ones(3))
@@ -220,9 +221,23 @@ def regrouped(change_of_members: str) -> dict[str, torch.Tensor]:
                 averager.connect(group)
             else:
                 make_equal(group, shared_tensors(model, group), "a join")
-                averager = averager_of(model, group, ParameterAverager)
+                averager = _averager_of(model, group)
             _average(model, averager, group, 10)
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _averager_of(model: nn.Module, group: Group) -> ParameterAverager:
+    averager = ParameterAverager(list(model.parameters()), model, list, group)
+    averager.build()
+    return averager
+
+
+def _all_changed(group: Group, mine: Sequence[int]) -> list[int]:
+    """Buffers that any rank changed; every rank waits here, as for a `Reduce`."""
+    flags = torch.zeros(16)
+    flags[list(mine)] = 1.0
+    group.all_reduce(flags, "all ranks to close")
+    return [index for index, flag in enumerate(flags.tolist()) if flag]
 
 
 def _average(model: Cached, averager: Any, group: Group, length: int) -> None:
@@ -232,7 +247,7 @@ def _average(model: Cached, averager: Any, group: Group, length: int) -> None:
     _keep(model, "cache", torch.ones(own * length, FEATURES))
     with torch.no_grad():
         model(own + torch.randn(6, FEATURES, generator=generator))
-    buffers = all_changed(group, averager.changed_buffers())
+    buffers = _all_changed(group, averager.changed_buffers())
     count = group.world_size
     averager.synchronise(
         plan(weight=1 / count, active_ranks=count, buffers=tuple(buffers))

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.comm.gradients.buckets.bucket import Bucket
-from elche.comm.gradients.buckets.bucket_contract import PassOptions
+from elche.comm.gradients.buckets.bucket import Bucket, PassOptions
 from elche.comm.transport import shared_memory
 from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import (
@@ -21,8 +20,8 @@ from elche.comm.transport.host_exchange import (
 )
 from elche.comm.transport.probe import probe_reduction_s
 from elche.comm.transport.process_group import Group, end_left_groups
-from elche.errors import CommunicationError, ProtocolError
-from tests.comm.averaging.cases.overlap_cases import joined
+from elche.errors import CommunicationError
+from tests.comm.joined import joined
 from tests.harness.rank_main import this_place
 
 CPU = torch.device("cpu")
@@ -62,7 +61,7 @@ def summed(count: int, dtype: torch.dtype, sums: int) -> list[torch.Tensor]:
                 exchange.reclaim("a test")
                 exchange.contribution(0).copy_(message)
                 exchange.begin(0)
-                exchange.advance()
+                exchange.poll()
             for exchange in pair[: count - first]:
                 found.append(exchange.finish("a test").clone())
         hosts = group.hosts()
@@ -89,7 +88,7 @@ def kept_sum() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             if number:
                 if is_ahead:
                     group.wait_until(lambda: exchange.is_offered, "its host")
-                    exchange.advance()  # the leader has summed, in the other place
+                    exchange.poll()  # the leader has summed, in the other place
                     assert not exchange.has_sum
                     ahead = exchange.last_sum.clone()
                     group.all_reduce(torch.zeros(1), "the other host is ahead")
@@ -116,23 +115,6 @@ def not_mapped(victim: int) -> bool:
         group.all_reduce(torch.zeros(1), "the end")
         is_gloo = isinstance(exchange, GlooExchange) and isinstance(again, GlooExchange)
     return right and is_gloo
-
-
-def written_too_early() -> str:
-    """What is said of a message before the host's ranks have read the last sum."""
-    said = ""
-    with joined_hosts() as group:
-        exchange = open_by_hosts(group, NUMEL, torch.float32, CPU)
-        exchange.begin(0)
-        group.wait_until(exchange.poll, "the sum")
-        if group.rank == 0:
-            exchange.finish("a test")
-            try:
-                exchange.begin(0)
-            except ProtocolError as error:
-                said = str(error)
-        group.all_reduce(torch.zeros(1), "the end")
-    return said
 
 
 def probed() -> tuple[float, int, int]:
@@ -199,7 +181,7 @@ def handed_over_twice() -> list[torch.Tensor]:
         parameter.grad = messages_of(group.rank, 2, torch.float64)[0]
         bucket.send(0, 1.0)
         bucket.finish(0)
-        bucket.reclaim()
+        bucket.exchange.reclaim("a test")
         group.all_reduce(torch.zeros(1), "all have the first sum")
         parameter.grad = messages_of(group.rank, 2, torch.float64)[1]
         bucket.send(0, 1.0)

@@ -14,24 +14,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import nn
 
 from elche.comm.codec.codec_opening import open_coded_exchange
 from elche.comm.codec.coded_exchange import CodedExchange
-from elche.comm.gradients.buckets.bucket_contract import PassOptions
-from elche.comm.gradients.buckets.bucket_layout import BucketLayout
-from elche.comm.gradients.buckets.sum_memory import SumMemory
+from elche.comm.gradients.buckets.bucket_memory import BucketLayout, SumMemory
 from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
 from elche.comm.transport.host_exchange import HostExchange, open_by_hosts
 from elche.comm.transport.process_group import Group
-from elche.comm.transport.shared_memory import Members
 
 SIDES = 2
 WHAT = "the reduction of gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class PassOptions:
+    """Options of packing, sending and returning gradients.
+
+    Attributes:
+        cap_bytes: most bytes of gradients in a bucket.
+        keeps_strides: in a message a parameter lies as in memory, and ``p.grad``
+            becomes a view of the reduced bucket; False, for ranks of other memory
+            formats: as its shape says, and the sum is copied into the gradient.
+        codec: how float32 and half precision gradients travel, with error feedback.
+        delayed: all buckets are sent at the end of backward, and their sums published
+            at the end of the next pass.
+        keeps_sums: a sum is kept as it came until the next one has, for ranks that lack
+            it when another has died.
+    """
+
+    cap_bytes: int
+    keeps_strides: bool = True
+    codec: str = "fp32"
+    delayed: bool = False
+    keeps_sums: bool = False
 
 
 @dataclass(slots=True)
@@ -40,16 +59,17 @@ class Bucket:
 
     Attributes:
         parameters: in the order of their gradients.
-        exchange: carries the message; None before :meth:`open`.
+        exchange: carries the message, from :meth:`open` on.
         sent: per side of the exchange, a view of the contribution per parameter.
         summed: a view of the last sum per parameter, and the flags. Without a codec it
             lies in memory that is lent to whoever has a view.
         pending: parameters whose gradient has not come in this pass.
-        missing: parameters for which this rank sent no gradient in this pass.
+        missing: this rank sent no gradient for some of them in this pass.
+        kept: the last sum as it came, where ranks may die; or None.
     """
 
     parameters: list[nn.Parameter]
-    exchange: Exchange | None = None
+    exchange: Exchange = field(init=False)
     sent: list[list[torch.Tensor]] = field(default_factory=list)
     summed: list[torch.Tensor] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
@@ -69,11 +89,6 @@ class Bucket:
         """Bytes of its gradients."""
         return sum(size_bytes(parameter) for parameter in self.parameters)
 
-    @property
-    def keeps_contribution(self) -> bool:
-        """True if what was sent last is still there until the next but one is."""
-        return self.exchange is not None and self.exchange.keeps_contribution
-
     def extra_bytes(self, kept: int) -> int:
         """Bytes that it holds beside the gradients of plain training.
 
@@ -84,11 +99,10 @@ class Bucket:
                 sent: this rank's own gradients, or the sums of the pass before.
         """
         kept += self.kept is not None
-        own = 0 if self.exchange is None else self.exchange.extra_bytes
         copies = len(self.sent) if self._sums_apart else self._staged + kept
-        return (1 + copies) * self.size_bytes + own
+        return (1 + copies) * self.size_bytes + self.exchange.extra_bytes
 
-    def open(self, group: Members, options: PassOptions) -> None:
+    def open(self, group: Group, options: PassOptions) -> None:
         """Makes the exchange, together with all ranks.
 
         Args:
@@ -101,11 +115,10 @@ class Bucket:
         )
         dtype, device, numel = self._layout.dtype, first.device, self._layout.numel
         wire = wire_dtype(first.dtype)
-        exchange: Exchange
         if options.codec != "fp32" and wire is torch.float32 and group.world_size > 1:
             staged = dtype is not wire or device.type != "cpu"
             exchange = open_coded_exchange(
-                cast(Group, group),
+                group,
                 numel + 1,  # the factor comes last
                 wire,
                 options.codec,
@@ -113,14 +126,11 @@ class Bucket:
             )
             assert isinstance(exchange, CodedExchange)
             self._coded = exchange
+        elif options.delayed:  # none would drive leaders' sums between two passes
+            exchange = open_exchange(group, numel, dtype, device, shared_sides=SIDES)
         else:
-            if options.delayed:  # none would drive leaders' sums between two passes
-                exchange = open_exchange(
-                    group, numel, dtype, device, shared_sides=SIDES
-                )
-            else:
-                sums = 2 if options.keeps_sums else 1
-                exchange = open_by_hosts(group, numel, dtype, device, sums=sums)
+            sums = 2 if options.keeps_sums else 1
+            exchange = open_by_hosts(group, numel, dtype, device, sums=sums)
         self._lender = SumMemory(numel, dtype, device)
         self._sums_apart = exchange.keeps_contribution and not staged
         is_kept = options.keeps_sums and group.world_size > 1
@@ -147,11 +157,7 @@ class Bucket:
 
     @torch.no_grad()
     def send(self, side: int, scale: float) -> None:
-        """Writes this rank's gradients times ``scale``, and lets them go.
-
-        With a scale of 0 zeros are sent, whatever the gradients are.
-        """
-        assert self.exchange is not None
+        """Sends this rank's gradients times ``scale``; 0 sends zeros in any case."""
         self.summed, self._total = [], None  # its memory may be lent again
         if not self._sums_apart:
             self._lay_message()
@@ -176,26 +182,6 @@ class Bucket:
             self._coded.contribution(side)[-1] = scale
         self.exchange.begin(side)
 
-    def reclaim(self) -> None:
-        """Waits until all ranks have taken what was summed last.
-
-        Raises:
-            CommunicationError: a rank has not in time.
-        """
-        assert self.exchange is not None
-        self.exchange.reclaim(WHAT)
-
-    def advance(self, side: int) -> bool:
-        """Sums if all contributions are there.
-
-        Returns:
-            Whether :meth:`finish` has nothing left to do.
-        """
-        assert self.exchange is not None
-        if not self._is_summed and self.exchange.has_sum:
-            self.finish(side)
-        return self._is_summed
-
     @torch.no_grad()
     def finish(self, side: int) -> None:
         """Waits until :attr:`summed` holds the sum over all ranks.
@@ -203,7 +189,6 @@ class Bucket:
         Raises:
             CommunicationError: it failed, or a rank did not arrive in time.
         """
-        assert self.exchange is not None
         if self._is_summed:
             return
         side %= len(self.sent)
@@ -223,7 +208,7 @@ class Bucket:
             self.exchange.release()
         self._is_summed = True
 
-    def take_over(self, group: Members, source: int, *, lacks: bool) -> None:
+    def take_over(self, group: Group, source: int, *, lacks: bool) -> None:
         """Gives the last sum to whoever lacks it; with all ranks of another group.
 
         In one shared memory it is still there to be summed, for nobody writes anything
@@ -235,8 +220,10 @@ class Bucket:
             source: place of one that has it, as it was before ``p.grad`` was changed.
             lacks: this rank has not.
         """
-        last = self._last_sum
-        if last is None:
+        last = self.kept
+        if last is None and isinstance(self.exchange, HostExchange):
+            last = self.exchange.last_sum
+        if last is None:  # all ranks can still form it
             return
         kept = last.to("cpu", copy=lacks)  # gloo may still write into the last
         group.broadcast(kept, WHAT, source)
@@ -246,13 +233,6 @@ class Bucket:
             self.kept.copy_(kept)
             self._total, self._is_summed = kept.to(last.device), True
             self.summed = self._layout.views(self._total)
-
-    @property
-    def _last_sum(self) -> torch.Tensor | None:
-        """The sum as it came last; None where all ranks can still form it."""
-        if self.kept is None and isinstance(self.exchange, HostExchange):
-            return self.exchange.last_sum
-        return self.kept
 
     @property
     def is_finite(self) -> bool:
@@ -280,10 +260,7 @@ class Bucket:
             after[index].copy_(before[index])
 
     def residuals(self) -> list[torch.Tensor]:
-        """Residual of each parameter, flat; empty without a codec.
-
-        In the order of its shape, whatever its memory format.
-        """
+        """Residual of each parameter, flat as its shape; none without a codec."""
         if self._coded is None:
             return []
         left = self._coded.residual.clone()

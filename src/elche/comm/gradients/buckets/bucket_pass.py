@@ -11,9 +11,6 @@ was sent, this rank's own gradients stay until the first sum of the next pass is
 to which every rank has sent after it had all sums of this one. A sum lies in memory
 that is lent anew in every pass, so a gradient that is accumulated into a view of one is
 read while the next is reduced.
-
-How gradients weigh, and what else is agreed in a pass, is the owner's
-(:class:`elche.comm.gradients.buckets.bucket_contract.Owner`).
 """
 
 from __future__ import annotations
@@ -21,81 +18,119 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import Enum
+from functools import partial
 
 import torch
 from torch import nn
 
 from elche.comm.gradients.backward_end import at_backward_end
-from elche.comm.gradients.buckets.bucket import Bucket
-from elche.comm.gradients.buckets.bucket_contract import Closed, Owner, PassOptions
-from elche.comm.gradients.buckets.bucket_queue import BucketQueue
-from elche.comm.gradients.buckets.gradient_counts import GradientCounts
+from elche.comm.gradients.buckets.bucket import Bucket, PassOptions
+from elche.comm.gradients.buckets.bucket_memory import give_back_freed
+from elche.comm.gradients.buckets.bucket_queue import BucketQueue, Reduced
 from elche.comm.gradients.buckets.gradient_order import GradientOrder
-from elche.comm.gradients.buckets.gradient_views import HandedOut
 from elche.comm.gradients.buckets.late_sums import LateSums
-from elche.comm.gradients.buckets.sum_memory import give_back_freed
-from elche.comm.gradients.gradient_hooks import GradientHooks, refuse_gradient
-from elche.comm.gradients.graph_capture import refuse_capture
-from elche.comm.transport.shared_memory import Members
+from elche.comm.gradients.gradient_hooks import (
+    GradientHooks,
+    refuse_capture,
+    refuse_gradient,
+)
+from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, RankLostError
 
 
-class BucketPass:
-    """Buckets, hooks and the passes over them. Made by an owner.
+class Phase(Enum):
+    """Progress of a pass.
+
+    =======  ==================================  =================================
+    phase    entered by                          left by
+    =======  ==================================  =================================
+    IDLE     the last pass has closed            the first gradient: OPEN
+    OPEN     the first gradient                  the end of backward: CLOSING
+    REWOUND  `rewind`, after an error            the first gradient: OPEN
+    CLOSING  the end of backward: sums are due   all sums are here: IDLE
+    TAKEN    another rank's sums were adopted    publishing them: IDLE
+    BROKEN   a reduction has failed              nothing: the ranks may differ
+    =======  ==================================  =================================
+
+    A backward pass that raises never ends: its pass stays OPEN, which the owner refuses
+    unless it rewinds it. A death while CLOSING leads back to CLOSING in the next group,
+    or to TAKEN if a survivor has all sums.
+    """
+
+    IDLE = "no pass"
+    OPEN = "in backward"
+    REWOUND = "to be run again"
+    CLOSING = "waiting for sums"
+    TAKEN = "sums adopted from another rank"
+    BROKEN = "failed"
+
+
+class BucketPass(ABC):
+    """Buckets, hooks and the passes over them; a subclass weighs them.
 
     Args:
         parameters: trainable, each once, as defined.
         names: their names.
         group: the process group.
-        options: how gradients are packed, sent and handed out.
-        owner: decides when and with what weight; held weakly.
+        options: how gradients are packed and sent.
+        reduced: records which gradients are sums.
 
     Attributes:
         order: indices of the parameters in the order of reduction.
-        passes: passes so far.
-        closed: of them, those whose sums this rank has.
-        on_lost: forms another group where a rank has died, and calls
-            :meth:`go_on_in`; None: there can be no other.
-        wait_s: seconds of waiting for other ranks since the owner set it to 0.
-        has_sums: whether the last pass has handed out sums.
+        backward_passes: passes reduced so far.
+        closed_passes: of them, those whose sums this rank has.
+        on_lost: forms another group where a rank has died, and continues in it; None:
+            there can be no other.
+        wait_s: seconds of this step in which nothing but other ranks was waited for.
+        has_sums: whether the last pass has published sums.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
-        group: Members,
+        group: Group,
         options: PassOptions,
-        owner: Owner,
+        reduced: Reduced,
     ) -> None:
         self._parameters = list(parameters)
         self._names = list(names)
         self._group = group
         self._options = options
-        self._owner = weakref.ref(owner)
+        self._reduced = reduced
         self._index = {id(p): at for at, p in enumerate(self._parameters)}
         self._dtypes = [parameter.dtype for parameter in self._parameters]
-        self._queue = BucketQueue()
-        self._order = GradientOrder(len(self._parameters))
+        self._queue = BucketQueue(reduced)
+        self._order = GradientOrder(self._names)
         self._hooks = GradientHooks(self._parameters)
-        self._deferred: list[int] = []
+        self._deferred: tuple[int, bool] | None = None
         self._lock = threading.RLock()
-        self._counts = GradientCounts(self._names)
-        self._handed_out = HandedOut(options.reduced, as_views=options.as_views)
+        self._phase = Phase.IDLE
         self._broken = ""
         self._scale = 0.0
-        self._is_open = False
-        self._is_taken = False
-        self._awaits_end = False
-        self._late = LateSums(self._parameters)
+        self._late: LateSums | None = None
         self._next_order: list[int] | None = None
         self.order: list[int] = []
-        self.passes = self.closed = 0
+        self.backward_passes = self.closed_passes = 0
         self.on_lost: Callable[[], None] | None = None
         self.wait_s = 0.0
         self.has_sums = False
+
+    @abstractmethod
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """A gradient has been accumulated: whether it belongs to a reduction."""
+
+    @abstractmethod
+    def open_pass(self) -> float:
+        """A pass begins; returns what this rank's gradients are multiplied by."""
+
+    @abstractmethod
+    def close_pass(self) -> float:
+        """All sums are here; agrees with all ranks on what they are multiplied by."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -103,41 +138,25 @@ class BucketPass:
         return self._queue.buckets
 
     @property
-    def is_open(self) -> bool:
-        """True if a backward pass is under way, or was broken off."""
-        return self._is_open
-
-    @property
-    def is_broken(self) -> bool:
-        """True if a reduction has failed: there can be no other."""
-        return bool(self._broken)
-
-    @property
     def extra_bytes(self) -> int:
-        """Memory of the buckets, and of gradients kept for them."""
-        kept = int(self._options.as_views or self._options.delayed)
-        return self._queue.extra_bytes(kept)
+        """Memory of the buckets, beside the gradients of plain training."""
+        kept = int(self._options.keeps_strides or self._options.delayed)
+        return sum(bucket.extra_bytes(kept) for bucket in self.buckets)
 
     @property
-    def came(self) -> dict[int, int]:
-        """Gradients of each parameter in the last pass, in order of the first."""
-        return self._counts.came
+    def is_delayed(self) -> bool:
+        """True if sums come one pass later."""
+        return self._late is not None
+
+    def delay(self) -> None:
+        """Sums come one pass later, with the next one's end; before :meth:`attach`."""
+        self._options = replace(self._options, delayed=True)
+        self._late = LateSums(self._parameters)
 
     def attach(self) -> None:
         """Allocates buckets, together with all ranks, and hooks every parameter."""
         self._build(range(len(self._parameters))[::-1])
-        me = weakref.WeakMethod(self._on_gradient)
-
-        def hook(parameter: torch.Tensor) -> None:
-            on_gradient = me()
-            if on_gradient is not None:
-                on_gradient(parameter)
-
-        self._hooks.attach(hook)
-
-    def keep_last(self) -> None:
-        """Lets hooks of the user's own run first: what they make of it is reduced."""
-        self._hooks.keep_last()
+        self._hooks.attach(partial(self._on_gradient, weakref.ref(self)))
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
@@ -147,125 +166,96 @@ class BucketPass:
         self.order = list(order)
         self._queue.build(self._parameters, self.order, self._group, self._options)
 
-    def residuals(self) -> dict[int, torch.Tensor]:
-        """Residuals of a codec, flat, by their parameters' ids."""
-        return self._queue.residuals()
-
-    def load_residuals(self, left: Mapping[int, torch.Tensor]) -> None:
-        """Goes on from those of other buckets."""
-        self._queue.load_residuals(left)
-
-    def forget_strides(self) -> None:
-        """Before :meth:`attach`: ranks lay their parameters out differently."""
-        self._options = replace(self._options, as_views=False, keeps_strides=False)
-        self._handed_out = HandedOut(self._options.reduced, as_views=False)
-
-    def delay(self) -> None:
-        """Before :meth:`attach`: sums are handed out one pass later."""
-        self._options = replace(self._options, delayed=True, strategy="synchronous")
-
-    @property
-    def _is_late(self) -> bool:
-        """True if the next pass to close leaves its sums under way."""
-        return self._options.delayed and self._order.is_agreed
-
     def drain(self) -> bool:
-        """Hands out the sums that are under way; whether there were any.
+        """Waits for the sums that are under way, with all ranks, between two steps.
+
+        Returns:
+            Whether ``p.grad`` is one now.
 
         Raises:
             CommunicationError: it failed, or a rank did not arrive in time.
         """
-        if not self._late.are_owed:
+        if self._late is None or not self._late.are_owed:
             return False
         try:
-            self.wait_s += self._late.hand_out(self._queue, self._handed_out)
+            self.wait_s += self._late.publish(self._queue)
         except CommunicationError as error:
             self._fail(error)
             raise
         return True
-
-    def await_end(self) -> None:
-        """Called in a backward pass: it closes when that one, and all around it, end.
-
-        So one that is nested in it (reentrant checkpointing) closes nothing.
-        """
-        if not self._awaits_end:
-            self._awaits_end = True
-            at_backward_end(self._on_end)
 
     def run_without_backward(self) -> None:
         """A whole pass with the gradients that are there."""
         self._open()
         self._close()
 
-    def is_given(self, parameter: nn.Parameter) -> bool:
-        """True if ``p.grad`` is what the last pass handed out."""
-        return self._handed_out.is_given(parameter)
-
     def rewind(self) -> None:
         """A backward pass was broken off, and its gradients will all come again.
 
         Buckets that were sent stay sent: their gradients were complete.
         """
-        self._awaits_end = False
-        self._deferred = []
-        self._counts.begin_again()
+        if self._phase is Phase.OPEN:
+            self._phase = Phase.REWOUND
+        self._deferred = None
+        self._order.begin()
         self._queue.expect()
 
-    def abandon(self) -> bool:
-        """Gives up a pass that an error broke off; whether there was one."""
-        was_open, self._is_open, self._awaits_end = self._is_open, False, False
-        self._deferred = []
-        return was_open
-
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        owner = self._owner()
-        if id(parameter) not in self._index:
+    @staticmethod
+    def _on_gradient(of: weakref.ref[BucketPass], parameter: torch.Tensor) -> None:
+        """Hook of a parameter, which may live longer than its wrapper."""
+        self = of()
+        if self is None or id(parameter) not in self._index:
             return  # what a hook before returned, which torch refuses after all of them
-        if owner is None or not owner.takes(parameter):
+        if not self.takes(parameter):
             return
+        index = self._index[id(parameter)]
         with self._lock:  # devices of one module have a thread each
-            index = self._index[id(parameter)]
             is_undefined = parameter.grad is None and not self._hooks.was_taken(index)
-            is_final = self._hooks.runs_last(index)
-            if is_final and not is_undefined:
-                refuse_gradient(parameter, self._names[index], self._dtypes[index])
-            if not self._is_open:
-                self._open()
-            if is_undefined:
-                self._counts.undefined.add(index)
-            self.await_end()
-            if not self._order.is_agreed:
-                self._order.observe(index)
-            if not is_final:  # hooks registered since the step began come after this
-                self._deferred.append(index)
+            if self._phase is not Phase.OPEN and not self._begin(index):
+                self._deferred = index, is_undefined
                 return
+            if not is_undefined:
+                refuse_gradient(parameter, self._names[index], self._dtypes[index])
             self._count(index)
-            if self._options.strategy == "overlapped":
-                self._queue.send(self._scale)
-                if self._queue.sum_arrived():
-                    self._handed_out.let_go()
+            if not self._options.delayed:
+                self._queue.advance(self._scale)
+
+    def _begin(self, index: int) -> bool:
+        """Backward brings its first gradient; False if hooks of the user's follow it.
+
+        They were registered since the step began. On other parameters they run first.
+        """
+        if self._phase is not Phase.REWOUND:
+            self._open()
+        self._phase = Phase.OPEN
+        at_backward_end(self._on_end)
+        is_last = self._hooks.runs_last(index)
+        self._hooks.keep_last()
+        return is_last
 
     def _count(self, index: int) -> None:
         """Takes note of a gradient; the bucket is full when none is pending."""
-        bucket, place = self._queue.places[index]
-        is_pending = place in bucket.pending
-        is_sent = not is_pending and self._queue.has_sent(bucket)
-        if self._counts.take(index, is_pending=is_pending, is_sent=is_sent):
+        order, (bucket, place) = self._order, self._queue.places[index]
+        order.came[index] = order.came.get(index, 0) + 1
+        if not order.is_agreed:
+            order.observe(index)
+        if place not in bucket.pending:
+            if self._queue.has_sent(bucket):
+                order.late.add(index)
+        elif index not in order.several:
             bucket.pending.discard(place)
 
     def _open(self) -> None:
         refuse_capture()
-        if self._broken:
+        if self._phase is Phase.BROKEN:
             raise CommunicationError(
                 f"an earlier reduction failed ({self._broken}); form a new group with "
                 "the ranks that are left"
             )
         self._queue.begin()
-        self._counts.begin()
-        self._is_open = True
-        self.passes += 1
-        self._is_taken = False
+        self._order.begin()
+        self._phase = Phase.OPEN
+        self.backward_passes += 1
         try:
             self._enter()
         except CommunicationError as error:
@@ -274,17 +264,15 @@ class BucketPass:
         self._queue.expect()
 
     def _enter(self) -> None:
-        """Opens the pass at its owner, when all ranks have taken the last sums.
+        """Opens the pass when all ranks have taken the last sums.
 
         Again in the next group, where ranks die meanwhile.
         """
-        owner = self._owner()
-        assert owner is not None
-        while not self._is_taken:
+        while self._phase is not Phase.TAKEN:
             try:
-                self._scale = owner.open_pass(self._queue.side)
+                self._scale = self.open_pass()
                 started_s = time.perf_counter()
-                if not self._late.are_under_way:
+                if self._late is None or not self._late.are_under_way:
                     self._queue.reclaim()
                 self.wait_s += time.perf_counter() - started_s
                 return
@@ -295,58 +283,62 @@ class BucketPass:
 
     def _on_end(self) -> None:
         """End of a backward pass."""
-        self._awaits_end = False
-        deferred, self._deferred = self._deferred, []
-        if self._is_open:
-            for index in deferred:
-                parameter = self._parameters[index]
-                if parameter.grad is not None or index not in self._counts.undefined:
-                    refuse_gradient(parameter, self._names[index], self._dtypes[index])
-                self._count(index)
-            self._close()
+        if self._phase is not Phase.OPEN:  # it was rewound
+            return
+        if self._deferred is not None:
+            (index, was_undefined), self._deferred = self._deferred, None
+            parameter = self._parameters[index]
+            if parameter.grad is not None or not was_undefined:
+                refuse_gradient(parameter, self._names[index], self._dtypes[index])
+            self._count(index)
+        self._close()
 
     def _close(self) -> None:
-        """Reduces what is left, waits, and hands out."""
-        self._is_open = False
+        """Reduces what is left, waits, and publishes the sums."""
+        self._phase = Phase.CLOSING
         self.has_sums = True
         try:
-            if self._is_late:
-                self._close_late()
-                return
-            started_s = time.perf_counter()
-            closed = self._reduced()
-            self.wait_s += time.perf_counter() - started_s
-            if closed is None:
-                self._counts.end()
-                return
-            self.closed += 1
-            self._queue.settle()
-            self._handed_out.hand_out(self._queue.buckets, closed)
-            if self._next_order is not None:
-                self._reorder(self._next_order)
-                self._next_order = None
-            if self._options.delayed:
-                self._late.keep_first()
-                self.has_sums = False
+            if self._late is not None and self._order.is_agreed:
+                factor = self.close_pass()
+                self.has_sums = self._late.are_owed
+                self.wait_s += self._late.follow(factor, self._queue, self._scale)
+            else:
+                self._close_now()
         except CommunicationError as error:
             self._fail(error)
             raise
-        self._counts.end()
+        self._phase = Phase.IDLE
+        self._order.refuse_late()
 
-    def _reduced(self) -> Closed | None:
+    def _close_now(self) -> None:
+        started_s = time.perf_counter()
+        factor = self._sum_all()
+        self.wait_s += time.perf_counter() - started_s
+        if factor is None:
+            return
+        self.closed_passes += 1
+        self._queue.settle()
+        self._queue.publish(factor)
+        if self._next_order is not None:
+            self._reorder(self._next_order)
+            self._next_order = None
+        if self._late is not None:
+            self._late.keep_first()
+            self.has_sums = False
+
+    def _sum_all(self) -> float | None:
         """Sends what is left, and waits; anew without ranks that die meanwhile.
 
-        None: the sums were taken over from another rank, and are handed out.
+        Returns:
+            What the sums are multiplied by; None if another rank's are published.
         """
-        owner = self._owner()
-        assert owner is not None
-        while not self._is_taken:
+        while self._phase is not Phase.TAKEN:
             try:
-                self._queue.send(self._scale, is_end=True)
+                self._queue.send_rest(self._scale)
                 self._queue.finish(self._queue.side)
                 if not self._order.is_agreed:
                     self._end_first()
-                return owner.close_pass(self._queue.side)
+                return self.close_pass()
             except RankLostError:
                 if self.on_lost is None:
                     raise
@@ -354,13 +346,8 @@ class BucketPass:
             self._enter()
         return None
 
-    def go_on_in(
-        self,
-        group: Members,
-        source: int | None,
-        *,
-        lacks: bool,
-        factor: float = 1.0,
+    def reduce_in(
+        self, group: Group, source: int | None, *, lacks: bool, factor: float
     ) -> None:
         """Ranks have died: the others are the group from now on; with all of them.
 
@@ -376,31 +363,21 @@ class BucketPass:
         if source is not None:
             self._queue.take_over(group, source, lacks=lacks)
         if lacks:
-            self._handed_out.hand_out(self.buckets, Closed(factor=factor))
-            self._is_taken = True
-            self.closed += 1
+            self._queue.publish(factor)
+            self.closed_passes += 1
+            if self._phase is Phase.CLOSING:
+                self._phase = Phase.TAKEN
             if not self._order.is_agreed:
-                self._counts.learn()
+                self._order.learn()
         self._group = group
         if self._order.is_alike(group):  # by now all have the sums of the last pass
             self._build(self.order)
         else:  # some ranks have not come to it
-            self._order.observe_anew()
+            self._order.is_agreed = False
             self._build(range(len(self._parameters))[::-1])
 
-    def _close_late(self) -> None:
-        """Sends this pass's gradients, and hands out the sums of the one before."""
-        owner = self._owner()
-        assert owner is not None
-        closed = owner.close_pass(self._queue.side)
-        self.has_sums = self._late.are_owed
-        self.wait_s += self._late.follow(
-            closed, self._queue, self._scale, self._handed_out
-        )
-        self._counts.end()
-
     def _fail(self, error: CommunicationError) -> None:
-        self._is_open = False
+        self._phase = Phase.BROKEN
         self._broken = str(error).splitlines()[0]
 
     def _end_first(self) -> None:
@@ -410,10 +387,10 @@ class BucketPass:
         everybody has taken the first sum when this has been agreed on.
         """
         self._next_order = None
-        late, order = self._order.agree(self._counts.late, self._group)
+        late, order = self._order.agree(self._group)
         self._queue.send_again(late, self._scale)
         if order is not None:
-            self._counts.learn()
+            self._order.learn()
             self._next_order = order
 
     def _reorder(self, order: Sequence[int]) -> None:

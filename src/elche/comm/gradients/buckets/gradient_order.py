@@ -1,76 +1,106 @@
-"""Order in which gradients appear: observed in one pass, agreed on by all ranks."""
+"""Order and number of the gradients of a pass: observed in the first, then expected.
+
+A parameter usually gets one gradient in a pass. It gets several where it is used in
+several segments of reentrant activation checkpointing, each of which accumulates for
+itself, and none where a branch was not taken. A bucket that goes before the last one
+has come lacks it. The last gradient of a layer that is used again and again comes near
+the pass's end, so waiting for that costs little.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import final
 
 import torch
 
-from elche.comm.transport.shared_memory import Members
+from elche.comm.transport.process_group import Group
+from elche.errors import ConfigError
 
 
 @final
 class GradientOrder:
-    """The order of a model's parameters by their gradients.
+    """Gradients of one pass after the other, by the indices of their parameters.
+
+    In the first pass gradients may come after their bucket has gone, which is then sent
+    again; in later ones it waits until the end for parameters that got several.
 
     Args:
-        count: of parameters, which are known by their index.
+        names: of the parameters, for errors.
 
     Attributes:
-        is_agreed: it is the same on all ranks, and observed no more.
+        came: gradients of each parameter in this pass, in order of the first.
+        late: parameters that got one in this pass after their bucket had gone.
+        several: parameters that got several in the first pass.
+        is_agreed: all ranks follow one order, which is observed no more.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._seen: dict[int, None] = {}
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._last: dict[int, None] = {}
+        self.came: dict[int, int] = {}
+        self.late: set[int] = set()
+        self.several: frozenset[int] = frozenset()
         self.is_agreed = False
+
+    def begin(self) -> None:
+        """All gradients of a pass will come."""
+        self.came, self.late = {}, set()
 
     def observe(self, index: int) -> None:
         """A gradient has come; of several of a parameter the last one counts."""
-        self._seen.pop(index, None)
-        self._seen[index] = None
+        self._last.pop(index, None)
+        self._last[index] = None
 
-    def agree(
-        self, late: Iterable[int], group: Members
-    ) -> tuple[list[int], list[int] | None]:
-        """Compares what was observed; with all ranks.
-
-        Args:
-            late: gradients that came too late on this rank.
-            group: the process group.
+    def agree(self, group: Group) -> tuple[list[int], list[int] | None]:
+        """Compares what was observed in the first pass; with all ranks.
 
         Returns:
-            Those that came too late on any rank, and the order on the first rank that
-            has observed one; None: no rank has.
+            Gradients that came too late on any rank, and the order on the first rank
+            that has observed one; None: no rank has.
         """
-        rows = torch.zeros(
-            group.world_size + 1, self._count, dtype=torch.int64, device="cpu"
-        )
-        if self._seen:
-            unseen = [at for at in range(self._count) if at not in self._seen]
-            rows[group.rank] = torch.tensor([*self._seen, *unseen], device="cpu") + 1
-        for index in late:
+        count = len(self._names)
+        rows = torch.zeros(group.world_size + 1, count, dtype=torch.int64, device="cpu")
+        if self._last:
+            unseen = [at for at in range(count) if at not in self._last]
+            rows[group.rank] = torch.tensor([*self._last, *unseen], device="cpu") + 1
+        for index in self.late:
             rows[-1, index] = 1
         group.all_reduce(rows, "agreeing on the order of gradients")
         *orders, ranks = rows.tolist()
         order = next(filter(any, orders), None)
         return (
-            [index for index, count in enumerate(ranks) if count],
+            [index for index, number in enumerate(ranks) if number],
             None if order is None else [index - 1 for index in order],
         )
+
+    def learn(self) -> None:
+        """The first pass has ended: what got several gradients may in later ones."""
+        self.several = frozenset(i for i, times in self.came.items() if times > 1)
+        self.late.clear()
 
     def settle(self) -> None:
         """All ranks follow one order from now on."""
         self.is_agreed = True
-        self._seen.clear()
+        self._last.clear()
 
-    def is_alike(self, group: Members) -> bool:
+    def is_alike(self, group: Group) -> bool:
         """True if all ranks of a group follow an agreed order, or none does."""
         agreed = torch.tensor([int(self.is_agreed)], device="cpu")
         group.all_reduce(agreed, "comparing the order of gradients")
         return int(agreed) in (0, group.world_size)
 
-    def observe_anew(self) -> None:
-        """Some ranks have not agreed yet."""
-        self.is_agreed = False
+    def refuse_late(self) -> None:
+        """Refuses a completed pass whose reduction lacks gradients.
+
+        Raises:
+            ConfigError: names a parameter that got one too late.
+        """
+        if self.late:
+            index = min(self.late)
+            raise ConfigError(
+                f"{self._names[index]} got {self.came[index]} gradients in this "
+                "backward pass and at most one in the first, the others too late for "
+                "the reduction; activation checkpointing needs use_reentrant=False "
+                "where a layer is used once in some batches and several times in others"
+            )

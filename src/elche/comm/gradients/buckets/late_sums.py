@@ -1,4 +1,4 @@
-"""Sums that are handed out at the end of the next pass."""
+"""Sums that are published at the end of the next pass."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import final
 import torch
 from torch import nn
 
-from elche.comm.gradients.buckets.bucket_contract import Closed
 from elche.comm.gradients.buckets.bucket_queue import BucketQueue
-from elche.comm.gradients.buckets.gradient_views import HandedOut
 
 
 @final
@@ -27,7 +25,7 @@ class LateSums:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._under_way: tuple[int, Closed] | None = None
+        self._under_way: tuple[int, float] | None = None
         self._first: list[torch.Tensor | None] | None = None
 
     @property
@@ -44,43 +42,40 @@ class LateSums:
         """Defers the first sums to the next pass."""
         self._first = self._take()
 
-    def follow(
-        self, closed: Closed, queue: BucketQueue, scale: float, handed_out: HandedOut
-    ) -> float:
-        """Hands out those of the last pass, and sends the gradients of this one.
+    def follow(self, factor: float, queue: BucketQueue, scale: float) -> float:
+        """Publishes those of the last pass, and sends the gradients of this one.
 
         Args:
-            closed: what was agreed on in this pass.
+            factor: what the sums of this pass are multiplied by.
             queue: of buckets that carry both.
             scale: what this rank's gradients are multiplied by.
-            handed_out: gives the last sums to the parameters.
 
         Returns:
             Seconds of waiting.
         """
         own = self._take()
-        wait_s = self.hand_out(queue, handed_out)
+        wait_s = self.publish(queue)
         sums = self._take()
         self._put(own)
-        queue.send(scale, is_end=True)
-        self._under_way = queue.side, closed
+        queue.send_rest(scale)
+        self._under_way = queue.side, factor
         self._put(sums)
         return wait_s
 
-    def hand_out(self, queue: BucketQueue, handed_out: HandedOut) -> float:
+    def publish(self, queue: BucketQueue) -> float:
         """Waits for those that are owed, which become `p.grad`; for so many seconds."""
         first, self._first = self._first, None
         if first is not None:
             self._put(first)
         if first is not None or self._under_way is None:
             return 0.0
-        side, closed = self._under_way
+        side, factor = self._under_way
         self._under_way = None
         started_s = time.perf_counter()
         queue.finish(side)
         wait_s = time.perf_counter() - started_s
         queue.settle()
-        handed_out.hand_out(queue.buckets, closed)
+        queue.publish(factor)
         return wait_s
 
     def _take(self) -> list[torch.Tensor | None]:

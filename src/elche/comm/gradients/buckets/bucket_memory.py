@@ -1,7 +1,15 @@
-"""Layout of a bucket's message: the place of each parameter's gradient in it."""
+"""Layout of a bucket's message, and memory of its sums, lent to ``p.grad``.
+
+As with the gradients that autograd allocates, whoever keeps one keeps its memory, and
+where a loop drops them in every step one piece serves all steps. It lies outside of
+malloc's heap, in which pieces of this size leave holes when buckets are made anew.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import final
@@ -9,7 +17,7 @@ from typing import final
 import torch
 from torch import nn
 
-from elche.comm.transport.shared_memory import Members
+from elche.comm.transport.process_group import Group
 
 
 @final
@@ -32,7 +40,8 @@ class BucketLayout:
         dtype = parameters[0].dtype
         self._parameters = parameters
         self._keeps_strides = keeps_strides
-        self._sizes = [*map(_real_numel, parameters), len(parameters)]
+        numbers = 2 if dtype.is_complex else 1
+        self._sizes = [*(numbers * p.numel() for p in parameters), len(parameters)]
         self._shapes = [parameter.shape for parameter in parameters]
         self._is_plain = not dtype.is_complex and all(
             parameter.is_contiguous() for parameter in parameters
@@ -61,7 +70,46 @@ class BucketLayout:
         return [_shaped_like(part, p, strided=strided) for part, p in pairs]
 
 
-def formats_agree(parameters: Sequence[nn.Parameter], group: Members) -> bool:
+@final
+class SumMemory:
+    """Pieces of private memory for the sums of one bucket.
+
+    Args:
+        numel: elements of a sum.
+        dtype: of the sum.
+        device: of the sum; torch's own allocator lends what is not the host's.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self._lent: list[tuple[mmap.mmap, weakref.ref[memoryview]]] = []
+
+    def lend(self) -> torch.Tensor:
+        """Memory that no tensor uses any more, or new one; its contents are arbitrary.
+
+        A tensor's storage holds the memoryview that it was made from, and every view
+        of the tensor its storage.
+        """
+        if self._device.type != "cpu":
+            return torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        free = [memory for memory, loan in self._lent if loan() is None]
+        self._lent = [(memory, loan) for memory, loan in self._lent if loan()]
+        size_bytes = self._numel * self._dtype.itemsize
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = free[0] if free else mmap.mmap(-1, size_bytes, flags=flags)
+        lent = memoryview(memory)
+        self._lent.append((memory, weakref.ref(lent)))
+        return torch.frombuffer(lent, dtype=self._dtype, count=self._numel)
+
+
+def give_back_freed() -> None:
+    """Has malloc return what is free inside its heap, where it can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def formats_agree(parameters: Sequence[nn.Parameter], group: Group) -> bool:
     """True if all ranks hold every parameter in the same memory format."""
     strided = [
         (index, parameter.stride())
@@ -73,10 +121,6 @@ def formats_agree(parameters: Sequence[nn.Parameter], group: Members) -> bool:
         formats[group.rank] = zlib.crc32(repr(strided).encode())
     group.all_reduce(formats, "comparing memory formats")
     return len(set(formats.tolist())) == 1
-
-
-def _real_numel(tensor: torch.Tensor) -> int:
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 def _shaped_like(

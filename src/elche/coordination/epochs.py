@@ -257,10 +257,6 @@ class Epochs:
         if self.is_under_way and self._policy.is_outdated:
             yield from self.cut(now_s)
 
-    def owes(self, rank: int) -> bool:
-        """True if the epoch under way cannot end without a rank."""
-        return self.is_under_way and self._policy.owes(rank)
-
     def release(self, now_s: float) -> list[Instruction]:
         """Instructions held back for ranks that have left, whose delay is over."""
         return self._ending.release(now_s)

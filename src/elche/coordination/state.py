@@ -302,9 +302,7 @@ class Coordinator:
         if self.is_finished:
             return self._go_on_after_end(now_s)
         epochs = self._epochs
-        is_missed = epochs is not None and (
-            epochs.owes(event.rank) or epochs.is_opening
-        )
+        is_missed = epochs and (epochs.is_under_way or epochs.is_opening)
         if is_missed or self._barriers:
             return self._end.abort(
                 f"rank {event.rank} has left while others were {self.doing}"

@@ -319,9 +319,9 @@ class AutoChooser(PolicyChooser):
             first_window=self._next_window,
             cut_for=None if choice.is_alone else self._settings.cut_for,
             times=self._times,
+            progress_samples=self._samples,
         )
         self._trains_alone = choice.is_alone
-        self.policy.start_from(self._samples)
         self._alone_since_s = self._now_s
         self._phase = _Phase.WINDOWS
 

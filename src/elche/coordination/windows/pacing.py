@@ -267,7 +267,9 @@ class Pacing:
         """
         if self._guard is None:
             return ""
-        verdict = self._guard.observe(reduction.divergences, max(1, batches))
+        reports = sorted(reduction.reports.items())
+        divergences = [report.divergence for _, report in reports]
+        verdict = self._guard.observe(divergences, max(1, batches))
         self._may_grow = not verdict.hold
         if verdict.nudge is None:
             return ""

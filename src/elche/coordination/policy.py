@@ -203,3 +203,44 @@ class Policy(ABC):
     @abstractmethod
     def waiting_for(self) -> str:
         """Whom the run waits for now, in words."""
+
+
+class PolicyChooser:
+    """Owner of a run's policy; this one keeps the policy that it is given.
+
+    Args:
+        policy: decides inside the epochs.
+
+    Attributes:
+        policy: the policy in force.
+        state_from: rank whose optimizer state all take before the epoch; None: each
+            has its own.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.state_from: int | None = None
+
+    @property
+    def loss_limits(self) -> LossLimits:
+        """Losses of ranks that the policy does not survive now."""
+        return self.policy.loss_limits
+
+    def prepare(self, sync_s: float, now_s: float, *, alike: bool) -> None:
+        """An epoch, or the rest of one, is about to begin: the policy may change.
+
+        A reduction takes ``sync_s`` where ranks measured it; ``alike``: all ranks'
+        optimizers would take the same step.
+        """
+
+    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
+        """Starts an epoch, or the rest of one, under the policy in force."""
+        return self.policy.begin_epoch(epoch, sizes, now_s)
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        self.policy.remove(rank)
+
+    def add(self, member: Member) -> None:
+        """A rank joins, before an epoch or the rest of one begins."""
+        self.policy.add(member)

@@ -80,7 +80,7 @@ class Deadline:
         if self._membership.is_joining or self._barriers:
             return True
         return epochs is not None and (
-            epochs.is_under_way or epochs.is_opening or epochs.withholds
+            epochs.is_under_way or epochs.is_opening or epochs.ending.withholds
         )
 
     def doing(self, epochs: Epochs | None) -> str:
@@ -94,7 +94,7 @@ class Deadline:
         if self._barriers:
             return f"waiting for {self._barriers.waiting_for(self._membership.ranks)}"
         if epochs.is_under_way:
-            return f"waiting for {epochs.waiting_for()}"
+            return f"waiting for {epochs.policy.waiting_for()}"
         return "between epochs"
 
 

@@ -15,22 +15,24 @@ committed counts as left; what ranks send that are lost counts as nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from typing import TypeAlias
 
 from elche.coordination.agreement import (
+    Settings,
     disagreement,
     left_before,
     settings_of,
 )
+from elche.coordination.auto.auto_chooser import AutoChooser
+from elche.coordination.auto.windows_advice import AdvisedSync
 from elche.coordination.departures import RankState, cause_of, next_state
 from elche.coordination.epochs import Epochs
 from elche.coordination.fatal_losses import RunFacts, fatal_loss, fatal_setting
 from elche.coordination.gathering import Barriers
 from elche.coordination.membership import Membership, as_members
-from elche.coordination.policies import policy_chooser
-from elche.coordination.policy import Steps
+from elche.coordination.policy import Member, PolicyChooser, Steps
 from elche.coordination.protocol.events import (
     BarrierReached,
     DefaultGroupFormed,
@@ -49,6 +51,8 @@ from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.run_end import Deadline, RunEnd
 from elche.coordination.story import Story
+from elche.coordination.sync.sync_policy import SyncPolicy
+from elche.coordination.windows.window_policy import WindowPolicy
 from elche.errors import ProtocolError
 
 RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
@@ -164,10 +168,9 @@ class Coordinator:
     def _answer(self, event: Event, now_s: float) -> Steps:
         handler = self._handlers.get(type(event), self._in_epoch)
         if self._epochs is not None:
-            yield from self._epochs.heard(event)
+            yield from self._epochs.ending.heard(event)
         yield from handler(event, now_s)
         if self._epochs is not None:
-            yield from self._epochs.make_room()
             yield from self._epochs.take_in(now_s)
 
     def story(self, rank: int | None = None) -> list[str]:
@@ -184,7 +187,8 @@ class Coordinator:
         """Asserts every invariant; called after each event in tests."""
         if self._epochs is not None:
             self._membership.check()
-            self._epochs.check()
+            if self._epochs.is_under_way:
+                self._epochs.policy.check()
 
     def _join(self, event: Join, now_s: float) -> _Told:
         if event.rank not in self._membership.ranks:
@@ -335,7 +339,7 @@ class Coordinator:
         )
         if epochs is None:
             return facts
-        return replace(facts, epoch=epochs.number, limits=epochs.loss_limits)
+        return replace(facts, epoch=epochs.number, limits=epochs.chooser.loss_limits)
 
     @property
     def _is_over(self) -> bool:
@@ -351,7 +355,7 @@ class Coordinator:
         epochs, roster = self._running(), self._membership.roster
         is_last = roster.take(event)
         if event.generation == roster.generation:
-            epochs.arrived(event)
+            epochs.policy.arrived(event.rank, event.lost)
         if not is_last:
             return
         yield from self._barriers.passed(self._membership.ranks)
@@ -360,9 +364,23 @@ class Coordinator:
     def _tick(self, event: Tick, now_s: float) -> list[Instruction]:
         if why := self._deadline.exceeded(self._epochs, now_s):
             return self._end.abort(why, kind="deadline")
-        return [] if self._epochs is None else self._epochs.release(now_s)
+        return [] if self._epochs is None else self._epochs.ending.release(now_s)
 
     def _running(self) -> Epochs:
         if self._epochs is None:
             raise ProtocolError("a message before all ranks have joined")
         return self._epochs
+
+
+def policy_chooser(members: Sequence[Member], settings: Settings) -> PolicyChooser:
+    """Owner of the policy that the settings name."""
+    config = settings.config
+    if config.policy == "auto":
+        return AutoChooser(members, settings)
+    if config.policy == "sync":
+        is_advised = settings.is_default and not config.debug.deterministic
+        if is_advised and len(members) > 1:
+            return AdvisedSync(members, settings)
+        return PolicyChooser(SyncPolicy(members, settings))
+    epochs, cut_for = settings.epochs, settings.cut_for
+    return PolicyChooser(WindowPolicy(config, members, epochs, cut_for=cut_for))

@@ -22,8 +22,14 @@ from hypothesis import strategies as st
 
 from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.journal import Entry, RunRecord
-from elche.coordination.protocol.events import BarrierReached, Left, RankLost, Tick
-from elche.coordination.protocol.inputs import Input, StreamBegun
+from elche.coordination.protocol.events import (
+    BarrierReached,
+    Input,
+    Left,
+    RankLost,
+    StreamBegun,
+    Tick,
+)
 from elche.coordination.protocol.instructions import BarrierPassed, Regroup, Welcome
 from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.errors import CommunicationError

@@ -10,11 +10,9 @@ from typing import Any, Final, Protocol, final
 from elche.comm.control.addresses import keep_alive
 from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import HELLO_BYTES, accept
-from elche.coordination.protocol.events import Join, Left
-from elche.coordination.protocol.field_checks import brief
-from elche.coordination.protocol.inputs import Input, StoreSet
+from elche.coordination.protocol.events import Input, Join, Left, StoreSet
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
-from elche.coordination.protocol.wire import FROM_WORKERS, from_wire
+from elche.coordination.protocol.wire import FROM_WORKERS, brief, from_wire
 from elche.errors import ProtocolError
 
 STACK_CHARS: Final = 2000

@@ -31,13 +31,11 @@ from elche.coordination.liveness import SILENT_S, Liveness
 from elche.coordination.protocol.events import (
     Event,
     Failed,
-    RankLost,
-    Tick,
-)
-from elche.coordination.protocol.inputs import (
     Input,
+    RankLost,
     StoreSet,
     StreamBegun,
+    Tick,
 )
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import ACK_EVERY

@@ -7,7 +7,7 @@ from dataclasses import replace
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import opened_differently
 from elche.coordination.gathering import EpochEnding
-from elche.coordination.membership import Membership, as_members
+from elche.coordination.membership import Membership, as_members, refusal
 from elche.coordination.policy import EpochTotals, Outcome, Policy, PolicyChooser, Steps
 from elche.coordination.protocol.events import (
     EpochCut,
@@ -24,7 +24,6 @@ from elche.coordination.protocol.instructions import (
     MetricsReported,
     PolicyChosen,
 )
-from elche.coordination.roster import refusal
 from elche.coordination.story import Story
 from elche.errors import MismatchError, ProtocolError
 
@@ -86,7 +85,7 @@ class Epochs:
             MismatchError: ranks do not begin it alike.
             ProtocolError: it is not the next one, or the rank has asked before.
         """
-        if event.rank in self._membership.roster.fresh:
+        if event.rank in self._membership.fresh:
             before = {r: each for r, each in self._opened.items() if r < event.rank}
             difference = opened_differently({**before, event.rank: event})
             if difference:
@@ -106,7 +105,7 @@ class Epochs:
     def _begin_if_open(self, now_s: float) -> Steps:
         """Begins the epoch when all members have opened it."""
         ranks = self._membership.ranks
-        if not self._opened.keys() >= ranks or self._membership.roster.pending:
+        if not self._opened.keys() >= ranks or self._membership.pending:
             return
         if self.is_paused and self._membership.awaits_cut:
             return  # newcomers are taken in first
@@ -127,7 +126,7 @@ class Epochs:
             # In windows each rank's schedulers go on by themselves to the epoch's end.
             alike=len(rates) == 1 and not speaker.continues,
         )
-        self._membership.roster.fresh.clear()
+        self._membership.fresh.clear()
         self._opened = {}
         self.number = speaker.epoch
         self.is_under_way, self._is_cut, self._is_end = True, False, False
@@ -217,7 +216,7 @@ class Epochs:
             return
         if self.is_under_way:
             yield from self.cut(now_s)
-        elif self.is_paused and membership.roster.ready:
+        elif self.is_paused and membership.ready:
             joins, told = membership.admit_ready()
             for member in as_members(joins):
                 self._story.decided("joins", now_s, member.rank)
@@ -229,7 +228,7 @@ class Epochs:
         if not self.is_under_way:
             yield from self._begin_if_open(now_s)
             return
-        reduced = self._membership.roster.reduced
+        reduced = self._membership.reduced
         yield from self._settle(self.policy.regrouped(reduced, now_s), now_s)
         if self.is_under_way and self.policy.is_outdated:
             yield from self.cut(now_s)

@@ -161,7 +161,7 @@ class RunEnd:
     def _send(self, abort: Abort) -> list[Instruction]:
         """To every rank, and to those that wait to join."""
         self._sent = abort
-        waiting = {join.rank for join in self._membership.roster.take_newcomers()}
+        waiting = {refused.rank for refused in self._membership.turn_away()}
         told = sorted(self._membership.ranks | waiting)
         return [replace(abort, rank=rank) for rank in told]
 

@@ -8,7 +8,7 @@ never reads a clock and never does I/O: the shell
 decision leaves a line in the story, which every error prints.
 
 A rank goes by one path (`Coordinator._gone`), whatever the cause: `fatal_loss` decides
-whether the run survives the loss, and `departures.TABLE` what follows from it. Nothing
+whether the run survives the loss, and `membership.TABLE` what follows from it. Nothing
 follows where the state stays. A connection that ends when others have left and all is
 committed counts as left; what ranks send that are lost counts as nothing.
 """
@@ -27,11 +27,16 @@ from elche.coordination.agreement import (
 )
 from elche.coordination.auto.auto_chooser import AutoChooser
 from elche.coordination.auto.windows_advice import AdvisedSync
-from elche.coordination.departures import RankState, cause_of, next_state
 from elche.coordination.epochs import Epochs
 from elche.coordination.fatal_losses import RunFacts, fatal_loss, fatal_setting
 from elche.coordination.gathering import Barriers
-from elche.coordination.membership import Membership, as_members
+from elche.coordination.membership import (
+    Membership,
+    RankState,
+    as_members,
+    cause_of,
+    next_state,
+)
 from elche.coordination.policy import Member, PolicyChooser, Steps
 from elche.coordination.protocol.events import (
     BarrierReached,
@@ -198,7 +203,8 @@ class Coordinator:
                 f"rank {event.rank} uses protocol version {event.version}, expected "
                 f"{PROTOCOL_VERSION}: install one elche version everywhere"
             )
-        if self._membership.comes_early(event):
+        if event.rank in self._membership.left:  # too early for the next run
+            self._membership.early.append(event)
             return self._go_on_after_end(now_s) if self.is_finished else []
         difference = self._membership.take(event)
         if difference:
@@ -209,7 +215,7 @@ class Coordinator:
         """A rank that waits to join: the epoch is cut for it."""
         if event.rank in self._membership.ranks:
             raise ProtocolError(f"rank {event.rank} is in the run")
-        self._membership.roster.ready.add(event.rank)
+        self._membership.ready.add(event.rank)
         return []
 
     def _begin_run(self) -> Steps:
@@ -237,8 +243,8 @@ class Coordinator:
 
     def _go_on_after_end(self, now_s: float) -> list[Instruction]:
         """Every rank has left: the same processes may begin another run."""
-        told: list[Instruction] = [*self._membership.roster.turn_away()]
-        if self._membership.is_awaited:
+        told = self._membership.turn_away()
+        if self._membership.early:
             if self._membership.has_changed:
                 return self._end.abort(
                     "ranks have died in the run before, left or joined it, and another "
@@ -275,14 +281,14 @@ class Coordinator:
         return self._end.abort(f"interrupted: the launcher was sent {event.by}")
 
     def _gone(self, event: Left | Failed | RankLost, now_s: float) -> list[Instruction]:
-        """A rank goes, whatever the cause; the table is in `departures`."""
+        """A rank goes, whatever the cause; by `membership.TABLE`."""
         rank, cause, membership = event.rank, cause_of(event), self._membership
         before, fatal = membership.state_of(rank), self._fatal_loss(rank)
         after = next_state(before, cause, survives=not fatal)
         if after is before:
             return []
         if before is RankState.WAITING:
-            membership.roster.withdraw(rank)
+            membership.withdraw(rank)
             return []
         if after is RankState.LOST:
             if isinstance(event, Failed):
@@ -352,13 +358,13 @@ class Coordinator:
         return fatal_setting(self._run)
 
     def _regrouped(self, event: Regrouped, now_s: float) -> Steps:
-        epochs, roster = self._running(), self._membership.roster
-        is_last = roster.take(event)
-        if event.generation == roster.generation:
+        epochs, membership = self._running(), self._membership
+        is_last = membership.arrive(event)
+        if event.generation == membership.generation:
             epochs.policy.arrived(event.rank, event.lost)
         if not is_last:
             return
-        yield from self._barriers.passed(self._membership.ranks)
+        yield from self._barriers.passed(membership.ranks)
         yield from epochs.regrouped(now_s)
 
     def _tick(self, event: Tick, now_s: float) -> list[Instruction]:

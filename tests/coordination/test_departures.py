@@ -11,18 +11,18 @@ import pytest
 from elche.config import RunConfig
 from elche.config_parts import DebugConfig, TransportConfig
 from elche.coordination.agreement import Settings, settings_of
-from elche.coordination.departures import (
-    TRANSITIONS,
-    RankState,
-    cause_of,
-    next_state,
-)
 from elche.coordination.fatal_losses import (
     FatalLoss,
     LossLimits,
     RunFacts,
     fatal_loss,
     fatal_setting,
+)
+from elche.coordination.membership import (
+    TRANSITIONS,
+    RankState,
+    cause_of,
+    next_state,
 )
 from elche.coordination.protocol.events import Failed, Join, Left, RankLost
 from elche.errors import TransitionError

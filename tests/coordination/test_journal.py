@@ -18,8 +18,6 @@ from elche.coordination.protocol.events import (
     Failed,
     Join,
     JoinReady,
-)
-from elche.coordination.protocol.inputs import (
     StoreSet,
     StreamBegun,
 )

@@ -7,7 +7,7 @@ position once in the model of all who live.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -18,7 +18,7 @@ from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.sync import lost_ranks
 from elche.coordination.windows import window_policy
-from elche.coordination.windows.reductions import Reduction, ReductionPlanner
+from elche.coordination.windows.reductions import Reduction
 from elche.coordination.windows.window_state import WindowState
 from elche.sim.cluster import Cluster, Device, SimulatedRun
 from tests.coordination.sync import test_lost_ranks
@@ -158,7 +158,7 @@ def test_larger_ones(
 
 def commit_at_the_first(reduction: Reduction, ranks: Iterable[int]) -> None:
     """A window is committed when the first survivor holds it."""
-    reduction.attempt += 1
+    reduction.plan = replace(reduction.plan, attempt=reduction.plan.attempt + 1)
     reduction.missing = {min(ranks)}
     reduction.reports.clear()
 
@@ -173,10 +173,10 @@ RETURN = EpochLedger.give_back
 
 
 def redo_always(
-    state: WindowState, planner: ReductionPlanner, reduced: Mapping[int, int]
-) -> list[Instruction]:
+    state: WindowState, reduced: Mapping[int, int]
+) -> Sequence[Instruction]:
     """Nobody is asked who holds the result."""
-    return RESUME(state, planner, dict.fromkeys(reduced, -1))
+    return RESUME(state, dict.fromkeys(reduced, -1))
 
 
 RESUME = window_policy.resume_reduction

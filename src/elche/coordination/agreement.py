@@ -107,42 +107,31 @@ def what_differs(joins: Sequence[Join]) -> str:
     """Compares all ranks with rank 0; the differences in words, or ""."""
     first = joins[0]
     for join in joins[1:]:
-        if join.world_size != first.world_size:
-            return (
-                f"world size differs: rank 0 has {first.world_size}, rank "
-                f"{join.rank} has {join.world_size}"
-            )
+        sizes = first.world_size, join.world_size
+        if sizes[0] != sizes[1]:
+            said = f"rank 0 has {sizes[0]}, rank {join.rank} has {sizes[1]}"
+            return f"world size differs: {said}"
         if join.settings == first.settings and join.tensors == first.tensors:
             continue
-        settings = _difference(dict(first.settings), dict(join.settings), join.rank)
-        if settings:
-            return (
-                f"configuration differs between ranks: {settings}; give the same on "
-                "every rank"
-            )
-        tensors = _difference(
-            {name: f"{shape} {dtype}" for name, shape, dtype in first.tensors},
-            {name: f"{shape} {dtype}" for name, shape, dtype in join.tensors},
-            join.rank,
+        said = _difference(dict(first.settings), dict(join.settings), join.rank)
+        if said:
+            said += "; give the same on every rank"
+            return f"configuration differs between ranks: {said}"
+        one, other = (
+            {name: f"{shape} {dtype}" for name, shape, dtype in each.tensors}
+            for each in (first, join)
         )
-        if tensors:
-            return (
-                "the model differs between ranks: "
-                + tensors
-                + "; build the same model on every rank"
-            )
-        if first.tensors != join.tensors:
-            return (
-                f"the model differs between ranks: rank 0 and rank {join.rank} hold "
-                "the same tensors in another order"
-            )
+        if said := _difference(one, other, join.rank):
+            said += "; build the same model on every rank"
+        else:
+            said = f"rank 0 and rank {join.rank} hold the same tensors in another order"
+        return f"the model differs between ranks: {said}"
     return ""
 
 
 def disagreement(joins: Sequence[Join]) -> str:
     """Reason why all ranks cannot train together; "" if they can."""
-    difference = what_differs(joins)
-    if difference:
+    if difference := what_differs(joins):
         return difference
     hints = settings_of(joins[0]).config.speed_hints
     if hints is not None and len(hints) != len(joins):
@@ -219,12 +208,11 @@ def _flat(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
 
 
 def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> str:
-    lines = []
-    for name in sorted(set(first) | set(other)):
-        ours, theirs = first.get(name, "(absent)"), other.get(name, "(absent)")
-        if ours != theirs:
-            lines.append(f"{name}: rank 0 has {ours}, rank {rank} has {theirs}")
-    more = len(lines) - SHOWN_DIFFERENCES
-    if more > 0:
-        lines = [*lines[:SHOWN_DIFFERENCES], f"and {more} more"]
-    return "; ".join(lines)
+    names = [n for n in sorted({*first, *other}) if first.get(n) != other.get(n)]
+    lines = [
+        f"{name}: rank 0 has {first.get(name, '(absent)')}, rank {rank} has "
+        f"{other.get(name, '(absent)')}"
+        for name in names[:SHOWN_DIFFERENCES]
+    ]
+    more = len(names) - len(lines)
+    return "; ".join([*lines, f"and {more} more"] if more else lines)

@@ -6,18 +6,15 @@ from dataclasses import replace
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import opened_differently
-from elche.coordination.fatal_losses import LossLimits
 from elche.coordination.gathering import EpochEnding
-from elche.coordination.membership import Membership, as_members
-from elche.coordination.policy import EpochTotals, Outcome, Policy, Steps
-from elche.coordination.policy_chooser import PolicyChooser
+from elche.coordination.membership import Membership, as_members, refusal
+from elche.coordination.policy import EpochTotals, Outcome, Policy, PolicyChooser, Steps
 from elche.coordination.protocol.events import (
     EpochCut,
     EpochLeft,
     EpochOpened,
     Event,
     PassBegun,
-    Regrouped,
     WindowClosed,
 )
 from elche.coordination.protocol.instructions import (
@@ -27,7 +24,6 @@ from elche.coordination.protocol.instructions import (
     MetricsReported,
     PolicyChosen,
 )
-from elche.coordination.roster import refusal
 from elche.coordination.story import Story
 from elche.errors import MismatchError, ProtocolError
 
@@ -41,6 +37,7 @@ class Epochs:
         story: records decisions.
 
     Attributes:
+        ending: holds back the end of an epoch.
         number: of the epoch begun last, -1 before the first.
         is_under_way: whether it has not ended yet.
     """
@@ -48,7 +45,7 @@ class Epochs:
     def __init__(
         self, chooser: PolicyChooser, membership: Membership, story: Story
     ) -> None:
-        self._chooser = chooser
+        self.chooser = chooser
         self._membership = membership
         self._story = story
         self.number = -1
@@ -56,27 +53,17 @@ class Epochs:
         self._opened: dict[int, EpochOpened] = {}
         self._is_cut = self._is_end = False
         self._before: EpochTotals | None = None
-        self._ending = EpochEnding()
+        self.ending = EpochEnding()
 
     @property
-    def _policy(self) -> Policy:
+    def policy(self) -> Policy:
         """The policy in force."""
-        return self._chooser.policy
+        return self.chooser.policy
 
     @property
     def is_opening(self) -> bool:
         """True if ranks have opened the next epoch and wait for the others."""
         return bool(self._opened)
-
-    @property
-    def withholds(self) -> bool:
-        """True if ranks have not received the end of the epoch yet."""
-        return self._ending.withholds
-
-    @property
-    def loss_limits(self) -> LossLimits:
-        """Losses of ranks that the policy does not survive now."""
-        return self._chooser.loss_limits
 
     @property
     def is_paused(self) -> bool:
@@ -98,7 +85,7 @@ class Epochs:
             MismatchError: ranks do not begin it alike.
             ProtocolError: it is not the next one, or the rank has asked before.
         """
-        if event.rank in self._membership.roster.fresh:
+        if event.rank in self._membership.fresh:
             before = {r: each for r, each in self._opened.items() if r < event.rank}
             difference = opened_differently({**before, event.rank: event})
             if difference:
@@ -118,7 +105,7 @@ class Epochs:
     def _begin_if_open(self, now_s: float) -> Steps:
         """Begins the epoch when all members have opened it."""
         ranks = self._membership.ranks
-        if not self._opened.keys() >= ranks or self._membership.roster.pending:
+        if not self._opened.keys() >= ranks or self._membership.pending:
             return
         if self.is_paused and self._membership.awaits_cut:
             return  # newcomers are taken in first
@@ -133,13 +120,13 @@ class Epochs:
                 return  # it opens the epoch again when it has regrouped
             raise ProtocolError("rank 0 opened the epoch without batch sizes")
         rates = {opened.rates for opened in self._opened.values()}
-        self._chooser.prepare(
+        self.chooser.prepare(
             max(opened.probe_s for opened in self._opened.values()),
             now_s,
             # In windows each rank's schedulers go on by themselves to the epoch's end.
             alike=len(rates) == 1 and not speaker.continues,
         )
-        self._membership.roster.fresh.clear()
+        self._membership.fresh.clear()
         self._opened = {}
         self.number = speaker.epoch
         self.is_under_way, self._is_cut, self._is_end = True, False, False
@@ -148,16 +135,16 @@ class Epochs:
             rank=0,
             epoch=self.number,
             sizes=sizes.runs,
-            policy=self._policy.name,
-            window=self._policy.first_window,
-            cut=self._policy.cut.to_wire(),
-            state_from=self._chooser.state_from,
+            policy=self.policy.name,
+            window=self.policy.first_window,
+            cut=self.policy.cut.to_wire(),
+            state_from=self.chooser.state_from,
         )
         for rank in sorted(ranks):
             yield replace(begun, rank=rank)
-        outcome = self._chooser.begin_epoch(self.number, sizes, now_s)
+        outcome = self.chooser.begin_epoch(self.number, sizes, now_s)
         if self._before is not None and speaker.continues:
-            self._policy.totals.follow(self._before)
+            self.policy.totals.follow(self._before)
         self._before = None
         yield from self._settle(outcome, now_s)
 
@@ -181,9 +168,9 @@ class Epochs:
                 return iter(())  # the rank has not heard that it is over
             is_again, self._is_cut = self._is_cut, True
             self._is_end |= event.is_end
-            if is_again or any(map(self._policy.has_left, self._membership.ranks)):
+            if is_again or any(map(self.policy.has_left, self._membership.ranks)):
                 return iter(())  # it ends
-        return self._settle(self._policy.handle(event, now_s), now_s)
+        return self._settle(self.policy.handle(event, now_s), now_s)
 
     def _settle(self, outcome: Outcome, now_s: float) -> Steps:
         chosen = (one for one in outcome.instructions if isinstance(one, PolicyChosen))
@@ -192,14 +179,14 @@ class Epochs:
         if outcome.epoch_over:
             self.is_under_way = False
             ranks = self._membership.ranks
-            left = {rank for rank in ranks if self._policy.has_left(rank)}
-            is_cut = self._is_cut or self._policy.is_cut
-            rest = () if left or not is_cut else self._policy.positions_left
-            steps = self._policy.steps_left
+            left = {rank for rank in ranks if self.policy.has_left(rank)}
+            is_cut = self._is_cut or self.policy.is_cut
+            rest = () if left or not is_cut else self.policy.positions_left
+            steps = self.policy.steps_left
             is_end = bool(left or (rest and self._is_end))
             goes_on = bool(rest) and not is_end
             if goes_on:
-                self._before = self._policy.totals
+                self._before = self.policy.totals
             if left or rest:
                 told = [
                     replace(one, is_early=is_end, left=rest, steps=steps)
@@ -210,60 +197,41 @@ class Epochs:
                         goes_on and isinstance(one, MetricsReported) and one.window < 0
                     )
                 ]
-                yield from self._ending.end(told, left, ranks, now_s)
+                yield from self.ending.end(told, left, ranks, now_s)
                 return
         yield from outcome.instructions
-
-    def heard(self, event: Event) -> list[Instruction]:
-        """Instructions that were held back until a rank's next message."""
-        return self._ending.heard(event)
 
     def lose(self, rank: int) -> list[Instruction]:
         """A rank is gone; returns what was held back until it was heard of."""
         self._opened.pop(rank, None)
-        self._chooser.remove(rank)
-        return self._ending.confirm(rank)
-
-    def make_room(self) -> list[Instruction]:
-        """Says whether ranks wait to be taken in, which may take some preparation."""
-        # Before it is cut: an epoch may be granted whole.
-        return self._policy.make_room(self._membership.awaits_cut)
+        self.chooser.remove(rank)
+        return self.ending.confirm(rank)
 
     def take_in(self, now_s: float) -> Steps:
         """Takes in ranks that wait, where all pause, and cuts the epoch for that."""
         membership = self._membership
+        # Before it is cut: an epoch may be granted whole.
+        yield from self.policy.make_room(membership.awaits_cut)
         if not membership.awaits_cut:
             return
         if self.is_under_way:
             yield from self.cut(now_s)
-        elif self.is_paused and membership.roster.ready:
+        elif self.is_paused and membership.ready:
             joins, told = membership.admit_ready()
             for member in as_members(joins):
                 self._story.decided("joins", now_s, member.rank)
-                self._chooser.add(member)
+                self.chooser.add(member)
             yield from told
-
-    def arrived(self, event: Regrouped) -> None:
-        """A member is in the group that forms."""
-        self._policy.arrived(event.rank, event.lost)
 
     def regrouped(self, now_s: float) -> Steps:
         """All members have formed their group; the epoch's rest is cut for them."""
         if not self.is_under_way:
             yield from self._begin_if_open(now_s)
             return
-        reduced = self._membership.roster.reduced
-        yield from self._settle(self._policy.regrouped(reduced, now_s), now_s)
-        if self.is_under_way and self._policy.is_outdated:
+        reduced = self._membership.reduced
+        yield from self._settle(self.policy.regrouped(reduced, now_s), now_s)
+        if self.is_under_way and self.policy.is_outdated:
             yield from self.cut(now_s)
-
-    def owes(self, rank: int) -> bool:
-        """True if the epoch under way cannot end without a rank."""
-        return self.is_under_way and self._policy.owes(rank)
-
-    def release(self, now_s: float) -> list[Instruction]:
-        """Instructions held back for ranks that have left, whose delay is over."""
-        return self._ending.release(now_s)
 
     def waiting_to_open(self) -> str:
         """Ranks that are missing to begin the next epoch, in words."""
@@ -274,12 +242,3 @@ class Epochs:
                 f"newcomers: {len(members.ranks)} live, min_ranks={members.min_ranks}"
             )
         return f"ranks {missing} to open epoch {self.number + 1}"
-
-    def waiting_for(self) -> str:
-        """Whom the epoch under way waits for, in words."""
-        return self._policy.waiting_for()
-
-    def check(self) -> None:
-        """Asserts the invariants of the epoch under way."""
-        if self.is_under_way:
-            self._policy.check()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
-from elche.coordination.protocol.inputs import Input, StoreSet, StreamBegun
+from elche.coordination.protocol.events import Input, StoreSet, StreamBegun
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import Outbox
 from elche.coordination.state import Coordinator

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from enum import Enum
+from typing import Final
 
 from elche.coordination.agreement import what_differs
-from elche.coordination.departures import RankState
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import (
     Event,
@@ -16,14 +17,56 @@ from elche.coordination.protocol.events import (
     JoinReady,
     Left,
     RankLost,
+    Regrouped,
     Tick,
 )
-from elche.coordination.protocol.instructions import Instruction, Welcome
-from elche.coordination.protocol.messages import PROTOCOL_VERSION
-from elche.coordination.roster import Roster, refusal
-from elche.errors import ProtocolError
+from elche.coordination.protocol.instructions import (
+    Abort,
+    Instruction,
+    Regroup,
+    Welcome,
+)
+from elche.coordination.protocol.messages import PROTOCOL_VERSION, Runs
+from elche.errors import ProtocolError, TransitionError
 
 _OF_NO_RANK = Interrupted, Tick
+
+
+class RankState(Enum):
+    """States of a rank, as the membership has it, and the end of its run."""
+
+    WAITING = "waiting"  # to be taken into the run
+    NEW = "new"  # taken in, and has not trained yet
+    MEMBER = "member"
+    LEFT = "left"
+    LOST = "lost"
+    ENDED = "ended"
+
+
+TABLE: Final = """\
+state    cause         run survives  otherwise
+waiting  left          lost          lost
+waiting  failed        lost          lost
+waiting  disconnected  lost          lost
+waiting  silent        waiting       waiting
+new      left          left          left
+new      failed        lost          ended
+new      disconnected  lost          ended
+new      silent        lost          new
+member   left          left          left
+member   failed        ended         ended
+member   disconnected  lost          ended
+member   silent        lost          member
+left     failed        ended         ended
+left     disconnected  left          left
+left     silent        left          left"""
+"""The next state of a rank by its state and cause: where the run survives its loss, and
+where it does not. A rank that is lost is in the run no more; `ENDED` is the run's.
+"""
+TRANSITIONS: Final = {
+    (RankState(state), cause): (RankState(survived), RankState(fatal))
+    for state, cause, survived, fatal in map(str.split, TABLE.splitlines()[1:])
+}
 
 
 class Membership:
@@ -37,7 +80,13 @@ class Membership:
         ranks: that are in the run now, also those that have left it in order.
         left: those of them that have, with what each said.
         min_ranks: while fewer are there an epoch that was cut is not gone on with.
-        roster: the generations of their group.
+        generation: number of their group; each change of the membership begins the
+            next.
+        newcomers: ranks that wait to be taken in.
+        ready: those of them that are, where that is done when an epoch is cut.
+        fresh: members that have been taken in, until they train.
+        pending: members that have not formed the group yet.
+        reduced: the last window whose result each member holds, as they said.
     """
 
     def __init__(self, world_size: int, *, grows: bool) -> None:
@@ -46,11 +95,17 @@ class Membership:
         self.ranks = set(range(world_size))
         self.left: dict[int, Left] = {}
         self.min_ranks = 1
-        self.roster = Roster()
+        self.newcomers: list[Join] = []
+        self.ready: set[int] = set()
+        self.fresh: set[int] = set()
+        self.pending: set[int] = set()
+        self.reduced: dict[int, int] = {}
+        self._lost: Runs = ()
+        self.generation = -1
         self._first_generation = 0
         self._survives = False
         self._joins: dict[int, Join] = {}
-        self._early: list[Join] = []
+        self.early: list[Join] = []
 
     @property
     def is_finished(self) -> bool:
@@ -68,14 +123,9 @@ class Membership:
         return 0 < len(self._joins) < self._world_size
 
     @property
-    def is_awaited(self) -> bool:
-        """True if a rank waits for the next run."""
-        return bool(self._early)
-
-    @property
     def has_changed(self) -> bool:
         """True if other ranks take part than at the start."""
-        return self.roster.generation > self._first_generation
+        return self.generation > self._first_generation
 
     @property
     def missing(self) -> list[int]:
@@ -87,23 +137,16 @@ class Membership:
         if isinstance(event, _OF_NO_RANK) or event.rank in self.ranks:
             return True
         if isinstance(event, (Failed, JoinReady, Left, RankLost)):
-            return self.roster.awaits(event.rank)
+            return any(join.rank == event.rank for join in self.newcomers)
         return isinstance(event, Join) and self._grows and event.rank >= 0
 
     def state_of(self, rank: int) -> RankState:
         """State of a rank whose events count."""
         if rank in self.left:
             return RankState.LEFT
-        if rank in self.roster.fresh:
+        if rank in self.fresh:
             return RankState.NEW
         return RankState.MEMBER if rank in self.ranks else RankState.WAITING
-
-    def comes_early(self, join: Join) -> bool:
-        """True if a rank joins too early for the next run, and waits."""
-        is_early = join.rank in self.left
-        if is_early:
-            self._early.append(join)
-        return is_early
 
     def take(self, join: Join) -> str:
         """A rank of the run joins; returns what does not fit, or "".
@@ -137,8 +180,8 @@ class Membership:
             survives: the run continues without ranks that are lost.
         """
         self._survives = survives
-        self.roster.generation += 1
-        self._first_generation = self.roster.generation
+        self.generation += 1
+        self._first_generation = self.generation
         common = self._common(self.joined())
         return [replace(common, rank=rank) for rank in sorted(self.ranks)]
 
@@ -147,32 +190,27 @@ class Membership:
         self._joins.clear()
         self.left.clear()
         self.ranks = set(range(self._world_size))
-        early, self._early = self._early, []
+        early, self.early = self.early, []
         return early
 
     def lose(self, rank: int) -> list[Instruction]:
         """A rank is gone: the others form a new group without it."""
         self.ranks.discard(rank)
-        self.roster.fresh.discard(rank)
-        self.roster.change(self.ranks)
-        return [*self.roster.regroup(self.ranks, left=(rank,))]
+        self.fresh.discard(rank)
+        self._change(self.ranks)
+        return self._regroup(self.ranks, left=(rank,))
 
     def leave(self, event: Left) -> list[Instruction]:
         """A rank goes in order: a group that forms is formed without it."""
         self.left[event.rank] = event
         stay = self.ranks - self.left.keys()
-        if event.rank not in self.roster.pending or not stay:
+        if event.rank not in self.pending or not stay:
             return []
-        self.roster.change(stay)
-        return [*self.roster.regroup(stay, left=(event.rank,), in_order=True)]
+        self._change(stay)
+        return self._regroup(stay, left=(event.rank,), in_order=True)
 
     def greet(self, join: Join, why_closed: str) -> list[Instruction]:
-        """A rank asks to join where an epoch is cut: it waits, if it may and fits.
-
-        Args:
-            join: what it says of itself.
-            why_closed: why no rank can join; "" if one can.
-        """
+        """A rank asks to join where an epoch is cut: it waits, if it may and fits."""
         if join.version != PROTOCOL_VERSION:
             why_closed = (
                 f"it uses protocol version {join.version}, not {PROTOCOL_VERSION}"
@@ -184,7 +222,7 @@ class Membership:
         if difference:
             return [refusal(join.rank, difference)]
         joins = [*(self._joins[rank] for rank in sorted(self.ranks)), join]
-        self.roster.newcomers.append(join)
+        self.newcomers.append(join)
         return [replace(self._common(joins), rank=join.rank)]
 
     @property
@@ -195,29 +233,91 @@ class Membership:
     @property
     def awaits_cut(self) -> bool:
         """True if ranks wait to be taken in, or are waited for, in a cut epoch."""
-        is_wanted = bool(self.roster.ready) or self.is_short
-        return is_wanted and not (self.left or self.roster.pending)
+        is_wanted = bool(self.ready) or self.is_short
+        return is_wanted and not (self.left or self.pending)
 
     def admit_ready(self) -> tuple[list[Join], list[Instruction]]:
         """Takes in those that wait and are ready; returns them, and what is said."""
-        joins, before = self.roster.take_ready(), sorted(self.ranks)
+        joins = [join for join in self.newcomers if join.rank in self.ready]
+        new, before = tuple(join.rank for join in joins), sorted(self.ranks)
+        self.fresh |= self.ready
+        for rank in new:
+            self.withdraw(rank)
         self._joins.update({join.rank: join for join in joins})
-        new = tuple(join.rank for join in joins)
         self.ranks.update(new)
-        self.roster.change(self.ranks)
-        told = self.roster.regroup(before, joined=new)
-        told += self.roster.regroup(new, joined=tuple(sorted(self.ranks)))
-        return joins, [*told]
+        self._change(self.ranks)
+        told = self._regroup(before, joined=new)
+        return joins, told + self._regroup(new, joined=tuple(sorted(self.ranks)))
+
+    def withdraw(self, rank: int) -> None:
+        """A rank waits to be taken in no more."""
+        self.newcomers = [join for join in self.newcomers if join.rank != rank]
+        self.ready.discard(rank)
+
+    def turn_away(self) -> list[Instruction]:
+        """The run is over: ranks that wait to join it are told."""
+        waiting, self.newcomers = [join.rank for join in self.newcomers], []
+        self.ready.clear()
+        return [
+            refusal(rank, f"the run ended before rank {rank} could join it")
+            for rank in waiting
+        ]
+
+    def arrive(self, event: Regrouped) -> bool:
+        """A member is in the group that forms; True when it was the last one.
+
+        Raises:
+            ProtocolError: it has said so before.
+        """
+        if event.generation < self.generation:
+            return False  # the membership has changed again meanwhile
+        if event.rank not in self.pending or event.generation > self.generation:
+            raise ProtocolError(f"rank {event.rank} is in no such group: {event}")
+        self.pending.discard(event.rank)
+        is_same = not event.lost or event.reduced in self.reduced.values()
+        if self.reduced and not (is_same and event.lost == self._lost):
+            raise ProtocolError(
+                f"ranks have settled a death differently: {self.reduced} without "
+                f"{self._lost}, but {event}"
+            )
+        self.reduced[event.rank], self._lost = event.reduced, event.lost
+        return not self.pending
+
+    def _change(self, members: Iterable[int]) -> None:
+        """Begins the next generation."""
+        self.generation += 1
+        self.pending = set(members)
+        self.reduced, self._lost = {}, ()
+
+    def _regroup(
+        self,
+        ranks: Iterable[int],
+        *,
+        left: tuple[int, ...] = (),
+        joined: tuple[int, ...] = (),
+        in_order: bool = False,
+    ) -> list[Instruction]:
+        """Tells these ranks to form the group of this generation."""
+        return [
+            Regroup(
+                rank=rank,
+                generation=self.generation,
+                left=left,
+                joined=joined,
+                in_order=in_order,
+            )
+            for rank in sorted(ranks)
+        ]
 
     def check(self) -> None:
         """Asserts that all have joined, and that the group is of members."""
         assert len(self.ranks) <= len(self._joins)
-        assert not self.roster.pending - self.ranks
+        assert not self.pending - self.ranks
 
     def _common(self, joins: Sequence[Join]) -> Welcome:
         return Welcome(
             rank=0,
-            generation=self.roster.generation,
+            generation=self.generation,
             devices=tuple(join.device for join in joins),
             memory_bytes=tuple(join.memory_bytes for join in joins),
             survives=self._survives,
@@ -227,3 +327,28 @@ class Membership:
 def as_members(joins: Sequence[Join]) -> list[Member]:
     """Members as a policy knows them."""
     return [Member(join.rank, join.device, join.horizon_batches) for join in joins]
+
+
+def refusal(rank: int, difference: str) -> Abort:
+    """The rejection of a newcomer that does not fit; the run goes on."""
+    return Abort(rank=rank, reason=difference, kind="mismatch")
+
+
+def cause_of(event: Left | Failed | RankLost) -> str:
+    """The cause by which a rank goes."""
+    if isinstance(event, RankLost):
+        return "silent" if event.silent_s else "disconnected"
+    return "left" if isinstance(event, Left) else "failed"
+
+
+def next_state(state: RankState, cause: str, *, survives: bool) -> RankState:
+    """The state of a rank that goes; ``survives``: the run continues without it.
+
+    Raises:
+        TransitionError: such a rank cannot go so.
+    """
+    if (state, cause) not in TRANSITIONS:
+        why = f"expected a transition of the table, got {state.value} and {cause}"
+        raise TransitionError(f"{why}:\n{TABLE}")
+    survived, fatal = TRANSITIONS[state, cause]
+    return survived if survives else fatal

@@ -17,7 +17,6 @@ from elche.coordination.protocol.instructions import (
     MetricsReported,
 )
 from elche.coordination.protocol.messages import Runs
-from elche.errors import TransitionError
 
 Steps: TypeAlias = Iterator[Instruction]
 """Instructions, each decided on when it is asked for: to be run to the end before
@@ -44,77 +43,48 @@ class EpochTotals:
         self._epoch = epoch
         self._book = MetricsBook(world_size)
         self._book.begin_epoch(epoch, now_s)
-        self._world_size = world_size
         self.sync_s = 0.0
         self.windows = 0
-        self._before: EpochTotals | None = None
-        self._ended_samples: int | None = (
-            None  # the book has those of earlier parts then
-        )
+        self._before: MetricsBook | None = None
 
     def follow(self, before: EpochTotals) -> None:
         """Another part of the same epoch came before: metrics are of both."""
-        self._before = before
+        self._before = before._book
 
     def add(self, window: int, report: RankReport) -> None:
         """Counts work that a rank reported."""
-        if report.rank >= self._world_size:
-            self._world_size = report.rank + 1
-            self._book.grow(self._world_size)
         self._book.add(window, report)
 
     @property
     def samples(self) -> int:
         """Counted so far, without what was discarded."""
-        ended = self._ended_samples
-        return self._book.samples if ended is None else ended
+        return self._book.samples
 
     def discard(self, window: int, rank: int, samples: int) -> None:
         """Samples that were counted are in no model: they count for themselves."""
         if samples:
-            self.add(
-                window,
-                RankReport(rank=rank, samples=-samples, discarded_samples=samples),
-            )
+            report = RankReport(rank=rank, samples=-samples, discarded_samples=samples)
+            self.add(window, report)
 
     def close_window(
         self, window: int, now_s: float, reader: int, sync_s: float, count: int = 1
     ) -> MetricsReported:
-        """Ends a window; what it brought, for one rank to read.
+        """Ends a window; its metrics, for one rank.
 
-        Args:
-            window: its number.
-            now_s: the time.
-            reader: who is told.
-            sync_s: what its synchronisations cost.
-            count: how many there were.
+        Its ``count`` synchronisations took ``sync_s`` seconds.
         """
         self.sync_s += sync_s
         self.windows += count
-        brought = self._book.close_window(window, now_s, count)
+        values = self._book.close_window(window, now_s, count).to_json()
         return MetricsReported(
-            rank=reader,
-            epoch=self._epoch,
-            window=window,
-            values=brought.to_json(),
+            rank=reader, epoch=self._epoch, window=window, values=values
         )
 
     def end_epoch(
-        self,
-        ranks: Sequence[int],
-        now_s: float,
-        anchor: int,
+        self, ranks: Sequence[int], now_s: float, anchor: int
     ) -> Iterator[Instruction]:
-        """Metrics and end of the epoch, to every rank.
-
-        In a run of more than `TABLE_RANKS` ranks only the first one receives the
-        metrics of each rank, the others the totals.
-        """
-        samples, metrics = self._book.samples, self._book.end_epoch(now_s)
-        self._ended_samples = samples
-        if self._before is not None:
-            self._book.follow(self._before._book)
-            metrics = self._book.end_epoch(now_s)
+        """Metrics (in large runs totals, see `TABLE_RANKS`) and end of the epoch."""
+        samples, metrics = self.samples, self._book.end_epoch(now_s, self._before)
         is_large = len(metrics.rank_samples) > TABLE_RANKS
         whole = metrics.to_json()
         small = metrics.totals().to_json() if is_large else whole
@@ -211,29 +181,66 @@ class Policy(ABC):
     def check(self) -> None:
         """Asserts the invariants of the epoch under way."""
 
+    @abstractmethod
     def remove(self, rank: int) -> None:
         """A rank is gone; nothing is begun until :meth:`regrouped`."""
-        raise TransitionError(f"{type(self).__name__} cannot go on without a rank", [])
 
+    @abstractmethod
     def add(self, member: Member) -> None:
         """A rank joins, before an epoch or the rest of one begins."""
-        raise TransitionError(f"{type(self).__name__} cannot take in a rank", [])
 
     def arrived(self, rank: int, lost: Runs) -> None:  # noqa: B027
         """Before :meth:`regrouped`: a member is in the group; see `Regrouped`."""
 
+    @abstractmethod
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; says who holds which result."""
-        raise TransitionError(f"{type(self).__name__} has one membership", [])
 
+    @abstractmethod
     def has_left(self, rank: int) -> bool:
         """True if a rank's loop has left the epoch early."""
-        return False
-
-    def owes(self, rank: int) -> bool:
-        """True if the epoch under way cannot end without a rank."""
-        return True
 
     @abstractmethod
     def waiting_for(self) -> str:
         """Whom the run waits for now, in words."""
+
+
+class PolicyChooser:
+    """Owner of a run's policy; this one keeps the policy that it is given.
+
+    Args:
+        policy: decides inside the epochs.
+
+    Attributes:
+        policy: the policy in force.
+        state_from: rank whose optimizer state all take before the epoch; None: each
+            has its own.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.state_from: int | None = None
+
+    @property
+    def loss_limits(self) -> LossLimits:
+        """Losses of ranks that the policy does not survive now."""
+        return self.policy.loss_limits
+
+    def prepare(self, sync_s: float, now_s: float, *, alike: bool) -> None:
+        """An epoch, or the rest of one, is about to begin: the policy may change.
+
+        A reduction takes ``sync_s`` where ranks measured it; ``alike``: all ranks'
+        optimizers would take the same step.
+        """
+
+    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
+        """Starts an epoch, or the rest of one, under the policy in force."""
+        return self.policy.begin_epoch(epoch, sizes, now_s)
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        self.policy.remove(rank)
+
+    def add(self, member: Member) -> None:
+        """A rank joins, before an epoch or the rest of one begins."""
+        self.policy.add(member)

@@ -80,7 +80,7 @@ class Deadline:
         if self._membership.is_joining or self._barriers:
             return True
         return epochs is not None and (
-            epochs.is_under_way or epochs.is_opening or epochs.withholds
+            epochs.is_under_way or epochs.is_opening or epochs.ending.withholds
         )
 
     def doing(self, epochs: Epochs | None) -> str:
@@ -94,7 +94,7 @@ class Deadline:
         if self._barriers:
             return f"waiting for {self._barriers.waiting_for(self._membership.ranks)}"
         if epochs.is_under_way:
-            return f"waiting for {epochs.waiting_for()}"
+            return f"waiting for {epochs.policy.waiting_for()}"
         return "between epochs"
 
 
@@ -161,7 +161,7 @@ class RunEnd:
     def _send(self, abort: Abort) -> list[Instruction]:
         """To every rank, and to those that wait to join."""
         self._sent = abort
-        waiting = {join.rank for join in self._membership.roster.take_newcomers()}
+        waiting = {refused.rank for refused in self._membership.turn_away()}
         told = sorted(self._membership.ranks | waiting)
         return [replace(abort, rank=rank) for rank in told]
 

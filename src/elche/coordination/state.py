@@ -8,29 +8,36 @@ never reads a clock and never does I/O: the shell
 decision leaves a line in the story, which every error prints.
 
 A rank goes by one path (`Coordinator._gone`), whatever the cause: `fatal_loss` decides
-whether the run survives the loss, and `departures.TABLE` what follows from it. Nothing
+whether the run survives the loss, and `membership.TABLE` what follows from it. Nothing
 follows where the state stays. A connection that ends when others have left and all is
 committed counts as left; what ranks send that are lost counts as nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from typing import TypeAlias
 
 from elche.coordination.agreement import (
+    Settings,
     disagreement,
     left_before,
     settings_of,
 )
-from elche.coordination.departures import RankState, cause_of, next_state
+from elche.coordination.auto.auto_chooser import AutoChooser
+from elche.coordination.auto.windows_advice import AdvisedSync
 from elche.coordination.epochs import Epochs
 from elche.coordination.fatal_losses import RunFacts, fatal_loss, fatal_setting
 from elche.coordination.gathering import Barriers
-from elche.coordination.membership import Membership, as_members
-from elche.coordination.policies import policy_chooser
-from elche.coordination.policy import Steps
+from elche.coordination.membership import (
+    Membership,
+    RankState,
+    as_members,
+    cause_of,
+    next_state,
+)
+from elche.coordination.policy import Member, PolicyChooser, Steps
 from elche.coordination.protocol.events import (
     BarrierReached,
     DefaultGroupFormed,
@@ -49,6 +56,8 @@ from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.run_end import Deadline, RunEnd
 from elche.coordination.story import Story
+from elche.coordination.sync.sync_policy import SyncPolicy
+from elche.coordination.windows.window_policy import WindowPolicy
 from elche.errors import ProtocolError
 
 RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
@@ -164,10 +173,9 @@ class Coordinator:
     def _answer(self, event: Event, now_s: float) -> Steps:
         handler = self._handlers.get(type(event), self._in_epoch)
         if self._epochs is not None:
-            yield from self._epochs.heard(event)
+            yield from self._epochs.ending.heard(event)
         yield from handler(event, now_s)
         if self._epochs is not None:
-            yield from self._epochs.make_room()
             yield from self._epochs.take_in(now_s)
 
     def story(self, rank: int | None = None) -> list[str]:
@@ -184,7 +192,8 @@ class Coordinator:
         """Asserts every invariant; called after each event in tests."""
         if self._epochs is not None:
             self._membership.check()
-            self._epochs.check()
+            if self._epochs.is_under_way:
+                self._epochs.policy.check()
 
     def _join(self, event: Join, now_s: float) -> _Told:
         if event.rank not in self._membership.ranks:
@@ -194,7 +203,8 @@ class Coordinator:
                 f"rank {event.rank} uses protocol version {event.version}, expected "
                 f"{PROTOCOL_VERSION}: install one elche version everywhere"
             )
-        if self._membership.comes_early(event):
+        if event.rank in self._membership.left:  # too early for the next run
+            self._membership.early.append(event)
             return self._go_on_after_end(now_s) if self.is_finished else []
         difference = self._membership.take(event)
         if difference:
@@ -205,7 +215,7 @@ class Coordinator:
         """A rank that waits to join: the epoch is cut for it."""
         if event.rank in self._membership.ranks:
             raise ProtocolError(f"rank {event.rank} is in the run")
-        self._membership.roster.ready.add(event.rank)
+        self._membership.ready.add(event.rank)
         return []
 
     def _begin_run(self) -> Steps:
@@ -233,8 +243,8 @@ class Coordinator:
 
     def _go_on_after_end(self, now_s: float) -> list[Instruction]:
         """Every rank has left: the same processes may begin another run."""
-        told: list[Instruction] = [*self._membership.roster.turn_away()]
-        if self._membership.is_awaited:
+        told = self._membership.turn_away()
+        if self._membership.early:
             if self._membership.has_changed:
                 return self._end.abort(
                     "ranks have died in the run before, left or joined it, and another "
@@ -271,14 +281,14 @@ class Coordinator:
         return self._end.abort(f"interrupted: the launcher was sent {event.by}")
 
     def _gone(self, event: Left | Failed | RankLost, now_s: float) -> list[Instruction]:
-        """A rank goes, whatever the cause; the table is in `departures`."""
+        """A rank goes, whatever the cause; by `membership.TABLE`."""
         rank, cause, membership = event.rank, cause_of(event), self._membership
         before, fatal = membership.state_of(rank), self._fatal_loss(rank)
         after = next_state(before, cause, survives=not fatal)
         if after is before:
             return []
         if before is RankState.WAITING:
-            membership.roster.withdraw(rank)
+            membership.withdraw(rank)
             return []
         if after is RankState.LOST:
             if isinstance(event, Failed):
@@ -302,9 +312,7 @@ class Coordinator:
         if self.is_finished:
             return self._go_on_after_end(now_s)
         epochs = self._epochs
-        is_missed = epochs is not None and (
-            epochs.owes(event.rank) or epochs.is_opening
-        )
+        is_missed = epochs and (epochs.is_under_way or epochs.is_opening)
         if is_missed or self._barriers:
             return self._end.abort(
                 f"rank {event.rank} has left while others were {self.doing}"
@@ -337,7 +345,7 @@ class Coordinator:
         )
         if epochs is None:
             return facts
-        return replace(facts, epoch=epochs.number, limits=epochs.loss_limits)
+        return replace(facts, epoch=epochs.number, limits=epochs.chooser.loss_limits)
 
     @property
     def _is_over(self) -> bool:
@@ -350,21 +358,35 @@ class Coordinator:
         return fatal_setting(self._run)
 
     def _regrouped(self, event: Regrouped, now_s: float) -> Steps:
-        epochs, roster = self._running(), self._membership.roster
-        is_last = roster.take(event)
-        if event.generation == roster.generation:
-            epochs.arrived(event)
+        epochs, membership = self._running(), self._membership
+        is_last = membership.arrive(event)
+        if event.generation == membership.generation:
+            epochs.policy.arrived(event.rank, event.lost)
         if not is_last:
             return
-        yield from self._barriers.passed(self._membership.ranks)
+        yield from self._barriers.passed(membership.ranks)
         yield from epochs.regrouped(now_s)
 
     def _tick(self, event: Tick, now_s: float) -> list[Instruction]:
         if why := self._deadline.exceeded(self._epochs, now_s):
             return self._end.abort(why, kind="deadline")
-        return [] if self._epochs is None else self._epochs.release(now_s)
+        return [] if self._epochs is None else self._epochs.ending.release(now_s)
 
     def _running(self) -> Epochs:
         if self._epochs is None:
             raise ProtocolError("a message before all ranks have joined")
         return self._epochs
+
+
+def policy_chooser(members: Sequence[Member], settings: Settings) -> PolicyChooser:
+    """Owner of the policy that the settings name."""
+    config = settings.config
+    if config.policy == "auto":
+        return AutoChooser(members, settings)
+    if config.policy == "sync":
+        is_advised = settings.is_default and not config.debug.deterministic
+        if is_advised and len(members) > 1:
+            return AdvisedSync(members, settings)
+        return PolicyChooser(SyncPolicy(members, settings))
+    epochs, cut_for = settings.epochs, settings.cut_for
+    return PolicyChooser(WindowPolicy(config, members, epochs, cut_for=cut_for))

@@ -35,7 +35,8 @@ def test_every_position_is_trained_on_in_one_part(
             list(range(own.position_of(b), own.position_of(b) + own.run_of(b)[0]))
             for b in range(own.num_batches)
         ]
-        origins = [[left.origin_of(at) for at in batch] for batch in batches]
+        whole = [at for start, stop in left.ranges for at in range(start, stop)]
+        origins = [[whole[at] for at in batch] for batch in batches]
         for batch in origins:  # a batch is of one global batch, and of one range
             first = sizes.batches_in(batch[0])
             assert batch == list(range(batch[0], batch[0] + len(batch)))
@@ -43,7 +44,7 @@ def test_every_position_is_trained_on_in_one_part(
         rest = data.draw(ranges_in(left.num_positions))
         is_left = {at for start, stop in rest for at in range(start, stop)}
         every = [at for batch in batches for at in batch]
-        done += [left.origin_of(at) for at in every if at not in is_left]
+        done += [whole[at] for at in every if at not in is_left]
         left = left.origins_of(rest)
     done += [at for start, stop in left.ranges for at in range(start, stop)]
     assert sorted(done) == list(range(sizes.num_samples))

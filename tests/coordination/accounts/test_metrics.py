@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.coordination.accounts.exact_mean import ExactSum, WeightedMean
+from elche.coordination.accounts.exact_mean import WeightedMean
 from elche.coordination.accounts.metrics import (
     EpochMetrics,
     MetricsBook,
@@ -59,33 +59,6 @@ def opened(world_size: int = 2, now_s: float = 10.0) -> MetricsBook:
     book = MetricsBook(world_size)
     book.begin_epoch(3, now_s)
     return book
-
-
-@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32)))
-def test_a_sum_is_rounded_once(values: list[float]) -> None:
-    total = ExactSum()
-    for value in values:
-        total.add(value)
-    assert total.value == math.fsum(values)
-
-
-@given(st.lists(st.lists(FLOATS), min_size=1, max_size=5))
-def test_sums_add_up_without_error(parts: list[list[float]]) -> None:
-    total = ExactSum()
-    for part in parts:
-        one = ExactSum()
-        for value in part:
-            one.add(value)
-        total.merge(one)
-    assert total.value == math.fsum(value for part in parts for value in part)
-
-
-def test_a_plain_sum_would_be_wrong() -> None:
-    total = ExactSum()
-    for value in (1e16, 1.0, 1.0, -1e16):
-        total.add(value)
-    assert 1e16 + 1.0 + 1.0 - 1e16 == 0.0
-    assert total.value == 2.0
 
 
 @given(
@@ -307,18 +280,10 @@ def test_text_that_is_no_metrics(text: str) -> None:
 
 def test_ranks_may_join() -> None:
     book = opened(world_size=1)
-    with pytest.raises(ProtocolError, match="a rank below 1, got one of rank 1"):
-        book.add(0, RankReport(rank=1, samples=1))
     book.add(0, RankReport(rank=0, samples=1))
-    book.grow(3)
     book.add(0, RankReport(rank=2, samples=2))
     assert book.close_window(0, 11.0).rank_samples == (1, 0, 2)
     assert book.end_epoch(12.0).rank_samples == (1, 0, 2)
-
-
-def test_no_rank_below_zero() -> None:
-    with pytest.raises(ProtocolError, match="got one of rank -1"):
-        opened().add(0, RankReport(rank=-1))
 
 
 def test_a_report_costs_the_same_at_ten_thousand_ranks() -> None:
@@ -355,13 +320,8 @@ def told_of_an_epoch(world_size: int) -> tuple[list[MetricsReported], list[EndEp
     return metrics, ends
 
 
-def test_up_to_64_ranks_each_is_told_what_every_rank_did() -> None:
-    metrics, ends = told_of_an_epoch(64)
-    assert len({one.values for one in metrics}) == 1
-    assert len({one.samples for one in ends}) == 1
-
-
 def test_of_more_ranks_only_the_first_is_told_and_the_others_the_totals() -> None:
+    assert len({one.values for one in told_of_an_epoch(64)[0]}) == 1
     metrics, ends = told_of_an_epoch(65)
     whole = EpochMetrics.from_json(metrics[0].values)
     assert whole.rank_samples == tuple(range(8, 73))
@@ -374,9 +334,3 @@ def test_of_more_ranks_only_the_first_is_told_and_the_others_the_totals() -> Non
         assert (small.divergence, small.shares) == ((0.064,), (1.0,))
         assert (end.samples, end.windows) == (2600, 1)
         assert (end.anchor, end.sync_s) == (3, 0.5)
-
-
-def test_what_ten_thousand_ranks_are_told_grows_with_their_number_alone() -> None:
-    metrics, _ = told_of_an_epoch(10_000)
-    told_bytes = sum(len(one.values) for one in metrics[1:])
-    assert told_bytes < 10_000 * 600

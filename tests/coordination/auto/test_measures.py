@@ -7,8 +7,14 @@ import pytest
 from elche.cadence.goodput import MeasuredCluster
 from elche.cadence.rank_time import RankTimes
 from elche.config import RunConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.auto.measures import ONE_SIZE_DOUBT, Measures
+from elche.coordination.auto.measures import (
+    ONE_SIZE_DOUBT,
+    USUAL_EPOCHS,
+    Measures,
+    RunLength,
+)
 from elche.coordination.protocol.events import StepsDone
 
 BATCH = 32
@@ -160,3 +166,25 @@ def test_doubt_falls_with_each_step() -> None:
         doubts.append(cluster.measures.doubt)
     assert doubts[1:] == sorted(doubts[1:], reverse=True)
     assert doubts[-1] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("said", "begun", "expected"),
+    [
+        (None, 0, USUAL_EPOCHS),
+        (None, 4, USUAL_EPOCHS),
+        (None, 49, 100),
+        (3, 0, 3),
+        (3, 2, 3),
+        (3, 3, USUAL_EPOCHS),
+        (20, 20, 42),
+    ],
+)
+def test_a_run_is_as_long_as_was_said_or_ten_epochs_or_twice_what_was_begun(
+    said: int | None, begun: int, expected: int
+) -> None:
+    length = RunLength(said)
+    length.begin_epoch(begun, BatchSizes.of([32] * 100 + [8]))
+    length.begin_epoch(begun, BatchSizes.of([32] * 7))  # the rest of the same
+    assert length.batches == expected * 101
+    assert ("assuming" in str(length)) == (said is None)

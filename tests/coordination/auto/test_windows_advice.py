@@ -13,15 +13,14 @@ from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings, settings_of
 from elche.coordination.auto.windows_advice import ADVICE_GRANTS, advice
-from elche.coordination.policies import policy_chooser
-from elche.coordination.policy import Member
-from elche.coordination.policy_chooser import PolicyChooser
+from elche.coordination.policy import Member, PolicyChooser
 from elche.coordination.protocol.events import Join, StepsDone
 from elche.coordination.protocol.instructions import (
     GrantSteps,
     Instruction,
     PolicyChosen,
 )
+from elche.coordination.state import policy_chooser
 from tests.harness.reached import reach
 
 BATCH = 64

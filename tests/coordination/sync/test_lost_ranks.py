@@ -370,7 +370,8 @@ class Rank:
         shares = self.grants[step].shares
         start = sizes.position_of(step) + sum(shares[: self.rank])
         at = range(start, start + shares[self.rank])
-        return tuple(map(part.origin_of, at))
+        parts = [part.origins_of([(p, p + 1)]).ranges for p in at]
+        return tuple(first for ((first, _),) in parts)
 
     def take(self, sums: dict[int, Positions]) -> None:
         """A pass is closed: for all its buckets."""

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.policies import policy_chooser
-from elche.coordination.policy import Member
-from elche.coordination.policy_chooser import PolicyChooser
+from elche.coordination.policy import Member, PolicyChooser
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
+from elche.coordination.state import policy_chooser
 from elche.coordination.sync.sync_policy import SyncPolicy
 from tests.harness.reached import reach
 from tests.harness.settings import nested

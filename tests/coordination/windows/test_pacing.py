@@ -19,6 +19,7 @@ from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.windows.pacing import Pacing
 from elche.coordination.windows.reductions import Reduction
 from elche.coordination.windows.window_book import Part
+from tests.coordination.windows.test_window_loop import reduction
 from tests.harness.reached import reach
 
 BATCH_S = (0.25, 1.0)
@@ -96,7 +97,7 @@ def test_no_window_is_last_before_a_reduction_was_measured() -> None:
 
 def adopted(late: int, held_s: float) -> Reduction:
     """A reduction whose average the fast rank had after so many batches."""
-    done = Reduction(0, [0, 1])
+    done = Reduction(reduction(), {0: Part(), 1: Part()})
     for rank in (0, 1):
         report = WindowReduced(
             rank=rank,
@@ -172,9 +173,9 @@ def test_the_guard_shortens_windows_where_ranks_come_apart(guard: bool) -> None:
     config = RunConfig(policy="cadence", windows=windows)
     made = Pacing(config, [0, 1], overlapped=False)
     for window, divergence in enumerate([0.02] * 10 + [0.2, 0.4]):
-        reduction = Reduction(window, [0, 1])
+        done = Reduction(reduction(window), {0: Part(), 1: Part()})
         for rank in (0, 1):
-            reduction.reports[rank] = WindowReduced(
+            done.reports[rank] = WindowReduced(
                 rank=rank,
                 epoch=0,
                 window=window,
@@ -183,6 +184,6 @@ def test_the_guard_shortens_windows_where_ranks_come_apart(guard: bool) -> None:
                 divergence=divergence,
                 adopted_at=0,
             )
-        said = made.watch(reduction, 16)
+        said = made.watch(done, 16)
     assert made.el_che.anchor == (8 if guard else 16)
     assert said.startswith("anchor 16 -> 8: divergence") if guard else said == ""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from elche.config import RunConfig, default_outer_lr
 from elche.coordination.protocol.events import WindowClosed
+from elche.coordination.protocol.instructions import Reduce
 from elche.coordination.windows.reductions import (
     FEW_WINDOWS,
     SETTLED_WINDOWS,
@@ -20,7 +21,7 @@ from elche.coordination.windows.reductions import (
 )
 from elche.coordination.windows.window_book import Part, WindowBook
 from elche.errors import ProtocolError
-from tests.coordination.windows.test_window_loop import opened
+from tests.coordination.windows.test_window_loop import opened, reduction
 from tests.harness.reached import reach
 from tests.harness.settings import nested
 
@@ -36,9 +37,16 @@ def parts_of(samples: tuple[int, ...]) -> dict[int, Part]:
     }
 
 
-def settings_of(samples: tuple[int, ...], **options: Any) -> dict[str, Any]:
-    planner = ReductionPlanner(RunConfig(policy="cadence", **nested(options)), None)
-    return planner.settings(parts_of(samples), 1000, 10)
+def plan_of(
+    samples: tuple[int, ...],
+    epochs: int | None = None,
+    batches: tuple[int, int] = (1000, 10),
+    planner: ReductionPlanner | None = None,
+    **options: Any,
+) -> Reduce:
+    config = RunConfig(policy="cadence", **nested(options))
+    planner = planner or ReductionPlanner(config, epochs)
+    return planner.plan(parts_of(samples), *batches, epoch=0, window=0)
 
 
 @pytest.mark.reaches("drifts weighed", "some that weigh nothing", "none that weighs")
@@ -59,11 +67,11 @@ def test_drifts_of_ranks_that_count_weigh_the_same(
         part.closed = dataclasses.replace(part.closed, weight=weight)
     counts = [weight if samples else 0.0 for samples, weight in said]
     planner = ReductionPlanner(RunConfig(policy="cadence"), None)
-    settings = planner.settings(parts, 1000, 10)
-    plans = [*planner.plan(parts, settings, 0, Reduction(0, parts))]
+    plan = planner.plan(parts, 1000, 10, epoch=0, window=0)
+    plans = Reduction(plan, parts).instructions()
     assert [plan.weight > 0.0 for plan in plans] == [count > 0.0 for count in counts]
     assert {plan.active_ranks for plan in plans} == {sum(c > 0.0 for c in counts)}
-    assert (settings["outer"] == "average") == (not any(counts))
+    assert (plan.outer == "average") == (not any(counts))
     reach("none that weighs", not any(counts))
     if not any(counts):
         return
@@ -79,7 +87,7 @@ def test_drifts_of_ranks_that_count_weigh_the_same(
 def test_a_window_cannot_weigh_what_is_no_weight(weight: float) -> None:
     closed = WindowClosed(rank=1, epoch=0, window=0, changed_buffers=(), weight=weight)
     book = WindowBook([0, 1], 0)
-    book.part(1).open(opened(), is_diverged=False, is_drained=False)
+    book.part(1).open(opened(), is_drained=False)
     with pytest.raises(ProtocolError, match="rank 1 closes window 0 with a weight of"):
         book.close(closed)
 
@@ -104,9 +112,8 @@ def test_a_window_cannot_weigh_what_is_no_weight(weight: float) -> None:
 def test_the_outer_step_and_its_defaults(
     samples: tuple[int, ...], options: dict[str, Any], expected: tuple[object, ...]
 ) -> None:
-    found = settings_of(samples, **options)
-    names = ("outer", "outer_lr", "outer_momentum")
-    assert tuple(found[name] for name in names) == expected
+    found = plan_of(samples, **options)
+    assert (found.outer, found.outer_lr, found.outer_momentum) == expected
 
 
 @pytest.mark.parametrize(
@@ -117,21 +124,24 @@ def test_a_run_of_few_windows_has_no_time_for_momentum(
     batches: int, outer: str
 ) -> None:
     for epochs in (1, 3):
-        planner = ReductionPlanner(RunConfig(policy="cadence"), epochs)
-        parts = parts_of((8, 8))
-        assert planner.settings(parts, batches, 10 * epochs)["outer"] == outer
+        plan = plan_of((8, 8), epochs, (batches, 10 * epochs))
+        assert plan.outer == outer
 
 
 def test_what_windows_there_will_be_is_looked_at_until_el_che_has_settled() -> None:
     """Later a change of the outer step would be one in the middle of a run."""
-    planner, parts = ReductionPlanner(RunConfig(policy="cadence"), 1), parts_of((8, 8))
+    planner = ReductionPlanner(RunConfig(policy="cadence"), 1)
+
+    def outer(samples: int, window_batches: int) -> str:
+        pair, batches = (samples, samples), (100, window_batches)
+        return plan_of(pair, batches=batches, planner=planner).outer
+
     for window in range(SETTLED_WINDOWS):
         long = window % 2
-        found = planner.settings(parts, 100, 10 if long else 90)["outer"]
-        assert found == ("nesterov" if long else "average")
+        assert outer(8, 10 if long else 90) == ("nesterov" if long else "average")
     # Windows in which nobody trained are not counted, nor do they step.
-    assert planner.settings(parts_of((0, 0)), 100, 90)["outer"] == "average"
-    assert planner.settings(parts, 100, 90)["outer"] == "nesterov"
+    assert outer(0, 90) == "average"
+    assert outer(8, 90) == "nesterov"
 
 
 def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:
@@ -140,8 +150,7 @@ def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:
 
 
 def test_a_reduction_that_is_redone_awaits_all_members_in_its_next_attempt() -> None:
-    reduction = Reduction(5, range(3))
-    reduction.missing.discard(1)
-    reduction.again([0, 1])
-    assert (reduction.attempt, reduction.missing) == (1, {0, 1})
-    assert not reduction.is_done
+    done = Reduction(reduction(), parts_of((8, 8, 8)))
+    done.missing.discard(1)
+    done.again([0, 1])
+    assert (done.plan.attempt, done.missing) == (1, {0, 1})

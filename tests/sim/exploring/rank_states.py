@@ -26,7 +26,6 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.state import Coordinator
 from elche.coordination.story import Story
 from elche.coordination.windows.leasing import Leasing, _Pace
-from elche.coordination.windows.reductions import Reductions
 from elche.coordination.windows.window_state import WindowState
 from elche.sim.cluster import Cluster
 from tests.sim.exploring.frozen import Freezer
@@ -37,7 +36,7 @@ LEFT_OUT = (
     (Epochs, "_story"),
     (EpochTotals, "_book"),
     (WindowState, "plans"),
-    (Reductions, "last"),
+    (WindowState, "last"),
     (Leasing, "_by_end"),
     (Leasing, "_by_cost"),
     (_Pace, "version"),

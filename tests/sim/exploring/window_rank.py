@@ -210,7 +210,8 @@ class WindowRank:
         yield
         sizes, loop = self._sizes, self._loop
         at = range(sizes.position_of(batch), sizes.position_of(batch + 1))
-        self._drift += tuple(map(self._part.origin_of, at))
+        parts = [self._part.origins_of([(p, p + 1)]).ranges for p in at]
+        self._drift += tuple(first for ((first, _),) in parts)
         loop.trained(BATCH_S)
         cost = BatchCost(samples=len(at), busy_s=BATCH_S, data_wait_s=0.0)
         if self._reports.batch_done(batch, cost) or loop.is_throttled:

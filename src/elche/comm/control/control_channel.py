@@ -29,10 +29,9 @@ from typing import Any, TypeVar
 from elche.comm.control.frames import FrameCodec
 from elche.comm.control.greeting import RESUME_S, Reconnect, reach
 from elche.coordination.protocol.events import Event
-from elche.coordination.protocol.field_checks import brief
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import ACK_EVERY, Outbox
-from elche.coordination.protocol.wire import FROM_COORDINATOR, from_wire, to_wire
+from elche.coordination.protocol.wire import FROM_COORDINATOR, brief, from_wire, to_wire
 from elche.errors import (
     CommunicationError,
     DeadlineError,

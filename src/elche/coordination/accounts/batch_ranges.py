@@ -63,7 +63,6 @@ class BatchSizes:
 
     runs: tuple[Range, ...]
     cut: BatchCut = WHOLE_BATCHES
-    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _starts: tuple[tuple[int, int, int], ...] = field(
         init=False, repr=False, compare=False
     )
@@ -77,7 +76,6 @@ class BatchSizes:
             parts = self.cut.parts_of(samples)
             at = (at[0] + parts * count, at[1] + count, at[2] + samples * count)
         object.__setattr__(self, "_starts", (*starts, at))
-        object.__setattr__(self, "_ends", tuple(end for end, _, _ in (*starts, at)[1:]))
 
     @staticmethod
     def of(sizes: Sequence[int]) -> BatchSizes:
@@ -107,17 +105,16 @@ class BatchSizes:
         parts = self.cut.parts_of(samples)
         less, larger = divmod(samples, parts)
         if not larger:
-            return less, self._ends[run]
+            return less, self._starts[run + 1][0]
         part = (batch - self._starts[run][0]) % parts
         if part < larger:
             return less + 1, batch - part + larger
         return less, batch - part + parts
 
     def factor_of(self, batch: int) -> int:
-        """Factor of the sum over a batch's samples.
+        """Local batches of a batch's global one: the factor of a sum over its samples.
 
-        As many batches as the global one is cut into: the mean of these products is the
-        sum over the global batch.
+        The mean of these products is the sum over the global batch.
         """
         return self.cut.parts_of(self.runs[self._run(batch)][0])
 
@@ -154,8 +151,8 @@ class BatchSizes:
         return BatchSizes(self.runs, cut)
 
     def _run(self, batch: int) -> int:
-        run = bisect_right(self._ends, batch)
-        if batch < 0 or run == len(self._ends):
+        run = bisect_right(self._starts, batch, key=lambda start: start[0]) - 1
+        if not 0 <= run < len(self.runs):
             raise ProtocolError(f"batch {batch} is outside 0..{self.num_batches - 1}")
         return run
 
@@ -187,13 +184,9 @@ def append_range(ranges: deque[Range] | list[Range], part: Range) -> None:
 def joined(ranges: Iterable[Range]) -> list[Range]:
     """The same batches as few ranges, in order."""
     parts: list[Range] = []
-    first = last = -1
-    for start, stop in sorted(ranges):
-        if start != last:
-            parts.append((first, last))
-            first = start
-        last = stop
-    return [*parts[1:], (first, last)] if parts else []
+    for part in sorted(ranges):
+        append_range(parts, part)
+    return parts
 
 
 def without(ranges: Iterable[Range], others: Iterable[Range]) -> list[Range]:
@@ -209,10 +202,8 @@ def without(ranges: Iterable[Range], others: Iterable[Range]) -> list[Range]:
 
 def named(ranges: Iterable[Range]) -> str:
     """Batches in words, as in "3, 5 to 7"; "none" without any."""
-    return (
-        ", ".join(
-            str(start) if stop == start + 1 else f"{start} to {stop - 1}"
-            for start, stop in joined(ranges)
-        )
-        or "none"
+    found = (
+        str(start) if stop == start + 1 else f"{start} to {stop - 1}"
+        for start, stop in joined(ranges)
     )
+    return ", ".join(found) or "none"

@@ -6,9 +6,10 @@ has trained on. What was left of a global batch is a smaller one of its own.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, pairwise, repeat
 
 from elche.coordination.accounts.batch_ranges import BatchSizes, Range, joined
 from elche.coordination.protocol.instructions import EndEpoch
@@ -16,46 +17,39 @@ from elche.coordination.protocol.instructions import EndEpoch
 
 @dataclass(frozen=True, slots=True)
 class PartRanges:
-    """Positions of an epoch that one part of it has, as ascending ranges.
-
-    Attributes:
-        ranges: of positions of the epoch.
-    """
+    """Positions of an epoch that one part of it has, as ascending ranges."""
 
     ranges: tuple[Range, ...]
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        starts, at = [], 0
-        for start, stop in self.ranges:
-            starts.append(at)
-            at += stop - start
-        object.__setattr__(self, "_starts", tuple(starts))
+        lengths = (stop - start for start, stop in self.ranges)
+        object.__setattr__(self, "_starts", tuple(accumulate(lengths, initial=0)))
 
     @property
     def num_positions(self) -> int:
         """Positions of the part."""
-        return sum(stop - start for start, stop in self.ranges)
-
-    def origin_of(self, position: int) -> int:
-        """The epoch's position of one of the part."""
-        at = bisect_right(self._starts, position) - 1
-        return self.ranges[at][0] + position - self._starts[at]
+        return self._starts[-1]
 
     def origins_of(self, left: Sequence[Range]) -> PartRanges:
         """The epoch's positions of ranges of the part."""
         found: list[Range] = []
-        for (start, stop), at in zip(self.ranges, self._starts, strict=True):
+        own = zip(self.ranges, pairwise(self._starts), strict=True)
+        for (start, _), (at, stop) in own:
             for first, end in left:
-                begin = max(first, at)
-                until = min(end, at + stop - start)
+                begin, until = max(first, at), min(end, stop)
                 if begin < until:
                     found.append((start + begin - at, start + until - at))
         return PartRanges(tuple(joined(found)))
 
     def sizes_in(self, sizes: BatchSizes) -> BatchSizes:
         """The part's global batches: those of the epoch, or what is left of each."""
-        return BatchSizes.of(list(self._sizes(sizes)))
+        ends = [*accumulate(chain.from_iterable(repeat(*run) for run in sizes.runs))]
+        found: list[int] = []
+        for start, stop in self.ranges:
+            inside = ends[bisect_right(ends, start) : bisect_left(ends, stop)]
+            found += [b - a for a, b in pairwise([start, *inside, stop])]
+        return BatchSizes.of(found)
 
     def steps_in(self, sizes: BatchSizes, steps: int) -> BatchSizes:
         """The part in so many global batches: the last ones of the epoch.
@@ -78,21 +72,6 @@ class PartRanges:
         return BatchSizes.of(
             [size + each + (at >= steps - rest) for at, size in enumerate(last)]
         )
-
-    def _sizes(self, sizes: BatchSizes) -> Iterator[int]:
-        left = iter(self.ranges)
-        start, stop = next(left, (0, 0))
-        at = 0
-        for samples, count in sizes.runs:
-            for _ in range(count):
-                end = at + samples
-                while start < stop and start < end:
-                    until = min(stop, end)
-                    yield until - start
-                    start = until
-                    if start == stop:
-                        start, stop = next(left, (0, 0))
-                at = end
 
 
 @dataclass(frozen=True, slots=True)

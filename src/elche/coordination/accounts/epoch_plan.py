@@ -17,66 +17,65 @@ from elche.coordination.accounts.batch_ranges import BatchSizes, Range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """One window; tuples have an entry per rank.
+    """One window.
 
     Attributes:
-        parts: batches, of which a rank may have none.
+        parts: batches by rank, of which a rank may have none.
         committed_samples: what a scheduler follows, as `OpenWindow` has it.
         planned_samples: likewise.
     """
 
-    parts: tuple[Range, ...]
+    parts: dict[int, Range]
     committed_samples: int
     planned_samples: int
 
-    def batches(self, place: int) -> int:
-        """Batches of the rank at this place."""
-        start, stop = self.parts[place]
+    def batches(self, rank: int) -> int:
+        """Batches of a rank."""
+        start, stop = self.parts[rank]
         return stop - start
 
 
 @final
+@dataclass(slots=True)
 class FixedWindows:
     """Windows of the same counts each, through one epoch.
 
-    Args:
+    Attributes:
         sizes: the epoch's batches.
+        ranks: the members, in order.
         counts: batches per rank and window.
         committed_samples: of the run before this epoch.
         first_window: number of the epoch's first window in the run.
-
-    Attributes:
-        unleased: the first window whose batches have not been leased.
+        leased: windows whose batches have been leased.
     """
 
-    def __init__(
-        self,
-        sizes: BatchSizes,
-        counts: Sequence[int],
-        committed_samples: int,
-        first_window: int,
-    ) -> None:
-        self._sizes = sizes
-        self._counts = list(counts)
-        self._committed_samples = committed_samples
-        self._first_window = self.unleased = first_window
+    sizes: BatchSizes
+    ranks: Sequence[int]
+    counts: Sequence[int]
+    committed_samples: int
+    first_window: int
+    leased: int = 0
 
     def window(self, number: int) -> WindowPlan:
-        """The plan of a window; past the epoch's end nobody has a batch."""
-        end = self._sizes.num_batches
-        first = min(end, (number - self._first_window) * sum(self._counts))
-        bounds = [min(end, at) for at in accumulate(self._counts, initial=first)]
-        done = self._sizes.samples_in(0, first)
+        """The plan of a window; past the epoch's end no rank has a batch."""
+        end = self.sizes.num_batches
+        first = min(end, (number - self.first_window) * sum(self.counts))
+        bounds = [min(end, at) for at in accumulate(self.counts, initial=first)]
         return WindowPlan(
-            parts=tuple(pairwise(bounds)),
-            committed_samples=self._committed_samples + done,
-            planned_samples=self._sizes.samples_in(first, bounds[-1]),
+            parts=dict(zip(self.ranks, pairwise(bounds), strict=True)),
+            committed_samples=self.committed_samples + self.sizes.samples_in(0, first),
+            planned_samples=self.sizes.samples_in(first, bounds[-1]),
         )
 
     def lease_next(self) -> WindowPlan | None:
         """The next window whose batches are to be leased; None past the end."""
         plan = self.window(self.unleased)
-        if not any(stop > start for start, stop in plan.parts):
+        if not plan.planned_samples:
             return None
-        self.unleased += 1
+        self.leased += 1
         return plan
+
+    @property
+    def unleased(self) -> int:
+        """The first window whose batches have not been leased."""
+        return self.first_window + self.leased

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -20,7 +22,11 @@ WINDOWS_KEPT = EPOCHS_KEPT = 1000
 """Most metrics kept for a reader; the oldest are dropped."""
 
 Kind = TypeVar("Kind", bound="Metrics")
-Number = TypeVar("Number", int, float)
+_COUNTED = (
+    *("samples", "discarded_samples", "late_batches"),
+    *("busy_s", "data_wait_s", "transfer_s", "sync_wait_s"),
+)
+"""Fields of `RankReport` that are added up by rank; seconds end in ``_s``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,17 +162,12 @@ class Metrics:
         Sums, and the largest divergence: `samples` and `samples_per_s` stay what they
         were, `rank_samples_per_s` is the mean rank's.
         """
-        return replace(
-            self,
-            rank_samples=(sum(self.rank_samples),),
-            discarded_samples=(sum(self.discarded_samples),),
-            busy_s=(math.fsum(self.busy_s),),
-            data_wait_s=(math.fsum(self.data_wait_s),),
-            transfer_s=(math.fsum(self.transfer_s),),
-            sync_wait_s=(math.fsum(self.sync_wait_s),),
-            late_batches=(sum(self.late_batches),),
-            divergence=(max(self.divergence),) if self.divergence else (),
-        )
+        numbers = {_field_of(name): _total_of(name) for name in _COUNTED}
+        totals: dict[str, Any] = {
+            name: (total(getattr(self, name)),) for name, total in numbers.items()
+        }
+        most = (max(self.divergence),) if self.divergence else ()
+        return replace(self, divergence=most, **totals)
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -248,58 +249,38 @@ class MetricsBook:
     Windows may overlap: a rank that is already in the next one reports for that.
 
     Args:
-        world_size: number of ranks.
+        world_size: number of ranks; more may join.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._epoch = -1
-        self._began_s = self._closed_s = 0.0
-        self._open: dict[int, _Account] = {}
-        self._total = _Account(world_size)
-
-    def grow(self, world_size: int) -> None:
-        """Makes room for ranks that have joined."""
-        self._world_size = max(self._world_size, world_size)
-        for account in (self._total, *self._open.values()):
-            account.grow(self._world_size)
+        self.begin_epoch(-1, 0.0)
 
     @property
     def samples(self) -> int:
         """Samples of the epoch so far, without discarded ones."""
         accounts = (self._total, *self._open.values())
-        return sum(sum(account.samples) for account in accounts)
+        return round(sum(sum(account.counted["samples"]) for account in accounts))
 
     def begin_epoch(self, epoch: int, now_s: float) -> None:
         """Forgets the last epoch and begins this one."""
         self._epoch = epoch
         self._began_s = self._closed_s = now_s
-        self._open.clear()
-        self._total = _Account(self._world_size)
-
-    def follow(self, before: MetricsBook) -> None:
-        """Takes the part of the epoch that came before, whose book ends with it."""
-        before._total.grow(self._world_size)
-        before._total.merge(self._total)
-        self._total, self._began_s = before._total, before._began_s
+        self._open: dict[int, _Account] = {}
+        self._total = self._whole = _Account(self._world_size)
 
     def add(self, window: int, report: RankReport) -> None:
         """Adds a rank's report; it costs as much as it has scalars.
 
         A report for a window that is closed counts in the next one.
-
-        Raises:
-            ProtocolError: there is no such rank.
         """
-        if not 0 <= report.rank < self._world_size:
-            raise ProtocolError(
-                f"expected a report of a rank below {self._world_size}, got one of "
-                f"rank {report.rank}"
-            )
-        account = self._open.get(window)
-        if account is None:
-            account = self._open[window] = _Account(self._world_size)
-        account.add(report)
+        if report.rank >= self._world_size:
+            self._world_size = report.rank + 1
+            for account in (self._total, *self._open.values()):
+                account.grow(self._world_size)
+        if window not in self._open:
+            self._open[window] = _Account(self._world_size)
+        self._open[window].add(report)
 
     def close_window(
         self, window: int, now_s: float, synchronisations: int = 1
@@ -317,23 +298,33 @@ class MetricsBook:
             account.merge(self._open.pop(number))
         account.synchronisations = synchronisations
         self._total.merge(account)
-        duration_s = max(0.0, now_s - self._closed_s)
-        self._closed_s = now_s
+        before_s, self._closed_s = self._closed_s, now_s
         return WindowMetrics(
             window=window,
             epoch=self._epoch,
-            duration_s=duration_s,
+            duration_s=max(0.0, now_s - before_s),
             **account.as_fields(),
         )
 
-    def end_epoch(self, now_s: float) -> EpochMetrics:
-        """Ends the epoch; what came after its last window counts in it."""
+    def end_epoch(
+        self, now_s: float, before: MetricsBook | None = None
+    ) -> EpochMetrics:
+        """Ends the epoch; what came after its last window counts in it.
+
+        Args:
+            now_s: the time.
+            before: book of the epoch's earlier parts, which ends with it.
+        """
         for number in sorted(self._open):
             self._total.merge(self._open.pop(number))
+        if before is not None:
+            self._whole, self._began_s = before._whole, before._began_s
+            self._whole.grow(self._world_size)
+            self._whole.merge(self._total)
         return EpochMetrics(
             epoch=self._epoch,
             duration_s=max(0.0, now_s - self._began_s),
-            **self._total.as_fields(),
+            **self._whole.as_fields(),
         )
 
 
@@ -341,75 +332,55 @@ class _Account:
     """Reports of one window, or of an epoch."""
 
     def __init__(self, world_size: int) -> None:
-        self.samples = [0] * world_size
-        self.discarded = [0] * world_size
-        self.late = [0] * world_size
-        self.times_s = [[0.0] * world_size for _ in range(4)]
+        self.world_size = world_size
+        self.counted = {name: _zeros(name, world_size) for name in _COUNTED}
         self.divergence: dict[int, float] = {}
         self.norm: tuple[int, float] | None = None
-        self.means: dict[str, WeightedMean] = {}
+        self.means: defaultdict[str, WeightedMean] = defaultdict(WeightedMean)
         self.synchronisations = 0
 
     def add(self, report: RankReport) -> None:
         """Adds one report."""
         rank = report.rank
-        self.samples[rank] += report.samples
-        self.discarded[rank] += report.discarded_samples
-        self.late[rank] += report.late_batches
-        busy_s, data_wait_s, transfer_s, sync_wait_s = self.times_s
-        busy_s[rank] += report.busy_s
-        data_wait_s[rank] += report.data_wait_s
-        transfer_s[rank] += report.transfer_s
-        sync_wait_s[rank] += report.sync_wait_s
+        for name, values in self.counted.items():
+            values[rank] += getattr(report, name)
         if report.divergence is not None:
             self._diverged(rank, report.divergence)
         norm = report.parameter_norm
         if norm is not None and (self.norm is None or rank <= self.norm[0]):
             self.norm = (rank, _no_nan(norm))
         for name, weighted_sum, weight in report.scalars:
-            self._mean(name).add(weighted_sum, weight)
+            self.means[name].add(weighted_sum, weight)
 
     def merge(self, later: _Account) -> None:
-        """Adds the account of a later time."""
-        self.samples = _sums(self.samples, later.samples)
-        self.discarded = _sums(self.discarded, later.discarded)
-        self.late = _sums(self.late, later.late)
-        self.times_s = [*map(_sums, self.times_s, later.times_s)]
+        """Adds the account of a later time, which may be of fewer ranks."""
+        for name, values in self.counted.items():
+            for rank, value in enumerate(later.counted[name]):
+                values[rank] += value
         for rank, divergence in later.divergence.items():
             self._diverged(rank, divergence)
         self.norm = later.norm or self.norm
         for name, mean in later.means.items():
-            self._mean(name).merge(mean)
+            self.means[name].merge(mean)
         self.synchronisations += later.synchronisations
 
     def grow(self, world_size: int) -> None:
         """Makes room for ranks that have joined."""
-        more = world_size - len(self.samples)
-        self.samples += [0] * more
-        self.discarded += [0] * more
-        self.late += [0] * more
-        for times_s in self.times_s:
-            times_s += [0.0] * more
+        for name, values in self.counted.items():
+            values += _zeros(name, world_size - self.world_size)
+        self.world_size = world_size
 
     def as_fields(self) -> dict[str, Any]:
         """Fields of `Metrics`, except time and place."""
-        busy_s, data_wait_s, transfer_s, sync_wait_s = map(tuple, self.times_s)
         names = sorted(self.means)
         values = [(name, self.means[name].value) for name in names]
         counts = [(name, self.means[name].left_out) for name in names]
-        every = len(self.divergence) == len(self.samples)
-        return {
+        has_all = len(self.divergence) == self.world_size
+        divergence = sorted(self.divergence.items()) if has_all else ()
+        counted = {_field_of(name): tuple(n) for name, n in self.counted.items()}
+        return counted | {
             "synchronisations": self.synchronisations,
-            "rank_samples": tuple(self.samples),
-            "discarded_samples": tuple(self.discarded),
-            "busy_s": busy_s,
-            "data_wait_s": data_wait_s,
-            "transfer_s": transfer_s,
-            "sync_wait_s": sync_wait_s,
-            "late_batches": tuple(self.late),
-            "divergence": tuple(
-                self.divergence[rank] for rank in range(len(self.samples) * every)
-            ),
+            "divergence": tuple(value for _, value in divergence),
             "parameter_norm": None if self.norm is None else self.norm[1],
             "means": tuple((name, mean) for name, mean in values if mean is not None),
             "left_out": tuple((name, count) for name, count in counts if count),
@@ -420,17 +391,18 @@ class _Account:
             _no_nan(divergence), self.divergence.get(rank, -math.inf)
         )
 
-    def _mean(self, name: str) -> WeightedMean:
-        mean = self.means.get(name)
-        if mean is None:
-            mean = self.means[name] = WeightedMean()
-        return mean
+
+def _field_of(name: str) -> str:
+    """The field of `Metrics` with the sums of a field of `RankReport`."""
+    return "rank_samples" if name == "samples" else name
 
 
-def _sums(mine: list[Number], theirs: list[Number]) -> list[Number]:
-    """Sums by rank; theirs may be of fewer ranks."""
-    sums = [one + other for one, other in zip(mine, theirs, strict=False)]
-    return sums + mine[len(theirs) :]
+def _total_of(name: str) -> Callable[[Iterable[float]], float]:
+    return math.fsum if name.endswith("_s") else sum
+
+
+def _zeros(name: str, world_size: int) -> list[float]:
+    return [0.0 if name.endswith("_s") else 0] * world_size
 
 
 def _no_nan(value: float) -> float:

@@ -26,11 +26,9 @@ from elche.config_parts import OuterConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.first_choice import FirstChoice
-from elche.coordination.auto.measures import Measures
-from elche.coordination.auto.run_length import RunLength
+from elche.coordination.auto.measures import Measures, RunLength
 from elche.coordination.fatal_losses import LossLimits
-from elche.coordination.policy import Member, Outcome
-from elche.coordination.policy_chooser import PolicyChooser
+from elche.coordination.policy import Member, Outcome, PolicyChooser
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import Instruction, PolicyChosen
 from elche.coordination.sync.sync_policy import SyncPolicy
@@ -319,9 +317,9 @@ class AutoChooser(PolicyChooser):
             first_window=self._next_window,
             cut_for=None if choice.is_alone else self._settings.cut_for,
             times=self._times,
+            progress_samples=self._samples,
         )
         self._trains_alone = choice.is_alone
-        self.policy.start_from(self._samples)
         self._alone_since_s = self._now_s
         self._phase = _Phase.WINDOWS
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import final
 
 from elche.cadence.goodput import BACKWARD_SHARE, MeasuredCluster, expected_most
 from elche.cadence.rank_time import RankTime, RankTimes
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import StepsDone
@@ -30,6 +32,8 @@ FIXED_PRIOR = 1.0 / 3.0
 KEPT_STEPS = 64
 """Steps whose visible reductions count."""
 LEAST_S = 1e-9
+USUAL_EPOCHS = 10
+"""Assumed number of epochs when ``epochs=`` is not given."""
 
 
 @final
@@ -182,3 +186,42 @@ class Measures:
             median(cost for _, cost in found.values()) if found else LEAST_S,
         )
         return [found.get(rank, usual) for rank in ranks]
+
+
+@final
+@dataclass(slots=True)
+class RunLength:
+    """Batches of a whole run, if epochs stay as long as the one under way.
+
+    Args:
+        given_epochs: value of ``epochs=``, if it was given.
+        begun_epochs: epochs that have begun.
+        epoch_batches: batches of the one under way.
+    """
+
+    given_epochs: int | None
+    begun_epochs: int = 0
+    epoch_batches: int = 0
+
+    def begin_epoch(self, epoch: int, sizes: BatchSizes) -> None:
+        """An epoch begins, or the rest of one, which changes nothing."""
+        if epoch + 1 != self.begun_epochs:
+            self.begun_epochs, self.epoch_batches = epoch + 1, sizes.num_batches
+
+    @property
+    def epochs(self) -> int:
+        """The given number while it holds; or as many again as have begun."""
+        if self.given_epochs is not None and self.given_epochs >= self.begun_epochs:
+            return self.given_epochs
+        return max(USUAL_EPOCHS, 2 * self.begun_epochs)
+
+    @property
+    def batches(self) -> int:
+        """Global batches of all epochs."""
+        return self.epochs * self.epoch_batches
+
+    def __str__(self) -> str:
+        text = f"in a run of {self.batches} batches"
+        if self.given_epochs is None:
+            text += f", assuming {self.epochs} epochs (set epochs= to change it)"
+        return text

@@ -17,10 +17,8 @@ from elche.cadence.goodput import BACKWARD_SHARE, MeasuredCluster, predict
 from elche.cadence.rank_time import RankTimes
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.auto.measures import Measures
-from elche.coordination.auto.run_length import RunLength
-from elche.coordination.policy import Member, Outcome
-from elche.coordination.policy_chooser import PolicyChooser
+from elche.coordination.auto.measures import Measures, RunLength
+from elche.coordination.policy import Member, Outcome, PolicyChooser
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import Instruction, PolicyChosen
 from elche.coordination.sync.sync_policy import SyncPolicy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from elche.coordination.protocol.messages import CheckRows, OwnPart, Runs, Scalars
 
@@ -322,3 +323,22 @@ Event = (
     | Tick
     | Interrupted
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StreamBegun:
+    """A rank has come, with a stream of messages of that name."""
+
+    rank: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSet:
+    """A rank has published a rendezvous value."""
+
+    key: str
+    value: bytes
+
+
+Input: TypeAlias = Event | StreamBegun | StoreSet

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from elche.coordination.accounts.ledger import EpochLedger
@@ -54,6 +54,9 @@ class Leasing:
         epoch: the epoch.
         now_s: the time.
         most_ahead: most batches that a rank holds beside those.
+
+    Attributes:
+        hungry: ranks that were refused batches.
     """
 
     def __init__(
@@ -77,10 +80,6 @@ class Leasing:
         self._by_cost: list[_Entry] = []
         self._is_timed = False
         self.hungry: set[int] = set()
-
-    @property
-    def _lookahead_s(self) -> float:
-        return max(LOOKAHEAD_S, LOOKAHEAD_PER_RANK_S * len(self._paces))
 
     @property
     def work_s(self) -> float:
@@ -114,11 +113,9 @@ class Leasing:
     def remove(self, rank: int) -> None:
         """A rank is gone."""
         self.hungry.discard(rank)
-        pace = self._paces.pop(rank, None)
-        if pace is None:
-            return  # it was given no work
-        self._forget(pace)
-        self._rate = sum(1.0 / (pace.batch_s or 1.0) for pace in self._paces.values())
+        if pace := self._paces.pop(rank, None):  # else it was given no work
+            self._forget(pace)
+            self._rate = sum(1.0 / (p.batch_s or 1.0) for p in self._paces.values())
 
     def trained(self, rank: int, now_s: float) -> None:
         """A rank has trained on what it reported."""
@@ -136,12 +133,9 @@ class Leasing:
         grants: list[GrantBatches] = []
         waiting = list(ranks)
         while waiting:
-            still = []
-            for rank in waiting:
-                if given := self.top_up(rank, now_s, most=1):
-                    still.append(rank)
-                    grants += given
-            waiting = still
+            given = [lease for r in waiting for lease in self.top_up(r, now_s, most=1)]
+            waiting = [lease.rank for lease in given]
+            grants += given
         return _joined(grants, self._lease_batches)
 
     def top_up(
@@ -182,15 +176,14 @@ class Leasing:
         if not self.hungry or not self._ledger.pooled:
             return []
         earliest = self._earliest(now_s)
-        if earliest is None or earliest not in self.hungry:
-            return []
-        return self.top_up(earliest, now_s)
+        return self.top_up(earliest, now_s) if earliest in self.hungry else []
 
     def _extra(self, pace: _Pace) -> int:
         """Batches that a rank holds beside what its loader draws ahead."""
         if pace.batch_s <= 0:
             return 1
-        ahead = math.ceil(self._lookahead_s / pace.batch_s)
+        lookahead_s = max(LOOKAHEAD_S, LOOKAHEAD_PER_RANK_S * len(self._paces))
+        ahead = math.ceil(lookahead_s / pace.batch_s)
         return max(1, min(self._most_ahead, ahead))
 
     def _lease_batches(self, rank: int) -> int:
@@ -211,9 +204,7 @@ class Leasing:
             begun = min(1.0, max(0.0, (now_s - pace.since_s) / batch_s))
         work = self._ledger.pooled + self._ledger.total_leased - self._begun(now_s)
         fits = math.floor(work / self._rate / batch_s + 0.5 - (held - begun) + 1e-9)
-        if fits < 1 and self._earliest(now_s) == rank:
-            return 1
-        return fits
+        return 1 if fits < 1 and self._earliest(now_s) == rank else fits
 
     def _begun(self, now_s: float) -> float:
         """Batches' worth of work that is done of batches under way."""
@@ -222,20 +213,17 @@ class Leasing:
         begun = now_s * self._begun_rate - self._begun_at
         return min(float(self._busy), max(0.0, begun))
 
-    def _earliest(self, now_s: float) -> int | None:
-        """The rank that would be the first to end one more batch."""
+    def _earliest(self, now_s: float) -> int:
+        """The rank that would be the first to end one more batch; -1 without any."""
         busy, idle = self._top(self._by_end), self._top(self._by_cost)
         if busy is None or idle is None:
-            best = busy or idle
-            return None if best is None else best[1]
+            return (busy or idle or (0.0, -1, 0))[1]
         return busy[1] if max(busy[0], now_s) <= now_s + idle[0] else idle[1]
 
     def _top(self, heap: list[_Entry]) -> _Entry | None:
-        while heap:
-            if self._is_current(heap[0]):
-                return heap[0]
+        while heap and not self._is_current(heap[0]):
             heapq.heappop(heap)
-        return None
+        return heap[0] if heap else None
 
     def _push(self, heap: list[_Entry], entry: _Entry) -> None:
         """Adds an entry; those that are out of date go when they are most."""
@@ -285,16 +273,11 @@ def _joined(
 ) -> list[GrantBatches]:
     """Consecutive leases of one rank as one, up to the most batches of a lease."""
     joined: list[GrantBatches] = []
-    last: dict[int, int] = {}
     for grant in grants:
-        at = last.get(grant.rank)
-        fits = at is not None and grant.stop - joined[at].start <= most(grant.rank)
-        if at is not None and fits and joined[at].stop == grant.start:
-            whole = joined[at]
-            joined[at] = GrantBatches(
-                rank=whole.rank, epoch=whole.epoch, start=whole.start, stop=grant.stop
-            )
+        last = joined[-1] if joined else grant
+        fits = grant.stop - last.start <= most(grant.rank)
+        if (last.rank, last.stop) == (grant.rank, grant.start) and fits:
+            joined[-1] = replace(last, stop=grant.stop)
         else:
-            last[grant.rank] = len(joined)
             joined.append(grant)
     return joined

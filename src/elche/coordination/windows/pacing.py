@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from statistics import median_low
@@ -70,21 +71,19 @@ class Pacing:
         self._config = config
         self._counts_samples = times is not None  # which others feed as well
         self._times = RankTimes(recent=1) if times is None else times
-        self._ranks = list(ranks)
+        self.ranks = list(ranks)
         self._overlapped = overlapped
         self._guard = DivergenceGuard() if config.windows.guard else None
         self._may_grow = True
-        self._taken_s: list[float] = []
-        self._blocking_s: list[float] = []
-        self._held_s: list[float] = []
-        self._late_batches: list[float] = []
+        self._kept = [deque[float](maxlen=REDUCTIONS_KEPT) for _ in range(4)]
+        self._taken_s, self._blocking_s, self._held_s, self._late_batches = self._kept
         self._pace: Pace | None = None
         given = config.windows
-        is_fixed = given.anchor >= given.max_anchor
-        lowest = max(1, given.max_anchor if is_fixed else given.min_anchor)
+        self._is_fixed = given.anchor >= given.max_anchor
+        lowest = max(1, given.max_anchor if self._is_fixed else given.min_anchor)
         self.el_che = ElChe(
             ElCheConfig(
-                world_size=len(self._ranks),
+                world_size=len(self.ranks),
                 anchor=given.anchor,
                 min_anchor=min(lowest, max(given.max_anchor, 1)),
                 max_anchor=given.max_anchor,
@@ -93,13 +92,8 @@ class Pacing:
                 max_batch_diff=given.max_batch_diff,
                 speed_hints=config.speed_hints,
             ),
-            [self._times[rank] for rank in self._ranks],
+            [self._times[rank] for rank in self.ranks],
         )
-
-    @property
-    def ranks(self) -> list[int]:
-        """The members."""
-        return self._ranks
 
     @property
     def must_calibrate(self) -> bool:
@@ -109,30 +103,26 @@ class Pacing:
 
     def begin_epoch(self, sizes: BatchSizes) -> None:
         """Batches are cut anew."""
-        if not self._counts_samples:
-            return
-        self._pace = None
-        local = [sizes.cut.largest_of(samples) for samples, _ in sizes.runs]
-        self.el_che.set_batch_samples(max(local, default=1))
+        if self._counts_samples:
+            self._pace = None
+            local = (sizes.cut.largest_of(samples) for samples, _ in sizes.runs)
+            self.el_che.set_batch_samples(max(local, default=1))
 
     def batch_s(self) -> dict[int, float]:
         """Delivered seconds per batch of each rank; 0.0 where not measured."""
         costs = self.el_che.ms_per_batch
-        return {r: ms / 1e3 for r, ms in zip(self._ranks, costs, strict=True)}
+        return {r: ms / 1e3 for r, ms in zip(self.ranks, costs, strict=True)}
 
     def change(self, ranks: Sequence[int]) -> None:
         """The membership has changed."""
         self._pace = None
-        for measured in (
-            *(self._taken_s, self._blocking_s),
-            *(self._held_s, self._late_batches),
-        ):
+        for measured in self._kept:
             measured.clear()
-        old = {rank: at for at, rank in enumerate(self._ranks)}
+        old = {rank: at for at, rank in enumerate(self.ranks)}
         self.el_che = self.el_che.resized(
             [old.get(rank) for rank in ranks], [self._times[rank] for rank in ranks]
         )
-        self._ranks = list(ranks)
+        self.ranks = list(ranks)
 
     def measure(
         self,
@@ -158,23 +148,21 @@ class Pacing:
             What changed, in words, or "".
         """
         self._pace = None
-        before = self.el_che.anchor
-        sync_s = 0.0
-        is_usual = last is not None and not (is_tail or last.diverged)
-        if last is not None and is_usual and self._may_grow:
+        before, sync_s = self.el_che.anchor, 0.0
+        if last and not (is_tail or last.diverged) and self._may_grow:
             window_s = self.el_che.anchor_wall_ms / 1e3
             busy = [r for r, part in parts.items() if part.batches and r not in idle]
             cost_s, wait_s = last.cost_s(busy)
-            self._blocking_s = [*self._blocking_s, cost_s][-REDUCTIONS_KEPT:]
+            self._blocking_s.append(cost_s)
             self._note_adoption(last, cost_s, idle)
             sync_s = cost_s + max(0.0, wait_s - WAIT_TOLERANCE * window_s)
-        ordered = [Part() if rank in idle else parts[rank] for rank in self._ranks]
+        ordered = [Part() if rank in idle else parts[rank] for rank in self.ranks]
         self.el_che.report_timing(
             [part.timed_s * 1e3 for part in ordered],
             [part.timed for part in ordered],
             sync_s * 1e3,
         )
-        if room := self._make_room(self.el_che.anchor):
+        if room := self._make_room():
             return room
         if self.el_che.anchor == before:
             return ""
@@ -200,20 +188,16 @@ class Pacing:
     def took(self, reduction_s: float) -> str:
         """An overlapped reduction was measured; windows are not to be shorter.
 
-        Nor are they shorter than pays: see `elche.cadence.overlapped`.
-
-        Args:
-            reduction_s: from the last rank's end of the window to the first adoption.
-
-        Returns:
-            What changed, in words, or "".
+        Nor are they shorter than pays: see `elche.cadence.overlapped`. It lasts from
+        the last rank's end of the window to the first adoption. Returns what changed,
+        in words, or "".
         """
-        self._taken_s = [*self._taken_s, reduction_s][-REDUCTIONS_KEPT:]
-        return self._make_room(self.el_che.anchor)
+        self._taken_s.append(reduction_s)
+        return self._make_room()
 
-    def _make_room(self, before: int) -> str:
+    def _make_room(self) -> str:
         """Raises the anchor to what a reduction needs, or to what pays."""
-        taken_s = self.reduction_s
+        before, taken_s = self.el_che.anchor, self.reduction_s
         if taken_s is None or not self._may_grow:
             return ""
         needed_s, why = ROOM * taken_s, f"a reduction takes {taken_s:.3g} s"
@@ -231,14 +215,12 @@ class Pacing:
 
     def _note_adoption(self, last: Reduction, held_s: float, idle: Set[int]) -> None:
         """Records the reduction's cost and the fastest rank's delay."""
-        costs = zip(self.el_che.ms_per_batch, self._ranks, strict=True)
+        costs = zip(self.el_che.ms_per_batch, self.ranks, strict=True)
         working = [(ms, rank) for ms, rank in costs if ms > 0.0 and rank not in idle]
         report = last.reports.get(min(working)[1]) if working else None
-        if not self._overlapped or report is None:
-            return
-        self._held_s = [*self._held_s, held_s][-REDUCTIONS_KEPT:]
-        late = [*self._late_batches, float(report.adopted_at)]
-        self._late_batches = late[-REDUCTIONS_KEPT:]
+        if self._overlapped and report is not None:
+            self._held_s.append(held_s)
+            self._late_batches.append(float(report.adopted_at))
 
     def _best_s(self, taken_s: float) -> float:
         """The length of overlapped windows that pays best.
@@ -258,16 +240,14 @@ class Pacing:
     def watch(self, reduction: Reduction, batches: int) -> str:
         """Shows the guard what a reduction found; it acts before El Che may grow.
 
-        Args:
-            reduction: done on every rank.
-            batches: of the slowest rank in its window.
-
-        Returns:
-            What changed, in words, or "".
+        The slowest rank had so many batches in its window. Returns what changed, in
+        words, or "".
         """
         if self._guard is None:
             return ""
-        verdict = self._guard.observe(reduction.divergences, max(1, batches))
+        reports = sorted(reduction.reports.items())
+        divergences = [report.divergence for _, report in reports]
+        verdict = self._guard.observe(divergences, max(1, batches))
         self._may_grow = not verdict.hold
         if verdict.nudge is None:
             return ""
@@ -291,10 +271,7 @@ class Pacing:
 
         It is where too little would be left after it to hide its own reduction: the end
         then waits for two, one after the other. Overlapped windows alone; never
-        more batches than the anchor's limit allows.
-
-        Args:
-            left_s: how long the rest of the epoch lasts.
+        more batches than the anchor's limit allows. The rest lasts ``left_s``.
         """
         pace, taken_s = self.pace(), self.reduction_s
         if not self._overlapped or taken_s is None or pace.wall_s is None:
@@ -316,36 +293,25 @@ class Pacing:
         return self.el_che.anchor_wall_ms / 1e3 / self.el_che.anchor
 
     def _plan(self) -> Pace:
-        el_che = self.el_che
-        counts = el_che.batch_counts
-        wall_ms = self._wall_ms()
+        el_che, wall_ms = self.el_che, self._wall_ms()
+        wall_s = patience_s = None
         stretch = 1.0
         if wall_ms > 0:
-            stretch = wall_ms / el_che.anchor_wall_ms
-        wall_s = wall_ms / 1e3 if wall_ms > 0 else None
-        patience_s = None
-        if wall_s is not None:
-            slowest_s = self._slowest_s
-            patience_s = wall_s + max(wall_s, PATIENT_BATCHES * slowest_s)
+            stretch, wall_s = wall_ms / el_che.anchor_wall_ms, wall_ms / 1e3
+            patience_s = wall_s + max(wall_s, PATIENT_BATCHES * self._slowest_s)
             if self._overlapped and not self._taken_s:
-                patience_s = max(patience_s, el_che.max_anchor * slowest_s)
-        batches = {
-            rank: round(count * stretch)
-            for rank, count in zip(self._ranks, counts, strict=True)
-        }
-        return Pace(wall_s, patience_s, batches)
+                patience_s = max(patience_s, el_che.max_anchor * self._slowest_s)
+        counts = zip(self.ranks, el_che.batch_counts, strict=True)
+        return Pace(wall_s, patience_s, {r: round(n * stretch) for r, n in counts})
 
     def _wall_ms(self) -> float:
         el_che = self.el_che
         if not el_che.enabled or not el_che.is_calibrated:
             return 0.0
         wall_ms, costs_ms = el_che.anchor_wall_ms, el_che.ms_per_batch
-        fixed = self._config.windows.anchor >= self._config.windows.max_anchor
-        many = len(self._ranks) > ALIGNED_RANKS
-        held = fixed or many or self._overlapped or not self._may_grow
+        many = len(self.ranks) > ALIGNED_RANKS
+        held = self._is_fixed or many or self._overlapped or not self._may_grow
         if held or not all(cost > 0 for cost in costs_ms):
             return wall_ms
-        anchor = aligned_anchor(
-            el_che.anchor, costs_ms, self._config.windows.max_anchor
-        )
-        return wall_ms * anchor / el_che.anchor
+        most = self._config.windows.max_anchor
+        return wall_ms * aligned_anchor(el_che.anchor, costs_ms, most) / el_che.anchor

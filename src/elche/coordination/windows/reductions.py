@@ -5,7 +5,8 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elche.config import RunConfig, default_outer_lr
@@ -13,56 +14,45 @@ from elche.coordination.accounts.schedule_steps import common_periods
 from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import Reduce
 from elche.coordination.windows.window_book import Part
-from elche.errors import ProtocolError, TransitionError
+from elche.errors import ProtocolError
 
 SETTLED_WINDOWS = 8
 FEW_WINDOWS = 4
 
 
+@dataclass(slots=True)
 class Reduction:
-    """One reduction under way: who has its result.
+    """One reduction: its plan, what ranks did in the window, and who has its result.
 
-    Args:
-        window: whose.
-        ranks: who takes part.
+    Attributes:
+        plan: of all ranks, without their weights.
+        parts: what each rank did.
         begun_s: when all ranks had closed the window; None where that says nothing
             about how long it takes.
         diverged: ranks whose waits are left out of pacing; see `Part`.
-
-    Attributes:
-        copies: samples by which each copy of the model is behind it.
-        mean_over: see `Reduce`.
+        missing: ranks that have not reported that they hold the result.
+        reports: of the others.
     """
 
-    def __init__(
-        self,
-        window: int,
-        ranks: Iterable[int],
-        *,
-        begun_s: float | None = None,
-        diverged: frozenset[int] = frozenset(),
-    ) -> None:
-        self.window = window
-        self.attempt = 0
-        self.begun_s = begun_s
-        self.diverged = diverged
-        self.copies: tuple[int, ...] = ()
-        self.mean_over = 1
-        self.reports: dict[int, WindowReduced] = {}
-        self.missing = set(ranks)
+    plan: Reduce
+    parts: dict[int, Part]
+    begun_s: float | None = None
+    diverged: frozenset[int] = field(init=False)
+    missing: set[int] = field(init=False)
+    reports: dict[int, WindowReduced] = field(default_factory=dict)
 
-    @property
-    def is_done(self) -> bool:
-        """True if every rank has the result."""
-        return not self.missing
+    def __post_init__(self) -> None:
+        parts = self.parts.items()
+        self.diverged = frozenset(rank for rank, part in parts if part.is_diverged)
+        self.missing = set(self.parts)
 
     def reduced(self, event: WindowReduced) -> None:
-        """A rank has it.
+        """A rank has the result.
 
         Raises:
             ProtocolError: it is of another window, or was said twice.
         """
-        if event.window != self.window or event.rank not in self.missing:
+        if event.window != self.plan.window or event.rank not in self.missing:
             raise ProtocolError(
                 f"rank {event.rank} reduced window {event.window} out of turn"
             )
@@ -71,7 +61,7 @@ class Reduction:
 
     def again(self, ranks: Iterable[int]) -> None:
         """All of these shall report once more: the membership has changed."""
-        self.attempt += 1
+        self.plan = replace(self.plan, attempt=self.plan.attempt + 1)
         self.begun_s = None
         self.missing = set(ranks)
         self.reports.clear()
@@ -80,11 +70,6 @@ class Reduction:
         """A rank is gone."""
         self.missing.discard(rank)
         self.reports.pop(rank, None)
-
-    @property
-    def sync_s(self) -> float:
-        """Cost (s) on the rank that it cost most."""
-        return max((report.sync_s for report in self.reports.values()), default=0.0)
 
     def cost_s(self, busy: Iterable[int]) -> tuple[float, float]:
         """Cost (s) on ranks that had work meanwhile, and their mean wait for others.
@@ -98,74 +83,19 @@ class Reduction:
         wait_s = sum(report.wait_s for report in reports) / len(reports)
         return max(report.sync_s for report in reports), wait_s
 
-    @property
-    def divergences(self) -> list[float]:
-        """Divergences of all ranks, in their order."""
-        return [self.reports[rank].divergence for rank in sorted(self.reports)]
-
-
-class Reductions:
-    """The reduction that is running, at most one, and the last one that is done.
-
-    ==================  =======  =======  ============================================
-    call                from     to       when
-    ==================  =======  =======  ============================================
-    ``begin``           none     running  all ranks have closed a window
-    ``commit``          running  none     all ranks hold its result
-    ==================  =======  =======  ============================================
-
-    Attributes:
-        parts: what the ranks did in the window that was reduced last.
-        settings: how it was reduced.
-    """
-
-    def __init__(self) -> None:
-        self.running: Reduction | None = None
-        self.last: Reduction | None = None
-        self.parts: dict[int, Part] = {}
-        self.settings: dict[str, Any] = {}
-
-    def begin(
-        self,
-        window: int,
-        parts: Mapping[int, Part],
-        settings: dict[str, Any],
-        begun_s: float | None,
-    ) -> Reduction:
-        """All ranks have closed a window.
-
-        Raises:
-            TransitionError: the last reduction is still running.
-        """
-        if self.running is not None:
-            raise TransitionError(
-                f"window {window} cannot be reduced: window {self.running.window} is"
+    def instructions(self) -> list[Reduce]:
+        """The plan of each rank; those that weigh something weigh the same."""
+        counts = {rank: part.weight > 0 for rank, part in self.parts.items()}
+        active = sum(counts.values())
+        return [
+            replace(
+                self.plan,
+                rank=rank,
+                weight=counts / max(1, active),
+                active_ranks=active,
             )
-        diverged = frozenset(r for r, part in parts.items() if part.is_diverged)
-        self.parts, self.settings = dict(parts), settings
-        self.running = Reduction(window, parts, begun_s=begun_s, diverged=diverged)
-        return self.running
-
-    def leave_out_gone(self, members: Collection[int]) -> None:
-        """Repeats the reduction without the parts of ranks that are gone."""
-        self.parts = {r: part for r, part in self.parts.items() if r in members}
-
-    def remove(self, rank: int) -> None:
-        """A rank is gone."""
-        if self.running is not None:
-            self.running.remove(rank)
-
-    def commit(self) -> Reduction:
-        """All ranks hold the result.
-
-        Raises:
-            TransitionError: they do not, or nothing is reduced.
-        """
-        done = self.running
-        if done is None or not done.is_done:
-            raise TransitionError("a reduction is committed before all hold its result")
-        self.running, self.last = None, done
-        return done
+            for rank, counts in counts.items()
+        ]
 
 
 class ReductionPlanner:
@@ -182,71 +112,45 @@ class ReductionPlanner:
         self._windows = 0
         self._outer = config.windows.outer.optimizer
 
-    def settings(
+    def plan(
         self,
         parts: Mapping[int, Part],
         epoch_batches: int,
         window_batches: int,
-    ) -> dict[str, Any]:
-        """Fields of `Reduce` for a window, without the weights.
+        **fields: Any,
+    ) -> Reduce:
+        """A window's plan without the ranks' weights.
 
         Args:
             parts: what each rank did in it, and said when it closed it.
             epoch_batches: batches of the epoch.
             window_batches: batches that El Che plans for a window now.
+            **fields: other fields of the plan.
+
+        Raises:
+            MismatchError: ranks have handed over other numbers of schedulers.
         """
-        closed = [part.closed for part in parts.values() if part.closed is not None]
+        closed = {r: part.closed for r, part in parts.items() if part.closed}
         if not any(part.weight for part in parts.values()):
             kind = "average"  # nothing to step along: momentum must not move it
         else:
             kind = self._outer_kind(epoch_batches, window_batches)
             self._windows += 1
-        lr = self._config.windows.outer.lr or default_outer_lr(len(parts), kind)
-        return {
-            "buffers": tuple(
-                sorted({i for report in closed for i in report.changed_buffers})
+        outer = self._config.windows.outer
+        lr = outer.lr or default_outer_lr(len(parts), kind)
+        return Reduce(
+            rank=-1,
+            attempt=0,
+            weight=0.0,
+            active_ranks=0,
+            buffers=tuple(
+                sorted({i for each in closed.values() for i in each.changed_buffers})
             ),
-            "outer": kind,
-            "outer_lr": 1.0 if kind == "average" else lr,
-            "outer_momentum": self._config.windows.outer.momentum,
-        }
-
-    def plan(
-        self,
-        parts: Mapping[int, Part],
-        settings: Mapping[str, Any],
-        epoch: int,
-        reduction: Reduction,
-    ) -> Iterator[Reduce]:
-        """The reduction's instructions, one for each rank.
-
-        Args:
-            parts: what each rank did in the window.
-            settings: from :meth:`settings`.
-            epoch: the epoch.
-            reduction: which window's, and which attempt.
-
-        Raises:
-            MismatchError: ranks have handed over other numbers of schedulers.
-        """
-        counts = [part.weight for part in parts.values()]
-        active = sum(count > 0 for count in counts)
-        weights = [float(count > 0) / max(1, active) for count in counts]
-        closed = {r: p.closed.periods for r, p in parts.items() if p.closed}
-        shared: dict[str, Any] = {**settings, "periods": common_periods(closed)}
-        return (
-            Reduce(
-                rank=rank,
-                epoch=epoch,
-                window=reduction.window,
-                attempt=reduction.attempt,
-                weight=weight,
-                active_ranks=active,
-                copies=reduction.copies,
-                mean_over=reduction.mean_over,
-                **shared,
-            )
-            for rank, weight in zip(parts, weights, strict=True)
+            outer=kind,
+            outer_lr=1.0 if kind == "average" else lr,
+            outer_momentum=outer.momentum,
+            periods=common_periods({r: each.periods for r, each in closed.items()}),
+            **fields,
         )
 
     def _outer_kind(self, epoch_batches: int, window_batches: int) -> str:
@@ -254,10 +158,8 @@ class ReductionPlanner:
 
         Decided anew until El Che has settled.
         """
-        if (
-            self._config.windows.outer.optimizer == "auto"
-            and self._windows < SETTLED_WINDOWS
-        ):
+        is_auto = self._config.windows.outer.optimizer == "auto"
+        if is_auto and self._windows < SETTLED_WINDOWS:
             known = None if self._epochs is None else epoch_batches * self._epochs
             short = known is not None and known < FEW_WINDOWS * window_batches
             self._outer = "average" if short else "nesterov"

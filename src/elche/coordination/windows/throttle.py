@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 
@@ -15,14 +14,13 @@ class Throttle:
 
     Args:
         max_batch_diff: the largest lead; None sets no limit.
-        ranks: who takes part.
+        ranks: the members.
     """
 
     def __init__(self, max_batch_diff: int | None, ranks: Iterable[int]) -> None:
         self._lead = None if max_batch_diff is None else max(1, max_batch_diff)
         self._done = dict.fromkeys(ranks, 0)
-        self._behind = Counter(self._done.values())
-        self._stopped: Counter[int] = Counter()
+        self._stopped: set[int] = set()
         self._slowest = 0
 
     @property
@@ -33,9 +31,10 @@ class Throttle:
     @property
     def is_final(self) -> bool:
         """True if the limit can rise no more: the slowest have all stopped."""
-        if self._lead is None or not self._behind:
+        if self._lead is None or not self._done:
             return False
-        return self._stopped[self._slowest] >= self._behind[self._slowest]
+        late = (r for r, batches in self._done.items() if batches == self._slowest)
+        return self._stopped.issuperset(late)
 
     def holds(self, batches: int) -> bool:
         """True if a rank that has run so many waits in vain for the slowest."""
@@ -43,33 +42,17 @@ class Throttle:
 
     def done(self, rank: int, batches: int) -> bool:
         """A rank has run so many; True if the limit has risen."""
-        if self._lead is None or rank not in self._done:
+        if self._lead is None or rank in self._stopped:
             return False
-        self._count(self._done[rank], -1)
-        self._done[rank] = batches
-        self._count(batches, 1)
-        return self._follow()
+        before, self._done[rank] = self._slowest, batches
+        self._slowest = min(self._done.values())
+        return self._slowest > before
 
     def stop(self, rank: int) -> None:
         """A rank runs no more batches until the next one."""
-        if rank in self._done:
-            self._stopped[self._done.pop(rank)] += 1
+        self._stopped.add(rank)
 
-    def remove(self, rank: int) -> bool:
-        """A rank is gone; True if the limit has risen."""
-        if self._lead is None or rank not in self._done:
-            return False
-        self._count(self._done.pop(rank), -1)
-        return self._follow()
-
-    def _count(self, batches: int, change: int) -> None:
-        self._behind[batches] += change
-        if not self._behind[batches]:
-            del self._behind[batches]
-
-    def _follow(self) -> bool:
-        before = self._slowest
-        if self._behind:
-            while not self._behind.get(self._slowest):
-                self._slowest += 1
-        return self._slowest > before
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        self._done.pop(rank, None)
+        self._slowest = min(self._done.values(), default=self._slowest)

@@ -57,7 +57,6 @@ class Part:
     closed: WindowClosed | None = None
     trained: list[Range] = field(default_factory=list)
     phase: PartPhase = PartPhase.UNOPENED
-    opened: OpenWindow | None = None
     permitted: int | None = None
     is_diverged: bool = False
     is_drained: bool = False
@@ -67,15 +66,10 @@ class Part:
         """True if its rank has been sent it, and has not closed it."""
         return self.phase in (PartPhase.OPEN, PartPhase.CLOSING)
 
-    def open(self, plan: OpenWindow, *, is_diverged: bool, is_drained: bool) -> None:
+    def open(self, plan: OpenWindow, *, is_drained: bool) -> None:
         """Opens the window as planned."""
         self._move((PartPhase.UNOPENED,), PartPhase.OPEN)
-        self.opened, self.permitted = plan, plan.hold_after
-        self.is_diverged, self.is_drained = is_diverged, is_drained
-
-    def permit(self, batches: int) -> None:
-        """Its rank may run so many, and at least what it was allowed before."""
-        self.permitted = max(batches, self.permitted or 0)
+        self.permitted, self.is_drained = plan.hold_after, is_drained
 
     def train(self, event: BatchesDone) -> None:
         """Counts batches that its rank reports."""
@@ -126,7 +120,11 @@ class WindowBook:
 
     def __init__(self, ranks: Iterable[int], window: int) -> None:
         self.window = window
-        self.parts = {rank: Part() for rank in ranks}
+        self.ahead = {rank: Part() for rank in ranks}
+        self._begin()
+
+    def _begin(self) -> None:
+        self.parts = self.ahead
         self.ahead = {rank: Part() for rank in self.parts}
         self._open = len(self.parts)
 
@@ -139,11 +137,6 @@ class WindowBook:
     def any_closed(self) -> bool:
         """True if a rank has."""
         return self._open < len(self.parts)
-
-    @property
-    def is_untouched(self) -> bool:
-        """True if no rank has trained in the next window."""
-        return not any(part.batches for part in self.ahead.values())
 
     def window_of(self, rank: int) -> int:
         """The window that a rank trains in."""
@@ -200,15 +193,12 @@ class WindowBook:
 
     def advance(self) -> None:
         """Begins to collect the next window."""
-        self.parts = self.ahead
-        self.ahead = {rank: Part() for rank in self.parts}
-        self._open = len(self.parts)
+        self._begin()
         self.window += 1
 
     def unopened(self) -> list[int]:
         """Ranks that have not been sent the window being collected."""
-        parts = self.parts.items()
-        return [rank for rank, part in parts if part.phase is PartPhase.UNOPENED]
+        return [r for r, p in self.parts.items() if p.phase is PartPhase.UNOPENED]
 
     def remove(self, rank: int) -> None:
         """A rank is gone."""
@@ -220,12 +210,8 @@ class WindowBook:
 def check_claim(event: BatchesDone, samples: int) -> None:
     """Refuses wrong sample counts, and times that are negative or not finite.
 
-    Args:
-        event: what a rank reports.
-        samples: of the batches that it names.
-
     Raises:
-        ProtocolError: the rank cannot have done that.
+        ProtocolError: the rank cannot have done that, as its batches hold ``samples``.
     """
     if event.samples != samples:
         raise ProtocolError(

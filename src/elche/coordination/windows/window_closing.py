@@ -11,29 +11,32 @@ where the common parameters are not finite: that ends every run. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from elche.coordination.accounts.batch_ranges import joined, named
-from elche.coordination.policy import Steps
-from elche.coordination.protocol.events import WindowReduced
+from elche.coordination.protocol.events import WindowClosed, WindowReduced
 from elche.coordination.protocol.instructions import Adopt, Instruction
-from elche.coordination.windows.reductions import ReductionPlanner
+from elche.coordination.windows.reductions import Reduction, ReductionPlanner
 from elche.coordination.windows.window_state import WindowState
 from elche.errors import NonFiniteError
 
 
-def judge_update(state: WindowState, rank: int) -> None:
+def judge_update(state: WindowState, closed: WindowClosed) -> None:
     """A rank has closed its window: discards an update that is not finite.
+
+    A rank whose update has not moved stays diverged: its gradients wait for a step, of
+    which nothing is known yet.
 
     Raises:
         NonFiniteError: it is the second in a row, and the run is to stop then.
     """
-    part, window = state.book.parts[rank], state.book.window
-    closed = part.closed
-    assert closed is not None
+    rank, window = closed.rank, closed.window
+    part, was_diverged = state.book.parts[rank], rank in state.diverged
+    if closed.is_finite and closed.has_moved and part.trained:
+        state.diverged.pop(rank, None)
     if closed.is_finite:
-        if part.trained:
-            state.diverged.trained(rank, part.trained, has_moved=closed.has_moved)
+        if rank in state.diverged:
+            state.diverged[rank] += part.trained
         return
     state.ledger.discard(rank)
     state.totals.discard(window, rank, part.samples)
@@ -42,7 +45,8 @@ def judge_update(state: WindowState, rank: int) -> None:
         f"rank {rank}: its update of window {window} (batches {named(part.trained)}) "
         "is not finite: it is discarded"
     )
-    batches, was_diverged = state.diverged.discard(rank, part.trained)
+    batches = state.diverged.setdefault(rank, [])
+    batches += part.trained
     if was_diverged and state.config.windows.non_finite == "stop":
         raise NonFiniteError(
             f"the update of rank {rank} was not finite twice in a row, in epoch "
@@ -55,7 +59,7 @@ def judge_update(state: WindowState, rank: int) -> None:
         )
 
 
-def refuse_lost(state: WindowState, event: WindowReduced) -> None:
+def refuse_lost(state: WindowState, running: Reduction, event: WindowReduced) -> None:
     """Ends a run whose common parameters contain NaN or Inf: every update would, too.
 
     Raises:
@@ -63,8 +67,7 @@ def refuse_lost(state: WindowState, event: WindowReduced) -> None:
     """
     if math.isfinite(event.parameter_norm):
         return
-    parts = state.reductions.parts.items()
-    reduced = {rank: part.trained for rank, part in parts if part.samples}
+    reduced = {r: part.trained for r, part in running.parts.items() if part.samples}
     batches = [each for trained in reduced.values() for each in trained]
     raise NonFiniteError(
         f"rank {event.rank} holds parameters that are not finite after window "
@@ -78,24 +81,28 @@ def refuse_lost(state: WindowState, event: WindowReduced) -> None:
 
 def begin_reduction(
     state: WindowState, planner: ReductionPlanner, now_s: float
-) -> Steps:
+) -> Sequence[Instruction]:
     """Plans the reduction with what the ranks really did."""
-    window, parts = state.book.window, state.book.parts
+    parts = state.book.parts
     counts = zip(state.pacing.ranks, state.pacing.el_che.batch_counts, strict=True)
     batches = sum(count for rank, count in counts if rank not in state.idle)
-    settings = planner.settings(parts, state.ledger.sizes.num_batches, batches)
-    begun_s = now_s if state.is_overlapped else None
-    reduction = state.reductions.begin(window, parts, settings, begun_s)
     copies = {r: part.closed.copies for r, part in parts.items() if part.closed}
-    is_last = state.life.is_final
-    reduction.copies = state.copies.closed(copies, state.idle, is_last=is_last)
-    reduction.mean_over = state.mean_over
-    yield from planner.plan(parts, settings, state.epoch, reduction)
+    plan = planner.plan(
+        parts,
+        state.ledger.sizes.num_batches,
+        batches,
+        epoch=state.epoch,
+        window=state.book.window,
+        copies=state.copies.closed(copies, state.idle, is_last=state.life.is_final),
+        mean_over=state.mean_over,
+    )
+    begun_s = now_s if state.is_overlapped else None
+    return state.begin(Reduction(plan, dict(parts), begun_s)).instructions()
 
 
 def resume_reduction(
-    state: WindowState, planner: ReductionPlanner, reduced: Mapping[int, int]
-) -> list[Instruction]:
+    state: WindowState, reduced: Mapping[int, int]
+) -> Sequence[Instruction]:
     """All members are in the new group: a reduction under way is taken over or redone.
 
     If one of them holds the result of the window that was being reduced, all adopt it,
@@ -103,22 +110,19 @@ def resume_reduction(
 
     Args:
         state: of the epoch.
-        planner: plans the reduction again.
         reduced: the last window whose result each member holds.
-
-    Returns:
-        What the members are told.
     """
-    reductions, running = state.reductions, state.resume()
+    state.is_paused = False
+    running = state.running
     if running is None:
         return []
-    holders = [r for r, window in reduced.items() if window >= running.window]
-    if holders:
+    running.again(state.members)
+    window = running.plan.window
+    if holders := [r for r, last in reduced.items() if last >= window]:
+        source, epoch = min(holders), state.epoch
         return [
-            Adopt(
-                rank=rank, epoch=state.epoch, window=running.window, source=min(holders)
-            )
+            Adopt(rank=rank, epoch=epoch, window=window, source=source)
             for rank in state.members
         ]
-    state.unstage_gone(running.window)
-    return [*planner.plan(reductions.parts, reductions.settings, state.epoch, running)]
+    state.unstage_gone(running)
+    return running.instructions()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from elche.coordination.policy import Steps
 from elche.coordination.protocol.instructions import (
     CloseWindow,
     GrantBatches,
@@ -19,73 +18,63 @@ CALIBRATION_BATCHES = 32
 """Most batches of a rank in the window in which speeds are measured."""
 
 
-def open_windows(state: WindowState, ranks: Sequence[int]) -> Iterator[Instruction]:
+def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
     """Opens for each of these ranks the window that it comes to."""
-    if ranks and not state.life.is_draining:
-        yield from grant_planned(state)
-    for rank in ranks:
-        yield _open(state, rank)
+    told = grant_planned(state) if ranks else []
+    return [*told, *(_open(state, rank) for rank in ranks)]
 
 
-def next_window(state: WindowState, now_s: float) -> Steps:
-    """Opens the window for all who have none, with leases for who waits for some."""
+def next_window(state: WindowState, now_s: float) -> list[Instruction]:
+    """Opens the window for ranks without one, with leases for those that lack any."""
     state.leasing.set_costs(state.pacing.batch_s())
-    yield from open_windows(state, state.book.unopened())
-    yield from permits(state)
-    yield from lease(state, sorted(state.leasing.hungry), now_s)
-    yield from close_idle(state, state.members)
+    told = open_windows(state, state.book.unopened())
+    told += permits(state)
+    told += lease(state, sorted(state.leasing.hungry), now_s)
+    return told + close_idle(state, state.members)
 
 
-def permits(state: WindowState) -> Iterator[Instruction]:
+def permits(state: WindowState) -> list[Instruction]:
     """New limits of each rank, after the slowest has progressed."""
-    if state.throttle.limit is None:
-        return
+    told: list[Instruction] = []
     for rank in state.members:
-        part = state.book.part(rank)
-        batches = _permit(state, rank)
+        part, batches = state.book.part(rank), _permit(state, rank)
         if part.is_open and batches is not None:
-            part.permit(batches)
-            yield Permit(
-                rank=rank,
-                epoch=state.epoch,
-                window=state.book.window_of(rank),
-                batches=batches,
+            part.permitted = max(batches, part.permitted or 0)
+            window = state.book.window_of(rank)
+            told.append(
+                Permit(rank=rank, epoch=state.epoch, window=window, batches=batches)
             )
+    return told
 
 
-def lease(
-    state: WindowState, ranks: Sequence[int], now_s: float
-) -> Iterator[Instruction]:
+def lease(state: WindowState, ranks: Sequence[int], now_s: float) -> list[Instruction]:
     """Tops up these ranks; sends CloseWindow to those that get nothing more."""
     if state.life.is_draining or state.plans is not None:
-        if not state.life.is_draining:
-            yield from grant_planned(state)
-        yield from close_idle(state, ranks)
-        return
+        return grant_planned(state) + close_idle(state, ranks)
     had = state.ledger.pooled
+    told: list[Instruction] = []
     for rank in ranks:
-        yield from state.leasing.top_up(rank, now_s)
-    yield from state.leasing.feed_first(now_s)
+        told += state.leasing.top_up(rank, now_s)
+    told += state.leasing.feed_first(now_s)
     ran_out = had and not state.ledger.pooled
-    yield from close_idle(state, state.members if ran_out else ranks)
+    return told + close_idle(state, state.members if ran_out else ranks)
 
 
 def grant_planned(state: WindowState) -> list[Instruction]:
     """Leases what a plan says, two windows ahead and past every loader's horizon."""
     granted: list[Instruction] = []
-    if state.plans is None:
+    if state.plans is None or state.life.is_draining:
         return granted
-    ranks = sorted(state.members)
     horizon = max(member.horizon_batches for member in state.members.values())
     while True:
         ahead = state.plans.unleased - state.book.window
-        held = min(state.ledger.leased(rank) for rank in ranks)
+        held = min(map(state.ledger.leased, state.members))
         if ahead > 2 and (held > horizon or ahead > 2 + horizon):
             break
         plan = state.plans.lease_next()
         if plan is None:
             break
-        for rank, (start, stop) in zip(ranks, plan.parts, strict=True):
+        for rank, (start, stop) in plan.parts.items():
             if start < stop:
                 state.ledger.lease_range(rank, start, stop)
                 granted.append(
@@ -94,36 +83,31 @@ def grant_planned(state: WindowState) -> list[Instruction]:
     return granted
 
 
-def _is_owed(state: WindowState, rank: int) -> bool:
-    """True if a plan has more for a rank in the window that it is in."""
-    plan = state.planned(state.book.window_of(rank))
-    done = state.book.part(rank).batches
-    return plan is not None and done < plan.batches(state.place(rank))
-
-
-def close_idle(state: WindowState, ranks: Iterable[int]) -> Iterator[Instruction]:
+def close_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
     """Tells ranks that will get no more work in their window to close it."""
-    closes = False
-    for told in _tell_idle(state, ranks):
-        closes = True
-        yield told
-    if closes and state.throttle.is_final:  # those it held have nobody to wait for
-        yield from _tell_idle(state, state.members)
+    told = _tell_idle(state, ranks)
+    if told and state.throttle.is_final:  # no rank is left that those it held wait for
+        told += _tell_idle(state, state.members)
+    return told
 
 
-def _tell_idle(state: WindowState, ranks: Iterable[int]) -> Iterator[Instruction]:
-    others_wait = state.book.any_closed
-    nothing_left = state.ledger.pooled == 0
+def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
+    told: list[Instruction] = []
+    others_wait, nothing_left = state.book.any_closed, state.ledger.pooled == 0
     for rank in ranks:
-        if state.book.part(rank).phase is not PartPhase.OPEN:
+        part = state.book.part(rank)
+        if part.phase is not PartPhase.OPEN:
             continue
         starved = nothing_left or (others_wait and rank in state.leasing.hungry)
         is_idle = starved and not state.ledger.leased(rank)
-        is_idle = is_idle and not _is_owed(state, rank)
+        plan = state.planned(state.book.window_of(rank))
+        if plan is not None and part.batches < plan.batches(rank):
+            is_idle = False  # the plan has more for it
         is_held = state.throttle.holds(state.book.batches_since(rank))
         if state.life.is_draining or is_idle or is_held:
             state.throttle.stop(rank)
-            yield _close_window(state, rank)
+            told.append(_close_window(state, rank))
+    return told
 
 
 def _close_window(state: WindowState, rank: int) -> CloseWindow:
@@ -136,64 +120,43 @@ def _close_window(state: WindowState, rank: int) -> CloseWindow:
     )
 
 
-def calibrate(state: WindowState, rank: int) -> Steps:
+def calibrate(state: WindowState, rank: int) -> list[Instruction]:
     """A rank's speed is known, or will not be: when that is true of all, go by it.
 
     The first window of a run has no length. It ends when every rank has been measured,
     so that no rank waits for the slowest one to run a whole anchor of batches.
     """
     if not state.calibrated(rank):
-        return
+        return []
     state.note(state.pacing.measure(state.book.parts, None, is_tail=True))
     state.leasing.set_costs(state.pacing.batch_s())
-    for other in state.members:
-        if state.book.part(other).phase is PartPhase.OPEN:
-            yield _close_window(state, other)
+    others = (r for r in state.members if state.book.part(r).phase is PartPhase.OPEN)
+    return [_close_window(state, other) for other in others]
 
 
 def _open(state: WindowState, rank: int) -> OpenWindow:
-    window = state.book.window_of(rank)
-    pace = state.pace(window)
-    planned_samples = state.samples_of(pace)
-    committed = state.plan_samples(window, planned_samples)
-    plan = state.planned(window)
-    is_diverged = plan is None and rank in state.diverged
-    if plan is None:
-        batches = most = pace.batches[rank]
-        if state.is_calibrating:
-            most = max(batches, CALIBRATION_BATCHES)
-        ends_by_time = pace.wall_s is not None and not is_diverged
-        opened = OpenWindow(
-            rank=rank,
-            epoch=state.epoch,
-            window=window,
-            wall_s=pace.wall_s,
-            max_batches=None if ends_by_time else 1 if is_diverged else most,
-            hold_after=_permit(state, rank),
-            adopt_at=None,
-            patience_s=pace.patience_s,
-            committed_samples=committed,
-            planned_samples=planned_samples,
-            planned_batches=batches,
-        )
-    else:
-        at = state.place(rank)
-        opened = OpenWindow(
-            rank=rank,
-            epoch=state.epoch,
-            window=window,
-            wall_s=None,
-            max_batches=plan.batches(at),
-            hold_after=None,
-            adopt_at=min(1, plan.batches(at)),
-            patience_s=None,
-            committed_samples=plan.committed_samples,
-            planned_samples=plan.planned_samples,
-            planned_batches=plan.batches(at),
-        )
-    state.book.part(rank).open(
-        opened, is_diverged=is_diverged, is_drained=state.life.is_draining
+    window, part = state.book.window_of(rank), state.book.part(rank)
+    plan, pace = state.planned(window), state.pace(window)
+    committed, planned = state.samples_of(window, pace)
+    batches = pace.batches[rank]
+    most = max(batches, CALIBRATION_BATCHES) if state.uncalibrated else batches
+    if plan is None and rank in state.diverged:
+        most, part.is_diverged = 1, True
+    ends_by_time = pace.wall_s is not None and not part.is_diverged
+    opened = OpenWindow(
+        rank=rank,
+        epoch=state.epoch,
+        window=window,
+        wall_s=pace.wall_s,
+        max_batches=None if ends_by_time else most,
+        hold_after=_permit(state, rank) if plan is None else None,
+        adopt_at=None if plan is None else min(1, batches),
+        patience_s=pace.patience_s,
+        committed_samples=committed,
+        planned_samples=planned,
+        planned_batches=batches,
     )
+    part.open(opened, is_drained=state.life.is_draining)
     return opened
 
 

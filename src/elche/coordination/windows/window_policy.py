@@ -10,21 +10,14 @@ adopted, so at most one reduction is under way. Pure.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 from elche.cadence.rank_time import RankTimes
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchCut, BatchSizes
 from elche.coordination.accounts.metrics import RankReport
-from elche.coordination.policy import EpochTotals, Member, Outcome, Policy, Steps
+from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.protocol.events import (
     BatchesDone,
     EpochCut,
@@ -35,7 +28,7 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.messages import Runs
-from elche.coordination.windows.reductions import Reduction, ReductionPlanner
+from elche.coordination.windows.reductions import ReductionPlanner
 from elche.coordination.windows.window_book import check_claim
 from elche.coordination.windows.window_closing import (
     begin_reduction,
@@ -67,6 +60,7 @@ class WindowPolicy(Policy):
         cut_for: how it cuts global batches into the local ones that ranks train on,
             by the ranks that are in the run; None: not at all.
         times: of the ranks, to go on with and to feed.
+        progress_samples: samples that the run trained on under another policy.
     """
 
     def __init__(
@@ -79,10 +73,12 @@ class WindowPolicy(Policy):
         cut_for: Callable[[Collection[int]], BatchCut] | None = None,
         *,
         times: RankTimes | None = None,
+        progress_samples: int = 0,
     ) -> None:
         self._cut_for = cut_for
         self.name = config.policy
         self._state = WindowState(config, members, idle, first_window, times)
+        self._state.progress_samples = progress_samples
         self._planner = ReductionPlanner(config, epochs)
 
     @property
@@ -123,18 +119,10 @@ class WindowPolicy(Policy):
         state.reset(sizes, epoch, now_s)
         state.take_plan(sizes)
         ranks = list(state.members)
-        return self._outcome(self._begin(ranks, now_s))
-
-    def _begin(self, ranks: Sequence[int], now_s: float) -> Steps:
-        state = self._state
-        yield from open_windows(state, ranks)
+        told = open_windows(state, ranks)
         if state.plans is None:
-            yield from state.leasing.first(ranks, now_s)
-        yield from close_idle(state, ranks)
-
-    def start_from(self, progress_samples: int) -> None:
-        """Starts after samples that the run trained on under another policy."""
-        self._state.start_from(progress_samples)
+            told += state.leasing.first(ranks, now_s)
+        return self._outcome(told, close_idle(state, ranks))
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event of the epoch under way."""
@@ -148,8 +136,7 @@ class WindowPolicy(Policy):
             return self._outcome(self._leave(event))
         if isinstance(event, EpochCut):
             self._state.life.cut()
-            self._state.book.tell_again()
-            return self._outcome(close_idle(self._state, self._state.members))
+            return self._outcome(self._drain())
         raise ProtocolError(
             f"{self._state.config.policy}: unexpected {type(event).__name__}"
         )
@@ -178,46 +165,38 @@ class WindowPolicy(Policy):
 
     def has_left(self, rank: int) -> bool:
         """True if a rank's loop has left the epoch early."""
-        return self._state.life.has_left(rank)
+        return rank in self._state.life.left
 
     def waiting_for(self) -> str:
         """Ranks that have not closed, or not reduced, the window."""
         state = self._state
         if state.is_paused:
             return "the ranks that stay to form their new group"
-        running = state.reductions.running
-        if running is not None and not state.book.any_closed:
-            return f"the reduction on ranks {sorted(running.missing)[:8]}"
+        if state.running is not None and not state.book.any_closed:
+            return f"the reduction on ranks {sorted(state.running.missing)[:8]}"
         late = [r for r, part in state.book.parts.items() if part.closed is None]
-        return f"ranks {late[:8]} to end window {state.book.window} of epoch " + str(
-            state.epoch
-        )
+        window = state.book.window
+        return f"ranks {late[:8]} to end window {window} of epoch {state.epoch}"
 
     def remove(self, rank: int) -> None:
         """A rank is gone; nothing is begun until :meth:`regrouped`."""
         self._state.remove(rank)
 
     def add(self, member: Member, *, is_idle: bool = False) -> None:
-        """A rank joins, before an epoch or the rest of one begins.
-
-        Args:
-            member: the rank.
-            is_idle: it is given no work.
-        """
+        """A rank joins, before an epoch or the rest of one begins."""
         self._state.add(member, is_idle=is_idle)
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; says who holds which result."""
         state = self._state
-        again = resume_reduction(state, self._planner, reduced)
+        told = [*resume_reduction(state, reduced)]
         if state.may_end_window:
-            return self._end_window(again, now_s)
+            return self._end_window(told, now_s)
         if state.life.is_final and state.has_work:
             state.life.go_on()
-            again += (one for one in next_window(state, now_s) if one is not None)
-        again += permits(state)  # the slowest rank may be gone
-        hungry = sorted(state.leasing.hungry)
-        return self._outcome([*again, *lease(state, hungry, now_s)])
+            told += next_window(state, now_s)
+        told += permits(state)  # the slowest rank may be gone
+        return self._outcome(told, lease(state, sorted(state.leasing.hungry), now_s))
 
     def _outcome(
         self, *told: Iterable[Instruction], epoch_over: bool = False
@@ -225,7 +204,7 @@ class WindowPolicy(Policy):
         instructions = [*chain(*told)]
         return Outcome(instructions, epoch_over, self._state.take_notes())
 
-    def _batches_done(self, event: BatchesDone, now_s: float) -> Steps:
+    def _batches_done(self, event: BatchesDone, now_s: float) -> list[Instruction]:
         state, rank = self._state, event.rank
         if event.epoch != state.epoch:
             raise ProtocolError(
@@ -245,11 +224,12 @@ class WindowPolicy(Policy):
             ),
         )
         state.leasing.trained(rank, now_s)
+        told: list[Instruction] = []
         if state.throttle.done(rank, state.book.batches_since(rank)):
-            yield from permits(state)
+            told += permits(state)
         if event.timed:
-            yield from calibrate(state, rank)
-        yield from lease(state, [rank], now_s)
+            told += calibrate(state, rank)
+        return told + lease(state, [rank], now_s)
 
     def _closed(self, event: WindowClosed, now_s: float) -> Outcome:
         state, rank = self._state, event.rank
@@ -259,13 +239,12 @@ class WindowPolicy(Policy):
         if event.scalars:
             state.totals.add(event.window, RankReport(rank=rank, scalars=event.scalars))
         part = state.book.parts[rank]
-        judge_update(state, rank)
+        judge_update(state, event)
         if state.life.is_draining and (part.is_drained or not state.is_overlapped):
             state.give_back(rank)
-        told: list[Instruction] = []
         if not state.goes_on(rank):
             state.throttle.stop(rank)
-        told += calibrate(state, rank)
+        told = calibrate(state, rank)
         if state.may_end_window:
             return self._end_window(told, now_s)
         if state.opens_early:
@@ -279,8 +258,11 @@ class WindowPolicy(Policy):
     def _end_window(self, told: list[Instruction], now_s: float) -> Outcome:
         """All ranks have closed it: measure, reduce, and go on to the next."""
         state = self._state
-        touched = any(part.batches for part in state.book.parts.values())
-        is_last = not state.has_work and state.book.is_untouched
+        touched, ahead = (
+            any(part.batches for part in parts.values())
+            for parts in (state.book.parts, state.book.ahead)
+        )
+        is_last = not state.has_work and not ahead
         # A planned window is left when its result is adopted, in the next one.
         follows = state.is_overlapped and state.plans is not None and touched
         if is_last and not follows:
@@ -288,33 +270,28 @@ class WindowPolicy(Policy):
         if not touched and (state.life.is_final or not state.is_overlapped):
             state.advance()
             if state.life.is_final:
-                return self._outcome(told, self._end_epoch(now_s), epoch_over=True)
+                return self._end_epoch(told, now_s)
             return self._outcome(told, next_window(state, now_s))
         is_tail = state.life.is_final or state.ledger.pooled == 0
         if state.plans is None:  # a plan does not depend on measurements
             state.note(
                 state.pacing.measure(
                     state.book.parts,
-                    state.reductions.last,
+                    state.last,
                     is_tail=is_tail,
                     idle=state.idle,
                 )
             )
-        return self._outcome(told, self._reduce(now_s))
-
-    def _reduce(self, now_s: float) -> Steps:
-        """Begins the reduction, and the next window."""
-        state = self._state
-        yield from begin_reduction(state, self._planner, now_s)
+        told += begin_reduction(state, self._planner, now_s)
         state.stage()
         state.advance()
         if not state.life.is_final:
-            yield from next_window(state, now_s)
+            told += next_window(state, now_s)
+        return self._outcome(told)
 
     def _reduced(self, event: WindowReduced, now_s: float) -> Outcome:
         """A rank has the result; when all have, the window is committed."""
-        state = self._state
-        running = state.reductions.running
+        state, running = self._state, self._state.running
         if running is None:
             raise ProtocolError(f"rank {event.rank} reduced no window {event.window}")
         if running.begun_s is not None and not running.reports:
@@ -333,32 +310,32 @@ class WindowPolicy(Policy):
                 parameter_norm=event.parameter_norm or None,
             ),
         )
-        refuse_lost(state, event)
-        if not running.is_done or state.is_paused:
-            return self._outcome([])
-        done = state.reductions.commit()
-        state.checks.compare({r: each.checks for r, each in done.reports.items()})
-        state.ledger.commit()
-        reader = min(state.members)
-        brought = state.totals.close_window(done.window, now_s, reader, done.sync_s)
-        return self._committed(done, [brought], now_s)
+        refuse_lost(state, running, event)
+        if running.missing or state.is_paused:
+            return self._outcome()
+        return self._commit(now_s)
 
-    def _committed(
-        self, done: Reduction, told: list[Instruction], now_s: float
-    ) -> Outcome:
-        """Outcome of a commit: the actions that waited for it."""
-        state = self._state
-        parts, unpaced = state.reductions.parts.items(), state.idle | done.diverged
-        active = [p.batches for r, p in parts if p.batches and r not in unpaced]
+    def _commit(self, now_s: float) -> Outcome:
+        """All ranks hold the result: what waited for that."""
+        state, done = self._state, self._state.commit()
+        sync_s, reader = (
+            max(r.sync_s for r in done.reports.values()),
+            min(state.members),
+        )
+        told: list[Instruction] = [
+            state.totals.close_window(done.plan.window, now_s, reader, sync_s)
+        ]
         if state.plans is None:
+            unpaced, parts = state.idle | done.diverged, done.parts.items()
+            active = [p.batches for r, p in parts if p.batches and r not in unpaced]
             state.note(state.pacing.watch(done, min(active, default=0)))
         if state.life.is_final:
-            return self._outcome(told, self._end_epoch(now_s), epoch_over=True)
+            return self._end_epoch(told, now_s)
         if state.may_end_window:  # closed before a result was taken over
             return self._end_window(told, now_s)
         return self._outcome(told)
 
-    def _leave(self, event: EpochLeft) -> Iterator[Instruction]:
+    def _leave(self, event: EpochLeft) -> list[Instruction]:
         """A loop left early: the epoch ends for all, with a draining commit."""
         state = self._state
         if event.epoch != state.epoch:
@@ -370,10 +347,15 @@ class WindowPolicy(Policy):
             f"ends for all; {returned} batches leased to it are given back, "
             f"{untouched} that no rank holds are left out of the epoch"
         )
-        state.book.tell_again()
-        return close_idle(state, state.members)
+        return self._drain()
 
-    def _end_epoch(self, now_s: float) -> Steps:
+    def _drain(self) -> list[Instruction]:
+        """Nothing is leased any more: all close their windows."""
+        self._state.book.tell_again()
+        return close_idle(self._state, self._state.members)
+
+    def _end_epoch(self, told: list[Instruction], now_s: float) -> Outcome:
         state = self._state
-        anchor = state.pacing.el_che.anchor
-        yield from state.totals.end_epoch(sorted(state.members), now_s, anchor=anchor)
+        anchor, ranks = state.pacing.el_che.anchor, sorted(state.members)
+        ends = state.totals.end_epoch(ranks, now_s, anchor=anchor)
+        return self._outcome(told, ends, epoch_over=True)

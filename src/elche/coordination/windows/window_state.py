@@ -3,22 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from elche.cadence.rank_time import RankTimes
 from elche.config import RunConfig
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchSizes, Range
 from elche.coordination.accounts.copy_updates import CopySamples
 from elche.coordination.accounts.epoch_plan import FixedWindows, WindowPlan
 from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.policy import EpochTotals, Member
-from elche.coordination.windows.diverged_ranks import DivergedRanks
-from elche.coordination.windows.epoch_life import EpochLife
 from elche.coordination.windows.leasing import MAX_AHEAD, Leasing
 from elche.coordination.windows.pacing import Pace, Pacing
-from elche.coordination.windows.reductions import Reduction, Reductions
+from elche.coordination.windows.reductions import Reduction
 from elche.coordination.windows.throttle import Throttle
 from elche.coordination.windows.window_book import WindowBook
+from elche.errors import TransitionError
+
+
+@dataclass(slots=True)
+class EpochLife:
+    """Phase of an epoch of windows; any other transition is refused.
+
+    =========  =============  =======================================================
+    call       from           when
+    =========  =============  =======================================================
+    ``leave``  not final      a rank's loop has broken off: the epoch drains
+    ``cut``    any            the epoch is to pause, unless it ends: it drains
+    ``end``    not final      a window has ended, and no work is left
+    ``go_on``  final          there is work again: of a rank that was lost in the last
+                              reduction
+    =========  =============  =======================================================
+
+    Attributes:
+        is_draining: nothing is leased any more, and the epoch ends early.
+        is_final: the last window has ended.
+        left: ranks whose loops have broken off.
+    """
+
+    is_draining: bool = False
+    is_final: bool = False
+    left: set[int] = field(default_factory=set)
+
+    def leave(self, rank: int) -> None:
+        """A rank's loop has broken off."""
+        self._refuse(self.is_final, f"rank {rank} cannot leave its loop")
+        self.is_draining = True
+        self.left.add(rank)
+
+    def cut(self) -> None:
+        """The epoch is to pause; one that ends anyway does so as before."""
+        self.is_draining |= not self.is_final
+
+    def end(self) -> None:
+        """The last window has ended."""
+        self._refuse(self.is_final, "a window cannot be the last one")
+        self.is_final = True
+
+    def go_on(self) -> None:
+        """Continues after a window that was not the last: there is work again."""
+        self._refuse(not self.is_final, "an epoch cannot go on")
+        self.is_final = False
+
+    def _refuse(self, is_wrong: bool, refusal: str) -> None:
+        if is_wrong:
+            raise TransitionError(f"{refusal}: {self}")
 
 
 class WindowState:
@@ -37,6 +86,11 @@ class WindowState:
         is_paused: the membership has changed: nothing begins until all members are in
             their new group, in whatever phase the epoch is.
         mean_over: ranks that the epoch's batches are cut for; see `Reduce`.
+        diverged: ranks whose last update was not finite, and the batches since then.
+        running: the reduction under way, at most one.
+        last: the last one that all ranks hold.
+        uncalibrated: ranks whose speed is to be known before windows have a length.
+        progress_samples: samples of the run that are committed or reduced.
     """
 
     def __init__(
@@ -51,21 +105,20 @@ class WindowState:
         self.idle = idle
         self.is_overlapped = config.policy == "async"
         self.members = {member.rank: member for member in members}
-        overlapped, known = self.is_overlapped, None
+        known = None
         if times is not None:  # an idle rank is none that windows are paced by
             known = RankTimes()
             known.update((r, times[r]) for r in self.members if r not in idle)
         self.pacing = Pacing(
-            config, list(self.members), overlapped=overlapped, times=known
+            config, list(self.members), overlapped=self.is_overlapped, times=known
         )
-        self.epoch = -1
-        self.diverged = DivergedRanks()
+        self.diverged: dict[int, list[Range]] = {}
         self.progress_samples = 0
         self._planned_samples = 0
         self.copies = CopySamples()
         self.book = WindowBook((), first_window)
         self._notes: list[str] = []
-        self.reset(BatchSizes(()), 0, 0.0)
+        self.reset(BatchSizes(()), -1, 0.0)
 
     def reset(self, sizes: BatchSizes, epoch: int, now_s: float) -> None:
         """Begins an epoch."""
@@ -77,22 +130,20 @@ class WindowState:
         self.life = EpochLife()
         self.pacing.begin_epoch(sizes)
         self.is_paused = False
-        self.reductions = Reductions()
+        self.running: Reduction | None = None
+        self.last: Reduction | None = None
         self._last_pace: tuple[int, Pace | None] = (-1, None)
         self._paced: tuple[Pace | None, int] = (None, 0)
-        self.diverged.begin_epoch()
-        self._uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
+        self.diverged = {rank: [] for rank in self.diverged}
+        self.uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
         self.plans: FixedWindows | None = None
         self.book = WindowBook(self.members, self.book.window)
-        self.throttle = Throttle(self.config.windows.max_batch_diff, self.members)
         most_ahead = self.config.windows.max_batch_diff
+        self.throttle = Throttle(most_ahead, self.members)
+        working = self.members.items()
         self.leasing = Leasing(
             self.ledger,
-            {
-                rank: member.horizon_batches
-                for rank, member in self.members.items()
-                if rank not in self.idle
-            },
+            {r: each.horizon_batches for r, each in working if r not in self.idle},
             epoch,
             now_s,
             MAX_AHEAD if most_ahead is None else most_ahead,
@@ -112,53 +163,66 @@ class WindowState:
     def take_plan(self, sizes: BatchSizes) -> None:
         """Follows a plan made from the settings alone, where one is asked for."""
         if self.config.debug.deterministic:
-            self._uncalibrated.clear()
-            counts = self.pacing.el_che.batch_counts
+            self.uncalibrated.clear()
             self.plans = FixedWindows(
-                sizes, counts, self.progress_samples, self.book.window
+                sizes=sizes,
+                ranks=sorted(self.members),
+                counts=self.pacing.el_che.batch_counts,
+                committed_samples=self.progress_samples,
+                first_window=self.book.window,
             )
 
     def planned(self, window: int) -> WindowPlan | None:
         """The plan of a window; None where none is followed."""
         return None if self.plans is None else self.plans.window(window)
 
-    def start_from(self, progress_samples: int) -> None:
-        """Starts after samples that the run trained on under another policy."""
-        self.progress_samples = progress_samples
+    def begin(self, reduction: Reduction) -> Reduction:
+        """All ranks have closed a window, which is reduced now.
 
-    def plan_samples(self, window: int, planned_samples: int) -> int:
-        """Notes how many a window is planned to be of.
-
-        Returns:
-            Samples of the run before it: committed, reduced, or planned as well.
+        Raises:
+            TransitionError: the last reduction is still running.
         """
-        if window > self.book.window:
-            return self.progress_samples + self._planned_samples
-        self._planned_samples = planned_samples
-        return self.progress_samples
+        if self.running is not None:
+            raise TransitionError(
+                f"window {reduction.plan.window} cannot be reduced: window "
+                f"{self.running.plan.window} is"
+            )
+        self.running = reduction
+        return reduction
 
     def stage(self) -> None:
         """The window's batches are in the reduction that begins."""
         self.progress_samples += self.ledger.stage()
         self._planned_samples = 0
 
-    def unstage_gone(self, window: int) -> None:
+    def unstage_gone(self, running: Reduction) -> None:
         """The reduction is redone without the parts of ranks that are gone."""
         for rank, samples in self.ledger.unstage_gone().items():
             self.progress_samples -= samples
-            self.totals.discard(window, rank, samples)
-        self.reductions.leave_out_gone(self.members)
+            self.totals.discard(running.plan.window, rank, samples)
+        parts = running.parts.items()
+        running.parts = {r: part for r, part in parts if r in self.members}
 
-    @property
-    def is_calibrating(self) -> bool:
-        """True if windows have no length yet, until all ranks' speeds are known."""
-        return bool(self._uncalibrated)
+    def commit(self) -> Reduction:
+        """All ranks hold the result of the reduction.
+
+        Raises:
+            TransitionError: they do not, or nothing is reduced.
+            MismatchError: ranks hold different models.
+        """
+        done = self.running
+        if done is None or done.missing:
+            raise TransitionError("a reduction is committed before all hold its result")
+        self.running, self.last = None, done
+        self.checks.compare({r: each.checks for r, each in done.reports.items()})
+        self.ledger.commit()
+        return done
 
     def calibrated(self, rank: int) -> bool:
         """A rank's speed is known, or will not be; True if all others' are, now."""
-        was_awaited = rank in self._uncalibrated
-        self._uncalibrated.discard(rank)
-        return was_awaited and not self._uncalibrated
+        was_awaited = rank in self.uncalibrated
+        self.uncalibrated.discard(rank)
+        return was_awaited and not self.uncalibrated
 
     def remove(self, rank: int) -> None:
         """A rank is gone: its leases and what it had not committed are pooled again.
@@ -168,9 +232,12 @@ class WindowState:
         self.is_paused = True
         del self.members[rank]
         self.idle -= {rank}
-        if self.idle.issuperset(self.members):
-            self._give_work_to_all()
-        self.reductions.remove(rank)
+        if self.idle.issuperset(self.members):  # ranks that got no work as too slow
+            idle, self.idle = self.idle, frozenset()
+            for other in sorted(idle.intersection(self.members)):
+                self.leasing.add(other, self.members[other].horizon_batches)
+        if self.running is not None:
+            self.running.remove(rank)
         self.ledger.remove(rank)
         for window, parts in enumerate((self.book.parts, self.book.ahead)):
             self.totals.discard(self.book.window + window, rank, parts[rank].samples)
@@ -178,8 +245,8 @@ class WindowState:
         self.book.remove(rank)
         self.throttle.remove(rank)
         self._repace()
-        self._uncalibrated.discard(rank)
-        self.diverged.remove(rank)
+        self.uncalibrated.discard(rank)
+        self.diverged.pop(rank, None)
         if self.life.is_draining:
             self.ledger.abandon()
 
@@ -191,27 +258,10 @@ class WindowState:
         self._repace()
         self.reset(self.ledger.sizes, self.epoch, 0.0)
 
-    def resume(self) -> Reduction | None:
-        """All members are in the new group; returns what is to be reduced in it."""
-        self.is_paused = False
-        if (running := self.reductions.running) is not None:
-            running.again(self.members)
-        return running
-
-    def _give_work_to_all(self) -> None:
-        """Gives work to ranks that got none as too slow: no others remain."""
-        idle, self.idle = self.idle, frozenset()
-        for rank in sorted(idle.intersection(self.members)):
-            self.leasing.add(rank, self.members[rank].horizon_batches)
-
     def _repace(self) -> None:
         """The last pace was of other ranks."""
         self.pacing.change(sorted(self.members))
         self._last_pace = -1, None
-
-    def place(self, rank: int) -> int:
-        """Index of a rank in a plan's lists."""
-        return sorted(self.members).index(rank)
 
     def note(self, text: str) -> None:
         """Keeps a decision for the story."""
@@ -224,23 +274,34 @@ class WindowState:
         return notes
 
     def pace(self, window: int) -> Pace:
-        """Length of a window: the usual one, or to the end of the epoch.
+        """Length of a window: as planned, the usual one, or to the end of the epoch.
 
         The first rank that comes to it decides that for all.
         """
+        if plan := self.planned(window):
+            return Pace(None, None, {rank: plan.batches(rank) for rank in plan.parts})
         if self._last_pace[0] != window:
-            is_free = not (self.plans is not None or self.life.is_draining)
-            left_s = self.leasing.work_s
-            self._last_pace = window, self.pacing.last_pace(left_s) if is_free else None
+            last = self.pacing.last_pace(self.leasing.work_s)
+            self._last_pace = window, None if self.life.is_draining else last
         return self._last_pace[1] or self.pacing.pace()
 
-    def samples_of(self, pace: Pace) -> int:
-        """Samples of a window of this pace; summed once, it is the same for all."""
+    def samples_of(self, window: int, pace: Pace) -> tuple[int, int]:
+        """Samples of the run before a window, and those planned in it.
+
+        Summed once, they are the same for all ranks. Before it are those committed,
+        reduced, or planned as well.
+        """
+        if plan := self.planned(window):
+            return plan.committed_samples, plan.planned_samples
         if self._paced[0] is not pace:
             batches = (n for r, n in pace.batches.items() if r not in self.idle)
-            planned = min(sum(batches), self.ledger.sizes.num_batches)
-            self._paced = pace, self.ledger.sizes.samples_in(0, planned)
-        return self._paced[1]
+            count = min(sum(batches), self.ledger.sizes.num_batches)
+            self._paced = pace, self.ledger.sizes.samples_in(0, count)
+        planned = self._paced[1]
+        if window > self.book.window:
+            return self.progress_samples + self._planned_samples, planned
+        self._planned_samples = planned
+        return self.progress_samples, planned
 
     @property
     def has_work(self) -> bool:
@@ -250,8 +311,7 @@ class WindowState:
     @property
     def may_end_window(self) -> bool:
         """True if all ranks have closed the window, and nothing else is reduced."""
-        is_free = self.reductions.running is None and not self.is_paused
-        return is_free and self.book.all_closed
+        return self.running is None and not self.is_paused and self.book.all_closed
 
     @property
     def opens_early(self) -> bool:

@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, final
 
-from elche.coordination.protocol.events import Event, Failed, RankLost
-from elche.coordination.protocol.inputs import Input
+from elche.coordination.protocol.events import Event, Failed, Input, RankLost
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.outbox import Outbox
 from elche.runtime.coordinator_process.link import (

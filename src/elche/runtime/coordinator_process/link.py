@@ -13,8 +13,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final, final
 
-from elche.coordination.protocol.events import Event
-from elche.coordination.protocol.inputs import Input
+from elche.coordination.protocol.events import Event, Input
 from elche.coordination.protocol.instructions import Instruction
 
 LENGTH: Final = struct.Struct(">I")

@@ -26,17 +26,18 @@ from elche.coordination.liveness import SILENT_S, Liveness
 from elche.coordination.protocol.events import (
     Event,
     Failed,
+    Input,
     Join,
     Left,
     RankLost,
+    StoreSet,
+    StreamBegun,
     Tick,
 )
-from elche.coordination.protocol.field_checks import brief
-from elche.coordination.protocol.inputs import Input, StoreSet, StreamBegun
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.protocol.outbox import ACK_EVERY
-from elche.coordination.protocol.wire import FROM_WORKERS, from_wire, to_wire
+from elche.coordination.protocol.wire import FROM_WORKERS, brief, from_wire, to_wire
 from elche.errors import ProtocolError
 from elche.runtime.process.launcher_watch import is_running
 

@@ -259,7 +259,7 @@ class LeftOutRanks:
         suspects, self._suspects = self._suspects, found
         if found is None and self._phase is _Phase.MEASURING:
             self._phase = _Phase.TOGETHER
-        if None in (found, suspects) or self._phase is _Phase.TOGETHER:
+        if self._phase is _Phase.TOGETHER or found is None or suspects is None:
             return []
         return self._choose(found) if self._is_worth(found) else []
 

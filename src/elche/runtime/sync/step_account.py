@@ -127,7 +127,7 @@ class StepAccount:
             max_samples=self._worker.max_samples,
             parameter_norm=hooks.parameter_norm() if tells_norm else 0.0,
             scalars=hooks.scalars(is_last),
-            unknown=EARLY if is_live else hooks.unknown(),
+            unknown=EARLY if is_live else hooks.steps.unknown(),
             checks=checks,
         )
         return True

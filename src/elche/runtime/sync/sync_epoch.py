@@ -21,7 +21,7 @@ from elche.coordination.protocol.instructions import (
     Regroup,
 )
 from elche.coordination.protocol.messages import Runs
-from elche.coordination.sync.lost_ranks import LostRanks, StepPlace
+from elche.coordination.sync.lost_ranks import StepPlace
 from elche.coordination.sync.step_reports import EARLY
 from elche.errors import (
     CommunicationError,
@@ -73,7 +73,7 @@ class SyncEpoch:
         self._positions = positions
         self._min_share_samples = min_share_samples
         self._hooks = hooks
-        self._dead = LostRanks() if hooks.steps is None else hooks.steps.lost
+        self._dead = hooks.steps.lost
         self._span = self._dead.parts
         self._gone = LeftRanks(worker, positions.epoch)
         self._account = StepAccount(worker, positions, hooks, self._dead)
@@ -344,17 +344,15 @@ class SyncEpoch:
 
     def _leave_out(self, told: LeaveOut) -> None:
         """Shares steps among others from the next one on."""
-        assert self._hooks.leave_out is not None
         self._is_left_out = self._worker.rank in told.left_out
-        reducer = self._hooks.leave_out(told)
+        reducer = self._hooks.steps.leave_out(told)
         if reducer is not self._reducer:
             self._reduce_by(reducer)
 
     def _adopt(self, adopt: Adopt) -> None:
         """Takes over the model of a rank that has run all steps, with all ranks."""
-        assert self._hooks.adopt is not None
         began_s = time.monotonic()
-        self._hooks.adopt(adopt.source)
+        self._hooks.steps.adopt(adopt.source, self._positions.epoch)
         self._say_taken(adopt.window, time.monotonic() - began_s)
 
     def _say_taken(self, step: int | None, sync_s: float) -> None:
@@ -375,7 +373,6 @@ class SyncEpoch:
     def regroup(self) -> None:
         """Ranks have died: forms the group of the others, and settles what was open."""
         steps, has_formed = self._hooks.steps, False
-        assert steps is not None
         if any(step.span != self._span for step in self._open_steps):
             raise CommunicationError(TOO_EARLY)
         self._report()

@@ -44,7 +44,7 @@ from benchmarks.recovery_rank import (
     training,
 )
 from elche.runtime.process.worker import Worker
-from elche.runtime.sync.step_regrouping import StepRegrouping
+from elche.runtime.sync.step_groups import StepGroups
 from elche.runtime.windows.regrouping import Regrouping
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -92,7 +92,7 @@ def rank(policy: str, transport: str, victim: int, delay_s: float) -> dict[str, 
 
     Worker.hear_of = heard  # type: ignore[method-assign]
     note(Regrouping, "form", "formed")
-    note(StepRegrouping, "form", "formed")
+    note(StepGroups, "form", "formed")
     model, optimizer, loader = elche.setup(
         *training(BATCH_SIZE),
         policy=policy,

@@ -19,7 +19,7 @@ from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_chooser
 from elche.coordination.auto.first_choice import MOST_STEPS
 from elche.coordination.protocol.events import StepsDone
-from elche.coordination.sync import left_out, step_gauge, step_grants
+from elche.coordination.sync import left_out, step_grants
 from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
@@ -151,9 +151,9 @@ def decided_by_given_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(SyncPolicy, "_take", timed)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
-    monkeypatch.setattr(step_gauge, "SETTLING_GRANTS", 2)
-    monkeypatch.setattr(step_gauge, "MEASURED_STEPS", 4)
-    monkeypatch.setattr(step_gauge, "MEASURED_S", 0.0)
+    monkeypatch.setattr(left_out, "SETTLING_GRANTS", 2)
+    monkeypatch.setattr(left_out, "MEASURED_STEPS", 4)
+    monkeypatch.setattr(left_out, "MEASURED_S", 0.0)
     monkeypatch.setattr(left_out, "CARRYING_S", 0.0)
     monkeypatch.setattr(left_out, "TRIAL_COST", math.inf)
 

@@ -247,8 +247,8 @@ def test_a_death_while_a_rank_is_left_out(
     That the last rank brings nothing is not measured here.
     """
 
-    def shorter(left_out: LeftOutRanks) -> _Exclusion | None:
-        may_be = left_out._gauge.is_full and 3 in left_out._members
+    def shorter(left_out: LeftOutRanks, step_s: float) -> _Exclusion | None:
+        may_be = 3 in left_out._members
         return _Exclusion((3,), 1.0, 0.1) if may_be and not left_out.ranks else None
 
     monkeypatch.setattr(LeftOutRanks, "_shorter", shorter)

@@ -9,7 +9,6 @@ import pytest
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.policy import Member
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync.left_out import LeftOutRanks
@@ -25,8 +24,7 @@ class Core:
     def __init__(self, **options: Any) -> None:
         settings = Settings(config=RunConfig(**nested(options)))
         self.shares = StepShares(settings, [0, 1])
-        members = [Member(rank, "CPU", 1) for rank in (0, 1)]
-        self.left_out = LeftOutRanks(members, settings, self.shares)
+        self.left_out = LeftOutRanks([0, 1], settings, self.shares)
         self.now_s = 0.0
         self.slow_s = SLOW_S
 
@@ -36,7 +34,7 @@ class Core:
         told = self.left_out.begin_epoch(number, sizes, self.now_s)
         for step in range(steps):
             if self.left_out.is_leaving:
-                told += self.left_out.leave(self.now_s)
+                told += self.left_out.leave()
             parts = self.shares.of(32, 2)
             busy_s = [0.001 * parts[0], 0.001 * parts[1] + self.slow_s]
             done = [
@@ -59,7 +57,7 @@ class Core:
             for each in done:
                 self.left_out.see(each)
             self.shares.measured(done, 1)
-            told += self.left_out.measured(done, 1, steps - step - 1)
+            told += self.left_out.measured(done, 1, steps - step - 1, self.now_s)
             self.now_s += max(each.busy_s for each in done)
         return told
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from torch import nn
 
 from elche.comm.gradients.part_weights import StepPart
 from elche.coordination.accounts.batch_ranges import BatchSizes
@@ -18,11 +17,10 @@ from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepReports
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.report.timeline import Timeline
-from elche.runtime.sync.epoch_hooks import EpochHooks
 from elche.runtime.sync.sync_epoch import SyncEpoch
-from elche.runtime.watch.live_graph import LiveGraph
 from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Simulation, Watch
+from tests.harness.epoch_hooks import hooks_without_run
 from tests.sim.books import Books
 
 STEPS = 6
@@ -186,18 +184,11 @@ class Shell:
 def said_by_the_shell(*, has_backward: bool = True) -> list[str]:
     """What a rank of the real shell does, in order: its loop's bodies and messages."""
     shell = Shell()
-    hooks = EpochHooks(
-        lambda error: None,
-        lambda: None,
-        lambda waits: (),
-        lambda: 0.0,
-        LiveGraph(nn.Identity()),
-    )
     positions = EpochPositions(
         list("x" * STEPS * BATCH), BatchSizes(((BATCH, STEPS),)), 0, None
     )
     double = cast(Any, shell)
-    shell.epoch = SyncEpoch(double, double, positions, double, 1, hooks)
+    shell.epoch = SyncEpoch(double, double, positions, double, 1, hooks_without_run())
     for number, _ in enumerate(shell.epoch.batches()):
         shell.log.append(f"forward {number}")
         if has_backward:

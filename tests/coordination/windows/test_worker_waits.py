@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable
 
 import pytest
-from torch import nn
 
 from elche.cadence.rank_time import RankTime
 from elche.coordination.accounts.batch_ranges import BatchSizes
@@ -26,8 +25,7 @@ from elche.coordination.windows.window_loop import WindowLoop
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.report.timeline import Timeline
-from elche.runtime.sync.epoch_hooks import EpochHooks
-from elche.runtime.watch.live_graph import LiveGraph
+from tests.harness.epoch_hooks import hooks_without_run
 
 
 class NeedlessWaitError(AssertionError):
@@ -38,6 +36,7 @@ class Shell:
     """Hands out a script of instructions; refuses to sleep when it is exhausted."""
 
     rank = 0
+    group = None
     is_cold = False
 
     def __init__(self) -> None:
@@ -155,13 +154,7 @@ def epoch_of(prefetched: int) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
         positions,
         Sync(),  # type: ignore[arg-type]
         WindowLoop(RankTime(1), overlapped=False),
-        EpochHooks(
-            lambda error: None,
-            lambda: None,
-            lambda wait: (),
-            lambda: 0.0,
-            LiveGraph(nn.Identity()),
-        ),
+        hooks_without_run(),
     )
     feed.refill = epoch.refill
     return shell, feed, epoch

@@ -35,8 +35,7 @@ from elche.coordination.protocol.instructions import (
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.epochs.run_epochs import RunEpochs
 from elche.runtime.process.worker import Worker
-from elche.runtime.sync.step_members import StepMembers
-from elche.runtime.sync.step_regrouping import StepRegrouping
+from elche.runtime.sync.step_groups import StepGroups
 from elche.runtime.watch.model_sums import checksum
 from elche.runtime.windows.regrouping import Regrouping
 from tests.distributed.cases.survive_cases import Death, after, before, die
@@ -370,7 +369,7 @@ def plan_death(
     elif place == "forming":
         before(Regrouping, "meet", visit)
     elif place == "formed":
-        after(StepRegrouping, "settle", visit)
+        after(StepGroups, "settle", visit)
     else:
         raise ValueError(death.place)
 
@@ -401,7 +400,7 @@ def read_together() -> None:
 
 def die_left_out(death: Death, log: Path) -> None:
     """Dies when it has been left out of so many steps, which another rank logs."""
-    original, is_back = StepMembers.leave_out, threading.Event()
+    original, is_back = StepGroups.leave_out, threading.Event()
 
     def steps() -> int:
         return log.read_text().count("\n")
@@ -411,7 +410,7 @@ def die_left_out(death: Death, log: Path) -> None:
             if steps() >= most:
                 die()
 
-    def leave_out(members: StepMembers, told: LeaveOut) -> GradientReducer:
+    def leave_out(members: StepGroups, told: LeaveOut) -> GradientReducer:
         nonlocal is_back
         is_back.set()
         if death.rank in told.left_out and told.epoch:  # the first one may be short
@@ -420,14 +419,14 @@ def die_left_out(death: Death, log: Path) -> None:
             threading.Thread(target=watch, args=args, daemon=True).start()
         return original(members, told)
 
-    StepMembers.leave_out = leave_out  # type: ignore[method-assign]
+    StepGroups.leave_out = leave_out  # type: ignore[method-assign]
 
 
 def left_out_for(steps: int, act: Callable[[], None]) -> Callable[[], None]:
     """To be called in each step: acts when others were left out for so many."""
-    original, since = StepMembers.leave_out, -(10**6)
+    original, since = StepGroups.leave_out, -(10**6)
 
-    def leave_out(members: StepMembers, told: LeaveOut) -> GradientReducer:
+    def leave_out(members: StepGroups, told: LeaveOut) -> GradientReducer:
         nonlocal since
         since = 0 if told.left_out else -(10**6)
         return original(members, told)
@@ -438,7 +437,7 @@ def left_out_for(steps: int, act: Callable[[], None]) -> Callable[[], None]:
         if since == steps:
             act()
 
-    StepMembers.leave_out = leave_out  # type: ignore[method-assign]
+    StepGroups.leave_out = leave_out  # type: ignore[method-assign]
     return visit
 
 

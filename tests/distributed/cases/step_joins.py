@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import elche
 from elche.checkpoint.keeper import CheckpointKeeper
-from elche.runtime.sync.step_members import StepMembers
+from elche.runtime.sync.step_groups import StepGroups
 from elche.session.process import failing_together
 from tests.distributed.cases.joining_cases import (
     ENOUGH_BATCHES,
@@ -180,9 +180,9 @@ def plan_faults(
         if is_on_the_way_in(death.place, act):
             continue
         if death.place == "building":
-            before(StepMembers, "begin_anew", act)
+            before(StepGroups, "begin_anew", act)
         elif death.place == "built":
-            after(StepMembers, "begin_anew", act)
+            after(StepGroups, "begin_anew", act)
         else:
             plan_death(death, at, model, act)
     if plan.raises and rank == plan.founders:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from torch import nn
 
 from elche.cadence.rank_time import RankTime
 from elche.comm.averaging.consensus_distance import SyncResult
@@ -16,8 +15,6 @@ from elche.coordination.windows.window_loop import WindowLoop
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs import window_epoch
 from elche.runtime.epochs.window_epoch import WindowEpoch
-from elche.runtime.sync.epoch_hooks import EpochHooks
-from elche.runtime.watch.live_graph import LiveGraph
 from tests.coordination.windows.test_worker_waits import (
     ScriptedFeed,
     Shell,
@@ -25,6 +22,7 @@ from tests.coordination.windows.test_worker_waits import (
     grant,
     open_window,
 )
+from tests.harness.epoch_hooks import hooks_without_run
 
 
 class Overlapped(Sync):
@@ -88,8 +86,7 @@ def epoch_of(sync: Sync) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
     feed = ScriptedFeed(shell, 1)
     positions = EpochPositions(list(range(80)), BatchSizes(((8, 10),)), 0, None)
     loop = WindowLoop(RankTime(1), overlapped=sync.is_overlapped)
-    graphs = LiveGraph(nn.Identity())
-    hooks = EpochHooks(lambda e: None, lambda: None, lambda w: (), lambda: 0.0, graphs)
+    hooks = hooks_without_run()
     epoch = WindowEpoch(*cast(Any, (shell, feed, positions, sync, loop, hooks)))
     feed.refill = epoch.refill
     return shell, feed, epoch

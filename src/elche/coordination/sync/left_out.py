@@ -13,18 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter
-from typing import final
+from statistics import median
+from typing import NamedTuple, final
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.policy import Member
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import LeaveOut
-from elche.coordination.sync.step_gauge import (
-    SETTLING_GRANTS,
-    TRIED_STEPS,
-    StepGauge,
-)
 from elche.coordination.sync.step_shares import StepShares
 
 LEAST_GAIN = 0.1
@@ -33,25 +28,29 @@ TRIAL_COST = 0.02
 """Budget of trials: fraction of the time since the last one."""
 CARRYING_S = 0.1
 """Assumed time (s) of copying the model to excluded ranks, until measured."""
-EVERY_COUNT = 8
-"""Up to so many ranks are considered one by one, more in powers of two."""
+SETTLING_GRANTS = 4
+"""Grants after a change that are not measured: shares still move."""
+MEASURED_GRANTS, MEASURED_STEPS, MEASURED_S = 4, 12, 1.0
+"""Least grants, steps and seconds whose median is the time of a step."""
+TRIED_STEPS = 4
+"""Measured steps of a trial, each a grant of its own."""
 
 
 class _Phase(Enum):
     """Phases of an exclusion, with their transitions.
 
-    ==========================================  ======================  =============
-    event                                       from                    to
-    ==========================================  ======================  =============
-    enough is measured: all bring something     MEASURING               TOGETHER
-    enough is measured: some do not             all that measure        LEAVING
-    an epoch begins, some bring nothing         TOGETHER, APART         TRIAL
-    an epoch begins                             LEAVING, APART          TRIAL
-    its first step is done                      TRIAL                   LEAVING
-    or some steps, and all bring something      TRIAL                   MEASURING
-    granted steps are done                      LEAVING                 APART
-    the membership has changed                  any but OFF             MEASURING
-    ==========================================  ======================  =============
+    ==========================================  ===================  =========
+    event                                       from                 to
+    ==========================================  ===================  =========
+    measured: all bring something               MEASURING            TOGETHER
+    measured twice in a row: some do not        MEASURING, APART     LEAVING
+    an epoch begins, and some brought nothing   MEASURING, TOGETHER  TRIAL
+    an epoch begins                             LEAVING, APART       TRIAL
+    its first step is done                      TRIAL                LEAVING
+    or some steps, and all bring something      TRIAL                MEASURING
+    granted steps are done                      LEAVING              APART
+    the membership has changed                  any but OFF          MEASURING
+    ==========================================  ===================  =========
 
     A loop that gets no batch in an epoch may fail (a mean over none, say), so each
     rank has a part in an epoch's first step.
@@ -59,10 +58,18 @@ class _Phase(Enum):
 
     OFF = "all keep a share to the end of the run"
     MEASURING = "all take part and are measured"
-    TOGETHER = "all take part, because that was chosen"
+    TOGETHER = "all take part to the end of the epoch, and are measured for the next"
     LEAVING = "the steps that are granted already; then some are left out"
-    APART = "some are left out"
+    APART = "some are left out, and the others are measured"
     TRIAL = "all take part in an epoch's first step, or in some to see what they cost"
+
+
+class _Measured(NamedTuple):
+    """Steps of a grant: seconds of each, and of its reduction as far as it showed."""
+
+    steps: int
+    step_s: float
+    shown_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,6 @@ class _Exclusion:
     ranks: tuple[int, ...]
     with_s: float
     without_s: float
-    is_predicted: bool = True
 
     @property
     def gain(self) -> float:
@@ -105,30 +111,29 @@ class LeftOutRanks:
     """
 
     def __init__(
-        self, members: Sequence[Member], settings: Settings, shares: StepShares
+        self, members: Sequence[int], settings: Settings, shares: StepShares
     ) -> None:
-        config, debug = settings.config, settings.config.debug
-        self._members = [member.rank for member in members]
-        self._ahead_steps = max(member.horizon_batches for member in members) + 2
+        config = settings.config
+        self._members = list(members)
         self._shares = shares
         # Columns of fixed shares stay on their rank.
-        is_fixed = debug.deterministic or config.shares == "fixed"
-        is_on = config.leave_out and len(members) > 1
-        self._is_allowed = is_on and not is_fixed
-        self._phase = _Phase.OFF
-        if self._is_allowed and config.policy == "sync":
-            self._phase = _Phase.MEASURING
+        is_fixed = config.debug.deterministic or config.shares == "fixed"
+        self._is_allowed = config.leave_out and len(members) > 1 and not is_fixed
+        is_on = self._is_allowed and config.policy == "sync"
+        self._phase = _Phase.MEASURING if is_on else _Phase.OFF
         self._unknown: dict[int, str] = {}
         self.ranks: tuple[int, ...] = ()
         self.changing: tuple[int, ...] = ()
-        self._chosen: _Exclusion | None = None
+        self._recent: list[_Measured] = []
+        self._settling = SETTLING_GRANTS
+        self._suspects: _Exclusion | None = None
+        self._chosen = _Exclusion((), 0.0, 0.0)
         self._epoch, self._samples, self._steps_left = -1, 0, 0
-        self._gauge = StepGauge(self._ahead_steps)
-        self._bias: dict[tuple[int, ...], float] = {}
+        self._bias = 0.0  # of predictions, once one was verified
         self._carrying_s = CARRYING_S
-        self._all_s = self._tried_at_s = self._trial_cost_s = 0.0
+        self._now_s = self._all_s = self._trial_due_s = 0.0
         self._announced: tuple[int, ...] = ()
-        self._has_said_why = self._is_suspected = self._decides = False
+        self._has_said_why = self._decides = False
 
     def allow(
         self, ranks: tuple[int, ...], with_s: float, without_s: float
@@ -143,7 +148,9 @@ class LeftOutRanks:
         if not self._is_allowed or self._phase is not _Phase.OFF:
             return []
         self._enter(_Phase.MEASURING)
-        return self._choose(_Exclusion(ranks, with_s, without_s)) if ranks else []
+        if not ranks:
+            return []
+        return self._choose(_Exclusion(ranks, with_s, without_s))
 
     def stop(self) -> None:
         """``auto`` left the steps: all ranks take part in the next ones."""
@@ -170,34 +177,29 @@ class LeftOutRanks:
     ) -> list[LeaveOut]:
         """An epoch begins: ranks leave it after its first step, or are tried in it."""
         self._epoch, self._samples = epoch, sizes.runs[0][0]
-        self._steps_left = sizes.num_batches
+        self._steps_left, self._now_s = sizes.num_batches, now_s
         told: list[LeaveOut] = []
-        is_due = self._phase is _Phase.APART and self._is_trial_due(now_s)
-        may_leave = self._phase in (_Phase.TOGETHER, _Phase.APART) and not is_due
-        if may_leave and (found := self._shorter()):
+        self._decides = False
+        if self._phase is _Phase.APART:
+            is_worth = self._is_worth(self._chosen)
+            self._decides = now_s >= self._trial_due_s or not is_worth
+        elif (found := self._suspects) is not None and self._is_worth(found):
             told = self._choose(found)
         if self._phase in (_Phase.LEAVING, _Phase.APART):
             self._enter(_Phase.TRIAL)
-            self._decides = is_due
-            if is_due:
-                self._trial_cost_s = 0.0
             return self._set(())
         return told
 
-    def leave(self, now_s: float) -> list[LeaveOut]:
+    def leave(self) -> list[LeaveOut]:
         """No granted step is under way: from the next one on some are left out."""
         chosen = self._chosen
-        assert chosen is not None, self._phase
         self._enter(_Phase.APART)
-        is_new = chosen.ranks != self._announced
-        if is_new or self._decides:
-            self._tried_at_s = now_s
+        line = str(chosen) if chosen.ranks != self._announced else ""
         self._announced = chosen.ranks
-        line = str(chosen) if is_new else ""
         return self._set(chosen.ranks, line)
 
     def measured(
-        self, reports: Sequence[StepsDone], steps: int, steps_left: int
+        self, reports: Sequence[StepsDone], steps: int, steps_left: int, now_s: float
     ) -> list[LeaveOut]:
         """Takes in what so many steps took those who take part.
 
@@ -205,36 +207,75 @@ class LeftOutRanks:
             reports: one of each, all of them warm.
             steps: how many.
             steps_left: of the epoch that are not granted.
+            now_s: the time.
         """
         if self._phase in (_Phase.OFF, _Phase.LEAVING):
             return []
-        self._steps_left = steps_left
-        step_s = self._gauge.take(reports, steps)
-        if self._decides and self._chosen is not None and not self.ranks:
-            self._trial_cost_s += steps * max(0.0, step_s - self._chosen.without_s)
-        if self.is_trying and not self._decides:
-            if any(self._unknown.values()):  # new in this epoch: nobody is behind yet
-                self._chosen = None
-                self._enter(_Phase.MEASURING)
-                return []
+        self._steps_left, self._now_s = steps_left, now_s
+        if self.is_trying and any(self._unknown.values()):
+            self._enter(_Phase.MEASURING)  # new in this epoch: nobody is behind yet
+        elif self.is_trying and not self._decides:
             self._phase = _Phase.LEAVING
-        if self.is_leaving or not self._gauge.is_full:
-            return []
-        if self._phase is _Phase.TRIAL:
-            return self._end_trial()
-        if self._phase is _Phase.MEASURING:
-            return self._end_measuring()
-        if self._phase is _Phase.APART and self._verify():
-            found = self._shorter()  # some of the others may bring nothing either
-            return [] if found is None else self._choose(found)
+        elif self._settling > 0:
+            self._settling -= 1
+        else:
+            step_s = max(each.busy_s + each.sync_wait_s for each in reports) / steps
+            shown_s = min(each.sync_wait_s for each in reports) / steps
+            self._recent.append(_Measured(steps, step_s, shown_s))
+            if self._is_enough:
+                told = self._look(median(each.step_s for each in self._recent))
+                self._recent.clear()
+                return told
         return []
+
+    @property
+    def _is_enough(self) -> bool:
+        """True if enough is measured."""
+        recent = self._recent
+        steps = sum(each.steps for each in recent)
+        if self.is_trying:
+            return steps >= TRIED_STEPS
+        taken_s = sum(each.steps * each.step_s for each in recent)
+        is_long = steps >= MEASURED_STEPS and taken_s >= MEASURED_S
+        return is_long and len(recent) >= MEASURED_GRANTS
+
+    def _look(self, step_s: float) -> list[LeaveOut]:
+        """Decides by what a step takes now; only what shows twice makes ranks leave."""
+        before = self._chosen
+        if self._phase is _Phase.APART:
+            if not self._is_alone(self.ranks):
+                predicted_s = self._shares.step_s(self._samples, self.ranks)
+                self._bias = max(1.0, step_s / predicted_s)
+            self._chosen = replace(before, without_s=step_s)
+        found = self._shorter(step_s)
+        if self.is_trying:
+            if found is None and step_s >= before.without_s:
+                found = replace(before, with_s=step_s)
+            if found is not None and self._is_worth(found):
+                return self._choose(found)
+            self._enter(_Phase.MEASURING)
+            self._announced = ()
+            return self._say_again(before, step_s)
+        suspects, self._suspects = self._suspects, found
+        if found is None and self._phase is _Phase.MEASURING:
+            self._phase = _Phase.TOGETHER
+        if self._phase is _Phase.TOGETHER or found is None or suspects is None:
+            return []
+        return self._choose(found) if self._is_worth(found) else []
+
+    def _say_again(self, before: _Exclusion, step_s: float) -> list[LeaveOut]:
+        """A line for the user where the ranks tried make steps shorter."""
+        if step_s >= before.without_s:
+            return []
+        takes = "takes" if len(before.ranks) == 1 else "take"
+        gain = before.without_s / step_s
+        return self._say(
+            f"{_named(before.ranks)} {takes} part again: {gain:.2f} times as fast"
+        )
 
     def see(self, report: StepsDone) -> None:
         """Takes in whether a rank has state that cannot be carried to another."""
-        if report.unknown:
-            self._unknown[report.rank] = report.unknown
-        else:
-            self._unknown.pop(report.rank, None)
+        self._unknown[report.rank] = report.unknown
 
     def carried(self, cost_s: float) -> None:
         """A rank has taken over the model, or given it, which took so long."""
@@ -244,7 +285,6 @@ class LeftOutRanks:
         """The members are others now and all take part; returns who was left out."""
         were, self.ranks, self.changing = self.ranks, (), ()
         self._members = list(members)
-        self._chosen, self._is_suspected = None, False
         if self._phase is not _Phase.OFF:
             self._enter(_Phase.MEASURING)
         return were
@@ -252,39 +292,8 @@ class LeftOutRanks:
     def _enter(self, phase: _Phase) -> None:
         """Another phase begins, in which steps are measured anew."""
         self._phase = phase
-        ahead_steps = self._ahead_steps if phase is _Phase.MEASURING else 0
-        self._gauge.begin(ahead_steps, is_trial=phase is _Phase.TRIAL)
-
-    def _end_measuring(self) -> list[LeaveOut]:
-        """All take part, and that is what it costs."""
-        if found := self._shorter():
-            if self._chosen is None and not self._is_suspected:
-                self._is_suspected = True  # it is for the rest of the epoch
-                self._gauge.again()
-                return []
-            return self._choose(found)
-        self._phase = _Phase.TOGETHER
-        before, self._chosen = self._chosen, None
-        self._trial_cost_s = 0.0
-        gain = 0.0 if before is None else before.without_s / self._gauge.step_s
-        self._announced = ()
-        if before is None or gain <= 1.0:
-            return []
-        takes = "takes" if len(before.ranks) == 1 else "take"
-        return self._say(
-            f"{_named(before.ranks)} {takes} part again: {gain:.2f} times as fast"
-        )
-
-    def _end_trial(self) -> list[LeaveOut]:
-        """All have run some steps: are they shorter than those of the others?"""
-        before, found = self._chosen, self._shorter()
-        assert before is not None
-        if found is None and self._gauge.step_s >= before.without_s:
-            found = replace(before, with_s=self._gauge.step_s, is_predicted=False)
-        if found is not None and self._is_worth(found):
-            return self._choose(found)
-        self._enter(_Phase.MEASURING)
-        return []
+        self._recent.clear()
+        self._settling, self._suspects = SETTLING_GRANTS, None
 
     def _choose(self, found: _Exclusion) -> list[LeaveOut]:
         """Ranks are to be left out; all are kept where that would lose something."""
@@ -293,11 +302,13 @@ class LeftOutRanks:
             self._phase, self._chosen = _Phase.LEAVING, found
             if not self.ranks:  # else it is of steps without those
                 self._all_s = found.with_s
+            steps = SETTLING_GRANTS + TRIED_STEPS
+            cost_s = steps * (self._all_s - found.without_s)
+            self._trial_due_s = self._now_s + cost_s / TRIAL_COST
             return []
-        if self.ranks:
-            return []
-        self._phase, self._chosen = _Phase.TOGETHER, None
-        if self._has_said_why:
+        if self.is_trying:
+            self._enter(_Phase.MEASURING)
+        if self.ranks or self._has_said_why:
             return []
         self._has_said_why = True
         why = unknown or "it is never left out; start it on a faster device"
@@ -306,29 +317,15 @@ class LeftOutRanks:
             f"{_named(found.ranks)}, but all keep a share: {why}"
         )
 
-    def _verify(self) -> bool:
-        """Takes in what steps take without the ranks left out; whether it is news."""
-        chosen = self._chosen
-        assert chosen is not None
-        without_s, was_predicted = self._gauge.step_s, chosen.is_predicted
-        if was_predicted:
-            ratio = without_s / self._shares.step_s(self._samples, chosen.ranks)
-            self._bias[chosen.ranks] = max(1.0, ratio)
-        self._chosen = replace(chosen, without_s=without_s, is_predicted=False)
-        return was_predicted
-
-    def _shorter(self) -> _Exclusion | None:
+    def _shorter(self, step_s: float) -> _Exclusion | None:
         """Ranks without which steps are predicted to be clearly shorter, if any are."""
-        if not self._gauge.is_full or len(self._members) - len(self.ranks) < 2:
+        every = [self._without(ranks, step_s) for ranks in self._candidates()]
+        if not every:
             return None
-        every = [self._without(ranks) for ranks in self._candidates()]
         hopeful = [min(every, key=attrgetter("without_s"))]
         if not self.ranks:  # the first rank is never left out, but that it is slow told
-            hopeful.append(self._without((self._first,)))
-        for found in hopeful:
-            if found.gain > 1.0 + LEAST_GAIN and self._is_worth(found):
-                return found
-        return None
+            hopeful.append(self._without((self._first,), step_s))
+        return next((each for each in hopeful if each.gain > 1.0 + LEAST_GAIN), None)
 
     def _is_worth(self, found: _Exclusion) -> bool:
         """True if it saves more in the epoch than taking over the model costs."""
@@ -340,21 +337,17 @@ class LeftOutRanks:
         """The rank that prints and saves: it is never left out."""
         return min(self._members)
 
-    def _without(self, ranks: tuple[int, ...]) -> _Exclusion:
+    def _without(self, ranks: tuple[int, ...], step_s: float) -> _Exclusion:
         """Step times with and without these ranks."""
         without_s = self._shares.step_s(self._samples, ranks)
-        # What they took when these were left out before, or as it turned out for those
-        # who are now: the last of several ranks is later than its mean. One that is
-        # left alone waits for nobody.
-        is_alone = len(self._members) - len(ranks) == 1
-        bias = self._bias.get(ranks)
-        if bias is None and not is_alone:
-            bias = self._bias.get(self.ranks)
-        if bias is not None:
-            without_s *= bias
-        elif not is_alone:
-            without_s += self._gauge.shown_s
-        return _Exclusion(ranks, self._gauge.step_s, without_s)
+        if not self._is_alone(ranks):
+            shown_s = min(each.shown_s for each in self._recent)
+            without_s = without_s * self._bias if self._bias else without_s + shown_s
+        return _Exclusion(ranks, step_s, without_s)
+
+    def _is_alone(self, left_out: Sequence[int]) -> bool:
+        """True if one rank is left, which waits for nobody."""
+        return len(left_out) == len(self._members) - 1
 
     def _candidates(self) -> Iterator[tuple[int, ...]]:
         """The slowest at a least share, the two slowest, ...; not the first rank."""
@@ -363,20 +356,8 @@ class LeftOutRanks:
         slowest = sorted(others, key=lambda r: (-least_s[r], -r))
         count = 0
         while count < len(slowest):
-            more = 1 if count < EVERY_COUNT else count
-            count = min(count + more, len(slowest))
+            count = min(count + 1 + count // 8, len(slowest))
             yield tuple(sorted((*self.ranks, *slowest[:count])))
-
-    def _is_trial_due(self, now_s: float) -> bool:
-        """True if some steps of all cost little of the time since the last trial."""
-        chosen = self._chosen
-        assert chosen is not None
-        steps = SETTLING_GRANTS + TRIED_STEPS
-        expected_s = steps * (self._all_s - chosen.without_s)
-        cost_s = max(self._trial_cost_s, expected_s)
-        is_cheap = (now_s - self._tried_at_s) * TRIAL_COST >= cost_s
-        may_return = not any(self._unknown.values())
-        return may_return and (is_cheap or not self._is_worth(chosen))
 
     def _set(self, ranks: tuple[int, ...], reason: str = "") -> list[LeaveOut]:
         """All but these take part from now on; all are told."""
@@ -390,14 +371,10 @@ class LeftOutRanks:
 
     def _say(self, reason: str) -> list[LeaveOut]:
         """A line for the user; nothing else changes."""
-        return [
-            LeaveOut(
-                rank=self._first,
-                epoch=self._epoch,
-                left_out=self.ranks,
-                reason=reason,
-            )
-        ]
+        told = LeaveOut(
+            rank=self._first, epoch=self._epoch, left_out=self.ranks, reason=reason
+        )
+        return [told]
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -62,7 +62,7 @@ class SyncPolicy(Policy):
         self.watch = None
         self._members = {member.rank: member.horizon_batches for member in members}
         self._shares = StepShares(settings, self._members, times)
-        self._left_out = LeftOutRanks(members, settings, self._shares)
+        self._left_out = LeftOutRanks([*self._members], settings, self._shares)
         self._grants = StepGrants(members, settings, self._shares, self._left_out)
         self._handover = ModelHandover()
         self._is_deterministic = config.debug.deterministic
@@ -123,7 +123,7 @@ class SyncPolicy(Policy):
             outcome.instructions += self._say_none()
             return self._end_early(outcome, now_s)
         if self._left_out.is_leaving and self.is_drained and ledger.pooled:
-            outcome.instructions += self._left_out.leave(now_s)
+            outcome.instructions += self._left_out.leave()
             self._handover.leave_out()
         outcome.instructions += self._top_up()
         is_over = ledger.is_done or (self._is_cut and self.is_drained)
@@ -318,7 +318,7 @@ class SyncPolicy(Policy):
         if not grant.is_settled:
             self._checks.compare({report.rank: report.checks for report in reports})
         if not (grant.is_settled or grant.left):
-            told += self._measure(grant, reports)
+            told += self._measure(grant, reports, now_s)
             if self.watch is not None:
                 told += self.watch(reports, grant.steps)
         sync_s = max((report.sync_wait_s for report in reports), default=0.0)
@@ -326,7 +326,7 @@ class SyncPolicy(Policy):
         return [*told, self._totals.close_window(last, now_s, first, sync_s, steps)]
 
     def _measure(
-        self, grant: Granted, reports: Sequence[StepsDone]
+        self, grant: Granted, reports: Sequence[StepsDone], now_s: float
     ) -> Sequence[Instruction]:
         """Takes in what steps of all who take part took.
 
@@ -346,7 +346,7 @@ class SyncPolicy(Policy):
         self._shares.measured(reports, steps)
         self._grants.measured(max(report.busy_s for report in reports) / steps)
         pooled = self._grants.ledger.pooled
-        return self._left_out.measured(reports, steps, pooled)
+        return self._left_out.measured(reports, steps, pooled, now_s)
 
     def _top_up(self) -> list[GrantSteps]:
         holds = self._makes_room or self._is_paused

@@ -31,7 +31,6 @@ from elche.runtime.report.notifications import with_samples
 from elche.runtime.sync.epoch_hooks import EpochHooks
 from elche.runtime.sync.resume_sync import broadcast_from
 from elche.runtime.sync.step import open_steps
-from elche.runtime.sync.step_members import StepMembers
 from elche.runtime.sync.sync_epoch import TOO_EARLY, SyncEpoch
 from elche.runtime.training import Training
 from elche.runtime.watch.model_sums import ModelSums, kind_of
@@ -70,7 +69,6 @@ class EpochExecution:
         synchroniser: brings it together with the other ranks.
         observer: what is seen of this rank's loop.
         opening: builds what a policy needs, with all ranks.
-        members: who takes part in steps.
 
     Attributes:
         generator: of the loader's randomness.
@@ -85,14 +83,12 @@ class EpochExecution:
         synchroniser: Synchroniser,
         observer: LoopObserver,
         opening: EpochOpening,
-        members: StepMembers,
     ) -> None:
         self._worker = worker
         self._training = training
         self._synchroniser = synchroniser
         self._observer = observer
         self._opening = opening
-        self._members = members
         self._batches: LeasedBatches | None = None
         self._batch_cost = RankTime(1)
         self._stepped = self._windowed = -1  # last epochs with steps, with windows
@@ -163,13 +159,13 @@ class EpochExecution:
         if not (is_changed or is_other):
             if is_apart:
                 self._synchroniser.share_again()
-                self._members.reset()
+                steps.reset()
             return
         if is_other:
             self._observer.graphs.moved(begin.policy)
         build = partial(self._build, begin, is_changed=is_changed)
         self._opening.build(begin.policy, build, wants_keys=wants_keys)
-        self._members.reset()
+        steps.reset()
         self._numbers = NonFiniteRecord(self._lag_steps)  # it counts what is trained
 
     def _build(self, begin: BeginEpoch, *, is_changed: bool) -> None:
@@ -298,7 +294,7 @@ class EpochExecution:
             part.positions,
             reducer,
             min_share_samples(training.model),
-            self._hooks(part.positions),
+            self._hooks(),
         )
 
     @property
@@ -319,7 +315,7 @@ class EpochExecution:
         loop = WindowLoop(
             self._batch_cost, overlapped=sync.is_overlapped, reduced=window - 1
         )
-        hooks = self._hooks(positions)
+        hooks = self._hooks()
         return WindowEpoch(self._worker, self._batches, positions, sync, loop, hooks)
 
     def _copy_ratio(self, part: EpochPart) -> tuple[int, int]:
@@ -336,26 +332,23 @@ class EpochExecution:
                 self._ratio = round(self._observer.steps.of_epoch - done), left
         return self._ratio
 
-    def _hooks(self, positions: EpochPositions) -> EpochHooks:
-        observer, members = self._observer, self._members
+    def _hooks(self) -> EpochHooks:
+        observer, opening = self._observer, self._opening
         delayed = self._training.delayed
         return EpochHooks(
             on_error=self._keep_error,
             check=self._check,
             scalars=observer.drain_scalars,
             parameter_norm=self._synchroniser.parameter_norm,
+            left_with=lambda: (self.sums.whole(), observer.guard.stepped),
+            drain=(lambda: None) if delayed is None else delayed.drain,
             graphs=observer.graphs,
             numbers=self._numbers,
-            adopt=partial(members.adopt, epoch=positions.epoch),
             schedulers=observer.schedulers,
             copies=observer.copies,
-            leave_out=members.leave_out,
-            unknown=members.unknown,
-            left_with=lambda: (self.sums.whole(), observer.guard.stepped),
             sums=self.sums,
-            drain=(lambda: None) if delayed is None else delayed.drain,
-            regrouping=self._opening.regrouping,
-            steps=self._opening.steps,
+            regrouping=opening.regrouping,
+            steps=opening.steps,
         )
 
     @property

@@ -17,9 +17,9 @@ from elche.coordination.sync.lost_ranks import StepPlace
 from elche.errors import MismatchError, RankLostError
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process.worker import Worker
-from elche.runtime.sync.step_members import StepMembers
-from elche.runtime.sync.step_regrouping import StepRegrouping
+from elche.runtime.sync.step_groups import StepGroups
 from elche.runtime.training import Training, generators_of
+from elche.runtime.watch.observer import LoopObserver
 from elche.runtime.windows.regrouping import Regrouping
 from elche.runtime.windows.synchroniser import Synchroniser
 
@@ -34,13 +34,13 @@ class EpochOpening:
         worker: this rank's shell.
         training: what is trained.
         synchroniser: brings it together with the other ranks.
-        members: who takes part in steps.
+        observer: what is seen of this rank's loop.
         emit: takes a line for the user.
 
     Attributes:
         order: of the samples.
         regrouping: forms groups in windows and between epochs.
-        steps: forms them under ``sync``.
+        steps: forms them under ``sync``, of those who take part.
         epoch: the one that was opened last; -1 before the first.
     """
 
@@ -49,7 +49,7 @@ class EpochOpening:
         worker: Worker,
         training: Training,
         synchroniser: Synchroniser,
-        members: StepMembers,
+        observer: LoopObserver,
         emit: Callable[[str], None],
     ) -> None:
         self._worker = worker
@@ -68,7 +68,9 @@ class EpochOpening:
             emit,
             min_ranks=config.min_ranks,
         )
-        self.steps = StepRegrouping(worker, synchroniser, self.regrouping, members)
+        self.steps = StepGroups(
+            *(worker, training, synchroniser, observer, self.regrouping, emit)
+        )
         self._opened: EpochOpened | None = None
         self._sizes: BatchSizes | None = None
         self._builds = ""

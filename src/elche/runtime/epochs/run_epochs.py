@@ -26,7 +26,6 @@ from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.sync.resume_sync import rates
-from elche.runtime.sync.step_members import StepMembers
 from elche.runtime.sync.sync_epoch import SyncEpoch
 from elche.runtime.training import RunParts, Training, generators_of
 from elche.runtime.watch.observer import LoopObserver
@@ -44,7 +43,7 @@ class RunEpochs:
         observer: what is seen of this rank's loop.
 
     Attributes:
-        members: who takes part in steps.
+        groups: of those who take part in steps.
         execution: of the part of an epoch that the loop is in.
         reports: of epochs that have ended.
         samples_before: samples of the epochs that have ended, of all ranks.
@@ -69,19 +68,10 @@ class RunEpochs:
         self._is_new = self._is_cut = self._is_resumed = self._is_closed = False
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self._iterations = 0
-        self.members = StepMembers(
-            worker, training, synchroniser, observer, notifications
-        )
-        self._opening = EpochOpening(
-            worker,
-            training,
-            synchroniser,
-            self.members,
-            lambda line: notifications.emit(line),
-        )
-        self.execution = EpochExecution(
-            worker, training, synchroniser, observer, self._opening, self.members
-        )
+        parts = worker, training, synchroniser, observer
+        self._opening = EpochOpening(*parts, lambda line: notifications.emit(line))
+        self.execution = EpochExecution(*parts, self._opening)
+        self.groups = self._opening.steps
         if worker.survives:
             worker.on_regroup = self.execution.regroup
         self.reports: list[EndEpoch] = []
@@ -247,8 +237,8 @@ class RunEpochs:
             )
         self.end_iteration()
         self.execution.check()
-        if self.members.late_error is not None:
-            raise self.members.late_error
+        if self.groups.late_error is not None:
+            raise self.groups.late_error
         iteration = self._run_epoch(steps)
         self._iteration = weakref.ref(iteration)
         self._iterations += 1

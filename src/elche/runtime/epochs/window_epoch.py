@@ -157,8 +157,7 @@ class WindowEpoch:
             self._graphs.begin(batch, data)
             if not self._sync.is_common_step:
                 self._hooks.schedulers.advance(self.progress_samples)
-            if self._hooks.copies is not None:
-                self._hooks.copies.begin_batch(samples)
+            self._hooks.copies.begin_batch(samples)
             yield data
             self._batch_done()
             began_s = time.monotonic()
@@ -218,8 +217,7 @@ class WindowEpoch:
             return
         batch, samples, began_s, ready_s = self._in_hand
         self._in_hand, self._has_trained = None, True
-        if self._hooks.copies is not None:
-            self._hooks.copies.begin_batch(0)
+        self._hooks.copies.begin_batch(0)
         if self._leased.weight is not None:
             self._weight = (self._weight or 0.0) + self._weight_in_hand
         append_range(self._trained, (batch, batch + 1))
@@ -252,7 +250,6 @@ class WindowEpoch:
         if not is_finite:
             warn_discarded(self._worker.rank, self._trained, self._positions)
         waits = not (self._sync.is_overlapped and self._leased.has_work)
-        copies = self._hooks.copies
         self._worker.send(
             *self._done(),
             WindowClosed(
@@ -265,7 +262,7 @@ class WindowEpoch:
                 scalars=self._hooks.scalars(waits),
                 weight=self._weight,
                 periods=self._hooks.schedulers.periods(),
-                copies=copies.closed(is_finite=is_finite) if copies else (),
+                copies=self._hooks.copies.closed(is_finite=is_finite),
             ),
         )
         self._trained.clear()
@@ -313,14 +310,12 @@ class WindowEpoch:
                 checks=self._hooks.sums.take(plan.window),
             )
         )
-        if self._hooks.copies is not None:  # no cost of a reduction: one per batch
-            self._hooks.copies.committed(plan.copies, self._sync.common)
+        # No cost of a reduction: one per batch.
+        self._hooks.copies.committed(plan.copies, self._sync.common)
 
     def _regroup(self) -> None:
         """Ranks have died: forms the next group, and settles what was open."""
         regrouping, last = self._hooks.regrouping, self._last
-        if regrouping is None:
-            raise ProtocolError(f"rank {self._worker.rank} has a fixed membership")
         self._report()
         lacks = last is not None and self._loop.reduced_window < last.window
         if last is not None and lacks and self._sync.has_sum(last):
@@ -346,8 +341,7 @@ class WindowEpoch:
         assert self._last is not None
         self._graphs.moved(self._policy)
         self._loop.reduced(time.monotonic())
-        if self._hooks.copies is not None:
-            self._hooks.copies.committed(self._last.copies, self._sync.common)
+        self._hooks.copies.committed(self._last.copies, self._sync.common)
 
     def _adopt(self, told: Adopt) -> None:
         """All survivors have the result, since they formed the group: says so.
@@ -429,9 +423,7 @@ class WindowEpoch:
 
     def _end(self) -> None:
         """Every contribution of the epoch is in the model, on all ranks."""
-        if self._hooks.copies is not None:
-            group, has_trained = self._worker.group, self._has_trained
-            self._hooks.copies.end_epoch(group, has_trained=has_trained)
+        self._hooks.copies.end_epoch(self._worker.group, has_trained=self._has_trained)
 
 
 def _refuse_late(policy: str, *_: int | None) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from elche.comm.gradients.reducer import GradientReducer
-from elche.coordination.accounts.step_count import StepCount
-from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.protocol.messages import CheckRows, Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.errors import ElcheError
-from elche.runtime.sync.step_regrouping import StepRegrouping
+from elche.runtime.sync.step_groups import StepGroups
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
 from elche.runtime.watch.live_graph import LiveGraph
 from elche.runtime.watch.model_copies import ModelCopies
@@ -28,36 +25,28 @@ class EpochHooks:
         check: called at the end of every window; raises if the run cannot go on.
         scalars: what the user logged since it was last asked; True waits for all.
         parameter_norm: the L2 norm of what is trained; waits for the device.
+        left_with: checks of the whole model, and steps of the optimizers so far.
+        drain: takes the step that is still under way, with all ranks.
         graphs: whose backward pass has not come.
         numbers: whether this rank's own gradients were numbers, in this epoch and
             before.
-        adopt: takes model and optimizers of one rank, with all ranks.
         schedulers: those that were handed over.
         copies: of the model, that the loop keeps.
-        leave_out: shares steps among others from now on; returns what reduces them.
-        unknown: names state of this rank that cannot be carried to another, or "".
-        left_with: checks of the whole model, and steps of the optimizers so far.
         sums: of what is compared between ranks.
-        drain: takes the step that is still under way, with all ranks.
         regrouping: forms the next group where ranks have died.
-        steps: the same under ``sync``.
+        steps: the groups of those who take part in steps.
     """
 
     on_error: Callable[[ElcheError], None]
     check: Callable[[], None]
     scalars: Callable[[bool], Scalars]
     parameter_norm: Callable[[], float]
+    left_with: Callable[[], tuple[CheckRows, int]]
+    drain: Callable[[], None]
     graphs: LiveGraph
-    numbers: NonFiniteRecord = field(default_factory=NonFiniteRecord)
-    adopt: Callable[[int], None] | None = None
-    schedulers: FollowedSchedulers = field(
-        default_factory=lambda: FollowedSchedulers("sync", float, StepCount())
-    )
-    copies: ModelCopies | None = None
-    leave_out: Callable[[LeaveOut], GradientReducer] | None = None
-    unknown: Callable[[], str] = str
-    left_with: Callable[[], tuple[CheckRows, int]] = lambda: ((), 0)
-    sums: ModelSums = field(default_factory=lambda: ModelSums(()))
-    drain: Callable[[], None] = lambda: None
-    regrouping: Regrouping | None = None
-    steps: StepRegrouping | None = None
+    numbers: NonFiniteRecord
+    schedulers: FollowedSchedulers
+    copies: ModelCopies
+    sums: ModelSums
+    regrouping: Regrouping
+    steps: StepGroups

@@ -7,8 +7,9 @@ state is not: the other ranks took no step.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import logging
+import pickle
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -17,16 +18,15 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche.comm.averaging.optimizer_state import forget_state
 from elche.comm.model_buffers.known_buffers import KnownBuffers
-from elche.comm.transport.process_group import Group, gather_texts
-from elche.runtime.rank_settings import plain_settings, state_tensors
+from elche.comm.transport.process_group import Group
+from elche.errors import ConfigError
+from elche.runtime.rank_settings import plain_settings
 from elche.runtime.watch.rate_watch import is_scheduled
 
-logger = logging.getLogger(__name__)
-
 WHAT = "taking over from the rank that trained alone"
-_NUMBER = int, float
+_CPU = torch.device("cpu")
+_SETTING = int, float, tuple, torch.Tensor
 
 
 def rates(
@@ -73,9 +73,7 @@ def broadcast_from(
 
     Ranks have as many optimizers, with equal settings: :func:`rates` has been compared.
 
-    Buffers that ranks do not hold alike (caches that grow) stay each rank's own. Where
-    ranks hold different kinds of state, which cannot be copied from one to the
-    other, the optimizer forgets its state on all of them.
+    Buffers that ranks do not hold alike (caches that grow) stay each rank's own.
 
     Raises:
         CommunicationError: a rank did not arrive in time.
@@ -114,10 +112,9 @@ def take_gradients(
     Raises:
         CommunicationError: a rank did not arrive in time.
     """
-    flags = "".join(str(int(p.grad is not None)) for p in parameters)
-    held = gather_texts(group, flags, WHAT)[source]
-    for parameter, flag in zip(parameters, held, strict=True):
-        if flag == "0":
+    held = _sent(group, [p.grad is not None for p in parameters], source)
+    for parameter, has_gradient in zip(parameters, held, strict=True):
+        if not has_gradient:
             parameter.grad = None
             continue
         if parameter.grad is None:
@@ -133,9 +130,7 @@ def take_schedules(
     Raises:
         CommunicationError: a rank did not arrive in time.
     """
-    own = [plain_schedule(each) for each in schedulers]
-    text = json.dumps(own) if group.rank == source else ""
-    held = json.loads(gather_texts(group, text, WHAT)[source])
+    held = _sent(group, [plain_schedule(each) for each in schedulers], source)
     for scheduler, state in zip(schedulers, held, strict=True):
         scheduler.load_state_dict({**scheduler.state_dict(), **state})
 
@@ -158,91 +153,63 @@ def plain_schedule(scheduler: LRScheduler) -> dict[str, Any] | None:
     return plain
 
 
+@torch.no_grad()
 def _take_state(group: Group, optimizer: torch.optim.Optimizer, source: int) -> None:
-    held = [p for each in optimizer.param_groups for p in each["params"]]
-    own = {
-        "settings": [_settings(each) for each in optimizer.param_groups],
-        "states": [_described(optimizer.state.get(each, {})) for each in held],
-    }
-    told = [json.loads(text) for text in gather_texts(group, json.dumps(own), WHAT)]
-    states = told[source]["states"]
-    if all(all(map(_fits, each["states"], states)) for each in told):
-        for parameter, state in zip(held, states, strict=True):
-            if state:
-                _fill(optimizer.state[parameter], state, parameter.device)
-    else:
-        logger.warning(
-            "the optimizer's state differs in kind between ranks after rank %d trained "
-            "without others; it is forgotten on all of them",
-            source,
-        )
-        forget_state(optimizer)
-    for tensor in state_tensors(optimizer):
-        _take(group, tensor.detach(), source, tensor.dtype)
-    for mine, settings in zip(
-        optimizer.param_groups, told[source]["settings"], strict=True
-    ):
-        for name, value in settings.items():
-            if isinstance(mine[name], torch.Tensor):
-                mine[name].fill_(value)
-            else:
-                mine[name] = tuple(value) if isinstance(value, list) else value
+    """Copies settings (rates move) and each parameter's state."""
+    for mine in optimizer.param_groups:
+        plain = {n: v for n, v in mine.items() if isinstance(v, _SETTING)}
+        _fill(mine, _sent(group, plain, source))
+        for parameter in mine["params"]:
+            held = _sent(group, optimizer.state.get(parameter, {}), source)
+            if held or parameter in optimizer.state:
+                is_beside = mine.get("capturable") or mine.get("fused")
+                counts_on = parameter.device if is_beside else _CPU
+                _fill(optimizer.state[parameter], held, parameter.device, counts_on)
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Numbers of a group: the rate, and what else a scheduler may have moved."""
-    plain: dict[str, Any] = {}
-    for name, value in group.items():
-        if isinstance(value, torch.Tensor):
-            plain[name] = value.item()
-        elif isinstance(value, _NUMBER):
-            plain[name] = value
-        elif isinstance(value, tuple) and all(isinstance(v, _NUMBER) for v in value):
-            plain[name] = list(value)
-    return plain
+def _fill(
+    own: dict[str, Any],
+    held: dict[str, Any],
+    device: torch.device = _CPU,
+    counts_on: torch.device = _CPU,
+) -> None:
+    """Takes the values, in place where a tensor is there."""
+    for name, value in held.items():
+        mine = own.get(name)
+        if not isinstance(value, torch.Tensor):
+            own[name] = value
+        elif isinstance(mine, torch.Tensor) and mine.shape == value.shape:
+            mine.copy_(value)
+        else:
+            own[name] = value.to(device if value.dim() else counts_on)
 
 
-def _described(state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state as JSON has it, without the values of tensors."""
-    return {name: _word_for(value) for name, value in state.items()}
+def _sent(group: Group, value: Any, source: int) -> Any:
+    """One rank's numbers, texts and tensors on all ranks, to the bit.
 
-
-def _word_for(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return {
-            "shape": list(value.shape),
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "is_count": not value.shape and value.device.type == "cpu",
-        }
-    is_plain = value is None or isinstance(value, (*_NUMBER, str))
-    return value if is_plain else {"object": repr(value)}
-
-
-def _fits(own: dict[str, Any], state: dict[str, Any]) -> bool:
-    """Returns True if a state can be filled with another one, or made of it."""
-    if not own:  # not trained while this rank took part: unfrozen, or added, since
-        return not any(_kind_of(word)[0] == "object" for word in state.values())
-    kinds = ({n: _kind_of(word) for n, word in each.items()} for each in (own, state))
-    return next(kinds) == next(kinds)
-
-
-def _kind_of(word: Any) -> tuple[str, Any]:
-    if isinstance(word, dict):
-        kind = "object" if "object" in word else "shape"
-        return kind, word[kind]
-    return ("number", type(word).__name__) if isinstance(word, _NUMBER) else ("", word)
-
-
-def _fill(own: dict[str, Any], state: dict[str, Any], device: torch.device) -> None:
-    """Takes numbers, and makes tensors that are missing, without their values."""
-    is_new = not own
-    for name, word in state.items():
-        if not isinstance(word, dict):
-            own[name] = word
-        elif is_new:
-            where = torch.device("cpu") if word["is_count"] else device
-            kind = getattr(torch, word["dtype"])
-            own[name] = torch.zeros(word["shape"], dtype=kind, device=where)
+    Raises:
+        ConfigError: there is something else among them.
+    """
+    packed = io.BytesIO()
+    if group.rank == source:
+        torch.save(value, packed)
+    length = torch.tensor([packed.tell()], device=_CPU)
+    group.all_reduce(length, WHAT)
+    message = torch.zeros(int(length), dtype=torch.uint8, device=_CPU)
+    if group.rank == source:
+        message.copy_(torch.frombuffer(packed.getbuffer(), dtype=torch.uint8))
+    group.all_reduce(message, WHAT)
+    if group.rank == source:
+        return value
+    packed = io.BytesIO(message.numpy().tobytes())
+    try:
+        return torch.load(packed, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            "expected numbers, texts and tensors as an optimizer's state, got "
+            f"something else on the rank that trained ({error}); keep all ranks in "
+            "every step with leave_out=False"
+        ) from error
 
 
 @torch.no_grad()

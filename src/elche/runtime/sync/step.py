@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from elche.comm.gradients.part_weights import StepPart
+from elche.comm.gradients.part_weights import Lost, StepPart
 from elche.comm.gradients.reducer import GradientReducer
 from elche.runtime.watch.live_graph import LiveGraph
 
@@ -39,6 +39,17 @@ class Step(NamedTuple):
         """The same without the shares of all others."""
         shares = tuple(n if r in ranks else 0 for r, n in enumerate(self.shares))
         return Step(self.step, self.samples, shares, self.part, self.span)
+
+    def lost(self, number: int, *, gone: Mapping[int, int]) -> Lost:
+        """Weight missing from a pass of this step.
+
+        Args:
+            number: of the pass, in the run.
+            gone: ranks whose loop has left, and the passes that each has come to.
+        """
+        lost = [self.shares[rank] for rank, passes in gone.items() if passes < number]
+        ranks, active = (sum(n > 0 for n in each) for each in (lost, self.shares))
+        return Lost(sum(lost) / sum(self.shares), ranks / active)
 
     def is_same(self, other: Step | None) -> bool:
         """True if it is the same global batch."""

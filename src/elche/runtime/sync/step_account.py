@@ -11,7 +11,6 @@ from elche.comm.gradients.reducer import GradientReducer
 from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.accounts.model_checks import EVERY_STEPS
 from elche.coordination.protocol.instructions import GrantSteps
-from elche.coordination.sync.lost_ranks import LostRanks
 from elche.coordination.sync.step_reports import EARLY, StepReports
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
@@ -29,7 +28,6 @@ class StepAccount:
         worker: this rank's shell.
         positions: the epoch.
         hooks: where metrics come from.
-        dead: who has died in the part of the epoch.
 
     Attributes:
         reported: steps whose report is due or sent.
@@ -37,16 +35,12 @@ class StepAccount:
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        positions: EpochPositions,
-        hooks: EpochHooks,
-        dead: LostRanks,
+        self, worker: Worker, positions: EpochPositions, hooks: EpochHooks
     ) -> None:
         self._worker = worker
         self._positions = positions
         self._hooks = hooks
-        self._dead = dead
+        self._dead = hooks.steps.lost
         self._reports = StepReports(worker.rank, positions.epoch, hooks.numbers)
         self._numbers = NonFiniteWatch([], hooks.numbers)
         self._ran: deque[tuple[int, BatchCost, tuple[int, int]]] = deque()
@@ -113,7 +107,7 @@ class StepAccount:
     def _done(self, number: int, cost: BatchCost, passes: tuple[int, int]) -> bool:
         """A step is done; what is to be said of its grant waits for the next one."""
         has_sent = self._reports.is_due and self.report()  # there was no backward pass
-        if self._dead.last is not None or not self._reports.step_done(number, cost):
+        if self._dead.is_settled or not self._reports.step_done(number, cost):
             return has_sent
         hooks, is_live = self._hooks, bool(self._hooks.graphs.open_batches)
         is_last = number + 1 == self._positions.num_batches
@@ -127,7 +121,7 @@ class StepAccount:
             max_samples=self._worker.max_samples,
             parameter_norm=hooks.parameter_norm() if tells_norm else 0.0,
             scalars=hooks.scalars(is_last),
-            unknown=EARLY if is_live else hooks.unknown(),
+            unknown=EARLY if is_live else hooks.steps.unknown(),
             checks=checks,
         )
         return True
@@ -144,25 +138,22 @@ class StepAccount:
             self._worker.send(event)
         return event is not None
 
-    def leave(
-        self, in_hand: Step | None, wait_s: float, passes: int, apart: str
-    ) -> None:
+    def leave(self, in_hand: Step | None, reducer: GradientReducer, apart: str) -> None:
         """Sends the rest: the loop has broken off in a step, or before the first.
 
         Args:
             in_hand: the step; None: there is none.
-            wait_s: of it, for other ranks.
-            passes: backward passes of the run so far.
+            reducer: its wait for other ranks, and its backward passes so far.
             apart: why this rank cannot take part in later ones, if it cannot.
         """
-        cost = None if in_hand is None else self._cost(in_hand, wait_s)
+        cost = None if in_hand is None else self._cost(in_hand, reducer.wait_s)
         self._numbers.report(final=True)
         checks, stepped = self._hooks.left_with()
         left = self._reports.left(
             0 if in_hand is None else in_hand.step + 1,
             cost,
             self._hooks.scalars(True),
-            passes=passes,
+            passes=reducer.backward_passes,
             apart=apart,
             checks=checks,
             stepped=stepped,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from elche.comm.gradients.part_weights import StepPart
 from elche.comm.gradients.reducer import GradientReducer
-from elche.coordination.protocol.events import WindowReduced
+from elche.coordination.protocol.events import PassBegun, WindowReduced
 from elche.coordination.protocol.instructions import (
     Adopt,
     EndEpoch,
@@ -21,7 +22,7 @@ from elche.coordination.protocol.instructions import (
     Regroup,
 )
 from elche.coordination.protocol.messages import Runs
-from elche.coordination.sync.lost_ranks import LostRanks, StepPlace
+from elche.coordination.sync.lost_ranks import StepPlace
 from elche.coordination.sync.step_reports import EARLY
 from elche.errors import (
     CommunicationError,
@@ -35,12 +36,11 @@ from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
 from elche.runtime.sync.epoch_hooks import EpochHooks
-from elche.runtime.sync.left_ranks import LeftRanks
 from elche.runtime.sync.step import Step, open_steps
 from elche.runtime.sync.step_account import StepAccount
 
 LEFT_OUT_S = 1.0
-"""A rank that is left out looks so often whether its run goes on."""
+"""Poll interval of an excluded rank (s)."""
 TOO_EARLY = (
     f"a rank has died, and {EARLY}, whose part of the epoch is over or reported: start "
     "the run anew from its last checkpoint (--max-restarts)"
@@ -59,6 +59,15 @@ class SyncEpoch:
         hooks: where metrics go, and what is checked at every step.
     """
 
+    # A step, as its rank goes through it:
+    #
+    #     _grant ► the loader draws ► _begin_step ► the loop's body ► _end_step
+    #
+    # Its report waits for the next step's backward pass and is sent beneath it, or
+    # where nothing else is to be done. A loop that breaks off answers for the passes
+    # that all the others have begun (_leave). Ranks may die in any wait of a pass, or
+    # between two steps: then `regroup` settles which steps are still run.
+
     def __init__(
         self,
         worker: Worker,
@@ -73,21 +82,21 @@ class SyncEpoch:
         self._positions = positions
         self._min_share_samples = min_share_samples
         self._hooks = hooks
-        self._dead = LostRanks() if hooks.steps is None else hooks.steps.lost
+        self._dead = hooks.steps.lost
         self._span = self._dead.parts
-        self._gone = LeftRanks(worker, positions.epoch)
-        self._account = StepAccount(worker, positions, hooks, self._dead)
-        self._is_inside = self._has_said = self._is_held = False
-        self._reduce_by(reducer)
-        self._granted_until = 0
-        self._granted: dict[int, Step] = {}  # not done
-        self._step = -1
-        self._is_leaving = self._is_left_out = False
+        self._account = StepAccount(worker, positions, hooks)
+        self._gone: dict[int, int] = {}  # passes that each rank that left has come to
+        self._announced: PassBegun | None = None
         self._joins: JoinPasses | None = None
+        self._granted: dict[int, Step] = {}  # not done
+        self._granted_until = 0
+        self._step = -1
+        self._part: StepPart | None = None
+        self._is_inside = self._has_said = self._is_held = False
+        self._is_leaving = self._is_left_out = False
         self.end: EndEpoch | None = None
         self.samples_done = 0
-        self.samples_in_hand = 0
-        self.weight_in_hand = 0.0
+        self._reduce_by(reducer)
 
     def _reduce_by(self, reducer: GradientReducer) -> None:
         """Has gradients reduced by this from now on."""
@@ -96,17 +105,32 @@ class SyncEpoch:
         reducer.on_lost = self.regroup
 
     @property
+    def samples_in_hand(self) -> int:
+        """Samples of the batch in hand."""
+        return 0 if self._part is None else self._part.label.samples
+
+    @property
+    def weight_in_hand(self) -> float:
+        """Weight of the current batch in means: its samples, or ``weight_of``."""
+        samples, part = self.samples_in_hand, self._part
+        said = None if part is None else part.weight
+        return float(samples) if said is None or not samples else said
+
+    @property
     def open_batch(self) -> Runs:
         """Positions of each step whose backward pass is to come, of all ranks."""
         steps, is_cut = self._open_steps, self.end is not None and self.end.left
         if is_cut and any(step.span != self._span for step in steps):
             raise ConfigError(FAR_AHEAD)
-        numbers = [step.step for step in steps if step.span == self._span]
-        return ranges_of(self._positions.sizes, numbers)
+        return ranges_of(self._positions.sizes, self._own(steps))
 
     @property
     def _open_steps(self) -> list[Step]:
         return open_steps(self._reducer, self._hooks.graphs)
+
+    def _own(self, steps: Sequence[Step]) -> list[int]:
+        """Numbers of the steps that are of this part of the epoch."""
+        return [step.step for step in steps if step.span == self._span]
 
     def refill(self) -> None:
         """Reads grants that have come; called when the loader draws."""
@@ -115,52 +139,49 @@ class SyncEpoch:
     def batches(self) -> Generator[Any, None, None]:
         """Yields this rank's batches; a break ends the epoch."""
         in_hand: Step | None = None
-        self._worker.on_wait = self._waits
-        self._hooks.graphs.begin_epoch(
-            self._weigh_late, self._weigh_forward, continues=self._positions.is_part
-        )
-        try:
-            self._account.begin()
-            for number in range(self._positions.num_batches):
-                got = self._next(number)
-                if got is None:
-                    self._hooks.drain()
-                    break
-                in_hand, data = got
-                self._begin_step(in_hand, data)
-                yield data
-                self._end_step(in_hand)
-            else:
-                self._hooks.drain()
-                self._report_all()
-                self._await_end()
-        except GeneratorExit:
+        with self._under_way():
             try:
-                self._leave(in_hand)
-            except ElcheError as error:
-                self._hooks.on_error(error)
+                self._account.begin()
+                for number in range(self._positions.num_batches):
+                    got = self._next(number)
+                    if got is None:
+                        self._hooks.drain()
+                        break
+                    in_hand, data = got
+                    self._begin_step(in_hand, data)
+                    yield data
+                    self._end_step(in_hand)
+                else:
+                    self._hooks.drain()
+                    self._report_all()
+                    self._await_end()
+            except GeneratorExit:
+                self._break_off(in_hand)
+
+    def leave(self) -> None:
+        """The loop had broken off before this began."""
+        with self._under_way():
+            self._break_off(None)
+
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """Passes of this part are weighed, and waits answer ranks that leave."""
+        graphs, is_part = self._hooks.graphs, self._positions.is_part
+        graphs.begin_epoch(self._weigh_late, self._weigh_forward, continues=is_part)
+        self._worker.on_wait = self._waits
+        try:
+            yield
         finally:
-            self._hooks.graphs.end_epoch()
+            graphs.end_epoch()
             self._reducer.correct_by(None)
             self._reducer.on_lost = None
             self._worker.on_wait = None
 
-    def _turn_to(self, step: Step, weight: float | None) -> None:
-        """Figures and rows are of this step from now on; None: its samples weigh."""
-        samples = float(step.samples)
-        self.samples_in_hand = step.samples
-        self.weight_in_hand = samples if weight is None or not samples else weight
-
-    def leave(self) -> None:
-        """The loop had broken off before this began."""
-        self._hooks.graphs.begin_epoch(self._weigh_late)
+    def _break_off(self, in_hand: Step | None) -> None:
         try:
-            self._leave(None)
+            self._leave(in_hand)
         except ElcheError as error:
             self._hooks.on_error(error)
-        finally:
-            self._hooks.graphs.end_epoch()
-            self._reducer.on_lost = None
 
     def _leave(self, in_hand: Step | None) -> None:
         """The loop has broken off in this step, or before the first.
@@ -169,11 +190,9 @@ class SyncEpoch:
         and takes their model over if it has missed steps. Where a rank has died, and
         all have run what they had begun, the epoch pauses first.
         """
-        if self._worker.is_closed or self.end is not None:
-            return
         reducer = self._reducer
-        if reducer.is_delayed:
-            return  # a Trainer's loop, which only an error leaves: it is reported
+        if self._worker.is_closed or self.end is not None or reducer.is_delayed:
+            return  # delayed: a Trainer's loop, which only an error leaves
         self._settle()
         has_passed = in_hand is not None and self._place.first > in_hand.step
         if in_hand and has_passed and self._dead.is_over(in_hand.step + 1):
@@ -194,8 +213,7 @@ class SyncEpoch:
         self._report()
         if in_hand is not None:
             self.samples_done += self._positions.samples_of(in_hand.step)
-        wait_s, passes = self._reducer.wait_s, self._reducer.backward_passes
-        self._account.leave(in_hand, wait_s, passes, apart)
+        self._account.leave(in_hand, self._reducer, apart)
         if broken is not None:
             raise broken  # most likely this rank fails; others do not wait for it
         while self.end is None:
@@ -211,8 +229,8 @@ class SyncEpoch:
     def _rank_left(self, gone: RankLeft) -> None:
         """Another rank's loop has left the epoch; may be called again and again."""
         if not self._is_leaving and gone.epoch == self._positions.epoch:
-            self._gone.add(gone)
-            self._reducer.correct_by(self._gone.lost)
+            self._gone[gone.gone] = gone.passes
+            self._reducer.correct_by(partial(Step.lost, gone=self._gone))
             self._announce()
 
     def _waits(self, gone: Iterable[RankLeft]) -> None:
@@ -222,7 +240,17 @@ class SyncEpoch:
             self._announce()
 
     def _announce(self) -> None:
-        self._gone.announce(self._step, self._reducer.backward_passes)
+        """Reports how far this rank is, for those that have left to join it."""
+        begun = PassBegun(
+            rank=self._worker.rank,
+            epoch=self._positions.epoch,
+            step=self._step + 1,
+            passes=self._reducer.backward_passes,
+            gone=len(self._gone),
+        )
+        if begun != self._announced:
+            self._announced = begun
+            self._worker.send(begun)
 
     def _begin_step(self, step: Step, data: Any) -> None:
         """The loop gets the batch of a step."""
@@ -230,14 +258,14 @@ class SyncEpoch:
         self._hooks.check()
         self._step, self._is_inside = step.step, True
         self._granted.pop(step.step - 1, None)
-        if self._gone.passes:
+        if self._gone:
             self._reducer.run_beneath(self._report_beneath)
         part = step.weighed(self._leased.weight)
-        if self._dead.last is not None:
+        if self._dead.is_settled:
             part = self._alive(part)
+        self._part = part
         self._reducer.begin_step(part)
         self._hooks.graphs.begin(part, data)
-        self._turn_to(step, part.weight)
 
     def _end_step(self, step: Step) -> None:
         """The loop comes back from a step."""
@@ -246,19 +274,14 @@ class SyncEpoch:
         self._worker.pace_device()
         self._account.step_ran(step, self._reducer)
         self.samples_done += sum(step.shares)
-        first = step.step + 1
-        if waiting := self._open_steps:
-            own = [each.step for each in waiting if each.span == self._span]
-            first = min(own, default=first)
-        if self._account.settle(first):
-            self._report_later()
+        self._settle(min(self._own(self._open_steps), default=step.step + 1))
 
     def _next(self, number: int) -> tuple[Step, Any] | None:
         """The next batch; waits only if its grant has not come.
 
         None: the epoch ends here, because it is cut or a rank has left it.
         """
-        while not self._is_over(number):
+        while self.end is None and not self._dead.is_over(number):
             got = self._leased.take()
             if self._worker.is_due and self.end is None:
                 self.regroup()
@@ -270,25 +293,23 @@ class SyncEpoch:
                 return got
             self._report()
             waits = self._granted_until <= number and not self._leased.has_work
-            is_over = self.end is not None or self._worker.is_due
-            if is_over or not waits:  # drawing may have brought it
-                continue
-            is_early = self._account.is_early and len(self._open_steps) < 2
-            if not is_early or self._is_held:  # the grant may wait for it
-                self._report_all()
-            if self._is_left_out:  # for as long as the others train
-                self._worker.sleep_until_told(LEFT_OUT_S)
-                self._worker.take_all(self.handle)
-            else:
-                self._worker.receive(self.handle, f"the grant of step {number}")
+            if waits and self.end is None and not self._worker.is_due:
+                self._await_grant(number)
         self._report_all()
         if self._dead.is_over(number):
             self._await_end()
         return None
 
-    def _is_over(self, number: int) -> bool:
-        """True if this rank runs no step of this number, and none after it."""
-        return self.end is not None or self._dead.is_over(number)
+    def _await_grant(self, number: int) -> None:
+        """Waits for an instruction; an excluded rank for as long as others train."""
+        is_early = self._account.is_early and len(self._open_steps) < 2
+        if not is_early or self._is_held:  # the grant may wait for it
+            self._report_all()
+        if self._is_left_out:
+            self._worker.sleep_until_told(LEFT_OUT_S)
+            self.refill()
+        else:
+            self._worker.receive(self.handle, f"the grant of step {number}")
 
     def _await_end(self) -> None:
         """All steps are run; where ranks have died, says so."""
@@ -302,22 +323,25 @@ class SyncEpoch:
 
     def handle(self, instruction: Instruction) -> None:
         """Takes a grant, or the end of the epoch."""
-        if isinstance(instruction, Regroup):
-            self._worker.hear_of(instruction)
-        elif isinstance(instruction, EndEpoch):
-            self.end = instruction
-        elif isinstance(instruction, RankLeft):
-            self._rank_left(instruction)
-        elif isinstance(instruction, JoinPasses):
-            self._joins = instruction
-        elif isinstance(instruction, Adopt):
-            self._adopt(instruction)
-        elif isinstance(instruction, LeaveOut):
-            self._leave_out(instruction)
-        elif isinstance(instruction, GrantSteps):
-            self._grant(instruction)
-        else:
-            raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
+        match instruction:
+            case GrantSteps():
+                self._grant(instruction)
+            case Regroup():
+                self._worker.hear_of(instruction)
+            case EndEpoch():
+                self.end = instruction
+            case RankLeft():
+                self._rank_left(instruction)
+            case JoinPasses():
+                self._joins = instruction
+            case Adopt():
+                began_s = time.monotonic()
+                self._hooks.steps.adopt(instruction.source, instruction.epoch)
+                self._say_taken(instruction.window, time.monotonic() - began_s)
+            case LeaveOut():
+                self._leave_out(instruction)
+            case _:
+                raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
 
     def _grant(self, grant: GrantSteps) -> None:
         """Has this rank's parts of more steps loaded."""
@@ -327,35 +351,23 @@ class SyncEpoch:
         self._account.granted(grant)
         shares, rank = grant.shares, self._worker.rank
         start, samples = sum(shares[:rank]), shares[rank]
+        few = min(self._min_share_samples, sum(shares))
+        own = (start, start + samples) if samples else (0, few)
         for number in range(grant.start, grant.stop):
-            own = (self._positions.epoch, number, start, start + samples)
-            part = own if samples else ()
+            part = (self._positions.epoch, number, *own) if samples else ()
             step = Step(number, samples, shares, part, self._span)
             self._granted[number] = step
-            if samples:
-                batch = self._positions.index_batch(number, start, start + samples)
-            else:
-                few = min(self._min_share_samples, sum(shares))
-                batch = self._positions.index_batch(number, 0, few)
-            self._leased.push(step, batch)
+            self._leased.push(step, self._positions.index_batch(number, *own))
         self._granted_until = grant.stop
         if self._granted_until == self._positions.num_batches:
             self._leased.end()
 
     def _leave_out(self, told: LeaveOut) -> None:
         """Shares steps among others from the next one on."""
-        assert self._hooks.leave_out is not None
         self._is_left_out = self._worker.rank in told.left_out
-        reducer = self._hooks.leave_out(told)
+        reducer = self._hooks.steps.leave_out(told)
         if reducer is not self._reducer:
             self._reduce_by(reducer)
-
-    def _adopt(self, adopt: Adopt) -> None:
-        """Takes over the model of a rank that has run all steps, with all ranks."""
-        assert self._hooks.adopt is not None
-        began_s = time.monotonic()
-        self._hooks.adopt(adopt.source)
-        self._say_taken(adopt.window, time.monotonic() - began_s)
 
     def _say_taken(self, step: int | None, sync_s: float) -> None:
         """The model is that after a step."""
@@ -375,7 +387,6 @@ class SyncEpoch:
     def regroup(self) -> None:
         """Ranks have died: forms the group of the others, and settles what was open."""
         steps, has_formed = self._hooks.steps, False
-        assert steps is not None
         if any(step.span != self._span for step in self._open_steps):
             raise CommunicationError(TOO_EARLY)
         self._report()
@@ -394,13 +405,12 @@ class SyncEpoch:
     @property
     def _place(self) -> StepPlace:
         """Position of this rank in its steps."""
-        waits = next((s.step for s in self._open_steps if s.span == self._span), None)
         passed: Step | None = self._reducer.passed
         return StepPlace.at(
             self._reducer.closed_passes,
             self._step,
             is_inside=self._is_inside,
-            waits=waits,
+            waits=min(self._own(self._open_steps), default=None),
             passed=passed.step if passed and passed.span == self._span else -1,
         )
 
@@ -412,8 +422,7 @@ class SyncEpoch:
     def _weigh_forward(self, part: StepPart | None) -> None:
         """A forward pass begins, perhaps of an earlier batch; None: it has ended."""
         if part is not None:
-            part = self._alive(part)
-            self._turn_to(part.label, part.weight)
+            self._part = part = self._alive(part)
         self._reducer.weigh_forward(part)
 
     def _weigh_late(self, part: StepPart, other: StepPart | None) -> None:
@@ -433,14 +442,11 @@ class SyncEpoch:
             "batch's loss, and the gradients add up until zero_grad()"
         )
 
-    def _settle(self) -> None:
-        """All steps are done: what is to be said waits for the next backward pass."""
-        if self._account.settle():
-            self._report_later()
-
-    def _report_later(self) -> None:
-        is_due = self._account.is_due
-        self._reducer.run_beneath(self._report_beneath if is_due else None)
+    def _settle(self, first: int | None = None) -> None:
+        """Steps before this one are done: their report waits for the next pass."""
+        if self._account.settle(first):
+            is_due = self._account.is_due
+            self._reducer.run_beneath(self._report_beneath if is_due else None)
 
     def _report(self) -> None:
         """Sends what is still to be said."""
@@ -458,5 +464,5 @@ class SyncEpoch:
         self.refill()
         if self._worker.is_due:
             self.regroup()
-        if self._gone.passes:
+        if self._gone:
             self._announce()

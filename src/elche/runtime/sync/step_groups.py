@@ -1,22 +1,27 @@
-"""Ranks that take part in the steps of ``sync``, as one rank carries it out.
+"""Groups of ranks that take part in the steps of ``sync``, as one rank carries it out.
 
 Which ones the coordinator decides. Those left out take over model and optimizers when
-the epoch ends, as do ranks whose loop has left it early.
+the epoch ends, as do ranks whose loop has left it early. Where ranks have died, the
+next group settles in which steps the others go on; new ranks are taken in between two
+parts of an epoch.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import final
 
 import torch
 
+from elche.comm.gradients.part_weights import StepPart
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.transport.process_group import Group, gather_texts
+from elche.coordination.protocol.events import Regrouped
 from elche.coordination.protocol.instructions import LeaveOut
+from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.errors import ConfigError
 from elche.runtime.process.worker import Worker
-from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.sync.resume_sync import (
     broadcast_from,
     take_gradients,
@@ -24,12 +29,17 @@ from elche.runtime.sync.resume_sync import (
 )
 from elche.runtime.training import Training
 from elche.runtime.watch.observer import LoopObserver
+from elche.runtime.windows.regrouping import WHAT, Regrouping
 from elche.runtime.windows.synchroniser import Synchroniser
 
 logger = logging.getLogger(__name__)
 
+APART = StepPlace(-1, 0, -1)
+"""Position of a rank that is excluded from steps."""
 
-class StepMembers:
+
+@final
+class StepGroups:
     """Forms the groups of those who take part, and brings the others up to date.
 
     Args:
@@ -37,9 +47,12 @@ class StepMembers:
         training: what is trained.
         synchroniser: reduces its gradients.
         observer: what is seen of this rank's loop.
-        notifications: emits lines for the user.
+        regrouping: what windows do; forms the group, and says who has died.
+        emit: takes a line for the user.
 
     Attributes:
+        lost: who has died in the part of an epoch under way.
+        is_apart: ranks that are left out of steps were among those who live.
         late_error: this rank's loop left an epoch and cannot begin the next one.
     """
 
@@ -49,16 +62,33 @@ class StepMembers:
         training: Training,
         synchroniser: Synchroniser,
         observer: LoopObserver,
-        notifications: RunNotifications,
+        regrouping: Regrouping,
+        emit: Callable[[str], None],
     ) -> None:
         self._worker = worker
         self._training = training
         self._synchroniser = synchroniser
         self._observer = observer
-        self._notifications = notifications
+        self._regrouping = regrouping
+        self._emit = emit
         self._left_out: tuple[int, ...] = ()
-        self._changes = 0
+        self._changes = 0  # in this generation; the same on all
+        self._is_new = worker.is_new  # or others are, until all reduce with them
+        self._members = list(worker.members)
+        self.lost = LostRanks()
+        self.is_apart = False
         self.late_error: ConfigError | None = None
+
+    @property
+    def has_lost(self) -> bool:
+        """True if any have died since the part of an epoch began."""
+        return not set(self._members) <= set(self._worker.members)
+
+    def begin_part(self) -> None:
+        """The epoch, or the next part of it, begins."""
+        self._is_new = False  # all are in one group, of windows perhaps
+        self._members = list(self._worker.members)
+        self.lost.begin_part()
 
     def reset(self) -> None:
         """Resets after the reducer was rebuilt with all ranks."""
@@ -66,14 +96,13 @@ class StepMembers:
 
     def begin_anew(self, group: Group) -> None:
         """Ranks have joined: all take part, and reduce in their group; with them."""
-        self.reset()
-        self._changes = 0  # in this generation; the same on all
+        self._left_out, self._changes = (), 0
         self._synchroniser.build_in(group)
 
     def leave_out(self, told: LeaveOut) -> GradientReducer:
         """Other ranks take part from now on; returns what reduces their gradients."""
         if told.reason and self._worker.place == 0:
-            self._notifications.emit(f"elche: {told.reason}")
+            self._emit(f"elche: {told.reason}")
         if told.left_out != self._left_out:
             self._left_out = told.left_out
             self._changes += 1
@@ -123,8 +152,8 @@ class StepMembers:
             ConfigError: optimizers have stepped on some ranks only.
         """
         optimizers, worker = self._observer.optimizers(), self._worker
-        place = list(worker.group.ranks).index(source)
-        counts = gather_texts(worker.group, str(len(optimizers)), "counting optimizers")
+        group, place = worker.group, list(worker.group.ranks).index(source)
+        counts = gather_texts(group, str(len(optimizers)), "counting optimizers")
         if len(set(counts)) > 1:
             raise ConfigError(
                 f"ranks left epoch {epoch} after different steps, when {counts} "
@@ -135,12 +164,11 @@ class StepMembers:
         followed = {id(scheduler.optimizer) for scheduler in schedulers}
         others = [each for each in optimizers if id(each) not in followed]
         before = _rates(others)
-        broadcast_from(worker.group, self._training.model, optimizers, place)
-        take_gradients(worker.group, self._synchroniser.parameters, place)
-        if schedulers:
-            take_schedules(worker.group, schedulers, place)
+        broadcast_from(group, self._training.model, optimizers, place)
+        take_gradients(group, self._synchroniser.parameters, place)
+        take_schedules(group, schedulers, place)
         for copy in self._training.copies:
-            broadcast_from(worker.group, copy, [], place)
+            broadcast_from(group, copy, [], place)
         if worker.rank in self._left_out:
             return
         if worker.rank == source and not self._left_out:
@@ -157,6 +185,75 @@ class StepMembers:
                 "an epoch after the same step on every rank if another follows, or "
                 "step schedulers between epochs"
             )
+
+    def form(self, place: StepPlace, alive: Callable[[StepPart], StepPart]) -> None:
+        """Forms the group of those who live, and settles the pass under way.
+
+        Args:
+            place: where this rank is.
+            alive: its part of a step without those that have died.
+
+        Raises:
+            RankLostError: another rank has died; to be called again.
+        """
+        self.settle(self._regrouping.meet(wants_keys=False), place, alive)
+
+    def settle(
+        self,
+        group: Group,
+        place: StepPlace,
+        alive: Callable[[StepPart], StepPart] = lambda part: part,
+    ) -> None:
+        """The same, once all have met in their group.
+
+        Where ranks have joined, between two parts of an epoch, nothing is under way:
+        what reduces gradients is built anew with them.
+        """
+        rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
+        if self._synchroniser.is_left_out:
+            place = APART
+        rows[group.rank] = torch.tensor((*place, self._is_new), device="cpu")
+        group.all_reduce(rows, WHAT)
+        *columns, are_new = rows.T.tolist()
+        if any(are_new):
+            self._is_new = True
+            self.begin_anew(group)
+            self._is_new = self.is_apart = False
+        else:
+            table = [StepPlace(*row) for row in zip(*columns, strict=True)]
+            self._settle(table, place, alive)
+        self._regrouping.say()
+
+    def _settle(
+        self,
+        table: Sequence[StepPlace],
+        place: StepPlace,
+        alive: Callable[[StepPart], StepPart],
+    ) -> None:
+        """Settles the pass under way by where all ranks of the new group are."""
+        members = self._worker.members
+        found = settle([each for each in table if each != APART])
+        self.lost.take(set(self._members) - set(members), found)
+        left_out = [members[at] for at, each in enumerate(table) if each == APART]
+        self.is_apart |= bool(left_out)
+        if not self._regrouping.is_building:
+            sharing = self._worker.groups.without(left_out, 0)
+            lacks = place.passes < found.passes
+            self._synchroniser.go_on_in(sharing, found.source, alive, lacks=lacks)
+        self.lost.confirm()
+
+    def say_regrouped(self, epoch: int) -> None:
+        """Reports the group and what was settled in it."""
+        lost = self.lost
+        self._worker.send(
+            Regrouped(
+                rank=self._worker.rank,
+                generation=self._worker.groups.generation,
+                epoch=epoch,
+                reduced=-1 if lost.last is None else lost.last,
+                lost=lost.to_wire(),
+            )
+        )
 
 
 def _rates(optimizers: Sequence[torch.optim.Optimizer]) -> list[float]:

@@ -18,7 +18,7 @@ from elche.errors import ConfigError, MismatchError
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.trees import as_tensors, batch_samples, map_tensors
-from elche.runtime.data.fingerprint import fingerprint
+from elche.runtime.data.stream_reader import fingerprint
 
 COMPARED_STEPS = 2
 

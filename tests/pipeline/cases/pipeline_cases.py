@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import runpy
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +22,6 @@ from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 
 WIDTH = 6
-EXAMPLE = Path(__file__).parents[3] / "examples" / "pipeline.py"
 CALM: dict[str, Any] = {"timeout_s": 100.0}
 """Deadlines for ranks that a busy machine may keep from running for a while."""
 
@@ -350,26 +344,12 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     ],
     "omitting": lambda: _around(*(Omitting() for _ in range(5))),
 }
-
-SLOW_MODELS: dict[str, Callable[[], list[nn.Module]]] = {
-    "compiled": lambda: [_compiled(layer, "aot_eager") for layer in _mlp()],
-    "inductor": lambda: [_compiled(layer, "inductor") for layer in _mlp()],
-}
 OPTIONS: dict[str, dict[str, Any]] = {"dropout": {"seed": 3}}
-
-
-def _compiled(layer: nn.Module, backend: str) -> nn.Module:
-    if backend == "inductor":
-        from torch._inductor import config
-
-        config.compile_threads = 1  # its pool of threads would outlive the test
-    made: nn.Module = torch.compile(layer, backend=backend)  # type: ignore[assignment]
-    return made
 
 
 def layers_for(work: Work) -> list[nn.Module]:
     torch.manual_seed(5)
-    return [layer.to(dtype_of(work)) for layer in (MODELS | SLOW_MODELS)[work.model]()]
+    return [layer.to(dtype_of(work)) for layer in MODELS[work.model]()]
 
 
 def dtype_of(work: Work) -> torch.dtype:
@@ -655,18 +635,6 @@ def drawn(seed: int | None, replicas: int = 1) -> Drawn:
         names = [each.name for each in pipe.layers]
         zeroed = {n: torch.cat(m) for n, m in zip(names, masks, strict=True)}
         return Drawn(weights, zeroed, torch.rand(8))
-
-
-def example() -> str:
-    """What the example of the documentation prints on this rank."""
-    shown, arguments = io.StringIO(), sys.argv
-    sys.argv = [str(EXAMPLE)]
-    try:
-        with redirect_stdout(shown):
-            runpy.run_path(str(EXAMPLE), run_name="__main__")
-    finally:
-        sys.argv = arguments
-    return shown.getvalue()
 
 
 def stopped(late_rank: int) -> tuple[list[str], float]:

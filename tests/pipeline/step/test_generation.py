@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 
+from elche.errors import ConfigError
+from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.step.generation import _behind
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -16,6 +21,7 @@ from tests.pipeline.cases.pipeline_generation_cases import (
     alone,
     failing,
     generated,
+    layers_of,
 )
 
 pytestmark = pytest.mark.distributed
@@ -117,6 +123,23 @@ def test_what_raises_on_one_rank_is_told_everywhere(
     assert good.startswith(ended)
     assert (good == "") == (kind == "batch_of"), "nothing had run"
     assert [left for _, left in found] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tokens": torch.zeros(3)}, r"expected tokens \[sequences, length\] of whole"),
+        ({"max_new_tokens": -1}, "max_new_tokens of at least 0, got -1"),
+        (
+            {"choose": torch.argmax},
+            "choose to return one token for each of 1 seq",
+        ),
+    ],
+)
+def test_wrong_calls_are_refused(given: dict[str, Any], message: str) -> None:
+    pipe = Pipeline(layers_of("all"), F.mse_loss, micro_batches=1)
+    with pytest.raises(ConfigError, match=message):
+        pipe.generate(**{"tokens": PROMPTS[0], "max_new_tokens": 1, **given})
 
 
 @pytest.mark.faults

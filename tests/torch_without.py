@@ -374,7 +374,7 @@ def stream() -> None:
 
 
 def cut() -> None:
-    from elche.pipeline.cutting.cut import cut_model
+    from elche.pipeline.cutting.segments import cut_model
 
     model = nn.ModuleDict({"net": nn.Linear(4, 4), "out": nn.Linear(4, 2)})
     model.forward = lambda x: model["out"](model["net"](x))  # type: ignore[method-assign]

@@ -16,8 +16,7 @@ from elche.pipeline.setup.planning import PipelinePlan, make_plan
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.stage import Layer, Stage
-from elche.pipeline.step.executor import Executor
-from elche.pipeline.step.step_io import StepInput, StepResults
+from elche.pipeline.step.executor import Executor, StepInput, StepResults
 from elche.schedule.actions import Kind
 from tests.comm.thread_group import on_ranks
 from tests.comm.transport.thread_link import Cable, transports

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from elche.pipeline.peers import waits
-from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, Scaled, loss_of
@@ -198,18 +197,3 @@ def leaves(kind: str) -> str:
                 pipe.step(x, y)
 
     return told(train)
-
-
-def groups_do_not_form() -> str:
-    """Rank 1 fails where rank 0 waits for it to form the groups of replicas."""
-    before = StagePeers.form_groups
-    if this_place().rank == 1:
-
-        def fails(*_: Any, **__: Any) -> Any:
-            raise ValueError("no groups today")
-
-        StagePeers.form_groups = fails  # type: ignore[method-assign]
-    try:
-        return told(lambda: pipeline(replicas=2, schedule="1f1b").close())
-    finally:
-        StagePeers.form_groups = before  # type: ignore[method-assign]

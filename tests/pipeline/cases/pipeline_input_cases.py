@@ -18,8 +18,6 @@ from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, loss_of
 
 SAMPLES = 8
-DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
-INCOMPLETE = "0F0,0B0\n1F0,1F1,1B0,1B1\n"
 
 
 @dataclass
@@ -132,25 +130,16 @@ MISTAKES: dict[str, Callable[[Given, int], None]] = {
     "an input changed in place": _mistake_of_all(_replaced(2, Inside)),
     "a sparse output": _mistake_of_all(_replaced(1, Strange)),
 }
-FILES = {"a deadlock": DEADLOCK, "an incomplete file": INCOMPLETE, "no actions": "\n"}
 
 
-def mistaken(kind: str, path: str | None = None) -> str:
-    """What a mistake comes to on this rank; "" where all was well.
-
-    Args:
-        kind: of `MISTAKES`, or of `FILES`.
-        path: of the schedule file.
-    """
+def mistaken(kind: str) -> str:
+    """What one of `MISTAKES` comes to on this rank; "" where all was well."""
     given = Given(
         layers=[*_layers(WIDTH, WIDTH), nn.Tanh(), *_layers(WIDTH, WIDTH, 3)],
         batch=torch.randn(SAMPLES, WIDTH),
         target=torch.arange(SAMPLES) % 3,
     )
-    if path is None:
-        MISTAKES[kind](given, this_place().rank)
-    else:
-        given.options.update(schedule=path, micro_batches=2)
+    MISTAKES[kind](given, this_place().rank)
     try:
         with Pipeline(given.layers, given.loss_fn, **given.options, **CALM) as pipe:
             getattr(pipe, given.call)(given.batch, given.target)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import pytest
 
-from elche.schedule.generators.schedules import FIXED_SCHEDULES
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_cases import furthest
 from tests.pipeline.cases.pipeline_cut_cases import (
-    MODELS,
     Cut,
     Together,
     alone,
@@ -20,9 +15,6 @@ from tests.pipeline.cases.pipeline_cut_cases import (
 )
 
 pytestmark = pytest.mark.distributed
-
-FOUR_RANKS = (("gpt", False, "auto"),)
-"""What `make test` runs on four; others are slow. One process or two run them."""
 
 
 def check(pool: RankPool | None, work: Cut, micro_batches: int = 4) -> Together:
@@ -42,45 +34,21 @@ def check(pool: RankPool | None, work: Cut, micro_batches: int = 4) -> Together:
     return found[0]
 
 
-def cells(*slow: tuple[str, bool]) -> list[Any]:
-    """Models, each cut at points with names and around its blocks."""
-    return [
-        pytest.param(*cell, marks=pytest.mark.slow if cell in slow else ())
-        for cell in itertools.product(MODELS, (True, False))
-    ]
-
-
-@pytest.mark.parametrize(("model", "by_name"), cells(("resnet", True), ("gpt", False)))
+@pytest.mark.parametrize(("model", "by_name"), [("gpt", True), ("resnet", False)])
 def test_in_one_process(model: str, by_name: bool) -> None:
     options = {"stages_per_rank": 4}
     check(None, Cut(model, by_name, "interleaved-zb", options=options))
 
 
-@pytest.mark.parametrize(("model", "by_name"), cells(("resnet", False), ("gpt", True)))
+@pytest.mark.parametrize(
+    ("model", "by_name"), [("crossing", True), ("gpt", False), ("resnet", True)]
+)
 def test_on_two_ranks(ranks2: RankPool, model: str, by_name: bool) -> None:
     check(ranks2, Cut(model, by_name, "zb-v"))
 
 
-@pytest.mark.parametrize(
-    ("model", "by_name", "schedule"),
-    [
-        pytest.param(*case, marks=() if case in FOUR_RANKS else pytest.mark.slow)
-        for case in itertools.product(
-            ("resnet", "gpt"), (True, False), ("zb-h1", "auto")
-        )
-    ],
-)
-def test_on_four_ranks(
-    ranks4: RankPool, model: str, by_name: bool, schedule: str
-) -> None:
-    check(ranks4, Cut(model, by_name, schedule))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", FIXED_SCHEDULES)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_schedule(ranks2: RankPool, model: str, schedule: str) -> None:
-    check(ranks2, Cut(model, schedule=schedule))
+def test_on_four_ranks(ranks4: RankPool) -> None:
+    check(ranks4, Cut("gpt", schedule="auto"))
 
 
 def test_a_mask_beside_the_batch(ranks2: RankPool) -> None:

@@ -189,21 +189,12 @@ def test_statistics_of_batch_norm_are_the_mean_of_the_replicas(
 
 @pytest.mark.faults
 def test_a_failing_stage_is_told_everywhere(ranks4: RankPool) -> None:
-    found = ranks4.run(stumbles, "raises", 2, 2, case_setup=serve_in_thread)
+    found = ranks4.run(stumbles, case_setup=serve_in_thread)
     for rank, (first, second) in enumerate(found):
         own = "ValueError" if rank == 3 else "RemoteRankError: rank 3 failed"
         assert first.startswith(own)
         assert "a layer's own trouble" in first
         assert second.startswith("CommunicationError: the pipeline has ended (")
-
-
-@pytest.mark.faults
-@pytest.mark.slow
-def test_a_rank_that_is_late_for_a_sum_is_named(ranks2: RankPool) -> None:
-    told, _ = ranks2.run(stumbles, "hangs", 4 * 4 + 1, 5, case_setup=serve_in_thread)
-    assert told[:4] == [""] * 4
-    assert re.search(r"the sum of the gradients of stage \d", told[4]), told[4]
-    assert "rank 1 is late" in told[4]
 
 
 @pytest.mark.faults
@@ -238,16 +229,3 @@ def test_what_cannot_be_built_is_told_everywhere(
 ) -> None:
     for told in ranks4.run(not_built, kind, case_setup=serve_in_thread):
         assert re.search(message, told), told
-
-
-@pytest.mark.faults
-def test_a_dead_rank_is_named_in_all_replicas(ranks4: RankPool) -> None:
-    outcomes = ranks4.run(
-        stumbles, "dies", 2, 1, case_setup=serve_in_thread, expect_failure=True
-    )
-    assert outcomes[3].error is not None
-    assert "exit code 7" in outcomes[3].error.text
-    for rank in range(3):
-        assert outcomes[rank].error is None, outcomes[rank].error
-        told = outcomes[rank].value
-        assert "rank 3" in told[0], told[0]

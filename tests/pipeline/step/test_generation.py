@@ -43,9 +43,8 @@ def check(pool: RankPool | None, work: GenerationWork) -> list[Generated]:
     return found
 
 
-@pytest.mark.parametrize("samples", [False, True])
-def test_one_position_a_token_on_one_rank(samples: bool) -> None:
-    (found,) = check(None, GenerationWork(samples=samples))
+def test_one_position_a_token_on_one_rank() -> None:
+    (found,) = check(None, GenerationWork())
     assert found.lengths == ONE_BY_ONE
     assert found.warnings == []
 
@@ -54,8 +53,7 @@ def test_one_position_a_token_on_one_rank(samples: bool) -> None:
     "work",
     [
         GenerationWork(),
-        GenerationWork(samples=True),
-        GenerationWork(schedule="zb-v", samples=True),
+        GenerationWork(schedule="zb-v"),
         GenerationWork(partition=(2, 4)),
         GenerationWork("masked", partition=(4, 2)),
     ],
@@ -68,11 +66,6 @@ def test_one_position_a_token_on_two_ranks(
         assert one.warnings == []
 
 
-def test_on_three_unequal_ranks(ranks3: RankPool) -> None:
-    for one in check(ranks3, GenerationWork(partition=(2, 1, 3), samples=True)):
-        assert one.lengths == ONE_BY_ONE
-
-
 def test_sequences_that_end(ranks2: RankPool) -> None:
     token = int(alone(GenerationWork())[1][0, 4])
     found = check(ranks2, GenerationWork(end_token=token))
@@ -82,7 +75,6 @@ def test_sequences_that_end(ranks2: RankPool) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("mixes", "its layers' caches lead to other logits"),
         ("counts", "its layers' caches lead to other logits"),
         ("forgets", "its layers' caches lead to other logits"),
         ("none", "no layer takes cache="),

@@ -17,7 +17,6 @@ from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_call_cases import (
     arrays,
-    groups_do_not_form,
     keywords_where_taken,
     leaves,
     loaded,
@@ -115,12 +114,6 @@ def test_a_rank_that_leaves_leaves_nobody_waiting(
     first, second = ranks2.run(leaves, kind, case_setup=serve_in_thread)
     assert first.startswith(other)
     assert second == own
-
-
-def test_a_rank_that_fails_while_groups_form_ends_it_for_all(ranks2: RankPool) -> None:
-    first, second = ranks2.run(groups_do_not_form, case_setup=serve_in_thread)
-    assert second == "ValueError: no groups today"
-    assert first.startswith("RemoteRankError: rank 1 failed: ValueError: no groups")
 
 
 def test_a_rank_that_comes_after_the_end_is_told_why() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_input_cases import (
-    FILES,
     MISTAKES,
     mistaken,
     shuffled,
@@ -57,24 +54,6 @@ def test_every_rank_is_told(ranks2: RankPool, kind: str) -> None:
     for rank, told in enumerate(found):
         is_own = kind not in TOLD_BY_ONE or rank == WHERE.get(kind, 1)
         assert told.startswith("RemoteRankError") is not is_own, told
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("a deadlock", "the schedule deadlocks; each of these waits for another"),
-        ("an incomplete file", "lacks 0F1, 0I1, 0W1"),
-        ("no actions", "the schedule has no actions"),
-    ],
-)
-def test_schedule_files_that_cannot_run(
-    ranks2: RankPool, tmp_path: Path, kind: str, message: str
-) -> None:
-    path = tmp_path / "schedule.csv"
-    path.write_text(FILES[kind])
-    for told in ranks2.run(mistaken, kind, str(path), case_setup=serve_in_thread):
-        assert told.startswith("ConfigError")
-        assert message in told
 
 
 @pytest.mark.parametrize("kind", ["alike", "apart", "only what it reads"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from elche.pipeline.cutting.cut import cut_cached, cut_model
+from elche.pipeline.cutting.segments import cut_cached, cut_model
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.integrations.cases.hf_pipeline import (

@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.optimizers import as_optimizers, check_alike, describe, keyed
+from elche.pipeline.checkpoints.named_states import (
+    as_optimizers,
+    check_alike,
+    describe,
+    keyed,
+)
 
 
 def parameters(count: int) -> list[nn.Parameter]:

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from elche.pipeline.checkpoints.named_states import NamedState
+from elche.pipeline.checkpoints.named_states import (
+    GivenOptimizers,
+    NamedState,
+    as_optimizers,
+)
 from elche.pipeline.checkpoints.pipeline_state import PipelineState
-from elche.pipeline.optimizers import GivenOptimizers, as_optimizers
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.setup.builder import PipelineBuilder

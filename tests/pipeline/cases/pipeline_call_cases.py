@@ -6,7 +6,6 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 from elche.pipeline.peers import waits
-from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, Scaled, loss_of
@@ -169,36 +167,6 @@ def outputs_by_choice(replicas: int) -> dict[str, bool]:
     return found
 
 
-def after_close() -> list[str]:
-    """What calls come to when the pipeline was closed."""
-    x, y = data()
-    pipe = pipeline()
-    pipe.step(x, y)
-    pipe.close()
-    return [
-        told(lambda: pipe.step(x, y)),
-        told(lambda: pipe.evaluate(x, y)),
-        told(lambda: pipe.clip_grad_norm_(1.0)),
-        told(lambda: pipe.unscale_(1.0)),
-    ]
-
-
-def norms_that_are_none() -> tuple[str, list[bool]]:
-    """One gradient of rank 0 is not a number; which parameters' all are finite then."""
-    x, y = data()
-    with pipeline() as pipe:
-        pipe.step(x, y)
-        if this_place().rank == 0:
-            first = next(pipe.parameters()).grad
-            assert first is not None
-            first[0, 0] = float("nan")
-        norm = pipe.clip_grad_norm_(1.0)
-        gradients = [one.grad for one in pipe.parameters()]
-        return str(norm), [
-            one is not None and bool(one.isfinite().all()) for one in gradients
-        ]
-
-
 def loaded() -> list[str]:
     """What states of other models come to."""
     with pipeline() as pipe:
@@ -211,36 +179,6 @@ def loaded() -> list[str]:
             told(lambda: pipe.load_state_dict(state)),
         ]
     return texts
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-
-
-class Inside(nn.Module):
-    """A layer that is no module of the model."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.inner(x))
-
-
-def loaded_split() -> list[str]:
-    """What wrong names in the state of a model that was split come to."""
-    model: Any = Net()
-
-    def split(net: Net) -> list[nn.Module]:
-        return [Inside(net.body), Inside(net.head)]
-
-    with pipeline(model, split=split, schedule="1f1b") as pipe:
-        state = pipe.state_dict()
-        wrong = [{"head.wieght": torch.ones(1)}, {"2.weight": torch.ones(1)}, {}]
-        return [told(partial(pipe.load_state_dict, {**state, **one})) for one in wrong]
 
 
 def leaves(kind: str) -> str:
@@ -259,18 +197,3 @@ def leaves(kind: str) -> str:
                 pipe.step(x, y)
 
     return told(train)
-
-
-def groups_do_not_form() -> str:
-    """Rank 1 fails where rank 0 waits for it to form the groups of replicas."""
-    before = StagePeers.form_groups
-    if this_place().rank == 1:
-
-        def fails(*_: Any, **__: Any) -> Any:
-            raise ValueError("no groups today")
-
-        StagePeers.form_groups = fails  # type: ignore[method-assign]
-    try:
-        return told(lambda: pipeline(replicas=2, schedule="1f1b").close())
-    finally:
-        StagePeers.form_groups = before  # type: ignore[method-assign]

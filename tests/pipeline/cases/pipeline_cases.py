@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import runpy
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +22,6 @@ from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 
 WIDTH = 6
-EXAMPLE = Path(__file__).parents[3] / "examples" / "pipeline.py"
 CALM: dict[str, Any] = {"timeout_s": 100.0}
 """Deadlines for ranks that a busy machine may keep from running for a while."""
 
@@ -103,33 +97,6 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(x))) @ self.first.weight
-
-
-class TiedAround(nn.Module):
-    """One weight for two layers, and another layer between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.middle = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, WIDTH)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
-
-
-class Sequence(nn.Module):
-    """A recurrent layer over three steps; what it returns is a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)
-        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.before(x)
-        return self.cell(torch.stack([x, x.flip(1), 2 * x], 1))[0][:, -1]
 
 
 class Dropped(nn.Module):
@@ -239,39 +206,6 @@ class Attention(nn.Module):
         return x + self.body(sequence, sequence[:, :2], sequence[:, :2])[0][:, 0]
 
 
-class Omit(torch.autograd.Function):
-    """A product whose backward has gradients, or returns None for them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, scale: torch.Tensor, brings: bool
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, scale)
-        ctx.brings = brings
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, scale = ctx.saved_tensors
-        return (grad * scale, (grad * x).sum(0), None) if ctx.brings else (None,) * 3
-
-
-class Omitting(nn.Module):
-    """Autograd comes to some parameters without a gradient, always or sometimes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.never, self.sometimes = (
-            nn.Linear(WIDTH, WIDTH) for _ in range(3)
-        )
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        never = Omit.apply(self.never(x), self.scale, False)
-        sometimes = Omit.apply(self.sometimes(x), self.scale, len(x) == 2)
-        return torch.tanh(self.always(x)) + never + sometimes
-
-
 class Images(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[:, None, :, None] * x[:, None, None, :]
@@ -320,9 +254,6 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "only-biases": _biases,
     "shared": lambda: _around(*(Twice() for _ in range(5))),
     "lstm": lambda: _around(*(Recurrent(nn.LSTM) for _ in range(5))),
-    "gru": lambda: _around(*(Recurrent(nn.GRU) for _ in range(5))),
-    "tied-around": lambda: _around(*(TiedAround() for _ in range(5))),
-    "sequence": lambda: _around(*(Sequence() for _ in range(5))),
     "dropout": lambda: _around(*(Dropped() for _ in range(5))),
     "autocast": lambda: _around(*(Autocast() for _ in range(5))),
     "in-place": lambda: [
@@ -348,28 +279,13 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
         *(nn.ConvTranspose2d(3, 2, 2, 2), nn.Conv2d(2, 2, 2, groups=2)),
         *(nn.Flatten(), nn.Linear(98, 3)),
     ],
-    "omitting": lambda: _around(*(Omitting() for _ in range(5))),
-}
-
-SLOW_MODELS: dict[str, Callable[[], list[nn.Module]]] = {
-    "compiled": lambda: [_compiled(layer, "aot_eager") for layer in _mlp()],
-    "inductor": lambda: [_compiled(layer, "inductor") for layer in _mlp()],
 }
 OPTIONS: dict[str, dict[str, Any]] = {"dropout": {"seed": 3}}
 
 
-def _compiled(layer: nn.Module, backend: str) -> nn.Module:
-    if backend == "inductor":
-        from torch._inductor import config
-
-        config.compile_threads = 1  # its pool of threads would outlive the test
-    made: nn.Module = torch.compile(layer, backend=backend)  # type: ignore[assignment]
-    return made
-
-
 def layers_for(work: Work) -> list[nn.Module]:
     torch.manual_seed(5)
-    return [layer.to(dtype_of(work)) for layer in (MODELS | SLOW_MODELS)[work.model]()]
+    return [layer.to(dtype_of(work)) for layer in MODELS[work.model]()]
 
 
 def dtype_of(work: Work) -> torch.dtype:
@@ -561,22 +477,10 @@ def troubled(kind: str, schedule: str = "zb-h1") -> list[str]:
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(place.world_size - 2)]
     layers += [middle, nn.Linear(WIDTH, 3)]
     loss_fn: Any = loss_of
-    options: dict[str, Any] = {"schedule": schedule}
     x, y = torch.randn(8, WIDTH), torch.randint(3, (8,))
     batches: list[tuple[Any, Any]] = [(x, y), (x, y)]
-    last = place.rank == place.world_size - 1
-    if kind == "other shapes" and last:
-        layers[0] = nn.Linear(WIDTH, WIDTH, bias=False)
-    if kind == "other schedule" and last:
-        options["schedule"] = "1f1b"
-    if kind == "other options" and last:
-        options["loss_reduction"] = "sum"
-    if kind == "no loss" and last:
-        loss_fn = None
     if kind == "vector loss":
         loss_fn = partial(F.cross_entropy, reduction="none")
-    if kind == "no layers":
-        layers = layers[:1]
     if kind == "no batch":
         batches[0] = (None, y)
     if kind == "no target":
@@ -586,7 +490,7 @@ def troubled(kind: str, schedule: str = "zb-h1") -> list[str]:
     found: list[str] = []
     pipe = None
     try:
-        pipe = Pipeline(layers, loss_fn, micro_batches=4, **CALM, **options)
+        pipe = Pipeline(layers, loss_fn, micro_batches=4, schedule=schedule, **CALM)
         middle.pipe = pipe
         if kind == "hangs":
             lose_patience(pipe, 5.0)
@@ -655,18 +559,6 @@ def drawn(seed: int | None, replicas: int = 1) -> Drawn:
         names = [each.name for each in pipe.layers]
         zeroed = {n: torch.cat(m) for n, m in zip(names, masks, strict=True)}
         return Drawn(weights, zeroed, torch.rand(8))
-
-
-def example() -> str:
-    """What the example of the documentation prints on this rank."""
-    shown, arguments = io.StringIO(), sys.argv
-    sys.argv = [str(EXAMPLE)]
-    try:
-        with redirect_stdout(shown):
-            runpy.run_path(str(EXAMPLE), run_name="__main__")
-    finally:
-        sys.argv = arguments
-    return shown.getvalue()
 
 
 def stopped(late_rank: int) -> tuple[list[str], float]:

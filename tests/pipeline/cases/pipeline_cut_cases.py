@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +14,6 @@ from torch import nn
 from torch.distributed.pipelining import SplitPoint
 
 from elche.pipeline.pipeline import Pipeline
-from elche.pipeline.setup import profiling
-from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import CALM, Block, Trained, optimizer_for
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 6
@@ -149,7 +146,6 @@ class Cut:
         by_name: it is cut at `POINTS`; around its blocks otherwise.
         schedule: of the pipeline.
         sizes: of the batches, one a step.
-        slow: the rank that is three times slower, if one is.
         masked: the batch has a mask.
         on_meta: the model is given without values, and loads them.
         options: of the pipeline.
@@ -159,7 +155,6 @@ class Cut:
     by_name: bool = False
     schedule: str = "1f1b"
     sizes: tuple[int, ...] = (11, 3, 1)
-    slow: int | None = None
     masked: bool = False
     on_meta: bool = False
     options: dict[str, Any] = field(default_factory=dict)
@@ -253,70 +248,7 @@ def alone(work: Cut, micro_batches: int) -> Trained:
     return Trained(model.state_dict(), losses, evaluated=evaluated)
 
 
-PROMPTS = [torch.tensor([[3]]), torch.tensor([[1, 2], [7, 5], [3, 3], [10, 0], [4, 9]])]
 """Of one sequence, and of more than there are microbatches."""
-
-
-def sharpened() -> nn.Module:
-    """A model that does not repeat one token."""
-    model = model_for(Cut("gpt"))
-    with torch.no_grad():
-        for one in model.parameters():
-            one.mul_(2.0)
-    return model
-
-
-def continued(end_token: int | None) -> list[torch.Tensor]:
-    """Greedy generation in one process."""
-    model = sharpened().eval()
-    found = []
-    for tokens in PROMPTS:
-        ended = torch.zeros(len(tokens), dtype=torch.bool)
-        for _ in range(4):
-            with torch.no_grad():
-                following = model(tokens)["logits"][:, -1].argmax(-1)
-            if end_token is not None:
-                following[ended] = end_token
-                ended |= following == end_token
-            tokens = torch.cat([tokens, following[:, None]], 1)
-            if ended.all():
-                break
-        found.append(tokens)
-    return found
-
-
-def generated(end_token: int | None) -> tuple[list[torch.Tensor], list[str]]:
-    """The same on one rank of a pipeline, and what wrong calls come to."""
-    sample = torch.zeros(2, 3, dtype=torch.int64)
-    options: dict[str, Any] = {"schedule": "zb-v", "sample": sample, **CALM}
-    wrong = []
-    with Pipeline(sharpened(), loss_of, micro_batches=4, **options) as pipe:
-        parts = [one for layer in pipe.layers for one in layer.module.modules()]
-        before = [one.training for one in parts]
-        found = [
-            pipe.generate(
-                one if pipe.is_first else None, max_new_tokens=4, end_token=end_token
-            )
-            for one in PROMPTS
-        ]
-        assert before == [one.training for one in parts]
-        calls: list[dict[str, Any]] = [
-            {"tokens": torch.zeros(3), "max_new_tokens": 1},
-            {"tokens": PROMPTS[0], "max_new_tokens": -1},
-            {"tokens": PROMPTS[0], "max_new_tokens": 1 + pipe.rank},
-            {
-                "tokens": PROMPTS[0],
-                "max_new_tokens": 1,
-                "choose": lambda logits: logits.argmax(),
-            },
-        ]
-        for one in calls:
-            try:
-                pipe.generate(**one)
-            except Exception as error:
-                wrong.append(f"{type(error).__name__}: {error}")
-        assert torch.equal(pipe.generate(PROMPTS[0], max_new_tokens=1), found[0][:, :2])
-    return found, wrong
 
 
 @dataclass
@@ -335,16 +267,8 @@ def together(work: Cut, micro_batches: int) -> Together:
         model = model_for(work)
     torch.manual_seed(0)
     options = dict(work.options)
-    if work.slow is not None:
-        is_slow = this_place().rank == work.slow
-        for name, one in model.named_modules():
-            if isinstance(one, (Block, Residual)):
-                slow_down(model.get_submodule(name), 0.006 if is_slow else 0.002)
     sample, _ = data_for(Cut(model=work.model, sizes=(2,), masked=work.masked), 0)
-    # Beside pauses caches do not matter: no layer is timed in turn with copies.
-    turns = profiling.MOST_TURNS if work.slow is None else 1
     with (
-        mock.patch.object(profiling, "MOST_TURNS", turns),
         Pipeline(
             model,
             loss_of,

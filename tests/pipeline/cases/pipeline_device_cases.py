@@ -12,22 +12,15 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch import nn
 
 from elche.comm.transport import device_group
 from elche.comm.transport.device_messages import DeviceWay
 from elche.pipeline.peers import peers
-from elche.pipeline.pipeline import Pipeline
 from tests.comm.transport.thread_link import Beside
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import (
-    CALM,
-    WIDTH,
     Trained,
     Work,
-    _told,
-    lose_patience,
-    loss_of,
     piped,
 )
 
@@ -56,27 +49,19 @@ class Pollable:
             raise RuntimeError(self._error)
 
 
-class Never(Pollable):
-    """A transfer that does not end."""
-
-    def is_completed(self) -> bool:
-        return False
-
-
 @dataclass
 class Wire:
     """One way among the ranks: transfers in order, without tags."""
 
     made: Any
     sent: list[int] = field(default_factory=list)
-    kind: type[Pollable] = Pollable
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Pollable:
         self.sent.append(rank)
-        return self.kind(self.made.send(tensors, rank, 0))
+        return Pollable(self.made.send(tensors, rank, 0))
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Pollable:
-        return self.kind(self.made.recv(tensors, rank, 0))
+        return Pollable(self.made.recv(tensors, rank, 0))
 
     def abort(self) -> None:
         self.made.shutdown()
@@ -118,21 +103,3 @@ def by_devices(work: Work, fails: bool = False) -> tuple[Trained, list[int], str
     with devices(fails) as (wires, said):
         found = piped(work)
     return found, [len(wire.sent) for wire in wires], "; ".join(said)
-
-
-def a_transfer_hangs() -> list[str]:
-    """What two steps come to; in the second, transfers do not end on rank 1."""
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
-    x, y = torch.randn(8, WIDTH), torch.randint(3, (8,))
-    with devices() as (wires, _):
-        pipe = Pipeline(layers, loss_of, micro_batches=4, schedule="1f1b", **CALM)
-        try:
-            found = [_told(pipe, x, y)]
-            if pipe.rank == 1:
-                for wire in wires:
-                    wire.kind = Never
-            lose_patience(pipe, 3.0)
-            found.append(_told(pipe, x, y))
-        finally:
-            pipe.close()
-    return found

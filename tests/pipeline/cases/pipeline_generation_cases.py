@@ -139,7 +139,7 @@ class MaskedHead(nn.Module):
 
 
 def layers_of(kind: str) -> list[nn.Module]:
-    """All take a cache; or one of them ("mixes", "counts"), or all ("none") do not."""
+    """All take a cache; or one of them ("counts"), or all ("none") do not."""
     torch.manual_seed(5)
     made: list[nn.Module]
     if kind == "masked":
@@ -149,8 +149,6 @@ def layers_of(kind: str) -> list[nn.Module]:
         made = [Embed(kind not in ("counts", "none"))]
         made += [Attention() for _ in range(BLOCKS)]
         made += [nn.Linear(WIDTH, VOCABULARY)]
-    if kind == "mixes":
-        made[2] = NoCache()
     if kind == "forgets":
         made[2] = Forgetful()
     if kind == "rules out":
@@ -182,7 +180,6 @@ class GenerationWork:
         schedule: of the pipeline.
         partition: of it.
         end_token: that ends a sequence.
-        samples: draws tokens instead of taking the likeliest.
         options: of `generate`.
     """
 
@@ -190,7 +187,6 @@ class GenerationWork:
     schedule: str = "1f1b"
     partition: tuple[int, ...] | None = None
     end_token: int | None = None
-    samples: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -211,18 +207,6 @@ class Generated:
     warnings: list[str]
 
 
-def chooser(work: GenerationWork) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Draws the same tokens of the same logits, in a run of any kind."""
-    generator = torch.Generator().manual_seed(3)
-
-    def choose(logits: torch.Tensor) -> torch.Tensor:
-        if not work.samples:
-            return logits.argmax(-1)
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-
-    return choose
-
-
 def with_mask(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "mask": tokens != 0}
 
@@ -230,12 +214,12 @@ def with_mask(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 def alone(work: GenerationWork) -> list[torch.Tensor]:
     """In one process, with its own caches."""
     layers = layers_of(work.kind)
-    choose, found = chooser(work), []
+    found = []
     for tokens in (*PROMPTS, *PROMPTS):
         made, ended = tokens, torch.zeros(len(tokens), dtype=torch.bool)
         caches: list[Cache] = [{} for _ in layers]
         for _ in range(NEW):
-            following = choose(run(layers, caches, made, work.kind))
+            following = run(layers, caches, made, work.kind).argmax(-1)
             if work.end_token is not None:
                 following[ended] = work.end_token
                 ended |= following == work.end_token
@@ -288,7 +272,6 @@ def generated(work: GenerationWork) -> Generated:
             **CALM,
         ) as pipe:
             mine = _attention(pipe)
-            choose = chooser(work)
             options: dict[str, Any] = dict(work.options)
             if work.kind == "masked":
                 options["batch_of"] = with_mask
@@ -299,7 +282,6 @@ def generated(work: GenerationWork) -> Generated:
                     prompt if pipe.is_first else None,
                     max_new_tokens=NEW,
                     end_token=work.end_token,
-                    choose=choose,
                     **options,
                 )
                 found.append(tokens)

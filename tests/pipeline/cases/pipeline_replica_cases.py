@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +18,6 @@ from tests.pipeline.cases.pipeline_cases import (
     MODELS,
     WIDTH,
     call,
-    hang,
-    lose_patience,
     loss_of,
 )
 
@@ -229,52 +226,27 @@ def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Stumbling(nn.Module):
-    """A layer that fails or hangs in one of its forwards."""
+    """A layer whose second forward fails, on one rank."""
 
-    def __init__(self, kind: str, at: int) -> None:
+    def __init__(self, fails: bool) -> None:
         super().__init__()
-        self.body = nn.Linear(WIDTH, WIDTH)
-        self.kind, self.at, self.calls = kind, at, 0
-        self.pipe: Pipeline | None = None
+        self.body, self.fails, self.calls = nn.Linear(WIDTH, WIDTH), fails, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        if self.calls == self.at:
-            if self.kind == "hangs":
-                hang(self.pipe)
-            if self.kind == "dies":
-                os._exit(7)
-            if self.kind == "raises":
-                raise ValueError("a layer's own trouble")
+        if self.fails and self.calls == 2:
+            raise ValueError("a layer's own trouble")
         return self.body(x)
 
 
-def stumbles(kind: str, at: int, steps: int) -> list[str]:
-    """The last rank of two replicas stumbles; what steps came to."""
-    rank, last = this_place().rank, this_place().world_size - 1
-    torch.manual_seed(1)
-    middle = Stumbling(kind if rank == last else "", at)
+def stumbles() -> list[str]:
+    """The last rank of two replicas fails; what two steps came to."""
+    middle = Stumbling(this_place().rank == this_place().world_size - 1)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), middle, nn.Linear(WIDTH, CLASSES)]
     x, y = torch.randn(8, WIDTH), torch.randint(CLASSES, (8,))
-    told: list[str] = []
-    pipe = Pipeline(
-        layers,
-        loss_of,
-        micro_batches=4,
-        schedule="zb-h1",
-        replicas=2,
-        **CALM,
-    )
-    middle.pipe = pipe
-    try:
-        for step in range(steps):
-            if kind == "hangs" and step == steps - 1:
-                lose_patience(pipe, 5.0)
-            pipe.zero_grad()
-            told.append(_told(lambda: pipe.step(x, y)))
-    finally:
-        pipe.close()
-    return told
+    options = {"micro_batches": 4, "schedule": "zb-h1", "replicas": 2}
+    with Pipeline(layers, loss_of, **options, **CALM) as pipe:
+        return [_told(lambda: pipe.step(x, y)) for _ in range(2)]
 
 
 def bad_batches() -> list[str]:
@@ -285,11 +257,7 @@ def bad_batches() -> list[str]:
     layers[0].requires_grad_(False)
     batches: list[tuple[Any, Any]] = [
         (None, y) if rank else (x, y),
-        (None, None),
         (x[:3], y[:3]) if rank else (x, y),
-        (x, y[:5]) if rank else (x, y),
-        (x, None) if rank else (x, y),
-        (object(), y) if rank else (x, y),
     ]
     with Pipeline(layers, loss_of, micro_batches=4, replicas=2, **CALM) as pipe:
         found = [_told(lambda b=b: pipe.step(*b)) for b in batches]
@@ -298,7 +266,6 @@ def bad_batches() -> list[str]:
         found.append(_told(lambda: pipe.step(x, y)))
         layers[0].requires_grad_(False)
         found.append(_told(lambda: pipe.step(x, y)))
-        found.append(_told(lambda: pipe.evaluate(x if rank else None)))
         return found
 
 
@@ -310,21 +277,13 @@ def not_built(kind: str) -> str:
     width = WIDTH + 1 if kind == "other shape" and other else WIDTH
     layers: list[Any] = [
         nn.Linear(WIDTH, WIDTH),
-        lambda: nn.Linear(WIDTH, width, bias=kind != "no bias" or not other),
+        lambda: nn.Linear(WIDTH, width),
         nn.Linear(width, CLASSES),
     ]
-    if kind == "frozen" and other:
-        layers[0].requires_grad_(False)
-    if kind == "more layers" and other:
-        layers.append(nn.Tanh())
     if kind == "other settings" and other:
         options["loss_reduction"] = "sum"
     if kind == "other schedule" and rank == world_size - 1:
         options["schedule"] = "gpipe"
-    if kind == "other replicas" and rank == world_size - 1:
-        options["replicas"] = [[0, 2], [1, 3]]
-    if kind == "twice":
-        options["replicas"] = [[0, 1], [1, 2], [3]]
     if kind == "uneven":
         options["replicas"] = 3
     return _told(

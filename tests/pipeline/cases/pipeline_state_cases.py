@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 from elche.pipeline.pipeline import Pipeline
 from elche.session.process import current_run, failing_together
-from tests.pipeline.cases import pipeline_cut_cases as cut
 from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, loss_of
 
 EPOCHS, BATCHES, BATCH = 3, 4, 12
@@ -217,84 +216,3 @@ def overflowing(given: StateWork) -> tuple[list[float], list[float]]:
             scaler.update()
             scales.append(scaler.get_scale())
     return scales, losses
-
-
-def make_text_loader() -> DataLoader[Any]:
-    """Eleven sequences, so the last batch has fewer than there are microbatches."""
-    drawn = torch.Generator().manual_seed(1)
-    tokens = torch.randint(cut.VOCABULARY, (11, cut.LENGTH + 1), generator=drawn)
-    mask = (torch.rand(11, cut.LENGTH, generator=drawn) > 0.2).double()
-    data = TensorDataset(tokens[:, :-1], mask, tokens[:, 1:])
-    return DataLoader(data, 4, shuffle=True)
-
-
-def masked(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"tokens": tokens, "mask": torch.ones(tokens.shape).double()}
-
-
-def make_text_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3)
-
-
-def train_cut(
-    schedule: str, folder: str, leaves: bool = False
-) -> tuple[int, list[float], torch.Tensor | None]:
-    """Trains a model that elche cuts; saves inside an epoch and leaves, or goes on.
-
-    Returns:
-        Number of the first step here, the losses of each step and of one sample after
-        it, and tokens that are generated in the end.
-    """
-    model, losses = cut.model_for(cut.Cut("gpt")), []
-    with Pipeline(
-        model,
-        cut.loss_of,
-        micro_batches=4,
-        schedule=schedule,
-        sample=masked(torch.zeros(2, cut.LENGTH).long()),
-        **CALM,
-    ) as pipe:
-        optimizer = make_text_optimizer(pipe.parameters())
-        pipe.register_optimizer(optimizer)
-        torch.manual_seed(3 if leaves else 99)
-        assert elche.resume(folder) != leaves
-        loader, first = make_text_loader(), pipe.steps_done
-        for _ in elche.epochs(2):
-            for tokens, mask, y in pipe.batches(loader):
-                x = {"tokens": tokens, "mask": mask}
-                pipe.zero_grad()
-                losses.append(pipe.step(x, y).loss)
-                pipe.clip_grad_norm_(0.5)
-                optimizer.step()
-                one = {name: value[:1] for name, value in x.items()}
-                loss = pipe.evaluate(one, y[:1]).loss
-                assert loss is not None
-                losses.append(loss)
-                if leaves and pipe.steps_done == 2:
-                    elche.save(folder)
-                if leaves and pipe.steps_done == 4:
-                    return first, losses, None
-        made = pipe.generate([[3], [1]], max_new_tokens=3, batch_of=masked)
-        return first, losses, made
-
-
-def train_text_alone() -> tuple[list[float], torch.Tensor]:
-    """The whole run of `train_cut` in plain torch."""
-    model, losses = cut.model_for(cut.Cut("gpt")), []
-    optimizer = make_text_optimizer(model.parameters())
-    torch.manual_seed(3)
-    loader = make_text_loader()
-    for _ in range(2):
-        for tokens, mask, y in loader:
-            optimizer.zero_grad()
-            loss = cut.loss_of(model(tokens, mask), y)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            alone = cut.loss_of(model(tokens[:1], mask[:1]), y[:1])
-            losses += [loss.item(), alone.item()]
-    made = torch.tensor([[3], [1]])
-    for _ in range(3):
-        following = model(**masked(made))["logits"][:, -1].argmax(-1)
-        made = torch.cat([made, following[:, None]], 1)
-    return losses, made

@@ -1,10 +1,8 @@
-"""A pipeline's script whose rank 1 is killed at its first start, if it is asked for."""
+"""A pipeline's script that waits for a signal at a step."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -22,7 +20,7 @@ from tests.pipeline.cases.pipeline_state_cases import (
     make_optimizer,
 )
 
-folder, killed_at = Path(sys.argv[1]), int(sys.argv[2])
+folder, stopped_at = Path(sys.argv[1]), int(sys.argv[2])
 with Pipeline(make_layers(), loss_of, micro_batches=4, seed=11, **CALM) as pipe:
     optimizer = make_optimizer(pipe.parameters())
     pipe.register_optimizer(optimizer)
@@ -37,15 +35,7 @@ with Pipeline(make_layers(), loss_of, micro_batches=4, seed=11, **CALM) as pipe:
                 with (folder / "losses").open("a") as file:
                     file.write(json.dumps([pipe.steps_done, loss]) + "\n")
                 print("step", pipe.steps_done, flush=True)
-            mark = folder / "killed"
-            if pipe.rank == 1 and pipe.steps_done == killed_at and not mark.exists():
-                until_s = time.monotonic() + 60
-                while not list(folder.glob("checkpoint-*/manifest.json")):
-                    assert time.monotonic() < until_s, "no checkpoint came"
-                    time.sleep(0.01)
-                mark.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            if killed_at < 0 and pipe.steps_done == -killed_at:
+            if pipe.steps_done == stopped_at:
                 until_s = time.monotonic() + 60
                 while not process.checkpoints.wants_end():
                     assert time.monotonic() < until_s, "no signal came"

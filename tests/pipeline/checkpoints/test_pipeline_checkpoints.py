@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from shutil import copytree
 
 import pytest
 import torch
@@ -28,8 +27,6 @@ from tests.pipeline.cases.pipeline_state_cases import (
     make_optimizer,
     overflowing,
     train,
-    train_cut,
-    train_text_alone,
     trained_alone,
 )
 
@@ -86,30 +83,6 @@ def test_resumed_on_more_ranks_and_between_epochs(
         case_setup=serve_in_thread,
     )
     resumed_on(ranks4, FOUR, tmp_path, BATCHES, registers=False)
-
-
-@pytest.mark.slow
-def test_a_model_that_was_cut_goes_on_behind_a_partial_batch(
-    ranks2: RankPool, ranks3: RankPool, ranks4: RankPool, tmp_path: Path
-) -> None:
-    """Tied, masked; one sample is evaluated between, tokens are generated after."""
-    expected, tokens = train_text_alone()
-    for _, losses, _ in ranks4.run(
-        *(train_cut, "1f1b", str(tmp_path / "2")),
-        leaves=True,
-        case_setup=serve_in_thread,
-    ):
-        assert losses == pytest.approx(expected[:8], rel=1e-9)
-    copytree(tmp_path / "2", tmp_path / "3")
-    for pool, schedule in ((ranks2, "zb-v"), (ranks3, "auto")):
-        for first, losses, made in pool.run(
-            *(train_cut, schedule, str(tmp_path / str(pool.world_size))),
-            case_setup=serve_in_thread,
-        ):
-            assert first == 3, "made behind the batch of three"
-            assert losses == pytest.approx(expected[6:], rel=1e-9)
-            assert made is not None
-            assert torch.equal(made, tokens)
 
 
 def test_dropout_follows_the_steps_of_the_whole_run(

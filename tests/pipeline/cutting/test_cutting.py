@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import SplitPoint
 
 from elche.errors import ConfigError
-from elche.pipeline.cutting.cut import cut_model
+from elche.pipeline.cutting.segments import cut_model
 from elche.pipeline.setup.building import layers_of, layers_of_split
 from tests.pipeline.cases.pipeline_cut_cases import MODELS, Gpt, ResNet
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -141,16 +139,6 @@ def test_what_the_replicas_have_in_common(ranks4: RankPool, work: Union) -> None
     assert found[0].input_gradient is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("model", ["frozen-first", "shared", "lstm", "reentrant"])
-def test_more_models(
-    ranks2: RankPool, ranks4: RankPool, model: str, schedule: str
-) -> None:
-    for pool in (ranks2, ranks4):
-        check(pool, Union(model=model, own=scheduled(schedule, schedule)))
-
-
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved-zb"])
 def test_the_reduction_begins_before_the_last_weight_gradient(
     ranks4: RankPool, schedule: str
@@ -199,30 +187,9 @@ def test_statistics_of_batch_norm_are_the_mean_of_the_replicas(
     assert torch.equal(state["0.mask"][:2], torch.tensor([float("-inf"), 0.1]))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_example_with_replicas_ends_with_the_loss_of_one_process() -> None:
-    script = ("-m", "elche", "run", "--nproc", "4", "examples/pipeline.py")
-    commands = ((script[-1],), (*script, "--replicas", "2"))
-    shown = []
-    for command in commands:
-        ended = subprocess.run(
-            (sys.executable, *command),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-            cwd=ROOT,
-        )
-        assert ended.returncode == 0, ended.stderr
-        shown.append([float(one) for one in re.findall(r"loss ([\d.]+)", ended.stdout)])
-    assert len(shown[0]) == 4
-    assert shown[1] == pytest.approx(shown[0], abs=2e-4)
-
-
 @pytest.mark.faults
 def test_a_failing_stage_is_told_everywhere(ranks4: RankPool) -> None:
-    found = ranks4.run(stumbles, "raises", 2, 2, case_setup=serve_in_thread)
+    found = ranks4.run(stumbles, case_setup=serve_in_thread)
     for rank, (first, second) in enumerate(found):
         own = "ValueError" if rank == 3 else "RemoteRankError: rank 3 failed"
         assert first.startswith(own)
@@ -231,36 +198,12 @@ def test_a_failing_stage_is_told_everywhere(ranks4: RankPool) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.slow
-def test_a_hanging_rank_is_named_in_all_replicas(ranks4: RankPool) -> None:
-    found = ranks4.run(stumbles, "hangs", 4 * 4 + 1, 5, case_setup=serve_in_thread)
-    for rank in range(3):
-        told = found[rank]
-        assert told[:4] == [""] * 4
-        assert "rank 3 is late" in told[4], told[4]
-
-
-@pytest.mark.faults
-@pytest.mark.slow
-def test_a_rank_that_is_late_for_a_sum_is_named(ranks2: RankPool) -> None:
-    told, _ = ranks2.run(stumbles, "hangs", 4 * 4 + 1, 5, case_setup=serve_in_thread)
-    assert told[:4] == [""] * 4
-    assert re.search(r"the sum of the gradients of stage \d", told[4]), told[4]
-    assert "rank 1 is late" in told[4]
-
-
-@pytest.mark.faults
 def test_bad_batches_are_told_in_all_replicas(ranks2: RankPool) -> None:
     expected = [
         "ConfigError: replica 1 has a target but no batch",
-        "ConfigError: no replica has a batch",
         "",
-        "ConfigError: the batch has 6 samples, but the target 5",
-        "ConfigError: replica 1 has a batch but no target",
-        "ConfigError: step needs a batch on rank 1",
         "ConfigError: replica 1 has a batch without a target, and others have one",
         "ConfigError: parameter 0.weight on rank 0 was frozen when the ranks",
-        "",
         "",
     ]
     for found in ranks2.run(bad_batches, case_setup=serve_in_thread):
@@ -276,13 +219,8 @@ def test_bad_batches_are_told_in_all_replicas(ranks2: RankPool) -> None:
             "other shape",
             r"layer 1: 1.bias learns \[6\] .* on rank 0 of replica 0, and ",
         ),
-        ("no bias", r"layer 1: 1.bias learns .* and is not there on rank \d"),
-        ("frozen", r"layer 0: 0.bias learns .* and is frozen \[6\]"),
-        ("more layers", r"replica 0 has 3 layers, replica 1 has 4"),
         ("other settings", r"disagree about the settings"),
         ("other schedule", r"disagree about the schedule: rank 2 has"),
-        ("other replicas", r"disagree about the replicas: rank 0 has"),
-        ("twice", r"each of the ranks 0 to 3 in one replica"),
         ("uneven", r"4 ranks cannot be shared out evenly among 3 replicas"),
     ],
 )
@@ -291,16 +229,3 @@ def test_what_cannot_be_built_is_told_everywhere(
 ) -> None:
     for told in ranks4.run(not_built, kind, case_setup=serve_in_thread):
         assert re.search(message, told), told
-
-
-@pytest.mark.faults
-def test_a_dead_rank_is_named_in_all_replicas(ranks4: RankPool) -> None:
-    outcomes = ranks4.run(
-        stumbles, "dies", 2, 1, case_setup=serve_in_thread, expect_failure=True
-    )
-    assert outcomes[3].error is not None
-    assert "exit code 7" in outcomes[3].error.text
-    for rank in range(3):
-        assert outcomes[rank].error is None, outcomes[rank].error
-        told = outcomes[rank].value
-        assert "rank 3" in told[0], told[0]

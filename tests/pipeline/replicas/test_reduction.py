@@ -13,7 +13,7 @@ from elche.errors import CommunicationError, ConfigError
 from elche.pipeline.replicas import gradient_buckets
 from elche.pipeline.replicas.reduction import GradientReduction
 from elche.pipeline.replicas.replica_units import Unit
-from elche.pipeline.step.step_io import StepInput, StepResults
+from elche.pipeline.step.executor import StepInput, StepResults
 
 RANKS = (0, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from itertools import pairwise
 
 import msgpack
@@ -137,13 +138,13 @@ def held(layers: list[int], stage: int, finished_at: int) -> list[HeldLayer]:
     for layer in layers:
         tied = layer in (0, NUM_LAYERS - 1)
         tensors = [
-            HeldTensor(f"{layer}.weight", (2, 2), "torch.float32", LEARNS),
-            HeldTensor(f"{layer}.frozen", (2,), "torch.float32", FROZEN),
-            HeldTensor("mean", (2,), "torch.float32", BUFFER),
+            HeldTensor(f"{layer}.weight", LEARNS, "[2, 2] torch.float32"),
+            HeldTensor(f"{layer}.frozen", FROZEN, "[2] torch.float32"),
+            HeldTensor("mean", BUFFER, "[2] torch.float32"),
         ]
         if tied:
-            tensors.append(HeldTensor("0.tied", (2, 2), "torch.float32", LEARNS))
-        made.append(HeldLayer(layer, stage, finished_at, tuple(tensors)))
+            tensors.append(HeldTensor("0.tied", LEARNS, "[2, 2] torch.float32"))
+        made.append(HeldLayer(layer, stage, finished_at, tensors))
     return made
 
 
@@ -221,7 +222,7 @@ def test_equal_partitions_make_a_unit_of_each_stage() -> None:
 
 def test_descriptions_travel() -> None:
     (layer,) = held([3], 1, 8)
-    assert HeldLayer.read(msgpack.unpackb(msgpack.packb(layer.as_message()))) == layer
+    assert HeldLayer.read(msgpack.unpackb(msgpack.packb(astuple(layer)))) == layer
 
 
 def test_differences_between_replicas_are_named() -> None:

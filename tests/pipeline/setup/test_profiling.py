@@ -33,8 +33,6 @@ from tests.pipeline.setup.cases.profiling_cases import (
     SplitsDearly,
     batch,
     layers_with,
-    limited,
-    measuring_fails_on_rank_1,
     mixed_layers,
     profiled,
     unsplit,
@@ -242,25 +240,3 @@ def test_the_slow_rank_gets_fewer_layers(ranks2: RankPool, schedule: str) -> Non
     for name, one in gradients.items():
         assert (together[name] - one).norm() <= 1e-12 * one.norm()
     assert slow.loss == fast.loss == pytest.approx(loss, rel=1e-12)
-
-
-@pytest.mark.distributed
-def test_the_fast_rank_gets_what_its_memory_holds(ranks2: RankPool) -> None:
-    # With its state a layer takes 1344 bytes; its activations come on top.
-    limits = [math.inf] * 2
-    limits[1 - SLOW_RANK] = 10_000.0
-    for layers, loss in ranks2.run(limited, tuple(limits), case_setup=serve_in_thread):
-        assert 1 <= layers <= 6
-        assert loss == pytest.approx(expected()[1], rel=1e-12)
-    free = (math.inf, math.inf)
-    for layers, _ in ranks2.run(limited, free, case_setup=serve_in_thread):
-        assert layers >= 7
-
-
-@pytest.mark.distributed
-def test_a_rank_that_cannot_measure_ends_all(ranks2: RankPool) -> None:
-    first, second = ranks2.run(
-        measuring_fails_on_rank_1, case_setup=serve_in_thread, expect_failure=True
-    )
-    assert "rank 1 failed in measuring the layers" in str(first.error)
-    assert "mat1 and mat2" in str(second.error)

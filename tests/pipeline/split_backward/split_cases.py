@@ -59,12 +59,6 @@ class Over(nn.Module):
         return self.function(x, *self.parts)
 
 
-def _hooked_output(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    made: torch.Tensor = layer(x)
-    made.register_hook(lambda grad: grad * 3)
-    return made * 2
-
-
 def _tripled(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(3 * one for one in gradients)
 
@@ -75,12 +69,6 @@ def _hooked_node(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     made.grad_fn.register_prehook(_tripled)
     made.register_hook(lambda grad: grad * grad)
     return made * 2
-
-
-def _hooked_convolution(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    made = layer(_square(x))
-    made.grad_fn.register_prehook(_tripled)
-    return made.flatten(1)
 
 
 def _changed(x: torch.Tensor, *layers: nn.Module) -> torch.Tensor:
@@ -135,9 +123,7 @@ DEFERRED: dict[str, Callable[[], nn.Module]] = {
     ),
     "attention": Attention,
     "attention of two": Mixed,
-    "hooked output": lambda: Over(_hooked_output, nn.Linear(6, 4)),
     "hooked node": lambda: Over(_hooked_node, nn.Linear(6, 4)),
-    "hooked convolution": lambda: Over(_hooked_convolution, nn.Conv2d(1, 2, 3)),
     "changed in place": lambda: Over(
         _changed, nn.Linear(6, 4), nn.Linear(6, 4), nn.Conv1d(1, 1, 3)
     ),

@@ -46,14 +46,6 @@ def test_a_weight_gradient_that_never_runs() -> None:
         runner.end_step()
 
 
-def test_deferred_gradients_that_are_not_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(WeightGradients, "compute", lambda *_: [])
-    with pytest.raises(ContributionError, match=r"0\.weight got no contribution"):
-        pipeline(nn.Linear(6, 3)).step(*DATA)
-
-
 class Omitting(torch.autograd.Function):
     """Has no gradient for a parameter that its output depends on."""
 

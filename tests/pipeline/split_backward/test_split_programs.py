@@ -117,41 +117,12 @@ class Force(nn.Sequential):
         return energy + force
 
 
-class CompiledInside(nn.Sequential):
-    """A function of its layers that is compiled."""
-
-    def forward(self, input: torch.Tensor) -> Any:
-        return torch.compile(super().forward, backend="eager")(input)
-
-
 class Swapped(nn.Sequential):
     """A call with other weights."""
 
     def forward(self, input: torch.Tensor) -> Any:
         doubled = {name: 2 * one for name, one in self[0].named_parameters()}
         return torch.func.functional_call(self[0], doubled, (input,)) + self[0](input)
-
-
-class Equilibrium(nn.Module):
-    """The usual backward of a fixed point."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, input: torch.Tensor) -> Any:
-        start = input.detach().requires_grad_()
-        step = torch.tanh(self.layer(start))
-        found = self.layer(input)
-
-        def solve(grad: torch.Tensor) -> torch.Tensor:
-            for _ in range(3):
-                (pulled,) = torch.autograd.grad(step, start, grad, retain_graph=True)
-                grad = grad + pulled / 9
-            return grad
-
-        found.register_hook(solve)
-        return found
 
 
 class Target(nn.Module):
@@ -179,8 +150,6 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
     "forward-mode differentiation": lambda: WithTangent(nn.Linear(6, 5)),
     "functorch": lambda: PerSample(nn.Linear(6, 5)),
     "a gradient inside": lambda: Force(nn.Linear(6, 6)),
-    "a hook that differentiates": Equilibrium,
-    "a compiled function": lambda: CompiledInside(nn.Linear(6, 5)),
     "other weights": lambda: Swapped(nn.Linear(6, 5)),
     "a bias for each row": lambda: with_bias(4, 4),
     "a copy of a part": Target,

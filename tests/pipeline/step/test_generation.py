@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 
+from elche.errors import ConfigError
+from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.step.generation import _behind
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -16,6 +21,7 @@ from tests.pipeline.cases.pipeline_generation_cases import (
     alone,
     failing,
     generated,
+    layers_of,
 )
 
 pytestmark = pytest.mark.distributed
@@ -37,9 +43,8 @@ def check(pool: RankPool | None, work: GenerationWork) -> list[Generated]:
     return found
 
 
-@pytest.mark.parametrize("samples", [False, True])
-def test_one_position_a_token_on_one_rank(samples: bool) -> None:
-    (found,) = check(None, GenerationWork(samples=samples))
+def test_one_position_a_token_on_one_rank() -> None:
+    (found,) = check(None, GenerationWork())
     assert found.lengths == ONE_BY_ONE
     assert found.warnings == []
 
@@ -48,8 +53,7 @@ def test_one_position_a_token_on_one_rank(samples: bool) -> None:
     "work",
     [
         GenerationWork(),
-        GenerationWork(samples=True),
-        GenerationWork(schedule="zb-v", samples=True),
+        GenerationWork(schedule="zb-v"),
         GenerationWork(partition=(2, 4)),
         GenerationWork("masked", partition=(4, 2)),
     ],
@@ -62,11 +66,6 @@ def test_one_position_a_token_on_two_ranks(
         assert one.warnings == []
 
 
-def test_on_three_unequal_ranks(ranks3: RankPool) -> None:
-    for one in check(ranks3, GenerationWork(partition=(2, 1, 3), samples=True)):
-        assert one.lengths == ONE_BY_ONE
-
-
 def test_sequences_that_end(ranks2: RankPool) -> None:
     token = int(alone(GenerationWork())[1][0, 4])
     found = check(ranks2, GenerationWork(end_token=token))
@@ -76,7 +75,6 @@ def test_sequences_that_end(ranks2: RankPool) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("mixes", "its layers' caches lead to other logits"),
         ("counts", "its layers' caches lead to other logits"),
         ("forgets", "its layers' caches lead to other logits"),
         ("none", "no layer takes cache="),
@@ -117,6 +115,23 @@ def test_what_raises_on_one_rank_is_told_everywhere(
     assert good.startswith(ended)
     assert (good == "") == (kind == "batch_of"), "nothing had run"
     assert [left for _, left in found] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tokens": torch.zeros(3)}, r"expected tokens \[sequences, length\] of whole"),
+        ({"max_new_tokens": -1}, "max_new_tokens of at least 0, got -1"),
+        (
+            {"choose": torch.argmax},
+            "choose to return one token for each of 1 seq",
+        ),
+    ],
+)
+def test_wrong_calls_are_refused(given: dict[str, Any], message: str) -> None:
+    pipe = Pipeline(layers_of("all"), F.mse_loss, micro_batches=1)
+    with pytest.raises(ConfigError, match=message):
+        pipe.generate(**{"tokens": PROMPTS[0], "max_new_tokens": 1, **given})
 
 
 @pytest.mark.faults

@@ -16,14 +16,10 @@ from elche.runtime.process.environment import read_placement
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_call_cases import (
-    after_close,
     arrays,
-    groups_do_not_form,
     keywords_where_taken,
     leaves,
     loaded,
-    loaded_split,
-    norms_that_are_none,
     outputs_by_choice,
     wrong_calls,
 )
@@ -81,18 +77,6 @@ def test_keywords_go_wherever_layers_take_them(ranks2: RankPool) -> None:
         assert "no layer of ranks 0 and 1 takes the keyword 'other'" in found[2]
 
 
-def test_a_closed_pipeline_says_so(ranks2: RankPool) -> None:
-    told = "CommunicationError: the pipeline is closed; make another Pipeline"
-    for found in ranks2.run(after_close, case_setup=serve_in_thread):
-        assert found == [told] * 4
-
-
-def test_a_norm_that_is_no_number_makes_all_so_as_torch_does(ranks2: RankPool) -> None:
-    for norm, finite in ranks2.run(norms_that_are_none, case_setup=serve_in_thread):
-        assert norm == "nan"
-        assert finite == [False, False]
-
-
 def test_states_of_other_models_are_refused(ranks2: RankPool) -> None:
     first, second = ranks2.run(loaded, case_setup=serve_in_thread)
     for found in (first, second):
@@ -113,13 +97,6 @@ def test_outputs_come_to_the_ranks_that_ask_for_them(
         assert [name for name, is_right in found.items() if not is_right] == []
 
 
-def test_names_of_a_split_are_checked_on_every_rank(ranks2: RankPool) -> None:
-    for found in ranks2.run(loaded_split, case_setup=serve_in_thread):
-        assert "the state has head.wieght, which the model has not" in found[0]
-        assert "the state has 2.weight, which the model has not" in found[1]
-        assert found[2:] == [""]
-
-
 @pytest.mark.parametrize(
     ("kind", "own", "other"),
     [
@@ -137,12 +114,6 @@ def test_a_rank_that_leaves_leaves_nobody_waiting(
     first, second = ranks2.run(leaves, kind, case_setup=serve_in_thread)
     assert first.startswith(other)
     assert second == own
-
-
-def test_a_rank_that_fails_while_groups_form_ends_it_for_all(ranks2: RankPool) -> None:
-    first, second = ranks2.run(groups_do_not_form, case_setup=serve_in_thread)
-    assert second == "ValueError: no groups today"
-    assert first.startswith("RemoteRankError: rank 1 failed: ValueError: no groups")
 
 
 def test_a_rank_that_comes_after_the_end_is_told_why() -> None:

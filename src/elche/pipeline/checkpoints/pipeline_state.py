@@ -12,12 +12,14 @@ from elche.comm.transport.messages import Message
 from elche.errors import ConfigError, MismatchError
 from elche.pipeline.checkpoints.named_states import (
     NamedState,
+    check_alike,
+    describe,
+    few,
     join_states,
     load_named_state,
     named_state,
+    only_optimizer,
 )
-from elche.pipeline.layer_state import load_state, local_state, parameter_names
-from elche.pipeline.optimizers import check_alike, describe, only_optimizer
 from elche.pipeline.step.stepping import Stepping
 from elche.pipeline.trees import flatten, unflatten
 
@@ -77,8 +79,20 @@ class PipelineState:
             end(has_failed)
 
     def parameter_names(self) -> dict[int, tuple[str, ...]]:
-        """All names of each of this rank's parameters in the model, by its id."""
-        return parameter_names(self.parts)
+        """All names that the model has for each of this rank's parameters, by its id.
+
+        In one order on all ranks, so that the first one names a shared parameter.
+        """
+        layers = self.parts.given.layers
+        tied = {use: uses for uses in self.parts.given.ties for use in uses}
+        found: dict[int, tuple[str, ...]] = {}
+        for index, layer in self.parts.built.items():
+            for own, one in layer.module.named_parameters():
+                uses = tied.get((index, own), [(index, own)])
+                names = [layers.name_of(*use) for use in uses]
+                known = [layers.state_names.get(name, (name,)) for name in names]
+                found[id(one)] = tuple(dict.fromkeys(n for some in known for n in some))
+        return found
 
     def average_buffers(self) -> None:
         """Makes buffers that replicas changed equal; with all ranks."""
@@ -86,8 +100,15 @@ class PipelineState:
         replicas.average_buffers(self.communicator, self.timeout_s)
 
     def local_model(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of this rank."""
-        return local_state(self.parts.layers, self.parts.given.layers.state_names)
+        """Parameters and buffers of this rank under all the model's names."""
+        names = self.parts.given.layers.state_names
+        return {
+            known: value
+            for layer in self.parts.layers
+            for name, value in layer.module.state_dict().items()
+            if isinstance(value, torch.Tensor)
+            for known in names.get(layer.prefixed(name), (layer.prefixed(name),))
+        }
 
     def model(self, rank: int | None) -> dict[str, torch.Tensor]:
         """Parameters and buffers of the whole model; see `Pipeline.state_dict`."""
@@ -101,7 +122,29 @@ class PipelineState:
 
     def load_model(self, state: Mapping[str, torch.Tensor]) -> None:
         """Loads this rank's part; see `Pipeline.load_state_dict`."""
-        load_state(self.local_model(), state, self.rank, self.parts.is_elsewhere)
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"expected a state_dict, got {type(state).__name__}")
+        mine, is_known = self.local_model(), self.parts.is_elsewhere
+        missing = [name for name in mine if name not in state]
+        other = [
+            f"{name} {_form(state[name])} (not {_form(value)})"
+            for name, value in mine.items()
+            if name in state and _form(state[name]) != _form(value)
+        ]
+        extra = [str(n) for n in state if n not in mine and not is_known(str(n))]
+        wrong = [
+            *([f"has no {few(missing)}, which rank {self.rank} needs"] * bool(missing)),
+            *([f"has another shape of {few(other)}"] * bool(other)),
+            *([f"has {few(extra)}, which the model has not"] * bool(extra)),
+        ]
+        if wrong:
+            raise ConfigError(
+                f"the state {', and '.join(wrong)}; nothing was loaded on rank "
+                f"{self.rank}; give the state_dict of this model"
+            )
+        with torch.no_grad():
+            for name, value in mine.items():
+                value.copy_(state[name])
 
     def optimizer(
         self, optimizer: torch.optim.Optimizer, rank: int | None
@@ -162,3 +205,10 @@ class PipelineState:
 
 _open: list[weakref.ref[PipelineState]] = []
 """Those of the pipelines that this process has open."""
+
+
+def _form(value: Any) -> str:
+    """Form of a value that must be equal where it is copied into another."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{list(value.shape)}{' on meta' if value.is_meta else ''}"

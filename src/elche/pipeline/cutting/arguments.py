@@ -27,12 +27,14 @@ class Arguments:
         structures: of each argument, see `elche.pipeline.trees.flatten`.
         tensors: of all arguments, in order; none after the trace.
         samples: in the sample.
+        device: of the tensors.
     """
 
     signature: inspect.Signature
     structures: dict[str, Any]
     tensors: list[torch.Tensor]
     samples: int
+    device: torch.device
     _symbols: list[list[Any]] = field(default_factory=list)
     _fixed: list[list[int | None]] = field(default_factory=list)
     _guards: list[Any] = field(default_factory=list)
@@ -71,7 +73,7 @@ class Arguments:
             args = sample
         elif isinstance(sample, dict):
             args, keywords = (), sample
-        made = Arguments(signature, {}, [], samples)
+        made = Arguments(signature, {}, [], samples, device)
         for name, value in made._named(args, keywords).items():
             tensors, made.structures[name] = flatten(value, f"{name} of the sample")
             made.tensors += [one.detach().to(device) for one in tensors]

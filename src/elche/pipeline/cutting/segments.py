@@ -1,8 +1,8 @@
-"""Layers of a traced model: consecutive parts of its forward, with their modules."""
+"""Cut of a plain module into layers: consecutive parts of its traced forward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -15,9 +15,20 @@ from elche.pipeline.cutting.caching import (
     CACHE_MARK,
     CachedSegment,
 )
-from elche.pipeline.cutting.tracing import CallTrace, where
+from elche.pipeline.cutting.tracing import (
+    CallTrace,
+    trace_cached,
+    trace_calls,
+    where,
+)
 from elche.pipeline.cutting.whole_calls import REMEDY, call_whole
-from elche.pipeline.cutting.whole_modules import CutChoice, has_parameters
+from elche.pipeline.cutting.whole_modules import (
+    CutChoice,
+    SplitPoints,
+    at_blocks,
+    at_points,
+    has_parameters,
+)
 from elche.torch_internals.batches import tree_map
 
 _LOCAL = ("placeholder", "get_attr", "output")
@@ -85,19 +96,61 @@ class FirstSegment(nn.Module):
         return self.rest(*self._arguments.tensors_of(args, keywords))
 
 
-def segments_of(
-    model: nn.Module, trace: CallTrace, choice: CutChoice
+def cut_model(
+    model: nn.Module, points: SplitPoints | None, sample: Any
 ) -> list[nn.Module]:
-    """The layers of a model; they hold its own modules.
+    """Cuts a model into layers that hold its own modules.
 
     Args:
-        model: that was traced.
-        trace: of it.
-        choice: where to cut.
+        model: any module; it is left as it was.
+        points: see `elche.pipeline.pipeline_config.PipelineConfig.split_points`; None
+            cuts around the members of its chains of blocks.
+        sample: one microbatch of its input.
 
     Raises:
-        ConfigError: code between submodules uses what cannot be put into a layer.
+        ConfigError: there is no such submodule, or the code between those that stay
+            whole cannot be cut.
     """
+    if sample is None:
+        raise ConfigError(
+            f"a {type(model).__name__} is cut by tracing it: give sample=, one "
+            "microbatch of its input; or the layers with split=lambda model: [...]"
+        )
+    layers = _cut(model, points, sample, trace_calls)
+    if points is not None and len(layers) <= len(points):
+        raise ConfigError(
+            f"the split points {list(points)} cut the model into {len(layers)} layers; "
+            "expected names of submodules that forward calls, with others before or "
+            "between them"
+        )
+    return layers
+
+
+def cut_cached(
+    model: nn.Module, points: SplitPoints | None, sample: Any
+) -> list[nn.Module]:
+    """The same layers as those of `cut_model`, for generation with a cache.
+
+    Args:
+        model: as it was cut; with a cache, see `elche.pipeline.cutting.caching`.
+        points: likewise.
+        sample: likewise.
+
+    Raises:
+        ConfigError: its forward cannot be traced with a cache.
+    """
+    return _cut(model, points, sample, trace_cached)
+
+
+def _cut(
+    model: nn.Module,
+    points: SplitPoints | None,
+    sample: Any,
+    trace_by: Callable[[nn.Module, Mapping[int, str], Any], CallTrace],
+) -> list[nn.Module]:
+    choice = at_blocks(model) if points is None else at_points(model, points)
+    whole = {id(model.get_submodule(name)): name for name in choice.whole}
+    trace = trace_by(model, whole, sample)
     parts = _parts(trace.graph, choice)
     if choice.merges:
         parts = _merged(parts, model)

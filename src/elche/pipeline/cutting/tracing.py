@@ -71,20 +71,11 @@ def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Call
             else in evaluation than in training.
     """
     device = _device_of(model)
-    modes = [(one, one.training) for one in model.modules()]
-
-    def trace() -> CallTrace:
-        arguments = Arguments.read(model, sample, device)
-        return _trace(model, whole, arguments, device)
-
-    try:
-        model.train()
-        found = trace()
-        model.eval()
-        evaluated = trace()
-    finally:
-        for one, mode in modes:
-            one.training = mode
+    with _modes_kept(model):
+        found, evaluated = (
+            _trace(model.train(mode), whole, Arguments.read(model, sample, device))
+            for mode in (True, False)
+        )
     _compare(found.graph, evaluated.graph)
     return found
 
@@ -103,11 +94,16 @@ def trace_cached(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Cal
     """
     devices = {one.device for one in (*model.parameters(), *model.buffers())}
     device = devices.pop() if len(devices) == 1 else torch.device("meta")
+    with _modes_kept(model):
+        arguments = cached_arguments(model, sample, device)
+        return _trace(model.eval(), whole, arguments, is_cached=True)
+
+
+@contextmanager
+def _modes_kept(model: nn.Module) -> Iterator[None]:
     modes = [(one, one.training) for one in model.modules()]
     try:
-        model.eval()
-        arguments = cached_arguments(model, sample, device)
-        return _trace(model, whole, arguments, device, is_cached=True)
+        yield
     finally:
         for one, mode in modes:
             one.training = mode
@@ -129,9 +125,9 @@ def _trace(
     model: nn.Module,
     whole: Mapping[int, str],
     arguments: Arguments,
-    device: torch.device,
     is_cached: bool = False,
 ) -> CallTrace:
+    device = arguments.device
     shapes = ShapeEnv(duck_shape=False)
     mode = FakeTensorMode(shape_env=shapes)
     stand_ins = _StandIns(model, mode, device)

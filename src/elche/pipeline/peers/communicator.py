@@ -17,8 +17,8 @@ from elche.errors import (
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.step.executor import StepInput, StepResults
 from elche.pipeline.step.inputs import InputReport, LocalInput, check_reports
-from elche.pipeline.step.step_io import StepInput, StepResults
 
 OF_ALL_REPLICAS = "the settings"
 

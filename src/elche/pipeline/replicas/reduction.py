@@ -19,7 +19,7 @@ from elche.comm.transport.process_group import Group
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.gradient_buckets import GradientBucket, make_buckets
 from elche.pipeline.replicas.replica_units import Unit
-from elche.pipeline.step.step_io import StepInput, StepResults
+from elche.pipeline.step.executor import StepInput, StepResults
 
 
 @final

@@ -24,15 +24,13 @@ class HeldTensor(NamedTuple):
 
     Attributes:
         name: the model's; of a shared parameter that of its first use.
-        shape: of it.
-        dtype: name of its type.
         role: "learns", "is frozen" or "is a buffer".
+        form: shape and type.
     """
 
     name: str
-    shape: tuple[int, ...]
-    dtype: str
     role: str
+    form: str
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,13 @@ class HeldLayer:
     index: int
     stage: int
     finished_at: int
-    tensors: tuple[HeldTensor, ...]
-
-    def as_message(self) -> tuple[Any, ...]:
-        """The fields, in types that msgpack can write."""
-        return self.index, self.stage, self.finished_at, self.tensors
+    tensors: Sequence[HeldTensor]
 
     @staticmethod
     def read(received: Sequence[Any]) -> HeldLayer:
         """The layer that another rank has described."""
         index, stage, finished_at, tensors = received
-        held = (HeldTensor(n, tuple(shape), t, role) for n, shape, t, role in tensors)
-        return HeldLayer(index, stage, finished_at, tuple(held))
+        return HeldLayer(index, stage, finished_at, [HeldTensor(*t) for t in tensors])
 
 
 @dataclass(frozen=True)
@@ -113,22 +106,18 @@ def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> N
 
 
 def _difference(first: tuple[int, HeldLayer], other: tuple[int, HeldLayer]) -> str:
-    mine = {one.name: one for one in first[1].tensors}
-    theirs = {one.name: one for one in other[1].tensors}
+    mine, theirs = (
+        {one.name: f"{one.role} {one.form}" for one in layer.tensors}
+        for _, layer in (first, other)
+    )
+    nothing = "is not there"
     for name in sorted(mine.keys() | theirs.keys()):
-        texts = [_text(mine.get(name)), _text(theirs.get(name))]
-        if texts[0] != texts[1]:
+        if mine.get(name) != theirs.get(name):
             return (
-                f"{name} {texts[0]} on rank {first[0]} of replica 0, and {texts[1]} on "
-                f"rank {other[0]}"
+                f"{name} {mine.get(name, nothing)} on rank {first[0]} of replica 0, "
+                f"and {theirs.get(name, nothing)} on rank {other[0]}"
             )
     return ""
-
-
-def _text(one: HeldTensor | None) -> str:
-    if one is None:
-        return "is not there"
-    return f"{one.role} {list(one.shape)} {one.dtype}"
 
 
 def plan_units(held: Sequence[Sequence[HeldLayer]], role: str = LEARNS) -> list[Unit]:

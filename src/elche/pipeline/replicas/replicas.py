@@ -11,6 +11,7 @@ share a parameter, such as a language model's embedding, do the same with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from typing import final
 
 import torch
@@ -42,7 +43,7 @@ from elche.pipeline.replicas.replica_units import (
 )
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
-from elche.pipeline.step.step_io import StepInput, StepResults
+from elche.pipeline.step.executor import StepInput, StepResults
 from elche.runtime.process.environment import Placement
 
 
@@ -214,7 +215,7 @@ def _agree_on_layers(
 ) -> tuple[list[list[HeldLayer]], list[int]]:
     """The layers, and the number of microbatches, of each rank."""
     mine = [
-        _describe(parts, index, layer, names).as_message()
+        astuple(_describe(parts, index, layer, names))
         for index, layer in sorted(parts.built.items())
     ]
     said = [parts.plan.schedule.num_microbatches, mine]
@@ -243,33 +244,26 @@ def _canonical_names(parts: Parts) -> dict[tuple[int, str], str]:
     layers = parts.given.layers
     names = {}
     for uses in parts.given.ties:
-        index, own = uses[0]
-        aliases, prefix = layers.aliases[index], layers.names[index]
-        name = aliases[own] if aliases is not None else f"{prefix}.{own}"
-        names.update(dict.fromkeys(uses, name))
+        names.update(dict.fromkeys(uses, layers.name_of(*uses[0])))
     return names
 
 
 def _describe(
     parts: Parts, index: int, layer: Layer, names: dict[tuple[int, str], str]
 ) -> HeldLayer:
-    plan = parts.plan
-    stage = next(s for s in parts.stages if index in plan.layers_of(s))
-    module = layer.module
-    roles = [
-        *(
-            (n, p, LEARNS if p.requires_grad else FROZEN)
-            for n, p in module.named_parameters()
-        ),
-        *((n, b, BUFFER) for n, b in module.named_buffers()),
+    stage = next(s for s in parts.stages if index in parts.plan.layers_of(s))
+    parameters = layer.module.named_parameters()
+    held: list[tuple[str, torch.Tensor, str]] = [
+        (n, p, LEARNS if p.requires_grad else FROZEN) for n, p in parameters
     ]
-    tensors = tuple(
+    held += [(n, b, BUFFER) for n, b in layer.module.named_buffers()]
+    tensors = [
         HeldTensor(
             names.get((index, own), layer.prefixed(own)),
-            *(tuple(one.shape), str(one.dtype), role),
+            *(role, f"{list(one.shape)} {one.dtype}"),
         )
-        for own, one, role in roles
-    )
+        for own, one, role in held
+    ]
     return HeldLayer(index, stage, parts.executor.finished_at(stage), tensors)
 
 

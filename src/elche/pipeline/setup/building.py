@@ -48,6 +48,11 @@ class LayerList:
     def __len__(self) -> int:
         return len(self.sources)
 
+    def name_of(self, index: int, own: str) -> str:
+        """The model's name of a parameter or buffer of a layer."""
+        aliases, prefix = self.aliases[index] or {}, self.names[index]
+        return aliases.get(own, f"{prefix}.{own}" if prefix else own)
+
     def describe(self) -> list[str]:
         """Names, types and shapes of what is built, which must agree between ranks."""
         return [
@@ -160,7 +165,7 @@ def layers_of(
     if points is not None or (split is None and is_plain):
         # Brings sympy, which nobody else needs.
         from elche.pipeline.cutting.caching import has_cache
-        from elche.pipeline.cutting.cut import cut_cached, cut_model
+        from elche.pipeline.cutting.segments import cut_cached, cut_model
 
         split = partial(cut_model, points=points, sample=sample)
         again = partial(cut_cached, model, points, sample) if has_cache(model) else None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.optimizers import only_optimizer
+from elche.pipeline.checkpoints.named_states import only_optimizer
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.step.inputs import number_of, scale_of
 

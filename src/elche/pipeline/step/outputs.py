@@ -11,7 +11,7 @@ import torch
 from elche.comm.transport.messages import Message
 from elche.errors import ConfigError
 from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.step.step_io import StepResults
+from elche.pipeline.step.executor import StepResults
 from elche.pipeline.trees import flatten, unflatten
 
 OutputRanks: TypeAlias = int | Literal["last", "all"]

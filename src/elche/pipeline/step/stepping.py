@@ -17,7 +17,7 @@ from elche.pipeline.replicas.replica_groups import (
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import LayerCaches
-from elche.pipeline.step.executor import Executor
+from elche.pipeline.step.executor import Executor, StepInput, StepResults
 from elche.pipeline.step.inputs import (
     COMPARED_STEPS,
     Call,
@@ -32,7 +32,6 @@ from elche.pipeline.step.outputs import (
     hand_out,
     joined_gradients,
 )
-from elche.pipeline.step.step_io import StepInput, StepResults
 from elche.pipeline.trees import as_plain, join_batches, split_batch
 
 

@@ -117,43 +117,6 @@ def profiled(schedule: str) -> Profiled:
         return Profiled(len(pipe.layers), pipe.partition, gradients, found.loss)
 
 
-def limited(memory_bytes: tuple[float, float]) -> tuple[int, float]:
-    """Layers of the fast rank, which may hold few, and the loss of a step."""
-    rank = this_place().rank
-    x, y = batch()
-    with (
-        virtual_time(),
-        Pipeline(
-            layers_with(SLOW_S if rank == SLOW_RANK else FAST_S),
-            F.mse_loss,
-            micro_batches=MICRO_BATCHES,
-            schedule="1f1b",
-            costs="measure",
-            sample=x[: len(x) // MICRO_BATCHES],
-            memory_bytes=memory_bytes,
-            timeout_s=100,
-        ) as pipe,
-    ):
-        sizes = zip(pipe.schedule.placement, pipe.partition, strict=True)
-        of_fast = sum(size for place, size in sizes if place != SLOW_RANK)
-        return of_fast, pipe.step(x, y).loss
-
-
-def measuring_fails_on_rank_1() -> None:
-    """The layers of rank 1 cannot take the sample."""
-    width = WIDTH if this_place().rank == 0 else WIDTH + 1
-    x, _ = batch()
-    layers = [nn.Linear(width, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    Pipeline(
-        [layer.double() for layer in layers],
-        F.mse_loss,
-        micro_batches=2,
-        costs="measure",
-        sample=x,
-        timeout_s=100,
-    )
-
-
 class SplitsDearly(nn.Module):
     """A layer that takes longer where its weight gradient is put off."""
 

@@ -48,7 +48,7 @@ class Loop:
     def weight(self) -> float:
         """What the last reduction weighed."""
         assert self.ddp.last_reduction is not None
-        return self.ddp.last_reduction.total_weight
+        return sum(self.ddp.last_reduction.weights)
 
 
 def replace_by_zeros(model: nn.Module) -> None:

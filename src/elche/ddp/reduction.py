@@ -44,18 +44,11 @@ class DdpReduction:
 
     Attributes:
         weights: of each rank; 0 for one that had nothing to contribute.
-        buckets: messages of gradients.
         wait_s: seconds from the last bucket to the last sum.
     """
 
     weights: tuple[float, ...]
-    buckets: int
     wait_s: float
-
-    @property
-    def total_weight(self) -> float:
-        """Sum of the weights of all ranks."""
-        return sum(self.weights)
 
 
 @dataclass(slots=True)
@@ -171,7 +164,6 @@ class WeightedReduction:
         self._exchanges: dict[int, tuple[tuple[int, torch.dtype], Exchange]] = {}
         self._complete: list[tuple[dist.GradBucket, Reduced]] = []
         self._sent: deque[_Message] = deque()
-        self._buckets = 0
         self._is_local = False
         self._scale = 0.0
         self._reference = 0.0
@@ -212,7 +204,6 @@ class WeightedReduction:
             self.is_armed = False
             future.set_result(buffer)
             return future
-        self._buckets += 1
         if self.user_hook is not None:
             return self._by_user_hook(bucket, *self.user_hook)
         self._complete.append((bucket, future))
@@ -235,7 +226,7 @@ class WeightedReduction:
         self.is_armed, self.is_under_way = False, True
         self._complete.clear()
         self._sent.clear()
-        self._buckets, self._factor = 0, None
+        self._factor = None
         if self._control is None:
             self._control = open_exchange(
                 group, FACTS * group.world_size, torch.float64, group.control_device
@@ -326,7 +317,7 @@ class WeightedReduction:
         self._agreed()
         weights = self._weights
         self._reference = sum(weights) or self._reference
-        self.last = DdpReduction(weights, self._buckets, wait_s)
+        self.last = DdpReduction(weights, wait_s)
         self.is_under_way = False
         self._passes.end_reduction()
         source = next((rank for rank, weight in enumerate(weights) if weight), None)

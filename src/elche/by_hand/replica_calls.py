@@ -112,8 +112,8 @@ def announce(
             f"{what}: the model differs between ranks: {differing}; build the same "
             "model on every rank"
         )
-    values: list[list[float]] = rows[:, HEAD:].tolist()
-    return bool(rows[:, 2].any()), values
+    given: list[list[float]] = rows[:, HEAD:].tolist()
+    return bool(rows[:, 2].any()), given
 
 
 def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:

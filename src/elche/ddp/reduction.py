@@ -13,6 +13,7 @@ is the only one that waits, with a deadline.
 from __future__ import annotations
 
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -177,7 +178,7 @@ class WeightedReduction:
         self.is_joining = False
         self.divides_by_world = False
         self.user_hook: tuple[Any, UserHook] | None = None
-        self.at_end: Callable[[], None] | None = None
+        self.at_end: weakref.WeakMethod[Callable[[], None]] | None = None
 
     @torch.no_grad()
     def reduce(self, bucket: dist.GradBucket) -> Reduced:
@@ -323,8 +324,9 @@ class WeightedReduction:
         source = next((rank for rank, weight in enumerate(weights) if weight), None)
         if self._buffers is not None and self._layouts and source is not None:
             self._buffers.send(self._layouts, source)
-        if self.at_end is not None and not self.is_joining:
-            self.at_end()
+        at_end = None if self.at_end is None or self.is_joining else self.at_end()
+        if at_end is not None:
+            at_end()
 
     def _by_user_hook(
         self, bucket: dist.GradBucket, state: Any, hook: UserHook

@@ -44,7 +44,8 @@ except ImportError as error:
         f"them with pip install 'elche[transformers]' ({error})"
     ) from error
 if TYPE_CHECKING:
-    _Trainer, _Arguments = Trainer, TrainingArguments
+    from transformers import Trainer as _Trainer
+    from transformers import TrainingArguments as _Arguments
 else:
     _Trainer = _Arguments = object
 

@@ -81,7 +81,7 @@ def model_layout(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, s
     Raises:
         ConfigError: a tensor cannot be shared between ranks.
     """
-    layout = {}
+    layout: dict[str, str] = {}
     parameters = dict(model.named_parameters())
     for name, tensor in (*parameters.items(), *model.named_buffers()):
         if name in ignored:

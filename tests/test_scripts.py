@@ -56,7 +56,6 @@ CORPUS = {
     "image_classifier": Declared("S", "N is a SyncBatchNorm layer"),
     "metric_learning": Declared("E", "N elche.all_gather inside the loop"),
     "nanogpt": Declared("E", "N swap the two lines, loss.backward.. first"),
-    "reinforce": Declared("E", "A"),
     "token_lm": Declared("E", "A"),
     "vae": Declared("S", "A"),
 }

@@ -26,9 +26,9 @@ ELSEWHERE = {
     "integrations/transformers.py": {  # of transformers
         "_globalstep_last_logged",
         "_loss_shifts_labels",
+        "_reset_state",  # of accelerate
         "_tr_loss",
     },
-    "integrations/transformers_arguments.py": {"_reset_state"},  # of accelerate
     "launching/function_rank.py": {"_clear", "_run_exitfuncs"},  # of atexit
     "runtime/watch/model_sums.py": {"_replace"},  # of NamedTuple
     "runtime/data/own_iteration.py": {

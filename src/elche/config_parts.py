@@ -232,6 +232,8 @@ REMOVED = {
         "called at the end of every epoch"
         for name in ("on_checkpoint", "checkpoint_every_epochs")
     },
+    "on_window_end": "on_window_end= was removed: elche.metrics() returns the windows "
+    "that have ended, and so does the handle of Trainer.start()",
     "fragments": "fragments= was removed: short windows with an encoding "
     "(max_anchor=, codec='int4') send less and learn more",
     "drift_weights": "drift_weights= was removed: parameter deltas of a window weigh "

@@ -176,9 +176,10 @@ def test_a_rank_that_dies_is_seen_before_the_deadline(
     )
     assert dead.error is not None
     assert dead.error.way == "died"
-    says = "rank 1 is gone" if transport == "auto" else "ranks that did not arrive: 1"
     assert survivor.error is None
-    assert says in survivor.value
+    # Over gloo either the process or the connection is seen to end first.
+    says = "rank 1 is gone" + ("|did not arrive: 1" if transport == "gloo" else "")
+    assert re.search(says, survivor.value)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 def test_it_ends_as_with_torchs_wrapper(ranks2: RankPool, script: str) -> None:
     for ours, theirs in ranks2.run(cases.both, script, case_setup=meeting):
         assert ours
-        same(ours, theirs, 1e-6 if script == "scaled" else 1e-12)
+        same(ours, theirs, 1e-12)
 
 
 def test_a_buffer_resized_on_one_rank_is_refused(ranks2: RankPool) -> None:

@@ -1,7 +1,8 @@
-"""What this rank weighs in a reduction where the loop drops gradients before it."""
+"""A world of one: what a rank weighs where the loop drops gradients, who is watched."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from elche.ddp.group import TorchGroup
 from elche.ddp.wrapper import DistributedDataParallel
 
 DROPPED, REDUCED = 4, 20
@@ -48,7 +50,7 @@ class Loop:
     def weight(self) -> float:
         """What the last reduction weighed."""
         assert self.ddp.last_reduction is not None
-        return self.ddp.last_reduction.total_weight
+        return sum(self.ddp.last_reduction.weights)
 
 
 def replace_by_zeros(model: nn.Module) -> None:
@@ -192,3 +194,12 @@ def test_a_gradient_that_is_zero_weighs(as_views: bool) -> None:
     loop.backward(5, factor=0.0, local=True)
     loop.backward(REDUCED)
     assert loop.weight == 3 + 5 + REDUCED
+
+
+def test_processes_are_watched_on_one_host_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process ID means nothing on another host."""
+    assert Loop(begins=False).ddp._group.pids == (os.getpid(),)
+    monkeypatch.setattr(TorchGroup, "hosts", lambda _: ("here", "there"))
+    assert Loop(begins=False).ddp._group.pids == ()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 from elche.integrations.fabric import ElcheFabricStrategy
 from elche.integrations.lightning import ElcheStrategy
-from elche.integrations.rank_exchange import RankExchange
+from elche.integrations.rank_strategy import RankExchange
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
 from tests.integrations.cases.lightning_fit import Regression, loaders

@@ -214,7 +214,7 @@ def test_the_device_is_the_ranks_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "elche.integrations.transformers_arguments.read_placement",
+        "elche.integrations.transformers.read_placement",
         lambda: Placement(device=torch.device("cuda", 1), rank=1),
     )
     with pytest.raises(ConfigError, match=r"the device of rank 1 is cuda:1; leave it"):

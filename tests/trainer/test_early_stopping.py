@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import elche
 from elche.errors import ConfigError
 from elche.trainer import EarlyStopping
-from elche.trainer.trained_epochs import TrainedEpochs
+from elche.trainer.fitting import TrainedEpochs
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 

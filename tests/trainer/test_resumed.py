@@ -1,4 +1,4 @@
-"""A Trainer that was ended goes on from its checkpoint, on one device and on two."""
+"""A Trainer that was ended goes on from its checkpoint, on one device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from torch.utils.data import TensorDataset
 
 import elche
 from elche.errors import ConfigError
-from tests.distributed.test_sync import FOUR_TO_ONE
-from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 SAMPLES, EPOCHS = 96, 4
 GENERATOR = torch.Generator().manual_seed(3)
@@ -65,33 +62,6 @@ def test_what_was_ended_goes_on_to_the_same_end(tmp_path: Path) -> None:
     for name, value in whole.model_state.items():
         assert torch.equal(rest.model_state[name], value)
     assert rest.report.samples < SAMPLES * EPOCHS <= whole.report.samples
-
-
-def ended_and_resumed(folder: Path, policy: str) -> Any:
-    with pytest.raises((_EndedError, elche.errors.RemoteRankError)):
-        fit(folder, ends_after=1, policy=policy)
-    return None
-
-
-def resumed(folder: Path, policy: str) -> Any:
-    rest = fit(folder, resume=True, policy=policy)
-    return [each.samples for each in rest.history], rest.model_state
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("policy", ["sync", "async", "delayed_sync"])
-def test_on_two_ranks_too(ranks2: RankPool, tmp_path: Path, policy: str) -> None:
-    ranks2.run(
-        ended_and_resumed, tmp_path, policy, case_setup=serve_in_thread, env=FOUR_TO_ONE
-    )
-    ends = ranks2.run(
-        resumed, tmp_path, policy, case_setup=serve_in_thread, env=FOUR_TO_ONE
-    )
-    samples, state = ends[0]
-    assert len(samples) == EPOCHS
-    assert samples[2:] == [SAMPLES, SAMPLES]
-    for name, value in ends[1][1].items():
-        assert torch.equal(state[name], value)
 
 
 def test_a_resume_needs_a_folder() -> None:

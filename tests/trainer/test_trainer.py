@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ import elche
 from elche.config import RunConfig
 from elche.config_parts import WindowConfig
 from elche.errors import ConfigError
-from elche.runtime.single import SingleRun
-from elche.session import start
 from elche.trainer.trainer_config import EpochRecord, TrainerConfig, trainer_config
 from tests.harness.settings import nested
 
@@ -139,46 +136,12 @@ def test_the_name_of_the_loss_is_taken() -> None:
         trainer(logs).fit()
 
 
-def test_window_callbacks_come_in_order_in_the_training_thread() -> None:
-    told: list[tuple[str, int]] = []
-    threads = set()
-
-    def on_window(metrics: elche.monitor.WindowMetrics) -> None:
-        threads.add(threading.current_thread())
-        told.append(("window", metrics.samples))
-
-    def on_epoch(record: EpochRecord) -> None:
-        told.append(("epoch", record.epoch))
-
-    trainer(on_window_end=on_window, on_epoch_end=on_epoch).fit()
-    assert told == [("window", 10), ("epoch", 0), ("window", 10), ("epoch", 1)]
-    assert threads == {threading.current_thread()}
+def test_the_callback_comes_in_the_training_thread() -> None:
+    threads = []
+    trainer(on_epoch_end=lambda _: threads.append(threading.current_thread())).fit()
+    assert threads == [threading.current_thread()] * 2
     assert [metrics.samples for metrics in elche.metrics()] == [10, 10]
     assert elche.epoch_metrics().epoch == 1
-
-
-def test_window_callbacks_come_between_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where each batch is a window of its own."""
-    monkeypatch.setattr(start, "SingleRun", partial(SingleRun, window_s=0.0))
-    told: list[str] = []
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        told.append("batch")
-        out: torch.Tensor = model(batch[0]).mean()
-        return out
-
-    trainer(loss, on_window_end=lambda _: told.append("window"), epochs=1).fit()
-    assert told == ["batch", "window", "batch", "window", "batch", "window", "window"]
-
-
-def test_a_window_callback_that_raises_ends_the_run() -> None:
-    def on_window(metrics: elche.monitor.WindowMetrics) -> None:
-        raise RuntimeError("a fault in a callback")
-
-    with pytest.raises(RuntimeError, match="a fault in a callback"):
-        trainer(on_window_end=on_window).fit()
 
 
 def config(**options: Any) -> TrainerConfig:
@@ -220,7 +183,7 @@ def test_without_a_schedule_the_rate_is_the_users_to_change() -> None:
         ({"checkpoint_every_epochs": 2}, "was removed: checkpoint_dir= saves the run"),
         ({"on_checkpoint": print}, "on_checkpoint= was removed: checkpoint_dir= saves"),
         ({"max_grad_norm": 0}, "expected max_grad_norm to be a positive finite"),
-        ({"on_window_end": 3}, "expected on_window_end to be callable, got 3"),
+        ({"on_window_end": print}, "on_window_end= was removed: elche.metrics()"),
         ({"on_epoch_end": 3}, "expected on_epoch_end to be callable, got 3"),
     ],
 )

@@ -30,10 +30,11 @@ from torch import nn
 
 from elche.by_hand.manual_run import begin_manual_run
 from elche.by_hand.replica_calls import (
+    GradientExchange,
     Structure,
     announce,
+    check_gradients,
 )
-from elche.by_hand.replica_gradients import GradientExchange, check_gradients
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm
 from elche.comm.tensors.equal_tensors import broadcast_bits
@@ -83,6 +84,10 @@ class Replica:
     What it holds then is compared before anything is reduced. New parameters are drawn
     by each rank; :meth:`sync_params` makes them equal.
 
+    Calls that ranks make together raise MismatchError where the models differ,
+    ProtocolError where ranks call different things, and CommunicationError where a rank
+    has gone or did not come in time.
+
     Args:
         model: this rank's copy.
         group: all ranks.
@@ -120,8 +125,6 @@ class Replica:
         Raises:
             MismatchError: the models differ; the error names the tensors.
             ConfigError: this is no model, or it has tensors that cannot be shared.
-            ProtocolError: ranks call different things.
-            CommunicationError: a rank has gone, or did not come in time.
         """
         if not isinstance(model, nn.Module):
             raise ConfigError(f"expected model to be a torch.nn.Module, got {model!r}")
@@ -142,13 +145,7 @@ class Replica:
         return self.group.world_size
 
     def sync_params(self) -> None:
-        """Copies rank 0's parameters and buffers to all ranks, bit for bit.
-
-        Raises:
-            MismatchError: the models differ.
-            ProtocolError: ranks call different things.
-            CommunicationError: a rank has gone, or did not come in time.
-        """
+        """Copies rank 0's parameters and buffers to all ranks, bit for bit."""
         what = self._announce("sync_params")[0]
         if self.world_size > 1:
             tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -164,9 +161,6 @@ class Replica:
 
         Raises:
             ConfigError: the rule is unknown.
-            MismatchError: the models differ.
-            ProtocolError: ranks call different things.
-            CommunicationError: a rank has gone, or did not come in time.
         """
         if rule not in BUFFER_RULES:
             raise ConfigError(
@@ -196,9 +190,6 @@ class Replica:
 
         Raises:
             ConfigError: a gradient is sparse.
-            MismatchError: the models differ.
-            ProtocolError: ranks call different things.
-            CommunicationError: a rank has gone, or did not come in time.
         """
         self._reduce("all_reduce_gradients", [1.0] * self.world_size)
 
@@ -218,8 +209,6 @@ class Replica:
             ConfigError: the number of counts is not that of the ranks, one is negative
                 or not finite, or all are zero.
             MismatchError: ranks give different counts, or the models differ.
-            ProtocolError: ranks call different things.
-            CommunicationError: a rank has gone, or did not come in time.
         """
         counts = _checked_counts(batch_counts, self.rank, self.world_size)
         self._reduce("weighted_all_reduce_gradients", counts)
@@ -245,8 +234,6 @@ class Replica:
 
         Raises:
             MismatchError: names the tensors that differ from rank 0's.
-            ProtocolError: ranks call different things.
-            CommunicationError: a rank has gone, or did not come in time.
         """
         what = self._announce("check_equal")[0]
         if self.world_size == 1:
@@ -270,7 +257,7 @@ class Replica:
                 )
 
     def _reduce(self, call: str, counts: Sequence[float]) -> None:
-        check_gradients(list(self.model.named_parameters()))
+        check_gradients(self.model)
         what, rows = self._announce(call, counts)
         known = _agreed_counts(what, rows)
         total = sum(known)

@@ -1,9 +1,13 @@
-"""Calls that all ranks make together by hand, announced before they are carried out.
+"""Calls that all ranks make together by hand: announced first, then carried out.
 
 In a loop that the user writes, ranks can get out of step: one updates the discriminator
 while another updates the generator. Every call therefore begins with a few numbers from
 each rank, on gloo's sockets, so that a rank that has gone is noticed at once; what does
 not fit is named on every rank alike, and nothing is reduced.
+
+Gradients of one model are weighted and summed over all ranks in one message per dtype.
+No overlap with backward: the loop makes the call. Out of place: until all ranks' parts
+are here, a rank's own gradients stay as they are. Half precisions are summed in single.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -18,8 +23,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elche.comm.tensors.unshareable import difference, model_layout
+from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group, gather_texts
-from elche.errors import MismatchError, ProtocolError
+from elche.errors import ConfigError, MismatchError, ProtocolError
 
 HEAD = 3
 """Numbers of a rank before the values: what it calls, on what, whether that is new."""
@@ -106,9 +112,120 @@ def announce(
             f"{what}: the model differs between ranks: {differing}; build the same "
             "model on every rank"
         )
-    others: list[list[float]] = rows[:, HEAD:].tolist()
-    return bool(rows[:, 2].any()), others
+    given: list[list[float]] = rows[:, HEAD:].tolist()
+    return bool(rows[:, 2].any()), given
 
 
 def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if is_lazy(tensor) else tuple(tensor.shape)
+
+
+@dataclass(slots=True)
+class _Message:
+    """Parameters whose gradients travel together; a flag per parameter at the end."""
+
+    parameters: list[nn.Parameter]
+    exchange: Exchange
+
+    def fill(self, side: int, weight: float) -> None:
+        """Writes this rank's part. Weight zero sends zeros, never 0 times a value."""
+        flat, at = self.exchange.contribution(side), 0
+        flags = [0.0] * len(self.parameters)
+        for index, parameter in enumerate(self.parameters):
+            part = flat[at : at + _numel(parameter)]
+            if weight and parameter.grad is not None:
+                gradient = _as_real(parameter.grad.resolve_conj())
+                part.view(gradient.shape).copy_(gradient)
+                part.mul_(weight)
+                flags[index] = 1.0
+            else:
+                part.zero_()
+            at += part.numel()
+        flat[at:].copy_(torch.tensor(flags, dtype=flat.dtype, device="cpu"))
+
+    def hand_out(self, total: torch.Tensor) -> None:
+        """Gives each parameter that any rank used its mean gradient."""
+        at = 0
+        flags = total[total.numel() - len(self.parameters) :].tolist()
+        for flag, parameter in zip(flags, self.parameters, strict=True):
+            mean = total[at : at + _numel(parameter)]
+            at += mean.numel()
+            if not flag:
+                parameter.grad = None
+                continue
+            if parameter.grad is None or parameter.grad.is_conj():
+                parameter.grad = torch.empty_like(parameter)
+            gradient = _as_real(parameter.grad)
+            gradient.copy_(mean.view(gradient.shape))
+
+
+@final
+class GradientExchange:
+    """Reduces the gradients of one model on request.
+
+    Args:
+        group: all ranks; they build and reduce together.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._messages: list[_Message] = []
+        self._side = 0
+
+    def build(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Makes the messages for these parameters, together with all ranks."""
+        self._messages = []
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_dtype.setdefault(_sum_dtype(parameter), []).append(parameter)
+        for dtype, members in by_dtype.items():
+            numel = sum(_numel(p) for p in members) + len(members)
+            exchange = open_exchange(
+                self._group, numel, dtype, torch.device("cpu"), sides=2
+            )
+            self._messages.append(_Message(members, exchange))
+
+    @torch.no_grad()
+    def reduce(self, weight: float, what: str) -> None:
+        """Makes every ``p.grad`` the weighted sum over ranks.
+
+        A parameter that no rank of positive weight has a gradient of has none after.
+
+        Args:
+            weight: of this rank; over all ranks they sum to one.
+            what: for errors.
+
+        Raises:
+            CommunicationError: a rank did not arrive in time.
+        """
+        self._side = 1 - self._side
+        for message in self._messages:
+            message.fill(self._side, weight)
+            message.exchange.begin(self._side)
+        totals = [message.exchange.finish(what) for message in self._messages]
+        for message, total in zip(self._messages, totals, strict=True):
+            message.hand_out(total)
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Raises ConfigError for gradients that cannot be summed in a flat message."""
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is not None and grad.layout != torch.strided:
+            raise ConfigError(
+                f"{name}: sparse gradients cannot be reduced; use sparse=False"
+            )
+
+
+def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
+    is_double = parameter.dtype in (torch.float64, torch.complex128)
+    return torch.float64 if is_double else torch.float32
+
+
+def _numel(parameter: torch.Tensor) -> int:
+    """Real numbers in it: a complex one is two."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def _as_real(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -13,6 +13,7 @@ is the only one that waits, with a deadline.
 from __future__ import annotations
 
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -44,18 +45,11 @@ class DdpReduction:
 
     Attributes:
         weights: of each rank; 0 for one that had nothing to contribute.
-        buckets: messages of gradients.
         wait_s: seconds from the last bucket to the last sum.
     """
 
     weights: tuple[float, ...]
-    buckets: int
     wait_s: float
-
-    @property
-    def total_weight(self) -> float:
-        """Sum of the weights of all ranks."""
-        return sum(self.weights)
 
 
 @dataclass(slots=True)
@@ -171,7 +165,6 @@ class WeightedReduction:
         self._exchanges: dict[int, tuple[tuple[int, torch.dtype], Exchange]] = {}
         self._complete: list[tuple[dist.GradBucket, Reduced]] = []
         self._sent: deque[_Message] = deque()
-        self._buckets = 0
         self._is_local = False
         self._scale = 0.0
         self._reference = 0.0
@@ -185,7 +178,7 @@ class WeightedReduction:
         self.is_joining = False
         self.divides_by_world = False
         self.user_hook: tuple[Any, UserHook] | None = None
-        self.at_end: Callable[[], None] | None = None
+        self.at_end: weakref.WeakMethod[Callable[[], None]] | None = None
 
     @torch.no_grad()
     def reduce(self, bucket: dist.GradBucket) -> Reduced:
@@ -212,7 +205,6 @@ class WeightedReduction:
             self.is_armed = False
             future.set_result(buffer)
             return future
-        self._buckets += 1
         if self.user_hook is not None:
             return self._by_user_hook(bucket, *self.user_hook)
         self._complete.append((bucket, future))
@@ -235,7 +227,7 @@ class WeightedReduction:
         self.is_armed, self.is_under_way = False, True
         self._complete.clear()
         self._sent.clear()
-        self._buckets, self._factor = 0, None
+        self._factor = None
         if self._control is None:
             self._control = open_exchange(
                 group, FACTS * group.world_size, torch.float64, group.control_device
@@ -326,14 +318,15 @@ class WeightedReduction:
         self._agreed()
         weights = self._weights
         self._reference = sum(weights) or self._reference
-        self.last = DdpReduction(weights, self._buckets, wait_s)
+        self.last = DdpReduction(weights, wait_s)
         self.is_under_way = False
         self._passes.end_reduction()
         source = next((rank for rank, weight in enumerate(weights) if weight), None)
         if self._buffers is not None and self._layouts and source is not None:
             self._buffers.send(self._layouts, source)
-        if self.at_end is not None and not self.is_joining:
-            self.at_end()
+        at_end = None if self.at_end is None or self.is_joining else self.at_end()
+        if at_end is not None:
+            at_end()
 
     def _by_user_hook(
         self, bucket: dist.GradBucket, state: Any, hook: UserHook

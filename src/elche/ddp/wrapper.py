@@ -180,7 +180,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             has_float16=any(p.dtype is torch.float16 for p in self._trained),
             overlaps=settings["strategy"] == "overlapped",
         )
-        self._reduction.at_end = _rebuilding(weakref.ref(self))
+        self._reduction.at_end = weakref.WeakMethod(self._queue_rebuild)
         super().register_comm_hook(self._reduction, _reduce)
 
     @property
@@ -350,6 +350,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         pairs = zip(self._trained, message.tolist(), strict=True)
         return {id(parameter) for parameter, count in pairs if not count}
 
+    def _queue_rebuild(self) -> None:
+        """Reorders buckets after the first backward pass, not in the next forward pass.
+
+        So that a forward pass waits for no other rank. torch's reducer has ended the
+        backward pass when a callback runs that was queued by one.
+        """
+        if graph_task_id() != OUTSIDE:  # as in the first pass of a static graph
+            queue_callback(lambda: queue_callback(self._rebuild))
+
     def _rebuild(self) -> None:
         """Orders buckets as gradients appear, once, with all ranks."""
         try:
@@ -428,24 +437,3 @@ def _reduce(state: WeightedReduction, bucket: dist.GradBucket) -> Reduced:
 
 
 _reduce.__annotations__.clear()  # torch refuses those that are strings
-
-
-def _rebuilding(
-    wrapper: weakref.ref[DistributedDataParallel],
-) -> Callable[[], None]:
-    """Reorders buckets after the first backward pass, not in the next forward pass.
-
-    So that a forward pass waits for no other rank. torch's reducer has ended the
-    backward pass when a callback runs that was queued by one.
-    """
-
-    def rebuild() -> None:
-        ddp = wrapper()
-        if ddp is not None:
-            ddp._rebuild()
-
-    def queue() -> None:
-        if graph_task_id() != OUTSIDE:  # as in the first pass of a static graph
-            queue_callback(lambda: queue_callback(rebuild))
-
-    return queue

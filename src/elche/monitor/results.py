@@ -46,42 +46,10 @@ class ContenderResult:
     note: str = ""
 
 
-COLUMNS = (
-    "contender",
-    "samples/s",
-    "hardware eff.",
-    "bound",
-    "sample eff.",
-    "eval loss",
-    "time to loss",
-    "gain",
-    "note",
-)
-"""Headings of the cells that `table_rows` returns."""
-
-
 def contenders_to_json(results: Sequence[ContenderResult]) -> dict[str, dict[str, Any]]:
     """Fields by name, as the JSON holds them; numbers that it cannot hold are None."""
     rows = [_finite(asdict(result)) for result in results]
     return {row.pop("name"): row for row in rows}
-
-
-def table_rows(results: Sequence[ContenderResult]) -> list[list[str]]:
-    """Cells of the table, a row per contender and a cell per entry of `COLUMNS`."""
-    return [
-        [
-            result.name,
-            _rate(result),
-            _cell(result.efficiency, "{:.1%}"),
-            _cell(result.bound, "{:.1%}"),
-            _cell(result.sample_efficiency, "{:.0%}"),
-            _cell(result.eval_loss, "{:.4f}"),
-            _cell(result.time_to_loss_s, "{:.1f} s"),
-            _cell(result.gain, "{:.2f}x"),
-            result.note,
-        ]
-        for result in results
-    ]
 
 
 def print_table(
@@ -99,16 +67,22 @@ def print_table(
 
 def plain_table(results: Sequence[ContenderResult]) -> str:
     """The table as aligned text; columns that say nothing are left out."""
-    columns = zip(*table_rows(results), strict=True)
-    return "\n".join(
-        aligned(
-            [
-                (heading, "<" if heading in ("contender", "note") else ">", cells)
-                for heading, cells in zip(COLUMNS, columns, strict=False)
-                if any(cell not in ("", "-") for cell in cells)
-            ]
-        )
-    )
+    columns = [
+        ("contender", "<", [row.name for row in results]),
+        ("samples/s", ">", [_rate(row) for row in results]),
+        ("hardware eff.", ">", [_cell(row.efficiency, ".1%") for row in results]),
+        ("bound", ">", [_cell(row.bound, ".1%") for row in results]),
+        ("sample eff.", ">", [_cell(row.sample_efficiency, ".0%") for row in results]),
+        ("eval loss", ">", [_cell(row.eval_loss, ".4f") for row in results]),
+        (
+            "time to loss",
+            ">",
+            [_cell(row.time_to_loss_s, ".1f", " s") for row in results],
+        ),
+        ("gain", ">", [_cell(row.gain, ".2f", "x") for row in results]),
+        ("note", "<", [row.note for row in results]),
+    ]
+    return "\n".join(aligned([each for each in columns if {*each[2]} - {"", "-"}]))
 
 
 def time_to_loss(
@@ -142,8 +116,8 @@ def _rate(result: ContenderResult) -> str:
     return text
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+def _cell(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def to_json_text(values: Any) -> str:

@@ -20,12 +20,6 @@ EVALUATION = "evaluation"
 
 _US_PER_S = 1e6
 _ROUNDING_US = 1
-_COLORS = {
-    BATCH: "thread_state_running",
-    DATA_WAIT: "thread_state_iowait",
-    SYNC: "thread_state_uninterruptible",
-    EVALUATION: "thread_state_runnable",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +142,7 @@ def _complete_event(
     row, (ts, until) = next((at, placed) for at, placed in tries if placed)
     if row < len(rows) - 1:
         rows.pop()
-    event = {
+    return {
         "ph": "X",
         "name": span.name,
         "cat": span.category,
@@ -158,9 +152,6 @@ def _complete_event(
         "dur": until - ts,
         "args": dict(span.args),
     }
-    if span.category in _COLORS:
-        event["cname"] = _COLORS[span.category]
-    return event
 
 
 def _name_events(
@@ -171,7 +162,6 @@ def _name_events(
         rows = ["training", *["overlapped"] * (num_rows.get(rank, 1) - 1)]
         events += [
             _metadata_event("process_name", rank, 0, {"name": name}),
-            _metadata_event("process_sort_index", rank, 0, {"sort_index": rank}),
             *(
                 _metadata_event("thread_name", rank, tid, {"name": row})
                 for tid, row in enumerate(rows)

@@ -1,21 +1,25 @@
-"""One training of a `Trainer`: its loop."""
+"""One training of a `Trainer`: its loop and its epochs."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from itertools import zip_longest
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, final
 
 import torch
 from torch import nn
 
+from elche.checkpoint.keeper import CheckpointConfig
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.config import DELAYED_SYNC
-from elche.coordination.accounts.metrics import EpochMetrics
-from elche.errors import ElcheError
+from elche.errors import ConfigError, ElcheError
+from elche.runtime.process.launchers import launch_facts
 from elche.runtime.process.stop_signals import REASONS, StopRequest
 from elche.runtime.rank_settings import min_share_samples
 from elche.runtime.sync.delayed_steps import DelayedSteps
@@ -29,8 +33,15 @@ from elche.session.start import set_up
 from elche.trainer.evaluation import evaluate_by
 from elche.trainer.micro_batches import MicroBatches
 from elche.trainer.recipe import Recipe
-from elche.trainer.trained_epochs import TrainedEpochs
+from elche.trainer.trainer_config import EarlyStopping, TrainerConfig
 from elche.trainer.trainer_result import EpochRecord, RunReport, TrainResult
+
+BY_LAUNCHER: Final = ("ELCHE_CHECKPOINT_DIR", "ELCHE_RESUME")
+OF_METRICS = (
+    *("samples", "discarded_samples", "shares", "scalars"),
+    *("busy_s", "data_wait_s", "transfer_s", "sync_wait_s"),
+)
+"""Fields of `EpochRecord` that are those of `EpochMetrics`."""
 
 
 class Fitting:
@@ -74,7 +85,6 @@ class Fitting:
         metrics = current_metrics()
         assert metrics is not None
         metrics.reserved = frozenset({"loss"})
-        metrics.on_window = self._config.on_window_end
         self.metrics = metrics
         length = self._config.num_samples
         if self._config.drop_last:
@@ -151,13 +161,11 @@ class Fitting:
         epoch: Any = iter(self._loader)
         with contextlib.closing(epoch) as batches:
             for batch in batches:
-                self.metrics.take_windows()
                 for schedule in self._schedules:
                     schedule.step()
                 self._step(batch)
                 if self._is_to_stop():
                     break
-        self.metrics.take_windows()
         run = current_run()
         if run is None:
             return not self._stops.reason
@@ -187,20 +195,15 @@ class Fitting:
 
     def _record(self, epoch: int, duration_s: float, is_whole: bool) -> EpochRecord:
         metrics = self.metrics.last_epoch()
+        # A mean of the finite losses alone would hide that training diverged.
+        diverged = "loss" in metrics.non_finite
         return EpochRecord(
             epoch=epoch,
-            train_loss=_train_loss(metrics),
+            train_loss=math.nan if diverged else metrics.scalars.get("loss", 0.0),
             eval_loss=self._evaluate() if is_whole else None,
-            samples=metrics.samples,
-            discarded_samples=metrics.discarded_samples,
             duration_s=duration_s,
             samples_per_s=metrics.samples / duration_s,
-            shares=metrics.shares,
-            scalars=metrics.scalars,
-            busy_s=metrics.busy_s,
-            data_wait_s=metrics.data_wait_s,
-            transfer_s=metrics.transfer_s,
-            sync_wait_s=metrics.sync_wait_s,
+            **{name: getattr(metrics, name) for name in OF_METRICS},
         )
 
     def _step(self, batch: Any) -> None:
@@ -288,8 +291,85 @@ class Fitting:
         )
 
 
-def _train_loss(metrics: EpochMetrics) -> float:
-    """The mean loss; a mean of the finite ones alone would hide that it diverged."""
-    if "loss" in metrics.non_finite:
-        return math.nan
-    return metrics.scalars.get("loss", 0.0)
+@final
+class TrainedEpochs:
+    """Records of epochs and the best of them; the same on every rank.
+
+    Attributes:
+        records: of all epochs, those before a resume included.
+        resumed: how many of them were there before it.
+        best_metric: of the best epoch, None before there is one.
+        best_state: the model's, after it.
+    """
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+        self._worse_epochs = 0
+        self.records: list[EpochRecord] = []
+        self.resumed = 0
+        self.best_metric: float | None = None
+        self.best_state: dict[str, Any] | None = None
+
+    def numbers(self) -> Iterator[int]:
+        """Numbers of the epochs to train, those left where the run is resumed."""
+        config, by_launcher = self._config, any(map(os.environ.get, BY_LAUNCHER))
+        by_number = config.checkpoint_dir is None and not launch_facts().may_grow
+        if by_number and not by_launcher:
+            return iter(range(config.epochs))
+        keeper = process.checkpoints
+        keeper.register({"trainer": self})
+        if config.checkpoint_dir is not None and not by_launcher:
+            folder = Path(config.checkpoint_dir)
+            keeper.configure(
+                CheckpointConfig(folder=folder, every_s=config.checkpoint_every_s)
+            )
+            if config.resume:
+                keeper.resume(folder)
+        return keeper.epochs(config.epochs)
+
+    def judge(self, record: EpochRecord, state: Callable[[], dict[str, Any]]) -> bool:
+        """Looks at an epoch; returns whether training is to end. NaN is no better."""
+        config = self._config.early_stopping
+        if config is None:
+            return False
+        value, gain = _metric(config, record), math.inf
+        if self.best_metric is not None:
+            gain = self.best_metric - value
+            gain *= 1.0 if config.mode == "min" else -1.0
+        if not math.isnan(value) and gain > config.min_delta:
+            self.best_metric, self.best_state = value, state()
+            self._worse_epochs = 0
+            return False
+        self._worse_epochs += 1
+        return self._worse_epochs >= config.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        best = {
+            "metric": self.best_metric,
+            "state": self.best_state,
+            "worse_epochs": self._worse_epochs,
+        }
+        return {"records": [asdict(each) for each in self.records], "best": best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from :meth:`state_dict`."""
+        self.records = [EpochRecord(**record) for record in state["records"]]
+        self.resumed = len(self.records)
+        best = state["best"]
+        self.best_metric, self.best_state = best["metric"], best["state"]
+        self._worse_epochs = best["worse_epochs"]
+
+
+def _metric(config: EarlyStopping, record: EpochRecord) -> float:
+    if config.metric == "train_loss":
+        return record.train_loss
+    if config.metric == "eval_loss" and record.eval_loss is not None:
+        return record.eval_loss
+    if config.metric not in record.scalars:
+        raise ConfigError(
+            f"early stopping watches {config.metric!r}, and the epoch has only "
+            f"{sorted(['train_loss', *record.scalars])}; log it in every epoch, or "
+            "give another metric"
+        )
+    return record.scalars[config.metric]

@@ -85,10 +85,7 @@ class TrainingHandle:
         return TrainingPhase.STOPPING if is_asked else TrainingPhase.TRAINING
 
     def metrics(self) -> list[WindowMetrics]:
-        """Metrics of windows that have ended since the last call; see `elche.metrics`.
-
-        With ``on_window_end`` they go there, and here as well.
-        """
+        """Metrics of windows that have ended since the last call."""
         return [] if self._view is None else self._view.windows()
 
     def stop(self, timeout_s: float | None = None) -> TrainResult:

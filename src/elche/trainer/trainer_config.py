@@ -14,7 +14,6 @@ from typing_extensions import Required
 from elche.config import RunConfig, TrainerPolicyName
 from elche.config_checks import check_choice, check_known, check_positive, check_whole
 from elche.config_parts import refuse_former
-from elche.coordination.accounts.metrics import WindowMetrics
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import WeightOf, check_weight_of
 from elche.session.options import RunOptions, run_config
@@ -71,12 +70,9 @@ class TrainerConfig:
         lr_schedule: factor on the learning rate as a function of progress in samples,
             0 to 1; the same on every rank, whatever its speed.
         lr_scale: constant factor on top of it.
-        on_window_end: called on rank 0 with the `WindowMetrics` of every window, in the
-            training thread between two batches. What it raises ends the run on every
-            rank and leaves `Trainer.fit`, as from a loop that the user owns: a way to
-            stop, and no fault in it goes unseen.
-        on_epoch_end: called on rank 0 with each `EpochRecord`. What it raises ends the
-            run likewise.
+        on_epoch_end: called on rank 0 with each `EpochRecord`, in the training thread.
+            What it raises ends the run on every rank and leaves `Trainer.fit`, as from
+            a loop that the user owns: a way to stop, and no fault in it goes unseen.
         checkpoint_dir: folder for checkpoints of the whole run, from which it can go
             on; see `elche.save_every`. One that the launcher names
             (``elche run --checkpoint-dir``) goes before it.
@@ -101,7 +97,6 @@ class TrainerConfig:
     max_grad_norm: float | None = None
     lr_schedule: Callable[[float], float] | None = None
     lr_scale: float = 1.0
-    on_window_end: Callable[[WindowMetrics], None] | None = None
     on_epoch_end: Callable[[EpochRecord], None] | None = None
     checkpoint_dir: str | Path | None = None
     checkpoint_every_s: float = 600.0
@@ -125,10 +120,9 @@ class TrainerConfig:
                 f"drop_last leaves nothing of {length} samples in batches of "
                 f"{self.batch_size}"
             )
-        for name in ("on_window_end", "on_epoch_end"):
-            function = getattr(self, name)
-            if function is not None and not callable(function):
-                raise ConfigError(f"expected {name} to be callable, got {function!r}")
+        tell = self.on_epoch_end
+        if tell is not None and not callable(tell):
+            raise ConfigError(f"expected on_epoch_end to be callable, got {tell!r}")
         if self.resume and self.checkpoint_dir is None:
             raise ConfigError(
                 "resume=True needs checkpoint_dir=, the folder to look in"
@@ -207,7 +201,6 @@ class TrainerOptions(RunOptions, total=False):
     max_grad_norm: float | None
     lr_schedule: Callable[[float], float] | None
     lr_scale: float
-    on_window_end: Callable[[WindowMetrics], None] | None
     on_epoch_end: Callable[[EpochRecord], None] | None
     checkpoint_dir: str | Path | None
     checkpoint_every_s: float

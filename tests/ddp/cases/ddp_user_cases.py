@@ -94,26 +94,6 @@ def checkpointed_as_a_whole(wrapper: Any) -> Found:
     return {**found, **{f"local {k}": v for k, v in end_of(model).items()}}
 
 
-def scaled(wrapper: Any) -> Found:
-    """A gradient overflows on one rank: all skip the step."""
-    model = build("mlp", dtype="float32")
-    ddp, optimizer = wrapper(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-    for step in range(4):
-        x, y = data(step)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = F.cross_entropy(ddp(x.float()), y)
-        if step == 1 and this_place().rank == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return {**end_of(model), "scale": torch.tensor(scaler.get_scale())}
-
-
 class Policy(nn.Module):
     """Keeps its loss beside the distribution that it returns."""
 
@@ -260,7 +240,6 @@ SCRIPTS: dict[str, Callable[[Any], Found]] = {
     for each in (
         ignored,
         checkpointed_as_a_whole,
-        scaled,
         loss_on_the_module,
         broken_before_any_gradient,
         caches,

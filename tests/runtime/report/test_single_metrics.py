@@ -388,17 +388,11 @@ def test_metrics_outlive_the_run_but_the_model_does_not() -> None:
     assert elche.epoch_metrics().scalars == {"loss": 2.0}
 
 
-def test_a_callback_sees_each_window_once_and_so_does_the_reader() -> None:
+def test_a_reader_sees_each_window_once() -> None:
     source = Source()
     view = MetricsView(source)
-    seen: list[int] = []
-    view.on_window = lambda metrics: seen.append(metrics.window)
     for number in range(3):
         source.notifications.add(window(number))
-    assert view.windows() == []  # a reader in another thread calls nobody back
-    view.take_windows()
-    view.take_windows()
-    assert seen == [0, 1, 2]
     assert [each.window for each in view.windows()] == [0, 1, 2]
     assert view.windows() == []
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from elche.coordination.accounts.metrics import (
-    WINDOWS_KEPT,
     EpochMetrics,
     WindowMetrics,
 )
@@ -31,20 +29,17 @@ class MetricsView:
         source: the run.
 
     Attributes:
-        on_window: called in the training thread with each window that has ended.
         reserved: names under which users may not log.
         part: (0 to 1) of the batch in hand that logged values stand for.
     """
 
     def __init__(self, source: Run | SingleRun) -> None:
-        self.on_window: Callable[[WindowMetrics], None] | None = None
         self.reserved: frozenset[str] = frozenset()
         self.part = 1.0
         self._source: Run | SingleRun | None = source
         self._windows = source.notifications.window_metrics
         self._epochs = source.notifications.epoch_metrics
         self._training = threading.current_thread()
-        self._unread: deque[WindowMetrics] = deque(maxlen=WINDOWS_KEPT)
         self._ended = threading.Event()
 
     def log(self, name: str, value: float | torch.Tensor) -> None:
@@ -67,21 +62,13 @@ class MetricsView:
         """Weight of the batches in means: their samples, or as the user weighs them."""
         return 0.0 if self._source is None else self._source.weight_in_hand
 
-    def take_windows(self) -> None:
-        """Takes windows that have ended and calls `on_window`; cheap if there are none.
-
-        For the training thread, at batch boundaries.
-        """
-        for metrics in _taken(self._windows):
-            self._unread.append(metrics)
-            if self.on_window is not None:
-                self.on_window(metrics)
-
     def windows(self) -> list[WindowMetrics]:
         """Windows that have ended since the last call; for any thread."""
-        if self.on_window is None:
-            self.take_windows()
-        return list(_taken(self._unread))
+        taken: list[WindowMetrics] = []
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            while self._windows:
+                taken.append(self._windows.popleft())
+        return taken
 
     def last_epoch(self) -> EpochMetrics:
         """The last epoch that has ended; there must be one."""
@@ -137,13 +124,3 @@ class MetricsView:
                 f"epochs {kept[0].epoch} to {kept[-1].epoch}"
             )
         return None
-
-
-def _taken(metrics: deque[WindowMetrics]) -> Iterator[WindowMetrics]:
-    """Empties a deque from its left, while others may fill or empty it as well."""
-    while metrics:
-        try:
-            taken = metrics.popleft()
-        except IndexError:
-            return
-        yield taken

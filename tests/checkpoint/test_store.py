@@ -309,10 +309,6 @@ def test_the_model_alone_loads_into_the_bare_model(tmp_path: Path) -> None:
     "change",
     [
         lambda body: body.pop("files"),
-        lambda body: body["files"]["rank0.json"].update(sha256=1),
-        lambda body: body.update(more=1),
-        lambda body: body.update(world_size="1"),
-        lambda body: body.update(info=[]),
         lambda body: body.update(name="../../x"),
     ],
 )

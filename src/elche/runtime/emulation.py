@@ -75,14 +75,14 @@ class EmulationConfig:
         return (self.fixed_ms + samples * self.ms_per_sample / self.speed) / 1e3
 
 
-def emulate(model: nn.Module, config: EmulationConfig) -> EmulationHandle:
-    """Make training steps of `model` take the time of an emulated device.
+@final
+class EmulationHandle:
+    """Makes training steps of a model take the time of an emulated device.
 
-    Call it before the model is wrapped (DistributedDataParallel, elche): the
-    gradient hooks then run ahead of the wrapper's. Only calls in training mode
-    with gradients enabled are stretched; evaluation runs at real speed. The
-    number of samples is the leading dimension of the first tensor among the
-    arguments.
+    Make it before the model is wrapped (DistributedDataParallel, elche): the gradient
+    hooks then run ahead of the wrapper's. Only calls in training mode with gradients
+    enabled are stretched; evaluation runs at real speed. The number of samples is the
+    leading dimension of the first tensor among the arguments.
 
     A backward pass pays for the forward passes whose outputs it goes through. A
     forward pass whose output holds no tensor that requires a gradient pays for both.
@@ -91,26 +91,14 @@ def emulate(model: nn.Module, config: EmulationConfig) -> EmulationHandle:
         model: root module, on the CPU.
         config: the device's speed.
 
-    Returns:
-        A handle that counts steps and overruns and detaches the emulation.
+    Attributes:
+        steps: backward passes finished so far.
+        nominal_s: declared time of those passes and their forward passes.
+        overrun_s: time by which real compute exceeded the declaration. What the
+            scheduler adds to a sleep is not in it.
 
     Raises:
         ConfigError: if no parameter requires a gradient, or one is not on the CPU.
-    """
-    return EmulationHandle(model, config)
-
-
-@final
-class EmulationHandle:
-    """The emulation attached to one model; made by `emulate`.
-
-    Attributes:
-        config: the device's speed.
-        steps: backward passes finished so far.
-        nominal_s: time that those passes and their forward passes should have
-            taken by declaration, in seconds.
-        overrun_s: time by which real compute exceeded the declaration, in
-            seconds. What the scheduler adds to a sleep is not in it.
     """
 
     def __init__(self, model: nn.Module, config: EmulationConfig) -> None:
@@ -126,10 +114,9 @@ class EmulationHandle:
                 "an emulated device computes on the CPU, but the model has"
                 f" parameters on {', '.join(sorted(foreign))}; move it with .cpu()"
             )
-        self.config = config
+        self._config = config
         self.steps = 0
-        self.nominal_s = 0.0
-        self.overrun_s = 0.0
+        self.nominal_s = self.overrun_s = 0.0
         self._num_parameters = len(parameters)
         self._forward_begin_s = 0.0
         self._pass_s = 0.0
@@ -156,12 +143,12 @@ class EmulationHandle:
         # An exception in a backward pass skips its end: start afresh here.
         self._backward = _BackwardPass()
         samples = _num_samples(args, kwargs)
-        memory = self.config.memory_samples
+        memory = self._config.memory_samples
         if memory is not None and samples > memory:
             raise torch.cuda.OutOfMemoryError(
                 f"the emulated device holds {memory} samples, not {samples}"
             )
-        self._pass_s = self.config.pass_s(samples)
+        self._pass_s = self._config.pass_s(samples)
         self._forward_begin_s = time.perf_counter()
 
     @disable_dynamo
@@ -214,6 +201,9 @@ class EmulationHandle:
         self.steps += 1
         self.nominal_s += backward.passes_s
         self.overrun_s += overrun_s
+
+
+emulate = EmulationHandle
 
 
 @dataclass

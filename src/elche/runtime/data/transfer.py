@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from elche.comm.tensors import nested
+
 logger = logging.getLogger(__name__)
 
 
@@ -67,16 +69,8 @@ def tensors_in(data: Any) -> list[torch.Tensor] | None:
 
 def batch_length(batch: Any) -> int:
     """Samples of a batch: the leading dimension of the first tensor in it."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)):
-        for part in batch:
-            length = batch_length(part)
-            if length:
-                return length
-    return 0
+    lengths = (len(t) if t.dim() else 1 for t in nested.tensors_in(batch))
+    return next(filter(None, lengths), 0)
 
 
 @dataclass(frozen=True, slots=True)

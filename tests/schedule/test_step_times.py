@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -17,13 +16,11 @@ from elche.schedule.planning.layer_costs import (
     best_sizes,
     corrected,
     stage_costs,
-    total_of,
 )
 from elche.schedule.step_times import (
     drift_between,
     measured_costs,
     times_of,
-    usual_times,
 )
 
 RANKS = 4
@@ -61,11 +58,6 @@ def test_times_are_means_without_waiting_and_with_messages() -> None:
     found = times_of(trace, [waited for *_, waited in rows])
     # F: 2 - 0.5 + 0.5 and 2 + 0.25; B: 10 - 6 and 2.
     assert found == {0: (pytest.approx(2.125), pytest.approx(3.0), 0.0, 0.0)}
-
-
-def test_one_odd_step_of_several_does_not_count() -> None:
-    steps = [{1: (2.0, 3.0, 0.0, 0.0)}, {1: (9.0, 9.0, 0.0, 0.0)}]
-    assert usual_times([*steps, {1: (2.5, 2.0, 0.0, 0.0)}]) == {1: (2.5, 3.0, 0.0, 0.0)}
 
 
 def test_measured_times_take_the_place_of_planned_ones() -> None:
@@ -142,19 +134,3 @@ def test_memory_holds_layers_with_their_state_and_activations() -> None:
     full = replace(costs, memory=(20.0, 90.0))
     with pytest.raises(ConfigError, match="memory"):
         auto_schedule(stage_costs(full, (0, 1), (2, 2)), 4)
-
-
-def test_layers_go_where_there_is_memory_for_them() -> None:
-    # The fast rank holds three layers, each with 10 units and 1 of each microbatch.
-    costs = replace(
-        layers([[1.0] * 12, [3.0] * 12]),
-        memory=(43.0, math.inf),
-        state=(10.0,) * 12,
-    )
-    assert best_sizes(costs, (0, 1), (2, 10), 16) == (3, 9)
-    assert best_sizes(replace(costs, memory=(9.0, 9.0)), (0, 1), (6, 6), 16) == (6, 6)
-
-
-def test_totals_take_the_cheaper_backward() -> None:
-    one = StageCost(forward=1, input_gradient=2, weight_gradient=2, backward=3)
-    assert total_of(one) == 4

@@ -203,13 +203,3 @@ def test_the_wait_of_a_rank_that_is_astray_lengthens_no_window(
     assert len(books.discarded) > 15
     assert max(costs_ms) <= usual_ms
     assert slowest.count(1) <= shortest
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_what_is_discarded_ends_with_the_window(policy: str) -> None:
-    """Of windows of about sixteen batches of both, one is lost."""
-    options = {"anchor": 4, "max_anchor": 4}
-    sim = simulate(of_two(policy, {200}, **options), [])
-    (books,) = sim.books
-    assert 8 * 200 in {start for _, start, _ in books.discarded}
-    assert len(books.discarded) <= 16

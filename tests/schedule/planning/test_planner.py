@@ -13,18 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError
-from elche.schedule.generators.schedules import (
-    FIXED_SCHEDULES,
-    fits_placement,
-    make_schedule,
-)
 from elche.schedule.lowering import lower
 from elche.schedule.planning.gpt_profile import GptSize, gpt_layers
 from elche.schedule.planning.partition import (
-    Partition,
-    Places,
     ProfileTable,
-    best_partition,
 )
 from elche.schedule.planning.partition_costs import costs_of, link_bound, shortage
 from elche.schedule.planning.plan import Candidate, Plan, PlanConfig, ideal_step_s
@@ -137,25 +129,6 @@ def test_memory_is_never_exceeded(
         assert plan.chosen.name == schedule
 
 
-@given(profiles(most_layers=7, limited=False), st.integers(1, 6))
-@settings(max_examples=12)
-def test_no_exact_partition_is_better_with_any_published_schedule(
-    profile: PipelineProfile, count: int
-) -> None:
-    """Refinement and `auto` start from the dynamic program's partitions."""
-    plan = plan_pipeline(profile, PlanConfig(num_microbatches=count))
-    table = ProfileTable(profile, count)
-    order = tuple(range(len(profile.devices)))
-    exact = best_partition(table, Places(devices=order, held=(1,) * len(order)))
-    assert exact is not None
-    costs = costs_of(table, exact)
-    for name in FIXED_SCHEDULES:
-        if fits_placement(name, costs) and name in ("zb-h1", "1f1b"):
-            made = simulate(make_schedule(name, costs, count), costs)
-            step_s = max(made.makespan, link_bound(table, exact))
-            assert plan.chosen.step_s <= step_s * (1 + 1e-8)
-
-
 @pytest.mark.parametrize(
     "blocks",
     [
@@ -176,33 +149,6 @@ def test_one_device_three_times_slower(blocks: int) -> None:
     assert plan.ideal_s <= plan.chosen.step_s <= 1.12 * plan.ideal_s
     assert plan.equal_split is not None
     assert plan.equal_split.step_s > 2.5 * plan.ideal_s
-
-
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zb", "zb-v"])
-def test_published_schedules_are_near_the_ideal_too(name: str) -> None:
-    profile = gpt(36, (1, 1, 1, 1 / 3))
-    config = PlanConfig(num_microbatches=16, schedule=name)
-    plan = plan_pipeline(profile, config)
-    assert plan.chosen.name == name
-    assert plan.chosen.step_s <= 1.12 * plan.ideal_s
-
-
-def test_the_table_of_the_research_notes() -> None:
-    """Partition against schedule, `research/pipeline.md` section 5: 1F1B and ZB-H1."""
-    for speeds, one_f_one_b, zb_h1 in (
-        ((1, 1, 1, 1), 1.19, 1.07),
-        ((1, 1, 1, 1 / 3), 1.22, 1.10),
-        ((1, 1, 0.5, 0.5), 1.21, 1.09),
-        ((1, 1, 0.1, 0.1), 1.14, 1.07),
-        ((1, 0.1), 1.09, 1.05),
-    ):
-        profile = equal_layers(32, speeds)
-        plan = plan_pipeline(profile, PlanConfig(num_microbatches=16))
-        found = {each.name: each.candidate for each in plan.alternatives}
-        for name, ratio in (("1f1b", one_f_one_b), ("zb-h1", zb_h1)):
-            candidate = found[name]
-            assert candidate is not None
-            assert candidate.step_s / plan.ideal_s <= ratio + 0.005
 
 
 def test_a_device_fifty_times_slower_gets_no_layers() -> None:
@@ -244,20 +190,6 @@ def test_memory_moves_layers_and_schedule() -> None:
     profile = gpt(24, (1, 1, 1, 1 / 3), 2.9e9)
     with pytest.raises(ConfigError, match=r"gpipe cannot run here: .* lacks [\d,]+ b"):
         plan_pipeline(profile, PlanConfig(num_microbatches=16, schedule="gpipe"))
-
-
-def test_a_small_device_gets_what_it_holds() -> None:
-    profile = gpt(24, (1, 1, 1), (8e9, 8e9, 1e9))
-    plan = plan_pipeline(profile, PlanConfig(num_microbatches=16))
-    check(plan, profile)
-    held = dict(zip(plan.chosen.partition.ranks, plan.chosen.memory_bytes, strict=True))
-    assert 0 < held[2] <= 1e9
-    sizes = dict.fromkeys(range(3), 0)
-    for device, size in zip(
-        plan.chosen.partition.devices, plan.chosen.partition.sizes, strict=True
-    ):
-        sizes[device] += size
-    assert sizes[2] < min(sizes[0], sizes[1])
 
 
 def test_too_little_memory_says_how_much_is_lacking() -> None:
@@ -304,17 +236,6 @@ def test_microbatches_that_a_schedule_does_not_allow() -> None:
     check(plan, profile)
 
 
-def test_more_stages_per_device() -> None:
-    profile = equal_layers(24, (1, 1, 1))
-    config = PlanConfig(
-        num_microbatches=6, schedule="interleaved-1f1b", stages_per_device=4
-    )
-    plan = plan_pipeline(profile, config)
-    assert plan.chosen.partition == Partition((0, 1, 2) * 4, (2,) * 12)
-    one = replace(config, stages_per_device=1)
-    assert len(plan_pipeline(profile, one).chosen.partition.sizes) == 3
-
-
 def test_a_whole_backward_that_is_cheaper_is_used() -> None:
     plain = equal_layers(8, (1, 1))
     layer = plain.layers[0]
@@ -332,14 +253,6 @@ def test_the_same_plan_every_time() -> None:
     profile = gpt(24, (1, 0.7, 0.4), 6e9)
     config = PlanConfig(num_microbatches=12)
     assert plan_pipeline(profile, config) == plan_pipeline(profile, config)
-
-
-@pytest.mark.slow
-def test_48_layers_on_8_devices() -> None:
-    profile = gpt(46, (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3))
-    assert len(profile.layers) == 48
-    plan = plan_pipeline(profile, PlanConfig(num_microbatches=32))
-    assert plan.chosen.step_s <= 1.12 * plan.ideal_s
 
 
 @pytest.mark.parametrize(

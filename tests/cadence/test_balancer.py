@@ -222,21 +222,6 @@ def test_impossible_reports_are_refused_whole(
     assert pickle.dumps(ranks) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"world_size": 0}, "world_size must be at least 1"),
-        ({"min_share_samples": 0}, "min_share_samples must be at least 1"),
-        ({"speed_hints": [1.0]}, "speed_hints must name a speed"),
-    ],
-)
-def test_wrong_settings_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        BalancerConfig(**{"world_size": 2, **options})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="batch_samples must be at least 0"):
-        balancer(2).sizes(-1)
-
-
 def test_only_the_latest_batch_sizes_are_remembered() -> None:
     ranks = balancer(2)
     for batch in range(100):

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from elche.cadence.chooser import MARGIN, PATIENCE, SAMPLE_COST_SAFETY, Chooser
 from elche.cadence.convergence import UPDATES
 from elche.cadence.goodput import Fleet, MeasuredCluster, Prediction, predict
-from elche.errors import ConfigError
 from tests.harness.reached import reach
 from tests.harness.work import lines_run
 
@@ -285,8 +284,3 @@ def test_a_choice_costs_a_hundred_lines_for_each_rank() -> None:
         chooser = Chooser()
         lines = lines_run(lambda c=chooser, m=measured: c.choose(m))
         assert lines < 130 * ranks
-
-
-def test_an_update_that_there_is_none_of_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be 'gradients' or 'parameters'"):
-        Chooser().fix_update("weights")

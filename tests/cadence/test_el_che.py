@@ -9,7 +9,6 @@ import math
 import pytest
 
 from elche.cadence.el_che import ElChe, ElCheConfig
-from elche.errors import ConfigError
 
 
 def el_che(world_size: int = 2, **options: object) -> ElChe:
@@ -197,8 +196,6 @@ def test_room_is_made_at_once_and_kept_until_less_is_asked() -> None:
     for _ in range(60):
         report(che, [10.0, 40.0], sync_ms=0.01)
     assert che.anchor == 50  # by one per report, as far as it may
-    with pytest.raises(ConfigError, match="least_ms must be"):
-        che.make_room(math.nan)
 
 
 def test_room_for_a_pause_is_given_back_at_once() -> None:
@@ -259,8 +256,6 @@ def test_nudges_shorten_at_once_and_the_tuning_recovers() -> None:
     for _ in range(30):
         report(che, [10.0, 40.0], sync_ms=36.0)
     assert (che.anchor, che.batch_counts) == (10, (40, 10))
-    with pytest.raises(ConfigError, match="factor must be finite"):
-        che.nudge_anchor_down(math.nan)
 
 
 def test_max_batch_diff_limits_each_move_and_keeps_one_scale() -> None:
@@ -287,26 +282,6 @@ def test_max_anchor_zero_switches_off() -> None:
         che.nudge_anchor_down(0.5)
     assert che.ms_per_batch == (10.0, 20.0, 40.0)
     assert che.anchor_wall_ms == 40.0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"world_size": 0}, "world_size must be at least 1"),
-        ({"anchor": 0}, "anchor must be at least 1"),
-        ({"anchor": 1.5}, "anchor must be an integer"),
-        ({"max_anchor": -1}, "max_anchor must be at least 0"),
-        ({"min_anchor": 0}, "min_anchor must be at least 1"),
-        ({"min_anchor": 20, "max_anchor": 10}, "min_anchor must be at most"),
-        ({"max_batch_diff": -1}, "max_batch_diff must be at least 0"),
-        ({"overhead_target": math.nan}, "overhead_target must be a finite"),
-        ({"overhead_target": math.inf}, "overhead_target must be a finite"),
-        ({"speed_hints": {1: -0.4}}, "speed_hints of rank 1"),
-    ],
-)
-def test_wrong_settings_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ElCheConfig(**{"world_size": 2, **options})  # type: ignore[arg-type]
 
 
 def test_settings_are_brought_into_range_and_fixed() -> None:
@@ -352,14 +327,3 @@ def test_hints_stay_with_their_ranks_and_newcomers_have_none() -> None:
     che = el_che(2, anchor=4, speed_hints=(1.0, 0.25))
     assert che.resized([1, 0]).batch_counts == (4, 16)
     assert che.resized([1, None]).batch_counts == (4, 16)
-
-
-@pytest.mark.parametrize(
-    ("kept", "said"),
-    [([2], "rank must be 0 to 1, got 2"), ([-1], "got -1"), ([], "world_size")],
-)
-def test_a_membership_that_cannot_be_is_refused(
-    kept: list[int | None], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        el_che(2).resized(kept)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -265,13 +264,3 @@ def test_micro_batches_pay_their_fixed_cost_each() -> None:
     for batch in (48, 128):
         best_s = min(max(busy_s((batch - n, n))) for n in range(1, batch))
         assert max(busy_s(ranks.sizes(batch))) <= 1.05 * best_s
-
-
-def test_a_cap_of_no_rank_or_no_sample_is_refused() -> None:
-    ranks = balancer(size=2)
-    with pytest.raises(ConfigError, match="the cap of a rank must be at least 1"):
-        ranks.limit(0, 0)
-    with pytest.raises(ConfigError, match="expected a rank below 2, got 2"):
-        ranks.limit(2, 5)
-    assert ranks.max_samples == (None, None)
-    assert math.isfinite(sum(ranks.sizes(10)))

@@ -223,15 +223,8 @@ class Balancer:
         return None
 
     def spare(self, ranks: Iterable[int]) -> None:
-        """Gives these ranks the least part from now on, if the others can do the rest.
-
-        Raises:
-            ConfigError: no rank would be left.
-        """
-        spared = frozenset(ranks)
-        if spared >= set(range(self.world_size)):
-            raise ConfigError("expected to spare some ranks, got all of them")
-        self._spared = spared
+        """Gives these ranks the least part from now on, if the others hold the rest."""
+        self._spared = frozenset(ranks)
         self._forget_kept()
 
     def leave_out(self, ranks: Iterable[int]) -> None:
@@ -262,14 +255,7 @@ class Balancer:
         return [end * cheapest_s for end in self._ends(least, self._times())]
 
     def limit(self, rank: int, samples: int) -> None:
-        """A rank's device holds no more samples at once; a cap never rises again.
-
-        Raises:
-            ConfigError: there is no such rank, or not one sample fits.
-        """
-        check_int("the cap of a rank", samples, 1)
-        if not 0 <= rank < self.world_size:
-            raise ConfigError(f"expected a rank below {self.world_size}, got {rank}")
+        """A rank's device holds no more samples at once; a cap never rises again."""
         known = self._caps[rank]
         if known is None or samples < known:
             self._caps[rank] = samples

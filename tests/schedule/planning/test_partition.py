@@ -11,7 +11,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elche.errors import ConfigError
 from elche.schedule.costs import PipelineCosts
 from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.planning.device_orders import ALL_ORDERS, device_orders
@@ -347,27 +346,3 @@ def test_orders_of_many_devices_are_sampled() -> None:
     assert bounds == sorted(bounds)
     equal = ProfileTable(equal_layers(24, (1.0,) * 30), 8)
     assert device_orders(equal, held=1) == [tuple(range(30))]
-
-
-def test_what_is_impossible() -> None:
-    profile = equal_layers(3, (1, 1))
-    table = ProfileTable(profile, 2)
-    with pytest.raises(ConfigError, match="got 4 stages for 3 layers"):
-        best_partition(
-            table, Places(devices=(0, 1, 1, 0), held=(1,) * 4, may_be_empty=False)
-        )
-    with pytest.raises(ConfigError, match="at least one microbatch, got 0"):
-        ProfileTable(profile, 0)
-    with pytest.raises(ConfigError, match="no devices to divide"):
-        Places(devices=(), held=())
-    with pytest.raises(ConfigError, match="each of 2 places, got"):
-        Places(devices=(0, 1), held=(1, 0))
-    with pytest.raises(ConfigError, match="no devices to plan for"):
-        replace(profile, devices=())
-    with pytest.raises(ConfigError, match="the model has no layers"):
-        replace(profile, layers=())
-    small = replace(
-        profile, devices=(DeviceProfile(name="tiny", memory_bytes=50), *profile.devices)
-    )
-    with pytest.raises(ConfigError, match="device tiny lacks 10 bytes"):
-        costs_of(ProfileTable(small, 2), Partition((0,), (3,)))

@@ -9,8 +9,6 @@ and ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, figures 2 and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from elche.schedule.codes import B, F, I, Rows, W
 
 
@@ -47,18 +45,6 @@ def zb_h2_rows(num_ranks: int, count: int) -> Rows:
     return [
         _row(rank, count, warmup=2 * (num_ranks - rank) - 1, delay=2 * rank)
         for rank in range(num_ranks)
-    ]
-
-
-def warmup_rows(warmups: Sequence[int], count: int) -> Rows:
-    """1F1B with I in place of B and other numbers of forwards to begin with.
-
-    Args:
-        warmups: forwards before the first backward, of each rank, never rising.
-        count: microbatches.
-    """
-    return [
-        _row(rank, count, warmup=warmup, delay=0) for rank, warmup in enumerate(warmups)
     ]
 
 

@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from elche.errors import ConfigError
 from elche.schedule.planning.profile import PipelineProfile
 
 
@@ -74,15 +73,6 @@ class Places:
     held: tuple[int, ...]
     may_be_empty: bool = True
 
-    def __post_init__(self) -> None:
-        if not self.devices:
-            raise ConfigError("there are no devices to divide the layers among")
-        if len(self.held) != len(self.devices) or min(self.held) < 1:
-            raise ConfigError(
-                f"expected room for at least one microbatch in each of "
-                f"{len(self.devices)} places, got {list(self.held)}"
-            )
-
 
 class ProfileTable:
     """Sums over the layers of a profile, for the inner loops.
@@ -102,10 +92,6 @@ class ProfileTable:
     """
 
     def __init__(self, profile: PipelineProfile, num_microbatches: int) -> None:
-        if num_microbatches < 1:
-            raise ConfigError(
-                f"a step needs at least one microbatch, got {num_microbatches}"
-            )
         self.profile, self.count = profile, num_microbatches
         layers = profile.layers
         self.split_work, self.whole_work = [], []
@@ -194,17 +180,8 @@ def best_partition(table: ProfileTable, places: Places) -> Partition | None:
 
     Returns:
         None if none fits the memory.
-
-    Raises:
-        ConfigError: more stages than layers, where none may be empty.
     """
     num_layers, devices = len(table.profile.layers), places.devices
-    if not places.may_be_empty and len(devices) > num_layers:
-        raise ConfigError(
-            f"expected at most as many stages as layers, got {len(devices)} stages for "
-            f"{num_layers} layers; take fewer devices or fewer stages per device, or "
-            "cut the model finer"
-        )
     best = [[math.inf] * (num_layers + 1) for _ in devices]
     ends = [[0] * (num_layers + 1) for _ in devices]
     nexts: list[list[int]] = []

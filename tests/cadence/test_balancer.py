@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import random
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.cadence.balancer import Balancer, BalancerConfig, split_for_makespan
-from elche.errors import ConfigError
 
 
 def balancer(world_size: int = 2, **options: object) -> Balancer:
@@ -178,48 +176,6 @@ def _slowed_threefold(seed: int, fixed_share: float, reports: int = 6) -> float:
     fixed = [a / c for a, c in zip(slow_fixed_s, cost, strict=True)]
     best = makespan(split_for_makespan(128, cost, fixed, 1), cost, fixed)
     return makespan(after, cost, fixed) / best
-
-
-@pytest.mark.parametrize("ratio", [4, 50])
-def test_a_run_that_begins_unknown_delivers_nearly_what_the_best_split_would(
-    ratio: int,
-) -> None:
-    """No calibration phase, no least share of 5 %, no wait for the 50th step.
-
-    A step is run by the shares of three steps before, as a loader draws ahead.
-    """
-    cost_s, rng, ranks = [0.001, 0.001 * ratio], random.Random(ratio), balancer(2)
-    best_s = makespan(split_for_makespan(128, cost_s, [0.0] * 2, 1), cost_s, [0.0] * 2)
-    drawn, spent_s = [ranks.sizes(128)] * 3, 0.0
-    for _ in range(200):
-        drawn.append(ranks.sizes(128))
-        sizes = drawn.pop(0)
-        busy_s = [
-            c * n * rng.uniform(0.95, 1.05) for c, n in zip(cost_s, sizes, strict=True)
-        ]
-        ranks.report(sizes, busy_s)
-        spent_s += max(busy_s)
-    unknown_s = 4 * 64 * cost_s[1]
-    assert spent_s - unknown_s <= 1.06 * 200 * best_s
-
-
-@pytest.mark.parametrize(
-    ("samples", "busy_s", "message"),
-    [
-        ([1, 1], [1.0, math.nan], "busy_s of rank 1 must be finite"),
-        ([1, 1], [-1.0, 1.0], "busy_s of rank 0 must be finite"),
-        ([1, -1], [1.0, 1.0], "samples of rank 1 must be at least 0"),
-        ([1], [1.0, 1.0], "samples must hold one value for each of 2"),
-    ],
-)
-def test_impossible_reports_are_refused_whole(
-    samples: list[int], busy_s: list[float], message: str
-) -> None:
-    ranks = balancer(2)
-    before = pickle.dumps(ranks)
-    with pytest.raises(ConfigError, match=message):
-        ranks.report(samples, busy_s)
-    assert pickle.dumps(ranks) == before
 
 
 def test_only_the_latest_batch_sizes_are_remembered() -> None:

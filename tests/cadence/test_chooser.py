@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -42,20 +39,6 @@ def clusters(draw: st.DrawFn, most_ranks: int = 6) -> MeasuredCluster:
             st.just([])
             | st.lists(st.floats(0.0, FAST_BATCH_S), min_size=ranks, max_size=ranks)
         ),
-    )
-
-
-def jittered(measured: MeasuredCluster, rng: random.Random) -> MeasuredCluster:
-    """The same, with every time wrong by up to 3 %: what is left of 10 % of jitter."""
-
-    def wrong(values: Sequence[float]) -> list[float]:
-        return [value * rng.uniform(0.97, 1.03) for value in values]
-
-    return replace(
-        measured,
-        seconds_per_sample=wrong(measured.seconds_per_sample),
-        fixed_s=wrong(measured.fixed_s),
-        sync_s=wrong([measured.sync_s])[0],
     )
 
 
@@ -139,35 +122,6 @@ def test_sync_is_preferred_unless_another_is_clearly_better(
         assert sync.policy == "sync"
         assert choice.prediction.goodput >= (1.0 + MARGIN) * sync.goodput
         assert at_worst(choice.prediction) >= sync.goodput * (1.0 - 1e-12)
-
-
-@given(clusters(most_ranks=4), st.integers(0, 2**32))
-@settings(max_examples=50)
-def test_jitter_changes_no_choice(measured: MeasuredCluster, seed: int) -> None:
-    """Unless the first observation misled it: then one change, not to what is worse.
-
-    Windows are whole batches, so jitter may turn what is predicted of one by a batch.
-    """
-    rng = random.Random(seed)
-    chooser = Chooser()
-    first = chooser.choose(jittered(measured, rng))
-    choices = [first, *(chooser.choose(jittered(measured, rng)) for _ in range(199))]
-    pairs = pairwise(choices)
-    changes = [new for old, new in pairs if not new.is_carried_out_as(old)]
-    assert len(changes) <= 1
-    for later in changes:
-        before, after = (
-            predict(
-                choice.policy,
-                measured,
-                [r for r in range(measured.world_size) if r not in choice.left_out],
-            ).goodput
-            for choice in (first, later)
-        )
-        too_slow = before < 1.03  # the fastest device alone is as fast
-        assert too_slow or (1.0 + MARGIN) * after > before, (
-            f"{first.reason}\n{later.reason}"
-        )
 
 
 def test_a_link_that_becomes_ten_times_slower_is_followed() -> None:

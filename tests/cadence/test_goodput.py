@@ -144,26 +144,6 @@ def test_a_prediction_counts_the_kind_and_the_size_of_local_batches() -> None:
     assert whole.sample_efficiency < parts.sample_efficiency < by_sgd.sample_efficiency
 
 
-@given(
-    policy=st.sampled_from(["cadence", "async"]),
-    ranks=st.integers(2, 64),
-    windows=st.floats(0.1, 1.0),
-    optimizer=st.sampled_from(["adam", "sgd", "muon"]),
-)
-def test_ranks_that_never_exchange_anything_learn_no_more_than_one_of_them(
-    policy: str, ranks: int, windows: float, optimizer: str
-) -> None:
-    window_batches = 100.0 * ranks
-    found = sample_efficiency(
-        policy,
-        ranks,
-        window_batches,
-        run_batches=windows * window_batches / ranks,
-        optimizer=optimizer,
-    )
-    assert found <= 1.0 / ranks
-
-
 @pytest.mark.parametrize("window_batches", [1, 25, 1000])
 def test_a_lag_costs_beyond_a_third_of_the_window_and_only_async(
     window_batches: int,
@@ -269,19 +249,6 @@ def test_batches_that_do_not_end_together_lengthen_blocking_windows() -> None:
     assert many.window_s == pytest.approx(
         many.anchor * FAST_BATCH_S + 0.004 + 0.25 * FAST_BATCH_S
     )
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_jitter_makes_ranks_wait_for_the_last_one(policy: str) -> None:
-    regular, jittering = (
-        predict(policy, cluster(1.0, 1.0, sync_s=0.002, jitter=jitter))
-        for jitter in (0.0, 0.1)
-    )
-    assert jittering.goodput < regular.goodput
-    if policy == "sync":
-        assert jittering.window_s / regular.window_s == pytest.approx(1.057, abs=0.003)
-    else:
-        assert jittering.anchor > 2 * regular.anchor  # at the same overhead
 
 
 def test_ranks_that_are_left_out_still_run_each_step_of_sync() -> None:

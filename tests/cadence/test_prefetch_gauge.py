@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,31 +19,6 @@ from elche.cadence.prefetch_gauge import (
 )
 
 GB = 10**9
-
-
-@dataclass
-class FakeDevice:
-    """A device whose memory is only counted: model, prefetched batches, one step."""
-
-    total_bytes: int
-    model_bytes: int
-    step_bytes: int
-    held_bytes: int = 0
-    peak_bytes: int = 0
-
-    @property
-    def active_bytes(self) -> int:
-        return self.model_bytes + self.held_bytes
-
-    def run_step(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.active_bytes + self.step_bytes)
-
-    def memory(self) -> dict[str, int]:
-        return {
-            "total_bytes": self.total_bytes,
-            "free_bytes": self.total_bytes - self.active_bytes,
-            "held_bytes": self.held_bytes,
-        }
 
 
 depths = st.integers(0, 8)
@@ -125,29 +99,6 @@ def test_by_hand(free: int, peak: int | None, depth: int) -> None:
         max_depth=4,
     )
     assert found == depth
-
-
-@given(st.integers(0, 20 * GB), st.integers(1, 40 * GB), st.integers(1, 4 * GB), depths)
-def test_steady_on_a_device_that_only_counts(
-    model_bytes: int, step_bytes: int, batch_bytes: int, max_depth: int
-) -> None:
-    """Following the gauge, no step meets a full device, and the depth settles."""
-    device = FakeDevice(100 * GB, model_bytes, step_bytes)
-    peak, depths = ActivationPeak(), []
-    for _ in range(6):
-        device.run_step()
-        assert device.peak_bytes <= device.total_bytes
-        peak.observe(device.active_bytes, device.peak_bytes)
-        depth = decide_prefetch(
-            **device.memory(),
-            batch_bytes=batch_bytes,
-            peak_bytes=peak.value_bytes,
-            max_depth=max_depth,
-        )
-        depths.append(depth)
-        device.held_bytes = depths[-1] * batch_bytes
-        assert peak.value_bytes == step_bytes
-    assert len(set(depths)) == 1
 
 
 def test_the_peak_is_that_of_a_step_and_not_of_a_buffer() -> None:

@@ -297,16 +297,6 @@ def test_an_epoch_that_was_broken_off_counts_for_what_was_trained() -> None:
     assert (first.epoch, first.committed_samples) == (1, 3 * BATCH_SAMPLES)
 
 
-@pytest.mark.parametrize("at_s", [0.2, 0.3, 0.4, 0.8])
-def test_who_lives_chooses_as_without_the_dead(at_s: float) -> None:
-    """Wherever it died: while steps were measured, or on the way to windows."""
-    cluster = cluster_of(1.0, 0.5, 0.5, sync_batches=4.0, epochs=4)
-    sim = simulate(replace(cluster, faults=(Fault(at_s=at_s, kill_rank=1),)))
-    assert sim.history.finished == {0, 2}
-    assert policies(report_of(sim)) == ["sync", "async"]
-    assert "async on 2 ranks" in sim.history.choices[-1][1].reason
-
-
 @pytest.mark.parametrize("name", ["one_too_slow", "fixed_time"])
 def test_it_comes_near_the_best_fixed_policy(name: str) -> None:
     check_worth(name, samples=96_000)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.coordination.gathering import WELL_AFTER_S
 from elche.coordination.protocol.events import EpochOpened, Left
 from elche.coordination.protocol.instructions import Abort
 from elche.coordination.state import Coordinator
@@ -75,27 +74,6 @@ def test_a_break_of_one_rank_ends_the_epoch_for_all(leaver: int) -> None:
     ]
     assert trained[0] == set(range(5))
     assert set(range(5)) < trained[1] <= set(range(15)), "what was granted"
-
-
-def test_who_breaks_and_works_on_by_itself_is_not_waited_for() -> None:
-    cluster = Cluster(
-        run=SimulatedRun(
-            policy="sync", samples=160, batch_size=8, epochs=1, pause_s=1e4
-        ),
-        devices=(Device(seconds_per_sample=0.01, count=2),),
-        breaks=(Break(rank=0, epoch=0, batches=5),),
-    )
-    ended_s: list[float] = []
-
-    class Timed(Simulation):
-        def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
-            super().epoch_ended(run, epoch, rank)
-            ended_s.append(self.engine.now_s)
-
-    Timed(cluster, Watch(ticks=True, books=Books, details=True)).run()
-    first_s, second_s = ended_s
-    assert first_s < 1.0
-    assert WELL_AFTER_S <= second_s - first_s <= WELL_AFTER_S + 2 * TICK_S
 
 
 @st.composite

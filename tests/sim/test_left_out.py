@@ -124,14 +124,6 @@ def test_a_throttled_rank_comes_back_when_it_is_released() -> None:
     assert own > 0.4 * STEPS * BATCH
 
 
-@pytest.mark.parametrize(
-    "options", [{"leave_out": False}, {"debug": {"deterministic": True}}], ids=str
-)
-def test_all_keep_a_share_where_it_is_so_set(options: dict[str, Any]) -> None:
-    sim = run([1.0, 0.01], epochs=2, **options)
-    assert sim.told == []
-
-
 def test_a_slow_first_rank_is_named_and_kept() -> None:
     sim = run([0.02, 1.0], epochs=2)
     ((_, told),) = sim.told

@@ -187,16 +187,6 @@ def assert_pairs_in_order(lowered: Schedule) -> None:
     assert sent == received
 
 
-def test_two_ranks_that_wait_for_each_other_are_rejected() -> None:
-    text = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
-    with pytest.raises(
-        ConfigError,
-        match=r"rank 0 stops at its action 1, 0B0: it needs the I or B of stage 1 on "
-        r"microbatch 0\n  rank 1 stops at its action 1, 1F1: it needs the F of stage 0",
-    ):
-        lower(from_csv(text))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 from elche.cadence.rank_time import RankTime
-from elche.cadence.share_sizes import MAX_SIZES, ShareSizes, SplitChoice
+from elche.cadence.share_sizes import MAX_SIZES, ShareSizes
 from elche.cadence.split import passes_of
 from elche.cadence.split import split_for_makespan as split_for_makespan
 from elche.cadence.throughput import (
@@ -164,7 +164,7 @@ class Balancer:
         kept = self._kept.pop(total, None)
         steps, self._reports = self._reports, 0
         if kept is None:
-            kept = self._choices(best, times).fresh
+            kept = self._choices(best, times)[1]
         elif self._gain(best, kept, times) > REBALANCE_GAIN:
             split = self._of_few_sizes(best, times, steps)
             if self._gain(split, kept, times) > REBALANCE_GAIN:
@@ -337,7 +337,7 @@ class Balancer:
 
     def _choices(
         self, best: tuple[int, ...], times: _Times, tried: int | None = None
-    ) -> SplitChoice:
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
         """Splits of used and of new sizes; ``tried`` is a rank with a given part."""
         total = sum(best)
         minimum = self._minimum(total)

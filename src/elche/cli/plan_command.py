@@ -24,7 +24,6 @@ from elche.schedule.drawing import draw, legend
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
 from elche.schedule.planning.pipeline_file import (
     PIPELINE_FILE_FORMAT,
-    PipelineFile,
     read_pipeline_file,
 )
 from elche.schedule.planning.plan import PlanConfig
@@ -66,24 +65,24 @@ def run_plan_pipeline(config: PlanPipelineConfig) -> None:
     if config.draw_path is not None:
         check_suffix(config.draw_path)
     check_outputs(config.json_path, config.draw_path, config.csv_path)
-    read = read_toml(config.path, read_pipeline_file)
-    plan = plan_pipeline(read.profile, _planner_config(config, read))
+    profile, count = read_toml(config.path, read_pipeline_file)
+    plan = plan_pipeline(profile, _planner_config(config, count))
     chosen = plan.chosen
     if config.draw_path is not None:
-        names = [read.profile.devices[each].name for each in chosen.partition.ranks]
+        names = [profile.devices[each].name for each in chosen.partition.ranks]
         plot_schedule(chosen, names, config.draw_path)
     write_csv(config.csv_path, chosen.schedule)
-    write_json(config.json_path, figures(plan, read.profile))
+    write_json(config.json_path, figures(plan, profile))
     if config.json_path == "-":
         return
     width = shutil.get_terminal_size((100, 24)).columns
     print(draw(chosen.schedule, chosen.timing, chosen.costs, width))
     print(legend(chosen.schedule))
-    print(summary(plan, read.profile))
+    print(summary(plan, profile))
 
 
-def _planner_config(config: PlanPipelineConfig, read: PipelineFile) -> PlanConfig:
-    count = read.microbatches if config.microbatches is None else config.microbatches
+def _planner_config(config: PlanPipelineConfig, count: int | None) -> PlanConfig:
+    count = count if config.microbatches is None else config.microbatches
     if count is None:
         raise ConfigError(
             "give the number of --microbatches, or microbatches = ... in the file"

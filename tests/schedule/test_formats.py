@@ -26,7 +26,7 @@ from elche.schedule.actions import (
     StageAction,
     loop_placement,
 )
-from elche.schedule.codes import decode
+from elche.schedule.codes import check_schedule, decode
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
 from elche.schedule.formats import from_csv, to_csv, to_text
 from elche.schedule.generators.schedules import (
@@ -36,7 +36,6 @@ from elche.schedule.generators.schedules import (
 )
 from elche.schedule.generators.v_shape import zb_v_rows
 from elche.schedule.lowering import check_deadlock_free, lower
-from elche.schedule.validation import check_schedule
 from tests.schedule.strategies import named
 
 TORCH_WAITS = hasattr(torch_schedules, "_add_wait_send")  # torch 2.15

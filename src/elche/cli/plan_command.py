@@ -26,8 +26,7 @@ from elche.schedule.planning.pipeline_file import (
     PIPELINE_FILE_FORMAT,
     read_pipeline_file,
 )
-from elche.schedule.planning.plan import PlanConfig
-from elche.schedule.planning.plan_report import figures, summary
+from elche.schedule.planning.plan import PlanConfig, figures, summary
 from elche.schedule.planning.planner import plan_pipeline
 
 

@@ -14,7 +14,7 @@ from elche.schedule.actions import Kind, Schedule, StageAction, loop_placement
 from elche.schedule.codes import encode
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.formats import from_csv
-from elche.schedule.generators.one_chunk import gpipe_rows
+from elche.schedule.generators.looped import gpipe_rows
 from elche.schedule.generators.schedules import (
     make_schedule,
 )

@@ -17,8 +17,10 @@ from elche.schedule.lowering import lower
 from elche.schedule.planning.gpt_profile import GptSize, gpt_layers
 from elche.schedule.planning.partition import (
     ProfileTable,
+    costs_of,
+    link_bound,
+    shortage,
 )
-from elche.schedule.planning.partition_costs import costs_of, link_bound, shortage
 from elche.schedule.planning.plan import Candidate, Plan, PlanConfig, ideal_step_s
 from elche.schedule.planning.planner import plan_pipeline
 from elche.schedule.planning.profile import (

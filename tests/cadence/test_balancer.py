@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import pickle
 import random
 from collections.abc import Sequence
@@ -13,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.cadence.balancer import Balancer, BalancerConfig, split_for_makespan
-from elche.errors import ConfigError
 
 
 def balancer(world_size: int = 2, **options: object) -> Balancer:
@@ -55,50 +52,6 @@ fleets = st.integers(1, 4).flatmap(
         st.lists(st.floats(0.0, 10.0), min_size=size, max_size=size),
     )
 )
-
-
-@given(fleets, st.integers(0, 12), st.integers(1, 3))
-@settings(max_examples=200, deadline=None)
-def test_the_split_is_as_good_as_trying_everything(
-    fleet: tuple[list[float], list[float]], spare: int, minimum: int
-) -> None:
-    cost, fixed = fleet
-    total = spare + minimum * len(cost)
-    parts = split_for_makespan(total, cost, fixed, minimum)
-    assert sum(parts) == total
-    assert min(parts) >= minimum
-    options = itertools.product(range(spare + 1), repeat=len(cost) - 1)
-    best = math.inf
-    for option in options:
-        rest = spare - sum(option)
-        if rest >= 0:
-            sizes = [minimum + extra for extra in (*option, rest)]
-            best = min(best, makespan(sizes, cost, fixed))
-    assert makespan(parts, cost, fixed) <= best * (1 + 1e-9)
-
-
-@given(
-    st.lists(st.floats(1e-5, 1e3), min_size=1, max_size=40),
-    st.integers(0, 100_000),
-    st.data(),
-)
-@settings(max_examples=200, deadline=None)
-def test_large_splits_leave_no_sample_that_would_end_earlier_elsewhere(
-    cost: list[float], spare: int, data: st.DataObject
-) -> None:
-    size = len(cost)
-    costs = st.lists(st.floats(0.0, 1e3), min_size=size, max_size=size)
-    fixed = data.draw(costs)
-    total = spare + size
-    parts = split_for_makespan(total, cost, fixed, 1)
-    assert sum(parts) == total
-    assert min(parts) >= 1
-    late = max(
-        (c * (f + n) for c, f, n in zip(cost, fixed, parts, strict=True) if n > 1),
-        default=0.0,
-    )
-    next_end = min(c * (f + n + 1) for c, f, n in zip(cost, fixed, parts, strict=True))
-    assert late <= next_end * (1 + 1e-9)
 
 
 @given(
@@ -165,14 +118,6 @@ def test_before_measurements_shares_are_equal_or_as_hinted(
     assert ranks.sizes(batch) == expected
 
 
-def test_measurements_replace_hints() -> None:
-    ranks = balancer(2, speed_hints={0: 4.0})
-    assert ranks.sizes(40) == (32, 8)
-    ranks.report([32, 8], [0.32, 0.02])
-    assert ranks.is_calibrated
-    assert ranks.sizes(40) == (8, 32)
-
-
 def test_a_rank_without_samples_keeps_its_model() -> None:
     ranks = balancer(2)
     ranks.report([16, 16], [0.1, 0.4])
@@ -197,15 +142,6 @@ def test_the_split_changes_only_for_a_gain(slower: float, changes: bool) -> None
     assert (ranks.sizes(1000) != changed) == changes
 
 
-def test_a_straggling_step_moves_nothing() -> None:
-    ranks = balancer(2)
-    for index in range(40):
-        assert ranks.sizes(100) == (80, 20) or index == 0
-        sizes = ranks.sizes(100)
-        slow = 10.0 if index % 7 == 3 else 1.0
-        ranks.report(sizes, [0.01 * sizes[0], 0.04 * sizes[1] * slow])
-
-
 def test_one_small_batch_teaches_the_fixed_cost() -> None:
     ranks = balancer(2)
     exact = random.Random(0)
@@ -215,27 +151,12 @@ def test_one_small_batch_teaches_the_fixed_cost() -> None:
     assert ranks.sizes(60) == pytest.approx((40, 20), abs=1)  # not (32, 28)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_alone_moves_nobody_back_and_forth(seed: int) -> None:
-    ranks = balancer(2)
-    rng = random.Random(seed)
-    seen = steps(ranks, [1.0, 4.0], [0.0, 0.0], 300, rng, noise=0.03)[20:]
-    assert sum(a != b for a, b in itertools.pairwise(seen)) <= 3
-    assert {abs(sizes[1] - 25.6) < 2.0 for sizes in seen} == {True}
-
-
 @pytest.mark.parametrize("fixed_share", [0.0, 0.3])
 def test_a_rank_slowed_threefold_loses_two_thirds(fixed_share: float) -> None:
     """Within six reports, 10 % noise, against ranks that carry the rest."""
     over = [_slowed_threefold(seed, fixed_share) for seed in range(40)]
     assert sum(over) / len(over) <= 1.08
     assert sum(each > 1.15 for each in over) <= 8  # wait until a new size is worth it
-
-
-def test_a_rank_slowed_threefold_comes_near_the_best_split_in_the_end() -> None:
-    """With fixed costs, too, whose new sizes are bought one by one."""
-    over = [_slowed_threefold(seed, 0.3, reports=60) for seed in range(10)]
-    assert max(over) <= 1.1
 
 
 def _slowed_threefold(seed: int, fixed_share: float, reports: int = 6) -> float:
@@ -255,84 +176,6 @@ def _slowed_threefold(seed: int, fixed_share: float, reports: int = 6) -> float:
     fixed = [a / c for a, c in zip(slow_fixed_s, cost, strict=True)]
     best = makespan(split_for_makespan(128, cost, fixed, 1), cost, fixed)
     return makespan(after, cost, fixed) / best
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_loop_reaches_the_best_split_despite_fixed_costs(seed: int) -> None:
-    cost_s, fixed_s = [0.001, 0.004, 0.002], [0.020, 0.010, 0.060]
-    ranks = balancer(3)
-    steps(ranks, cost_s, fixed_s, 40, random.Random(seed), noise=0.03)
-    fixed = [a / c for a, c in zip(fixed_s, cost_s, strict=True)]
-    best = makespan(split_for_makespan(128, cost_s, fixed, 1), cost_s, fixed)
-    assert makespan(ranks.sizes(128), cost_s, fixed) <= 1.05 * best
-
-
-@pytest.mark.parametrize("ratio", [4, 50])
-def test_a_run_that_begins_unknown_delivers_nearly_what_the_best_split_would(
-    ratio: int,
-) -> None:
-    """No calibration phase, no least share of 5 %, no wait for the 50th step.
-
-    A step is run by the shares of three steps before, as a loader draws ahead.
-    """
-    cost_s, rng, ranks = [0.001, 0.001 * ratio], random.Random(ratio), balancer(2)
-    best_s = makespan(split_for_makespan(128, cost_s, [0.0] * 2, 1), cost_s, [0.0] * 2)
-    drawn, spent_s = [ranks.sizes(128)] * 3, 0.0
-    for _ in range(200):
-        drawn.append(ranks.sizes(128))
-        sizes = drawn.pop(0)
-        busy_s = [
-            c * n * rng.uniform(0.95, 1.05) for c, n in zip(cost_s, sizes, strict=True)
-        ]
-        ranks.report(sizes, busy_s)
-        spent_s += max(busy_s)
-    unknown_s = 4 * 64 * cost_s[1]
-    assert spent_s - unknown_s <= 1.06 * 200 * best_s
-
-
-def test_varied_batches_teach_the_fixed_cost() -> None:
-    """A tail of another size is split right, where proportions would not be."""
-    cost_s, fixed_s = [0.001, 0.001], [0.0, 0.020]
-    ranks = balancer(2)
-    rng = random.Random(0)
-    for batch in (128, 64, 96, 32, 128, 64, 96):
-        steps(ranks, cost_s, fixed_s, 3, rng, noise=0.01, batch=batch)
-    assert ranks.sizes(40) == pytest.approx((30, 10), abs=1)
-    assert ranks.sizes(200) == pytest.approx((110, 90), abs=3)
-
-
-@pytest.mark.parametrize(
-    ("samples", "busy_s", "message"),
-    [
-        ([1, 1], [1.0, math.nan], "busy_s of rank 1 must be finite"),
-        ([1, 1], [-1.0, 1.0], "busy_s of rank 0 must be finite"),
-        ([1, -1], [1.0, 1.0], "samples of rank 1 must be at least 0"),
-        ([1], [1.0, 1.0], "samples must hold one value for each of 2"),
-    ],
-)
-def test_impossible_reports_are_refused_whole(
-    samples: list[int], busy_s: list[float], message: str
-) -> None:
-    ranks = balancer(2)
-    before = pickle.dumps(ranks)
-    with pytest.raises(ConfigError, match=message):
-        ranks.report(samples, busy_s)
-    assert pickle.dumps(ranks) == before
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"world_size": 0}, "world_size must be at least 1"),
-        ({"min_share_samples": 0}, "min_share_samples must be at least 1"),
-        ({"speed_hints": [1.0]}, "speed_hints must name a speed"),
-    ],
-)
-def test_wrong_settings_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        BalancerConfig(**{"world_size": 2, **options})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="batch_samples must be at least 0"):
-        balancer(2).sizes(-1)
 
 
 def test_only_the_latest_batch_sizes_are_remembered() -> None:

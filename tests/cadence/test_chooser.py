@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ from hypothesis import strategies as st
 from elche.cadence.chooser import MARGIN, PATIENCE, SAMPLE_COST_SAFETY, Chooser
 from elche.cadence.convergence import UPDATES
 from elche.cadence.goodput import Fleet, MeasuredCluster, Prediction, predict
-from elche.errors import ConfigError
 from tests.harness.reached import reach
 from tests.harness.work import lines_run
 
@@ -44,24 +40,6 @@ def clusters(draw: st.DrawFn, most_ranks: int = 6) -> MeasuredCluster:
             | st.lists(st.floats(0.0, FAST_BATCH_S), min_size=ranks, max_size=ranks)
         ),
     )
-
-
-def jittered(measured: MeasuredCluster, rng: random.Random) -> MeasuredCluster:
-    """The same, with every time wrong by up to 3 %: what is left of 10 % of jitter."""
-
-    def wrong(values: Sequence[float]) -> list[float]:
-        return [value * rng.uniform(0.97, 1.03) for value in values]
-
-    return replace(
-        measured,
-        seconds_per_sample=wrong(measured.seconds_per_sample),
-        fixed_s=wrong(measured.fixed_s),
-        sync_s=wrong([measured.sync_s])[0],
-    )
-
-
-def all_ranks(measured: MeasuredCluster) -> dict[str, float]:
-    return {policy: predict(policy, measured).goodput for policy in POLICIES}
 
 
 def at_worst(found: Prediction) -> float:
@@ -108,23 +86,6 @@ def test_the_reason_holds_the_numbers() -> None:
     assert near.reason.endswith("; cadence 1.17; async 1.19, not clearly better")
 
 
-@pytest.mark.parametrize(
-    ("sync_s", "run_batches", "expected", "ranks"),
-    [
-        (0.03, 60.0, "sync", 1),
-        (0.03, 600.0, "async", 2),
-        (0.317, 60.0, "sync", 1),
-        (0.317, 600.0, "async", 2),
-    ],
-)
-def test_windows_pay_where_the_run_is_long_enough(
-    sync_s: float, run_batches: float, expected: str, ranks: int
-) -> None:
-    measured = cluster(1.0, 0.25, sync_s=sync_s)
-    found = Chooser().choose(replace(measured, run_batches=run_batches)).prediction
-    assert (found.policy, found.world_size) == (expected, ranks)
-
-
 @given(clusters(most_ranks=40))
 @settings(max_examples=200)
 def test_the_first_choice_is_near_the_best_and_above_one_device(
@@ -163,57 +124,6 @@ def test_sync_is_preferred_unless_another_is_clearly_better(
         assert at_worst(choice.prediction) >= sync.goodput * (1.0 - 1e-12)
 
 
-@given(clusters(most_ranks=4), st.integers(0, 2**32))
-@settings(max_examples=50)
-def test_jitter_changes_no_choice(measured: MeasuredCluster, seed: int) -> None:
-    """Unless the first observation misled it: then one change, not to what is worse.
-
-    Windows are whole batches, so jitter may turn what is predicted of one by a batch.
-    """
-    rng = random.Random(seed)
-    chooser = Chooser()
-    first = chooser.choose(jittered(measured, rng))
-    choices = [first, *(chooser.choose(jittered(measured, rng)) for _ in range(199))]
-    pairs = pairwise(choices)
-    changes = [new for old, new in pairs if not new.is_carried_out_as(old)]
-    assert len(changes) <= 1
-    for later in changes:
-        before, after = (
-            predict(
-                choice.policy,
-                measured,
-                [r for r in range(measured.world_size) if r not in choice.left_out],
-            ).goodput
-            for choice in (first, later)
-        )
-        too_slow = before < 1.03  # the fastest device alone is as fast
-        assert too_slow or (1.0 + MARGIN) * after > before, (
-            f"{first.reason}\n{later.reason}"
-        )
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize(
-    ("speeds", "sync_s"),
-    [
-        ((1.0, 0.25), 0.006),
-        ((1.0, 0.25), 0.0082),
-        ((1.0, 0.25), 0.08),
-        ((1.0, 1.0, 0.5, 0.5), 0.0095),
-        ((1.0,) * 8, 0.0055),
-    ],
-)
-def test_choices_on_the_edge_stay_in_jitter(
-    speeds: tuple[float, ...], sync_s: float, seed: int
-) -> None:
-    """Two policies that are within a few percent of each other, or a margin apart."""
-    rng = random.Random(seed)
-    chooser = Chooser()
-    measured = cluster(*speeds, sync_s=sync_s)
-    seen = [chooser.choose(jittered(measured, rng)) for _ in range(200)]
-    assert all(choice.is_carried_out_as(seen[0]) for choice in seen)
-
-
 def test_a_link_that_becomes_ten_times_slower_is_followed() -> None:
     chooser = Chooser()
     speeds = (1.0, 1.0, 0.5, 0.5)
@@ -227,31 +137,11 @@ def test_a_link_that_becomes_ten_times_slower_is_followed() -> None:
     assert "; until now sync on 4 ranks, 1." in second.reason
 
 
-def test_a_link_that_recovers_is_followed_back() -> None:
-    chooser = Chooser()
-    speeds = [1.0] * 8
-    assert chooser.choose(cluster(*speeds, sync_s=0.001)).policy == "sync"
-    assert chooser.choose(cluster(*speeds, sync_s=0.1)).policy == "async"
-    assert chooser.choose(cluster(*speeds, sync_s=0.001)).policy == "sync"
-
-
 def test_one_slow_reduction_changes_nothing() -> None:
     chooser = Chooser()
     for sync_s in (0.006, *(0.06, 0.006) * 10):
         choice = chooser.choose(cluster(1.0, 0.25, sync_s=sync_s), PATIENCE)
         assert choice.policy == "sync"
-
-
-def test_windows_grow_with_the_link_while_the_policy_stays() -> None:
-    chooser = Chooser()
-    chooser.fix_update("parameters")
-    anchors = []
-    for sync_s in (0.16, 1.6):
-        choice = chooser.choose(cluster(1.0, 0.5, sync_s=sync_s))
-        assert choice.policy == "async"
-        anchors.append(choice.anchor)
-    assert anchors[0] == 3
-    assert anchors[1] == pytest.approx(24, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -267,16 +157,6 @@ def test_the_update_rule_restricts_the_policies(
         choice = chooser.choose(cluster(1.0, 0.5, 0.5, sync_s=sync_s))
         seen = {choice.policy, *(found.policy for found in choice.alternatives)}
         assert seen == policies
-
-
-def test_the_update_rule_is_fixed_later_and_for_good() -> None:
-    chooser = Chooser()
-    assert chooser.choose(cluster(1.0, 0.25, sync_s=0.001)).policy == "sync"
-    chooser.fix_update("gradients")
-    choice = chooser.choose(cluster(1.0, 0.25, sync_s=0.3))
-    assert (choice.policy, choice.left_out) == ("sync", (1,))
-    with pytest.raises(ConfigError, match="fixed to 'gradients', it cannot become"):
-        chooser.fix_update("parameters")
 
 
 def test_an_update_rule_that_forbids_the_choice_changes_it_at_once() -> None:
@@ -333,12 +213,6 @@ def test_a_rank_that_becomes_slow_is_left_out_and_comes_back() -> None:
     assert chooser.choose(cluster(1.0, 1.0, sync_s=0.006)).left_out == ()
 
 
-def test_a_rank_that_was_left_out_may_become_the_fastest() -> None:
-    chooser = Chooser()
-    assert chooser.choose(cluster(1.0, 0.002, sync_s=0.3)).left_out == (1,)
-    assert chooser.choose(cluster(1.0, 500.0, sync_s=0.3)).left_out == (0,)
-
-
 def test_another_number_of_ranks_is_a_new_choice() -> None:
     chooser = Chooser()
     chooser.choose(cluster(1.0, 0.002, sync_s=0.006))
@@ -364,24 +238,3 @@ def test_a_choice_costs_a_hundred_lines_for_each_rank() -> None:
         chooser = Chooser()
         lines = lines_run(lambda c=chooser, m=measured: c.choose(m))
         assert lines < 130 * ranks
-
-
-def test_many_different_ranks_make_few_predictions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sizes: set[int] = set()
-    original = Fleet.predict
-
-    def counted(fleet: Fleet, policy: str, size: int) -> Any:
-        sizes.add(size)
-        return original(fleet, policy, size)
-
-    monkeypatch.setattr(Fleet, "predict", counted)
-    speeds = [1.003**-rank for rank in range(2000)]  # the slowest 400 times slower
-    Chooser().choose(cluster(*speeds, sync_s=0.1))
-    assert 1 < len(sizes) < 25
-
-
-def test_an_update_that_there_is_none_of_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be 'gradients' or 'parameters'"):
-        Chooser().fix_update("weights")

@@ -166,14 +166,3 @@ def test_a_rank_slowed_threefold_loses_two_thirds() -> None:
     closed_loop(che, [30.0, 20.0, 40.0], 1.0, 12, rng)
     assert che.batch_counts[0] == pytest.approx(before[0] / 3, abs=1.0)
     assert che.batch_counts[1:] == before[1:]
-
-
-def test_the_anchor_rises_with_a_slow_link_and_returns() -> None:
-    che = ElChe(ElCheConfig(world_size=2))
-    rng = random.Random(2)
-    closed_loop(che, [10.0, 40.0], 6.0, 20, rng)
-    assert che.anchor == 10
-    closed_loop(che, [10.0, 40.0], 60.0, 6, rng)
-    assert che.anchor == pytest.approx(50, abs=4)
-    closed_loop(che, [10.0, 40.0], 6.0, 60, rng)
-    assert che.anchor == 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from elche.cadence.convergence import UPDATES, optimizer_kind, sample_efficiency
 from elche.cadence.goodput import (
     Fleet,
     MeasuredCluster,
-    expected_most,
     predict,
 )
 
@@ -146,59 +144,6 @@ def test_a_prediction_counts_the_kind_and_the_size_of_local_batches() -> None:
     assert whole.sample_efficiency < parts.sample_efficiency < by_sgd.sample_efficiency
 
 
-@given(
-    policy=st.sampled_from(POLICIES),
-    ranks=st.integers(1, 64),
-    window_batches=st.floats(0.5, 1e4),
-    shorter=st.floats(1.0, 1e6),
-    factor=st.floats(1.0, 1e3),
-)
-def test_a_longer_run_never_loses_more_of_its_samples(
-    policy: str, ranks: int, window_batches: float, shorter: float, factor: float
-) -> None:
-    few, many = (
-        sample_efficiency(policy, ranks, window_batches, run_batches=batches)
-        for batches in (shorter, shorter * factor)
-    )
-    assert 0.0 < few <= many * (1.0 + 1e-12) <= 1.0 + 1e-12
-
-
-@given(
-    policy=st.sampled_from(["cadence", "async"]),
-    ranks=st.integers(2, 64),
-    windows=st.floats(0.1, 1.0),
-    optimizer=st.sampled_from(["adam", "sgd", "muon"]),
-)
-def test_ranks_that_never_exchange_anything_learn_no_more_than_one_of_them(
-    policy: str, ranks: int, windows: float, optimizer: str
-) -> None:
-    window_batches = 100.0 * ranks
-    found = sample_efficiency(
-        policy,
-        ranks,
-        window_batches,
-        run_batches=windows * window_batches / ranks,
-        optimizer=optimizer,
-    )
-    assert found <= 1.0 / ranks
-
-
-@given(measured=clusters(), policy=st.sampled_from(["cadence", "async"]))
-def test_a_run_of_one_window_is_worth_less_than_the_fastest_device(
-    measured: MeasuredCluster, policy: str
-) -> None:
-    whole = replace(measured, sync_batch_size=8 * measured.batch_size, run_batches=1e-3)
-    assert predict(policy, whole).goodput <= 1.0 + 1e-9
-
-
-def test_steps_of_sync_are_those_of_one_device() -> None:
-    assert sample_efficiency("sync", 10_000, 1, run_batches=1.0) == 1.0
-
-
-def test_one_rank_loses_nothing() -> None:
-    assert [sample_efficiency(policy, 1, 1e6) for policy in POLICIES] == [1.0] * 3
-
-
 @pytest.mark.parametrize("window_batches", [1, 25, 1000])
 def test_a_lag_costs_beyond_a_third_of_the_window_and_only_async(
     window_batches: int,
@@ -212,14 +157,6 @@ def test_a_lag_costs_beyond_a_third_of_the_window_and_only_async(
     assert sample_efficiency("cadence", 2, window_batches, 1e9) == sample_efficiency(
         "cadence", 2, window_batches
     )
-
-
-@pytest.mark.parametrize(("ranks", "window"), [(2, 25), (4, 50), (8, 100)])
-def test_a_late_average_costs_by_its_lag(ranks: int, window: int) -> None:
-    whole = sample_efficiency("async", ranks, window, window / ranks)
-    part = sample_efficiency("async", ranks, window, window / ranks * 2 / 3)
-    none = sample_efficiency("async", ranks, window)
-    assert part == pytest.approx(math.sqrt(whole * none))
 
 
 @given(
@@ -273,34 +210,12 @@ def test_efficiency_of_blocking_windows_in_the_prototypes(
     assert measured <= found.hardware_efficiency <= measured + 0.07
 
 
-def test_goodput_of_sync_on_eight_ranks_in_the_prototypes() -> None:
-    found = predict(
-        "sync",
-        MeasuredCluster(
-            seconds_per_sample=[0.1 / 32] * 4 + [0.2 / 32] * 2 + [0.4 / 32] * 2,
-            batch_size=32,
-            sync_s=0.02,
-            hidden=0.0,
-            sync_batch_size=8 * 32,
-        ),
-    )
-    assert found.hardware_efficiency == pytest.approx(0.857, abs=0.03)
-    assert found.sample_efficiency == 1.0  # theirs was of one device at 32
-    assert found.goodput * 0.88 == pytest.approx(4.1, rel=0.03)
-
-
 def test_sync_splits_the_batch_as_the_balancer_does() -> None:
     found = predict("sync", cluster(1.0, 0.25, sync_s=0.0))
     samples = 26  # and 6 for the slow rank, which ends earlier
     assert found.window_s == pytest.approx(samples * FAST_BATCH_S / 32)
     assert found.hardware_efficiency == pytest.approx(32 / 26 / 1.25)
     assert found.sample_efficiency == 1.0
-
-
-def test_sync_pays_fixed_seconds_in_every_step() -> None:
-    found = predict("sync", cluster(1.0, 1.0, sync_s=0.0, fixed_s=[0.04, 0.04]))
-    assert found.window_s == pytest.approx(0.06)
-    assert found.goodput == pytest.approx(0.08 / 0.06)
 
 
 def test_a_reduction_hides_under_backward_and_no_longer() -> None:
@@ -310,14 +225,6 @@ def test_a_reduction_hides_under_backward_and_no_longer() -> None:
         for sync_s in (0.01, 1.0)
     ]
     assert exposed_s == pytest.approx([0.003, 1.0 - step_s * 2 / 3])
-
-
-def test_ranks_beyond_the_samples_of_a_batch_bring_nothing_to_sync() -> None:
-    few, many = (
-        predict("sync", cluster(*[1.0] * ranks, sync_s=0.0)) for ranks in (32, 64)
-    )
-    assert few.goodput == pytest.approx(32.0)
-    assert many.goodput == pytest.approx(32.0)
 
 
 def test_cadence_takes_the_smallest_anchor_within_the_overhead_target() -> None:
@@ -342,25 +249,6 @@ def test_batches_that_do_not_end_together_lengthen_blocking_windows() -> None:
     assert many.window_s == pytest.approx(
         many.anchor * FAST_BATCH_S + 0.004 + 0.25 * FAST_BATCH_S
     )
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_jitter_makes_ranks_wait_for_the_last_one(policy: str) -> None:
-    regular, jittering = (
-        predict(policy, cluster(1.0, 1.0, sync_s=0.002, jitter=jitter))
-        for jitter in (0.0, 0.1)
-    )
-    assert jittering.goodput < regular.goodput
-    if policy == "sync":
-        assert jittering.window_s / regular.window_s == pytest.approx(1.057, abs=0.003)
-    else:
-        assert jittering.anchor > 2 * regular.anchor  # at the same overhead
-
-
-def test_the_largest_of_many_draws() -> None:
-    assert expected_most(1) == pytest.approx(0.0)
-    assert expected_most(2) == pytest.approx(0.564, abs=0.03)
-    assert expected_most(8) == pytest.approx(1.424, abs=0.03)
 
 
 def test_ranks_that_are_left_out_still_run_each_step_of_sync() -> None:
@@ -410,28 +298,6 @@ def test_predictions_stay_within_what_the_devices_deliver(
     assert found.goodput <= fleet.bound(ranks) * (1.0 + 1e-9)
     assert 1 <= found.anchor <= measured.max_anchor
     assert predict(policy, measured, [fleet.ranks[0]]).goodput == pytest.approx(1.0)
-
-
-@given(clusters(), st.sampled_from(POLICIES), st.floats(1.0, 100.0))
-def test_a_slower_link_never_makes_the_hardware_faster(
-    measured: MeasuredCluster, policy: str, factor: float
-) -> None:
-    slower = MeasuredCluster(
-        seconds_per_sample=measured.seconds_per_sample,
-        batch_size=measured.batch_size,
-        sync_s=measured.sync_s * factor,
-        max_anchor=1,
-    )
-    faster = MeasuredCluster(
-        seconds_per_sample=measured.seconds_per_sample,
-        batch_size=measured.batch_size,
-        sync_s=measured.sync_s,
-        max_anchor=1,
-    )
-    assert (
-        predict(policy, slower).hardware_efficiency
-        <= predict(policy, faster).hardware_efficiency
-    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)

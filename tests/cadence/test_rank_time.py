@@ -6,19 +6,9 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from elche.cadence.balancer import split_for_makespan
 from elche.cadence.rank_time import RankTime
 from elche.errors import ConfigError
-
-
-def test_before_any_step_nothing_is_predicted() -> None:
-    model = RankTime()
-    assert (model.of(32), model.fixed_samples) == (0.0, 0.0)
-    model.observe(32, 0.64)
-    assert model.of(16) == pytest.approx(0.32)
 
 
 def test_varied_steps_show_the_fixed_cost() -> None:
@@ -89,24 +79,6 @@ def test_evidence_fades_so_that_a_larger_step_is_hoped_for_again() -> None:
         model.observe(1, 0.01)
     assert model.most_samples(1, 2.0) > 100.0
     assert model.fixed_samples == 0.0
-
-
-def test_a_huge_batch_is_split_without_counting_its_samples() -> None:
-    """One sample after the other this would take hours."""
-    parts = split_for_makespan(10**11, [1.0, 4.0, 2.0], [1e10, 1e10, 0.0], 1)
-    assert sum(parts) == 10**11
-    ends = [1.0 * (1e10 + parts[0]), 4.0 * (1e10 + parts[1]), 2.0 * parts[2]]
-    assert max(ends) - min(ends) <= 4.0
-
-
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20))
-@settings(max_examples=100)
-def test_an_estimate_stays_within_what_was_seen(seen: list[float]) -> None:
-    model = RankTime()
-    for busy in seen:
-        model.observe(1, busy)
-    slack = 1e-9
-    assert min(seen) * (1 - slack) <= model.of(1) <= max(seen) * (1 + slack)
 
 
 @pytest.mark.parametrize("factor", [0.3, 2.0, 3.0, 10.0])

@@ -139,12 +139,6 @@ def test_a_size_costs_the_more_the_more_there_were() -> None:
     assert [steps_until_worth(had, 0.5) for had in (7, 8)] == [2 * LAST_PRICE] * 2
 
 
-def test_no_new_size_while_times_change() -> None:
-    sizes = ShareSizes([[8, 9]])
-    assert not sizes.is_worth([1], 0.5, 1, False)
-    assert sizes.is_worth([1], 0.5, 1, True)
-
-
 @pytest.mark.parametrize(
     ("used", "part", "most", "later", "expected"),
     [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -152,38 +150,6 @@ def test_large_micro_batched_splits_are_exact(fleet: Fleet) -> None:
     assert uncapped.time(free) == pytest.approx(uncapped.time(plain), rel=1e-9)
 
 
-@given(fleets(12, 200))
-def test_a_larger_batch_takes_from_nobody(fleet: Fleet) -> None:
-    assume(room(fleet) > fleet.total)
-    before, after = fleet.split(), fleet.split(fleet.total + 1)
-    assert all(a <= b for a, b in zip(before, after, strict=True))
-
-
-@given(fleets(12, 200), st.integers(0, 11), st.integers(1, 50))
-def test_more_memory_on_one_rank_gives_it_more_and_the_others_no_more(
-    fleet: Fleet, rank: int, more: int
-) -> None:
-    rank %= fleet.size
-    cap = fleet.caps[rank]
-    assume(room(fleet) >= fleet.total)
-    assume(cap is not None)
-    assert cap is not None
-    caps = (*fleet.caps[:rank], cap + more, *fleet.caps[rank + 1 :])
-    roomier = Fleet(fleet.cost, fleet.fixed, caps, fleet.minimum, fleet.total)
-    before, after = fleet.split(), roomier.split()
-    assert after[rank] >= before[rank]
-    others = [r for r in range(fleet.size) if r != rank]
-    assert all(after[r] <= before[r] for r in others)
-
-
-@given(fleets(6, 30))
-def test_caps_that_nobody_reaches_change_nothing(fleet: Fleet) -> None:
-    free = split_for_makespan(fleet.total, fleet.cost, fleet.fixed, fleet.minimum)
-    assert free == split_for_makespan(
-        fleet.total, fleet.cost, fleet.fixed, fleet.minimum, free
-    )
-
-
 def test_a_split_beyond_all_caps_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the caps to be 9 together, got 8: \[3, 5"):
         split_for_makespan(9, [1.0, 1.0], [0.0, 0.0], 1, [3, 5])
@@ -252,28 +218,6 @@ def _fits(
     return batch == 0 or sum(rooms[::-1][: max(1, batch // least)]) >= batch
 
 
-@pytest.mark.parametrize(
-    ("caps", "options", "batch", "expected"),
-    [
-        ((None, 10), {}, 40, (30, 10)),
-        ((10, None), {"speed_hints": [1.0, 0.25]}, 40, (10, 30)),
-        ((10, None), {"speed_hints": [1.0, 0.25], "accumulates": True}, 40, (32, 8)),
-        ((2, 4), {"min_share_samples": 2, "speed_hints": [1.0, 0.5]}, 3, (0, 3)),
-        ((1, None), {"min_share_samples": 2}, 8, (0, 8)),
-        ((1, None), {"min_share_samples": 2, "accumulates": True}, 8, (0, 8)),
-        ((4, 4), {}, 8, (4, 4)),
-        ((4,), {"size": 2}, 9, (4, 5)),
-    ],
-)
-def test_what_a_device_cannot_hold_goes_to_the_others(
-    caps: tuple[int | None, ...],
-    options: dict[str, object],
-    batch: int,
-    expected: tuple[int, ...],
-) -> None:
-    assert balancer(*caps, **options).sizes(batch) == expected  # type: ignore[arg-type]
-
-
 def test_a_batch_that_no_devices_hold_is_refused_with_what_to_do() -> None:
     message = (
         r"a batch of 21 samples does not fit .*\{0: 8, 1: 12\}, at least 1 each.*"
@@ -320,51 +264,3 @@ def test_micro_batches_pay_their_fixed_cost_each() -> None:
     for batch in (48, 128):
         best_s = min(max(busy_s((batch - n, n))) for n in range(1, batch))
         assert max(busy_s(ranks.sizes(batch))) <= 1.05 * best_s
-
-
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("seed", range(5))
-def test_jitter_moves_nobody_back_and_forth_at_a_cap(
-    seed: int, accumulates: bool
-) -> None:
-    """The fast rank holds 40 of 128: it stays there, or takes four micro-batches."""
-    ranks, rng, seen = (
-        balancer(40, None, accumulates=accumulates),
-        random.Random(seed),
-        [],
-    )
-    for _ in range(300):
-        sizes = ranks.sizes(128)
-        seen.append(sizes)
-        passes = passes_of(sizes[0], 40)
-        busy_s = [0.004 * passes + 0.001 * sizes[0], 0.004 + 0.004 * sizes[1]]
-        ranks.report(sizes, [s * rng.uniform(0.97, 1.03) for s in busy_s])
-    settled = seen[40:]
-    assert sum(a != b for a, b in itertools.pairwise(settled)) <= 3
-    if accumulates:
-        assert all(90 <= sizes[0] <= 106 for sizes in settled)
-    else:
-        assert set(settled) == {(40, 88)}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_samples": (1, 2, 3)}, "max_samples must name at most 2 ranks, got 3"),
-        ({"max_samples": (0,)}, "max_samples of rank 0 must be at least 1"),
-        ({"max_samples": (None, 1.5)}, "max_samples of rank 1 must be an int"),
-    ],
-)
-def test_wrong_caps_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        BalancerConfig(**{"world_size": 2, **options})  # type: ignore[arg-type]
-
-
-def test_a_cap_of_no_rank_or_no_sample_is_refused() -> None:
-    ranks = balancer(size=2)
-    with pytest.raises(ConfigError, match="the cap of a rank must be at least 1"):
-        ranks.limit(0, 0)
-    with pytest.raises(ConfigError, match="expected a rank below 2, got 2"):
-        ranks.limit(2, 5)
-    assert ranks.max_samples == (None, None)
-    assert math.isfinite(sum(ranks.sizes(10)))

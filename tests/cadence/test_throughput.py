@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.cadence.rank_time import RankTime
 from elche.cadence.throughput import (
     DOMINANCE_MARGIN,
     MAX_SPEED_RATIO,
@@ -120,17 +118,3 @@ def test_reports_name_the_rank_that_is_wrong() -> None:
         check([1.5, 1], [1.0, 1.0])
     with pytest.raises(ConfigError, match="wall_ms must hold one value for each of 2"):
         check([1, 1], [1.0])
-
-
-def test_equal_ranks_under_jitter_keep_their_ratio() -> None:
-    rng = random.Random(7)
-    estimates = [RankTime(recent=1), RankTime(recent=1)]
-    for estimate in estimates:
-        estimate.observe(1, 10.0)
-    ratios = HeldRatios([10.0, 10.0])
-    for _ in range(300):
-        for estimate in estimates:
-            estimate.observe(1, 10.0 * rng.uniform(0.95, 1.05))
-        ratios.follow([e.cost for e in estimates])
-        assert ratios.reference == 0
-        assert ratios.values == (1.0, 1.0)

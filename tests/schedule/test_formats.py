@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -18,7 +17,6 @@ from torch.distributed.pipelining.schedules import (
     _add_send_recv,
     _PipelineScheduleRuntime,
     _simulate_comms_compute,
-    _validate_schedule,
 )
 
 from elche.errors import ConfigError
@@ -27,12 +25,10 @@ from elche.schedule.actions import (
     Schedule,
     StageAction,
     loop_placement,
-    parse_action,
 )
-from elche.schedule.codes import decode
-from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
+from elche.schedule.codes import check_schedule, decode
+from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
 from elche.schedule.formats import from_csv, to_csv, to_text
-from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
     make_schedule,
@@ -40,8 +36,7 @@ from elche.schedule.generators.schedules import (
 )
 from elche.schedule.generators.v_shape import zb_v_rows
 from elche.schedule.lowering import check_deadlock_free, lower
-from elche.schedule.validation import check_schedule
-from tests.schedule.strategies import named, placements
+from tests.schedule.strategies import named
 
 TORCH_WAITS = hasattr(torch_schedules, "_add_wait_send")  # torch 2.15
 
@@ -116,49 +111,6 @@ def test_torch_runs_our_sends_and_receives(tmp_path: Path, name: str) -> None:
     )
 
 
-@given(placements(), st.integers(1, 4), st.integers(0, 3))
-@settings(max_examples=25)
-def test_torch_reads_any_placement(
-    placed: tuple[tuple[int, ...], int], count: int, seed: int
-) -> None:
-    """Uneven numbers of stages, in any order: what we write is what torch reads.
-
-    Its own simulation runs our sends and receives to the end, and so we read it back.
-    """
-    placement, _ = placed
-    holders = sorted(set(placement))  # torch's reader knows no rank without stages
-    placement = tuple(holders.index(rank) for rank in placement)
-    costs = PipelineCosts(
-        stages=tuple(
-            StageCost(
-                forward=1.0 + (seed * stage) % 3,
-                input_gradient=1.0,
-                weight_gradient=0.5,
-            )
-            for stage in range(len(placement))
-        ),
-        placement=placement,
-        num_ranks=len(holders),
-    )
-    schedule = auto_schedule(costs, count)
-    lowered = lower(schedule, costs)
-    for one in (schedule, lowered):
-        read = {
-            rank: [_Action.from_str(cell) for cell in line.split(",")]
-            for rank, line in enumerate(to_csv(one).splitlines())
-        }
-        assert from_csv(to_csv(one), one.name) == one
-        assert [[str(each) for each in row] for row in read.values()] == [
-            [str(each) for each in row] for row in one.actions
-        ]
-    simulated = _simulate_comms_compute(
-        read, lambda stage: placement[stage], len(placement)
-    )
-    assert sum(each is not None for row in simulated.values() for each in row) == sum(
-        map(len, lowered.actions)
-    )
-
-
 def test_we_load_what_torch_dumps(tmp_path: Path) -> None:
     schedule = made("interleaved-zb")
     reader = torch_reader(schedule)
@@ -211,19 +163,6 @@ def test_the_order_is_torchs(name: str, theirs: type, ranks: int, count: int) ->
         assert [str(one) for one in order if one] == list(map(str, row))
 
 
-def test_torch_accepts_what_we_call_complete() -> None:
-    schedule = made("v-half")
-    check_schedule(schedule)
-    order = {
-        rank: [_Action.from_str(str(one)) for one in row]
-        for rank, row in enumerate(schedule.actions)
-    }
-    placement = _validate_schedule(
-        order, schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
-    )
-    assert tuple(placement[s] for s in range(schedule.num_stages)) == schedule.placement
-
-
 def test_torchs_idle_steps_overlaps_and_fsdp_are_understood() -> None:
     text = "0UNSHARD,0F0,0F1,,(0B0;0B1)OVERLAP_F_B,0REDUCE_GRAD,0RESHARD\n"
     schedule = from_csv(text, "dual")
@@ -240,13 +179,6 @@ def test_torchs_waits_are_understood() -> None:
     assert from_csv("0F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n").actions == (
         (StageAction(0, Kind.FORWARD, 0), StageAction(0, Kind.FULL_BACKWARD, 0)),
     )
-
-
-def test_actions_print_as_torch_prints_them() -> None:
-    for kind in Kind:
-        one = StageAction(12, kind, 34)
-        assert str(one) == str(_Action.from_str(str(one)))
-        assert parse_action(str(one)) == one
 
 
 @pytest.mark.parametrize(

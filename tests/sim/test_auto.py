@@ -18,7 +18,6 @@ from elche.sim.cluster import (
     Break,
     Cluster,
     Device,
-    Drift,
     Fault,
     Link,
     LinkChange,
@@ -146,31 +145,6 @@ def test_a_rank_that_costs_more_than_it_brings_is_left_out_of_steps_at_once() ->
     assert report.goodput > 1.6
 
 
-@pytest.mark.parametrize(
-    ("local", "policy", "least"),
-    [(BATCH_SAMPLES, "async", 1.9), (None, "sync", 1.05)],
-)
-def test_what_a_batch_costs_beside_its_samples_is_found_out(
-    local: int | None, policy: str, least: float
-) -> None:
-    """Equal ranks get equal shares, in which it could not be told from the samples.
-
-    Steps on half of a batch win little where nearly all of it is fixed.
-    """
-    device = Device(
-        seconds_per_sample=0.00025, seconds_per_batch=0.032, jitter=0.05, count=2
-    )
-    options = {"windows": {"local_batch_size": local}}
-    cluster = cluster_of(1.0, sync_batches=1.0, epochs=4, options=options)
-    link = Link(latency_s=1e-4, bytes_per_s=2e9, efficiency=1.0)
-    report = run(replace(cluster, devices=(device,), link=link))
-    assert policies(report)[-1] == policy
-    assert policy == "sync" or report.phases[0].seconds < 1.5
-    assert report.goodput > least
-    promised = float(report.choices[-1].reason.split("predicted ")[1].split()[0])
-    assert report.goodput == pytest.approx(promised, rel=0.06)
-
-
 def test_a_bad_link_is_left_after_the_first_step() -> None:
     """Of one step nobody knows what is fixed: windows must be better at the worst."""
     report = run(cluster_of(1.0, 0.5, sync_batches=60.0, epochs=4))
@@ -184,29 +158,6 @@ def test_windows_are_chosen_where_the_run_is_long_enough_to_measure() -> None:
     assert report.phases[0].samples <= (MOST_STEPS + 1) * BATCH_SAMPLES
     assert report.choices[0].reason.startswith("async on 2 ranks")
     assert report.choices[0].reason.endswith("steps of 16 samples")
-
-
-def test_a_short_run_pays_no_price_that_it_cannot_win_back() -> None:
-    report = run(cluster_of(1.0, 0.5, sync_batches=30.0, samples=4_800))
-    assert "left out: rank 1" in report.choices[-1].reason
-    assert report.phases[-1].ranks == 1
-    assert report.goodput > 0.55  # all but the start and a step
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("sync_batches", [0.02, 0.15, 2.0])
-def test_jitter_of_ten_percent_changes_nothing_after_the_first_choice(
-    sync_batches: float, seed: int
-) -> None:
-    cluster = cluster_of(
-        *(1.0, 0.5),
-        sync_batches=sync_batches,
-        jitter=0.1,
-        seed=seed,
-        samples=8_000,
-        epochs=4,
-    )
-    assert len(run(cluster).choices) == 1
 
 
 def test_a_link_that_becomes_much_slower_leaves_the_fastest_alone() -> None:
@@ -252,15 +203,6 @@ def test_sync_comes_back_when_the_link_does() -> None:
     assert 0.0 < seen_s - 200.0 <= epoch_s + ALONE_WINDOW_S
     after = report.phases[-1]
     assert after.samples / after.seconds > 1.85 * BATCH_SAMPLES / FAST_BATCH_S
-
-
-def test_a_slow_rank_is_excluded_again_after_windows() -> None:
-    """Steps after windows begin with all ranks; each would wait for the slowest."""
-    cluster = cluster_of(1.0, 1.0, 0.02, sync_batches=0.05, samples=32_000, epochs=12)
-    sim = simulate(changed_link(cluster, 20.0, 100.0))
-    check(sim)
-    assert policies(report_of(sim)) == ["sync", "async", "sync"]
-    assert sim.end_s < 12 * 32_000 / BATCH_SAMPLES * FAST_BATCH_S * 0.75
 
 
 def test_progress_counts_each_part_of_an_epoch_once() -> None:
@@ -343,43 +285,6 @@ def planned(sim: Simulation) -> list[OpenWindow]:
     return sim.history.opened[0, 0]
 
 
-def test_windows_follow_a_link_that_becomes_ten_times_slower() -> None:
-    cluster = cluster_of(1.0, 0.5, sync_batches=1.5, samples=32_000, epochs=4)
-    slower = LinkChange(at_s=40.0, bytes_per_s=cluster.link.bytes_per_s / 10)
-    sim = simulate(replace(cluster, link_changes=(slower,)))
-    check(sim)
-    report = report_of(sim)
-    assert policies(report)[0] == "sync"
-    assert "async" in policies(report)
-    # A window is open for its reduction, so it grows with it at once; the plan follows
-    # when the next epoch begins.
-    reduction_s = 15.0 * FAST_BATCH_S
-    last = planned(sim)[-8:]
-    assert all(plan.wall_s is not None and plan.wall_s > reduction_s for plan in last)
-
-
-def test_a_rank_that_becomes_too_slow_is_left_out_in_the_next_epoch() -> None:
-    cluster = cluster_of(1.0, 1.0, sync_batches=2.0, samples=16_000, epochs=4)
-    devices = list(cluster.devices)
-    devices[1] = replace(devices[1], drift=(Drift(at_s=2.0, factor=60.0),))
-    report = run(replace(cluster, devices=tuple(devices)))
-    assert len(report.choices) >= 2
-    assert "left out: rank 1" in report.choices[-1].reason
-    assert report.ranks[1].samples < report.ranks[0].samples / 10
-
-
-def test_who_trains_alone_outlives_the_other_and_not_the_other_it() -> None:
-    cluster = cluster_of(1.0, 0.02, sync_batches=4.0, samples=3_200)
-    ends = {}
-    for killed in (0, 1):
-        fault = Fault(at_s=4.0, kill_rank=killed)
-        ends[killed] = simulate(replace(cluster, faults=(fault,))).history
-    assert "rank 0 trains alone, and no other has" in ends[0].aborts[1].reason
-    assert not ends[1].aborts
-    assert ends[1].finished == {0}
-    assert ends[1].committed[0, 0] == frozenset(range(100))
-
-
 def test_an_epoch_that_was_broken_off_counts_for_what_was_trained() -> None:
     """Once: it counted whole, and schedulers of later windows ran ahead."""
     cluster = cluster_of(1.0, 0.5, sync_batches=2.4, samples=3_200, epochs=2)
@@ -392,45 +297,9 @@ def test_an_epoch_that_was_broken_off_counts_for_what_was_trained() -> None:
     assert (first.epoch, first.committed_samples) == (1, 3 * BATCH_SAMPLES)
 
 
-def test_progress_goes_on_where_the_epoch_before_ended() -> None:
-    cluster = cluster_of(1.0, 0.5, sync_batches=8.0, samples=3_200, epochs=3)
-    sim = simulate(cluster)
-    check(sim)
-    first = {plan.epoch: plan.committed_samples for plan in reversed(planned(sim))}
-    assert first == {0: BATCH_SAMPLES, 1: 3_200, 2: 6_400}
-    # A rank that ends an epoch first may be told of windows that never begin.
-    windows = [(plan.epoch, plan.window) for plan in planned(sim)]
-    assert windows == sorted(set(windows))
-    first_windows = [min(w for e, w in windows if e == epoch) for epoch in range(3)]
-    assert first_windows == sorted(set(first_windows))
-
-
-@pytest.mark.parametrize("at_s", [0.2, 0.3, 0.4, 0.8])
-def test_who_lives_chooses_as_without_the_dead(at_s: float) -> None:
-    """Wherever it died: while steps were measured, or on the way to windows."""
-    cluster = cluster_of(1.0, 0.5, 0.5, sync_batches=4.0, epochs=4)
-    sim = simulate(replace(cluster, faults=(Fault(at_s=at_s, kill_rank=1),)))
-    assert sim.history.finished == {0, 2}
-    assert policies(report_of(sim)) == ["sync", "async"]
-    assert "async on 2 ranks" in sim.history.choices[-1][1].reason
-
-
-def test_a_death_under_windows_is_survived() -> None:
-    cluster = cluster_of(1.0, 0.5, 0.5, sync_batches=8.0)
-    sim = simulate(replace(cluster, faults=(Fault(at_s=10.0, kill_rank=2),)))
-    assert not sim.history.aborts
-    assert sim.history.finished == {0, 1}
-
-
 @pytest.mark.parametrize("name", ["one_too_slow", "fixed_time"])
 def test_it_comes_near_the_best_fixed_policy(name: str) -> None:
     check_worth(name, samples=96_000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
-def test_it_comes_near_the_best_fixed_policy_on_every_cluster(name: str) -> None:
-    check_worth(name, samples=None)
 
 
 def check_worth(name: str, samples: int | None) -> None:
@@ -441,14 +310,3 @@ def check_worth(name: str, samples: int | None) -> None:
     found = compare(cluster)
     assert found.ratio >= NEAR_BEST, found
     assert found.auto.goodput >= 1.0, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
-def test_it_is_never_slower_than_the_fastest_device(name: str, seed: int) -> None:
-    cluster = load_cluster(EXAMPLES / f"{name}.toml")
-    cluster = replace(cluster, run=replace(cluster.run, seed=seed, epochs=2))
-    sim = Simulation(cluster)
-    sim.run()
-    assert report_of(sim).goodput >= 1.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
-
 from elche.sim.cluster import Cluster
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
@@ -70,10 +68,3 @@ def test_it_is_no_slower_than_the_fastest_device_on_random_clusters() -> None:
     reports = [check_seed(seed) for seed in range(1000, 1016)]
     ends = {(each.phases[-1].policy, each.phases[-1].ranks == 1) for each in reports}
     assert {("sync", False), ("async", True)} <= ends
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(2000, 2200, 20))
-def test_it_is_no_slower_on_many_random_clusters(first: int) -> None:
-    for seed in range(first, first + 20):
-        check_seed(seed)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from elche.errors import ConfigError
-from elche.schedule.link_efficiency import LINK_EFFICIENCY
-from elche.schedule.planning.profile import LinkProfile
-from elche.sim.cluster import Cluster, Device, Link, LinkChange, SimulatedRun
+from elche.sim.cluster import Device, Link
 from elche.sim.cluster_file import read_cluster
-from elche.sim.simulation import Simulation
 
 GOOD: dict[str, Any] = {
     "run": {
@@ -163,31 +159,12 @@ def test_a_file_without_the_needed_tables_is_refused(
         read_cluster(raw)
 
 
-def test_a_changed_link_must_say_what_changes() -> None:
-    with pytest.raises(ConfigError, match="say bytes_per_s or latency_s"):
-        LinkChange(at_s=1.0)
-
-
 def test_what_a_reduction_costs() -> None:
     link = Link(latency_s=0.001, bytes_per_s=2e6, efficiency=0.5)
     assert link.reduce_s(1e6, 1) == 0.0
     assert link.reduce_s(1e6, 2) == pytest.approx(0.002 + 1.0)
     assert link.reduce_s(1e6, 5) == pytest.approx(0.006 + 1.6)
     assert link.broadcast_s(1e6, 5) == pytest.approx(0.003 + 1.0)
-
-
-def test_the_efficiency_of_links_is_the_same_everywhere() -> None:
-    assert Link().efficiency == LinkProfile().efficiency == LINK_EFFICIENCY
-    sold = Link(latency_s=0.0, bytes_per_s=1e6)
-    measured = Link(latency_s=0.0, bytes_per_s=1e6 * LINK_EFFICIENCY, efficiency=1.0)
-    assert sold.reduce_s(1e6, 3) == pytest.approx(measured.reduce_s(1e6, 3))
-    changed = Cluster(
-        run=SimulatedRun(samples=1),
-        devices=(Device(seconds_per_sample=1.0),),
-        link=replace(sold, efficiency=0.9),
-        link_changes=(LinkChange(at_s=1.0, bytes_per_s=5e5),),
-    )
-    assert changed.link_at(2.0).efficiency == 0.9
 
 
 def with_curve(curve: Any, **more: Any) -> dict[str, Any]:
@@ -202,17 +179,6 @@ def test_a_curve_is_straight_between_its_points_and_goes_on_at_its_end() -> None
     assert device.mean_batch_s(6) == pytest.approx(0.2)
     steep = Device(curve=((4, 0.1), (8, 0.4)))  # its line is negative at 1
     assert steep.compute_s(1) == pytest.approx(0.025)
-
-
-def test_a_run_takes_as_long_as_its_curve_says() -> None:
-    cluster = read_cluster(
-        {
-            "run": {"samples": 80, "batch_size": 8, "policy": "sync"},
-            "device": [{"curve": [[1, 0.01], [4, 0.05], [16, 0.29]]}],
-        }
-    )
-    history = Simulation(cluster).run()
-    assert history.ranks[0].compute_s == pytest.approx(10 * 0.13)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.coordination.gathering import WELL_AFTER_S
-from elche.coordination.protocol.events import EpochOpened, Left, Tick
+from elche.coordination.protocol.events import EpochOpened, Left
 from elche.coordination.protocol.instructions import Abort
 from elche.coordination.state import Coordinator
 from elche.sim.cluster import Break, Cluster, Device, Fault, Link, SimulatedRun
@@ -19,7 +18,6 @@ from elche.sim.simulation import TICK_S, Simulation, Watch
 from tests.harness.reached import reach
 from tests.sim.books import Books
 from tests.sim.checks import (
-    is_ended_by_a_death,
     positions,
     simulate,
     trained_positions,
@@ -56,15 +54,6 @@ def test_a_break_at_one_step_on_all_ranks_lets_sync_go_on(
     assert len(trained_positions(history, 0, 0)) == 8 * (step + 1)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_ranks_may_end_right_after_a_common_break(seed: int) -> None:
-    """Once: Left of one rank comes before EpochLeft of another: the run is aborted.
-
-    `elche run` then reports a failure of a run that trained to its end.
-    """
-    assert simulate(broken(3, 5, seed=seed)).core.aborted is None
-
-
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_break_of_one_rank_ends_the_epoch_for_all(leaver: int) -> None:
     # Once: it stalled for 60 s, and ended the run.
@@ -85,39 +74,6 @@ def test_a_break_of_one_rank_ends_the_epoch_for_all(leaver: int) -> None:
     ]
     assert trained[0] == set(range(5))
     assert set(range(5)) < trained[1] <= set(range(15)), "what was granted"
-
-
-def test_who_breaks_and_works_on_by_itself_is_not_waited_for() -> None:
-    cluster = Cluster(
-        run=SimulatedRun(
-            policy="sync", samples=160, batch_size=8, epochs=1, pause_s=1e4
-        ),
-        devices=(Device(seconds_per_sample=0.01, count=2),),
-        breaks=(Break(rank=0, epoch=0, batches=5),),
-    )
-    ended_s: list[float] = []
-
-    class Timed(Simulation):
-        def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
-            super().epoch_ended(run, epoch, rank)
-            ended_s.append(self.engine.now_s)
-
-    Timed(cluster, Watch(ticks=True, books=Books, details=True)).run()
-    first_s, second_s = ended_s
-    assert first_s < 1.0
-    assert WELL_AFTER_S <= second_s - first_s <= WELL_AFTER_S + 2 * TICK_S
-
-
-def test_breaks_at_different_steps_of_sync_end_at_the_last_one() -> None:
-    cluster = Cluster(
-        run=SimulatedRun(policy="sync", samples=40, batch_size=8),
-        devices=(Device(seconds_per_sample=0.01, count=2),),
-        breaks=tuple(Break(rank=r, epoch=0, batches=4 - r) for r in range(2)),
-    )
-    history = simulate(cluster, ticks=True).history
-    assert not history.aborts
-    trained = {(who, start // 8) for who, start, _ in history.trained[0, 0]}
-    assert trained == {(0, b) for b in range(4)} | {(1, b) for b in range(3)}
 
 
 @st.composite
@@ -175,19 +131,6 @@ def test_a_rank_that_fails_or_vanishes_ends_sync_for_all_others_at_once(
             reach("failures")
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_rank_that_raises_ends_the_run_for_all(policy: str) -> None:
-    """A fault of the script is every rank's: it is no loss of a machine."""
-    cluster = Cluster(
-        run=SimulatedRun(policy=policy, samples=8000, batch_size=8),
-        devices=(Device(seconds_per_sample=0.01, count=3),),
-        faults=(Fault(at_s=0.7, fail_rank=1),),
-    )
-    history = simulate(cluster).history
-    assert set(history.aborts) == {0, 2}
-    assert history.aborts[0].failed_rank == 1
-
-
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @pytest.mark.parametrize(
     ("at_s", "doing"),
@@ -220,17 +163,6 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_time_that_passes_between_epochs_is_nobodys_fault(policy: str) -> None:
-    device = Device(seconds_per_sample=0.01, count=2)
-    run = SimulatedRun(
-        policy=policy, samples=160, batch_size=8, options={"timeout_s": 5.0}
-    )
-    sim = simulate(Cluster(run=run, devices=(device,)))
-    for second in range(1000):
-        assert sim.core.handle(Tick(), sim.engine.now_s + second) == []
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_a_rank_that_leaves_while_another_opens_an_epoch_ends_the_run(
     policy: str,
 ) -> None:
@@ -245,21 +177,3 @@ def test_a_rank_that_leaves_while_another_opens_an_epoch_ends_the_run(
     aborts = [message for message in told if isinstance(message, Abort)]
     assert len(aborts) == len(told) == 2
     assert "ranks [0] have left" in aborts[0].reason
-
-
-@pytest.mark.reaches("groups without it")
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_who_leaves_the_run_while_a_group_forms_is_not_waited_for(policy: str) -> None:
-    """It has broken off the last epoch, of whose end the others have yet to hear."""
-    cluster = Cluster(
-        run=SimulatedRun(policy=policy, samples=40, batch_size=8, regroup_s=0.0),
-        devices=(Device(seconds_per_sample=0.005, count=4, prefetch=0),),
-        link=Link(latency_s=0.02, spread_s=0.05),
-        breaks=(Break(rank=1, epoch=0, batches=1),),
-    )
-    for step in range(60):
-        fault = Fault(at_s=0.1 + 0.01 * step, kill_rank=0)
-        sim = simulate(replace(cluster, faults=(fault,)))
-        if not is_ended_by_a_death(sim):
-            assert sim.history.finished >= {1, 2, 3}
-        reach("groups without it", "left=(1,)" in "".join(sim.core.story()))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import Instruction, LeaveOut
 from elche.sim.cluster import Cluster, Device, Drift, Fault, Link, SimulatedRun
-from elche.sim.history import LEASE, LEFT_OUT
 from elche.sim.simulation import Watch
 from tests.harness.reached import reach
 from tests.sim.books import Books
@@ -123,25 +122,6 @@ def test_a_throttled_rank_comes_back_when_it_is_released() -> None:
     last = sim.history.trained[0, 15]
     own = sum(stop - start for rank, start, stop in last if rank)
     assert own > 0.4 * STEPS * BATCH
-
-
-def test_a_rank_left_out_only_in_trials_takes_part_again() -> None:
-    sim = run([1.0, 0.5, 0.03], epochs=16)
-    assert {one.left_out for _, one in sim.told} == {(2,), ()}
-    assert [one.reason for _, one in sim.told if one.reason] == [sim.told[0][1].reason]
-    shares = sim.history.ranks
-    assert shares[2].samples < 0.01 * shares[0].samples
-    assert shares[1].samples > 0.4 * shares[0].samples
-    assert shares[2].waits_s[LEFT_OUT] > 0.5 * sim.end_s
-    assert shares[2].waits_s[LEASE] < 0.01 * sim.end_s
-
-
-@pytest.mark.parametrize(
-    "options", [{"leave_out": False}, {"debug": {"deterministic": True}}], ids=str
-)
-def test_all_keep_a_share_where_it_is_so_set(options: dict[str, Any]) -> None:
-    sim = run([1.0, 0.01], epochs=2, **options)
-    assert sim.told == []
 
 
 def test_a_slow_first_rank_is_named_and_kept() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -12,17 +11,13 @@ from elche.coordination.protocol.events import (
     BatchesDone,
     Event,
     Join,
-    RankLost,
-    Regrouped,
 )
 from elche.coordination.protocol.instructions import (
-    Adopt,
     BeginEpoch,
     EndEpoch,
     GrantSteps,
     Instruction,
     MetricsReported,
-    Reduce,
     Regroup,
     Welcome,
 )
@@ -139,30 +134,6 @@ def test_a_rank_that_joins_gets_the_model_and_then_work(policy: str) -> None:
         assert report_of(sim).efficiency > 0.7
 
 
-@pytest.mark.parametrize("policy", WINDOWS)
-def test_a_result_that_one_survivor_has_is_taken_over_by_all(policy: str) -> None:
-    """Else a window would be in some models with the dead rank's part, or lost."""
-    seen = set()
-    for step in range(20):
-        fault = Fault(at_s=1.0 + 0.03 * step, kill_rank=1)
-        cluster = cluster_of(policy, fault, epochs=1, samples=4000)
-        _, told = told_in(replace(cluster, link=replace(cluster.link, spread_s=0.05)))
-        after = told[next(at for at, one in enumerate(told) if type(one) is Regroup) :]
-        first = next((one for one in after if isinstance(one, (Adopt, Reduce))), None)
-        seen.add((type(first), getattr(first, "attempt", None)))
-    assert {(Adopt, None), (Reduce, 1)} <= seen
-
-
-@pytest.mark.reaches("results taken over", "redone reductions")
-def test_a_step_that_one_survivor_has_is_taken_over_by_all() -> None:
-    """Else it would be in some models only, or in some of them twice."""
-    for step in range(40):
-        fault = Fault(at_s=1.0 + 0.004 * step, kill_rank=1)
-        cluster = cluster_of("sync", fault, epochs=1, samples=2000)
-        sim = simulate(replace(cluster, link=replace(cluster.link, spread_s=0.03)))
-        assert sim.history.committed[0, 0] == frozenset(range(250))
-
-
 def test_what_a_death_leaves_of_an_epoch_is_shared_out_anew() -> None:
     sim, told = told_in(cluster_of("sync", Fault(at_s=1.0, kill_rank=1), epochs=1))
     at = next(at for at, one in enumerate(told) if type(one) is EndEpoch)
@@ -173,30 +144,6 @@ def test_what_a_death_leaves_of_an_epoch_is_shared_out_anew() -> None:
     assert [bool(end.left) for end in ends] == [True, False]
     assert sum(end.samples for end in ends) == 8000
     assert sim.history.finished == {0, 2}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_second_death_while_the_group_forms_begins_another_one(policy: str) -> None:
-    faults = (Fault(at_s=1.0, kill_rank=0), Fault(at_s=1.02, kill_rank=1))
-    sim, told = told_in(cluster_of(policy, *faults, regroup_s=0.1))
-    assert sim.history.finished == {2}
-    generations = [one.generation for one in told if isinstance(one, Regroup)]
-    assert generations == [1, 1, 2]
-    assert sim.history.committed[0, 1] == frozenset(range(1000))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_rank_that_dies_before_it_is_taken_in_is_forgotten(policy: str) -> None:
-    """Once: it was taken in all the same, and everybody waited for it."""
-    sim = simulate(
-        cluster_of(
-            policy,
-            Fault(at_s=1.0, join=0),
-            Fault(at_s=1.0, kill_rank=2),
-            Fault(at_s=1.005, kill_rank=3),
-        )
-    )
-    assert sim.history.finished == {0, 1}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -215,29 +162,6 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_others_go_on(policy: str) -
     assert sim.history.finished == {0, 1, 2}
     assert "the model differs between ranks" in sim.history.aborts[3].reason
     assert sim.history.committed[0, 1] == frozenset(range(1000))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_who_speaks_for_all_may_die_between_epochs(policy: str) -> None:
-    """Once: the epoch was opened without batch sizes, and the run ended."""
-    undisturbed = simulate(cluster_of(policy, samples=1000, pause_s=0.3))
-    ends_s = sorted(end_s for _, _, end_s in undisturbed.history.busy)
-    pause_s, began_s = max((b - a, a) for a, b in pairwise(ends_s))
-    assert pause_s > 0.3
-    for step in range(8):
-        fault = Fault(at_s=began_s + (step + 0.5) * pause_s / 8, kill_rank=0)
-        sim = simulate(cluster_of(policy, fault, samples=1000, pause_s=0.3))
-        assert sim.history.finished == {1, 2}
-
-
-def test_word_of_an_older_group_is_passed_over() -> None:
-    cluster = cluster_of("async", Fault(at_s=1.0, kill_rank=0))
-    sim = simulate(replace(cluster, run=replace(cluster.run, until_s=2.0)))
-    core, now_s = sim.core, sim.engine.now_s
-    late = Regrouped(rank=1, generation=0, epoch=0, reduced=0)
-    assert core.handle(late, now_s) == []
-    assert core.handle(RankLost(rank=0), now_s) == []
-    assert core.aborted is None
 
 
 def test_random_deaths_are_drawn_by_their_rate() -> None:

@@ -11,16 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.cadence.el_che import ElChe
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.metrics import EpochMetrics
 from elche.coordination.protocol.events import BatchesDone, Event, WindowClosed
 from elche.coordination.protocol.instructions import Abort, EndEpoch, MetricsReported
-from elche.coordination.windows.pacing import Pacing
-from elche.coordination.windows.reductions import Reduction
-from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
+from elche.sim.cluster import Cluster
 from elche.sim.simulation import Simulation, Watch
-from tests.harness.settings import nested
 from tests.sim.books import Books
 from tests.sim.checks import MOST_HAPPENINGS, is_ended_by_a_death
 from tests.sim.strategies import WHOLE, clusters
@@ -157,59 +153,3 @@ def test_a_run_stops_at_the_second_in_a_row_and_at_nothing_else(
     for windows in heard.windows.values():
         for (_, was_finite), (batches, _) in pairwise(windows):
             assert was_finite or len(batches) == 1
-
-
-def of_two(policy: str, bad: set[int], **options: Any) -> Cluster:
-    run = SimulatedRun(
-        policy=policy,
-        samples=8 * 400,
-        batch_size=8,
-        model_bytes=1e6,
-        options=nested({"non_finite": "leave_out", "local_batch_size": 8, **options}),
-        bad_batches=tuple(bad),
-    )
-    devices = (Device(seconds_per_sample=0.001), Device(seconds_per_sample=0.003))
-    return Cluster(run=run, devices=devices, link=Link(latency_s=0.0005))
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_the_wait_of_a_rank_that_is_astray_lengthens_no_window(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has run one batch, or none, and waits for the rest of everybody's window."""
-    costs_ms: list[float] = []
-    slowest: list[int] = []
-    report, watch = ElChe.report_timing, Pacing.watch
-
-    def listen(
-        el_che: ElChe, wall_ms: list[float], batches: list[int], sync_ms: float
-    ) -> None:
-        costs_ms.append(sync_ms)
-        report(el_che, wall_ms, batches, sync_ms)
-
-    def look(pacing: Pacing, reduction: Reduction, batches: int) -> str:
-        slowest.append(batches)
-        return watch(pacing, reduction, batches)
-
-    monkeypatch.setattr(ElChe, "report_timing", listen)
-    monkeypatch.setattr(Pacing, "watch", look)
-    simulate(of_two(policy, set()), [])
-    usual_ms, shortest = max(costs_ms), slowest.count(1)
-    costs_ms.clear()
-    slowest.clear()
-    sim = simulate(of_two(policy, set(range(60, 360, 20))), [])
-    assert not sim.history.aborts
-    (books,) = sim.books
-    assert len(books.discarded) > 15
-    assert max(costs_ms) <= usual_ms
-    assert slowest.count(1) <= shortest
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_what_is_discarded_ends_with_the_window(policy: str) -> None:
-    """Of windows of about sixteen batches of both, one is lost."""
-    options = {"anchor": 4, "max_anchor": 4}
-    sim = simulate(of_two(policy, {200}, **options), [])
-    (books,) = sim.books
-    assert 8 * 200 in {start for _, start, _ in books.discarded}
-    assert len(books.discarded) <= 16

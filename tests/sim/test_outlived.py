@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
@@ -37,41 +36,6 @@ def run(
     sim = Simulation(cluster, Watch(books=Books, details=True, ticks=True))
     sim.run()
     return sim, sim.core.aborted or ""
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_a_death_at_any_moment_loses_nothing_and_counts_nothing_twice(
-    policy: str, victim: int
-) -> None:
-    """The books, which are kept apart from the ledger, see each epoch once."""
-    whole, _ = run(policy, ())
-    end_s = whole.end_s
-    begun_s = min(sums.began_s for sums in whole.history.ranks.values())
-    outlived = 0
-    for step in range(30):
-        at_s = begun_s + end_s * step / 30
-        sim, reason = run(policy, (Fault(at_s=at_s, kill_rank=victim),))
-        if reason:
-            assert "no rank may die before the first epoch has begun" in reason
-            continue
-        outlived += bool(sim.core.lost)
-        assert sim.history.finished >= {0, 1, 2} - {victim}
-        assert {epoch for _, epoch in sim.history.committed} == {0, 1}
-        assert all(len(done) == 20 for done in sim.history.committed.values())
-    assert outlived > 20
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_two_deaths_at_any_two_moments(policy: str) -> None:
-    whole, _ = run(policy, ())
-    times_s = [whole.end_s * step / 6 for step in range(1, 6)]
-    for first_s, second_s in itertools.product(times_s, times_s):
-        faults = Fault(at_s=first_s, kill_rank=2), Fault(at_s=second_s, kill_rank=1)
-        sim, reason = run(policy, faults)
-        assert not reason or "before the first epoch" in reason
-        if not reason:
-            assert all(len(done) == 20 for done in sim.history.committed.values())
 
 
 CODED = {"codec": "int8"}

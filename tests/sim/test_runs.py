@@ -47,19 +47,6 @@ def test_the_same_processes_may_run_twice(policy: str) -> None:
     check_all(simulate(Cluster(run=run, devices=(device,))))
 
 
-@pytest.mark.reaches("reductions", "commits")
-@given(clusters("cadence"))
-@settings(max_examples=60)
-def test_without_el_che_every_window_is_a_batch_and_the_run_ends(
-    cluster: Cluster,
-) -> None:
-    # Once: deadlock at the end of an epoch. Windows then end by count, so a rank
-    # without a lease has no deadline; the others wait for it to close, and a lease
-    # is looked at again only when a batch is done.
-    run = replace(cluster.run, options={"windows": {"max_anchor": 0}})
-    check_all(simulate(replace(cluster, run=run)))
-
-
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_without_el_che_the_slow_rank_closes_when_it_gets_no_more(policy: str) -> None:
     # Once: as above, in its shortest form.
@@ -90,16 +77,6 @@ def test_no_rank_waits_for_a_grant_of_sync_once_it_has_begun(
         firsts[rank] = firsts.get(rank, 0) + (cause == LEASE)
     # An epoch's first grant is on its way when its loop begins.
     assert all(count <= cluster.run.epochs for count in firsts.values()), firsts
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-@pytest.mark.parametrize("prefetch", [0, 8])
-def test_few_batches_are_spread_over_the_ranks(policy: str, prefetch: int) -> None:
-    device = Device(seconds_per_sample=0.01, count=4, prefetch=prefetch)
-    whole = {"windows": {"local_batch_size": 8}}
-    run = SimulatedRun(policy=policy, samples=64, batch_size=8, options=whole)
-    sim = simulate(Cluster(run=run, devices=(device,)))
-    assert [sim.history.ranks[rank].batches for rank in range(4)] == [2, 2, 2, 2]
 
 
 def test_a_run_is_the_same_twice_and_another_with_another_seed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elche.sim.cluster import Cluster, Device, Link, LinkChange, SimulatedRun
+from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.report import Report, report_of
 from tests.sim.checks import simulate
 
@@ -70,57 +70,3 @@ def test_auto_runs_two_steps_on_a_link_that_it_leaves() -> None:
 def test_auto_grants_ahead_where_a_reduction_is_quick() -> None:
     report = run("auto", (1.0, 0.25), 0.02, 0.09, run_s=20.0)
     assert report.phases[0].samples > 2 * BATCH
-
-
-def test_windows_of_equal_ranks_stay_short_on_a_quick_link() -> None:
-    """A result is seen at a batch's end; that batch is not the reduction's time."""
-    cluster = Cluster(
-        run=SimulatedRun(
-            policy="async",
-            samples=16000,
-            batch_size=32,
-            model_bytes=4e6,
-            seed=3,
-            options={"windows": {"anchor": 1, "local_batch_size": 32}},
-        ),
-        devices=(Device(seconds_per_sample=0.01, count=2),),
-        link=Link(latency_s=0.0001, bytes_per_s=1e10),
-    )
-    batches, windows = 500, report_of(simulate(cluster)).windows
-    # Of three batches each: where each average is adopted a batch late, that pays.
-    assert windows >= 0.9 * batches / (3 * 2)
-
-
-def test_windows_are_short_again_after_one_reduction_that_hung() -> None:
-    """The first one took 10 s, the others 0.2: windows stayed near the longest."""
-    bytes_per_s = MODEL_BYTES / 0.2
-
-    def simulated(changes: tuple[LinkChange, ...], bytes_per_s: float) -> Report:
-        cluster = Cluster(
-            run=SimulatedRun(
-                policy="async",
-                samples=BATCH * 5_000,
-                batch_size=BATCH,
-                model_bytes=MODEL_BYTES,
-                seed=2,
-                options={
-                    "windows": {
-                        "anchor": 5,
-                        "max_anchor": 50,
-                        "local_batch_size": BATCH,
-                    }
-                },
-            ),
-            devices=tuple(
-                Device(seconds_per_sample=0.01 / BATCH / speed) for speed in (1.0, 0.25)
-            ),
-            link=Link(bytes_per_s=bytes_per_s, efficiency=1.0),
-            link_changes=changes,
-        )
-        return report_of(simulate(cluster))
-
-    usual = simulated((), bytes_per_s)
-    recovered = LinkChange(at_s=1.0, bytes_per_s=bytes_per_s)
-    hung = simulated((recovered,), MODEL_BYTES / 10.0)
-    # The pause and windows of up to 50 batches of 0.04 s pass before it is known.
-    assert hung.windows >= usual.windows * (1.0 - 2 * (10.0 + 2.0) / usual.seconds)

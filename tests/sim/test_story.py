@@ -7,8 +7,6 @@ import re
 import pytest
 
 from elche.coordination import story as story_module
-from elche.coordination.protocol.events import Tick
-from elche.coordination.story import Story
 from elche.sim.cluster import Cluster, Device, Fault, SimulatedRun
 from elche.sim.simulation import Simulation
 from tests.sim.checks import simulate
@@ -58,11 +56,3 @@ def test_a_story_forgets_what_is_long_ago(monkeypatch: pytest.MonkeyPatch) -> No
     sim = run_of(samples=8 * 200)
     assert len(sim.core.story()) == 200
     assert sim.core.lease_story(0) == []
-
-
-def test_ticks_are_no_part_of_a_story() -> None:
-    story = Story()
-    story.heard(Tick(), 0.5)
-    story.decided("the epoch ends", 0.6)
-    story.heard(Tick(), 1.0)
-    assert story.of_rank() == ["0.600 !! the epoch ends"]

@@ -7,9 +7,6 @@ from copy import copy
 from statistics import median_low
 from typing import final
 
-from elche.cadence.throughput import check_int
-from elche.errors import ConfigError
-
 MAX_GROWTH = 2
 """The most an anchor may grow by in one report, as a factor."""
 SYNC_HISTORY = 3
@@ -103,11 +100,8 @@ class Anchor:
 
         Returns:
             Whether the anchor is another one now.
-
-        Raises:
-            ConfigError: the number is no integer of at least 1.
         """
-        self._room = check_int("least", least, 1)
+        self._room = least
         before = self._value
         if not self.enabled:
             return False
@@ -125,12 +119,7 @@ class Anchor:
 
         Returns:
             Whether the anchor is lower now.
-
-        Raises:
-            ConfigError: the factor is not finite.
         """
-        if not math.isfinite(factor):
-            raise ConfigError(f"factor must be finite, such as 0.5, got {factor!r}")
         before = self._value
         shorter = math.ceil(before * min(max(factor, 0.1), 1.0) - _ROUNDING)
         self._fall_to(min(before, max(1, shorter)))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 from elche.cadence.rank_time import RankTime
-from elche.cadence.share_sizes import MAX_SIZES, ShareSizes, SplitChoice
+from elche.cadence.share_sizes import MAX_SIZES, ShareSizes
 from elche.cadence.split import passes_of
 from elche.cadence.split import split_for_makespan as split_for_makespan
 from elche.cadence.throughput import (
@@ -164,7 +164,7 @@ class Balancer:
         kept = self._kept.pop(total, None)
         steps, self._reports = self._reports, 0
         if kept is None:
-            kept = self._choices(best, times).fresh
+            kept = self._choices(best, times)[1]
         elif self._gain(best, kept, times) > REBALANCE_GAIN:
             split = self._of_few_sizes(best, times, steps)
             if self._gain(split, kept, times) > REBALANCE_GAIN:
@@ -223,15 +223,8 @@ class Balancer:
         return None
 
     def spare(self, ranks: Iterable[int]) -> None:
-        """Gives these ranks the least part from now on, if the others can do the rest.
-
-        Raises:
-            ConfigError: no rank would be left.
-        """
-        spared = frozenset(ranks)
-        if spared >= set(range(self.world_size)):
-            raise ConfigError("expected to spare some ranks, got all of them")
-        self._spared = spared
+        """Gives these ranks the least part from now on, if the others hold the rest."""
+        self._spared = frozenset(ranks)
         self._forget_kept()
 
     def leave_out(self, ranks: Iterable[int]) -> None:
@@ -262,14 +255,7 @@ class Balancer:
         return [end * cheapest_s for end in self._ends(least, self._times())]
 
     def limit(self, rank: int, samples: int) -> None:
-        """A rank's device holds no more samples at once; a cap never rises again.
-
-        Raises:
-            ConfigError: there is no such rank, or not one sample fits.
-        """
-        check_int("the cap of a rank", samples, 1)
-        if not 0 <= rank < self.world_size:
-            raise ConfigError(f"expected a rank below {self.world_size}, got {rank}")
+        """A rank's device holds no more samples at once; a cap never rises again."""
         known = self._caps[rank]
         if known is None or samples < known:
             self._caps[rank] = samples
@@ -351,7 +337,7 @@ class Balancer:
 
     def _choices(
         self, best: tuple[int, ...], times: _Times, tried: int | None = None
-    ) -> SplitChoice:
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
         """Splits of used and of new sizes; ``tried`` is a rank with a given part."""
         total = sum(best)
         minimum = self._minimum(total)

@@ -14,7 +14,6 @@ from elche.cadence.goodput import (
     MeasuredCluster,
     Prediction,
 )
-from elche.errors import ConfigError
 
 MARGIN = 0.025
 """Least relative difference of goodput that counts as clearly better."""
@@ -137,21 +136,8 @@ class Chooser:
 
         Args:
             update: ``"gradients"`` or ``"parameters"``.
-
-        Raises:
-            ConfigError: the update is none of these, or another one is fixed.
         """
-        left = tuple(policy for policy in UPDATES if UPDATES[policy] == update)
-        if not left:
-            raise ConfigError(
-                f"the update must be 'gradients' or 'parameters', got {update!r}"
-            )
-        if not set(left).issubset(self._policies):
-            raise ConfigError(
-                f"the update is fixed to {UPDATES[self._policies[0]]!r}, it cannot "
-                f"become {update!r} in the same run"
-            )
-        self._policies = left
+        self._policies = tuple(p for p in UPDATES if UPDATES[p] == update)
 
     def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
         """Predicts goodput, and answers what to run.

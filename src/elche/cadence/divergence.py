@@ -13,9 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from elche.cadence.throughput import check_int
-from elche.errors import ConfigError
-
 RECENT_WINDOWS = 3
 """Windows whose median shows a fast rise."""
 MEMORY_WINDOWS = 9
@@ -151,12 +148,8 @@ class DivergenceGuard:
 
         Returns:
             What becomes of the anchor.
-
-        Raises:
-            ConfigError: no divergence is given, one is negative, or the number of
-                batches is negative or no integer; nothing has changed then.
         """
-        batches = check_int("window_batches", window_batches, 0)
+        batches = window_batches
         seen = _read(divergences)
         held = self._hold_left > 0
         if batches == 0:
@@ -218,19 +211,10 @@ def _lower_median(values: Sequence[float]) -> float:
 
 
 def _read(divergences: Sequence[float]) -> _Seen:
-    if not divergences:
-        raise ConfigError("divergences must hold one value per rank, got none")
-    level, furthest, broken = NEGLIGIBLE, 0, []
-    for rank, value in enumerate(divergences):
-        if value < 0.0:
-            raise ConfigError(
-                f"the divergence of rank {rank} must not be negative, got {value!r}"
-            )
-        if not math.isfinite(value):
-            broken.append(rank)
-        elif value > level:
-            level, furthest = float(value), rank
-    return _Seen(level, furthest, tuple(broken))
+    broken = tuple(r for r, each in enumerate(divergences) if not math.isfinite(each))
+    levels = [(each, -r) for r, each in enumerate(divergences) if r not in broken]
+    level, place = max([(NEGLIGIBLE, 0), *levels])
+    return _Seen(level, -place, broken)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, final
+from typing import final
 
 from elche.cadence.split import pick_sizes, split_from_sizes
 
@@ -30,18 +30,6 @@ TRIAL_SIZES = 5
 """A trial takes a new size of a rank that has had fewer."""
 LEAST_TRIAL = 1.2
 """A trial that is larger by a smaller factor shows too little."""
-
-
-class SplitChoice(NamedTuple):
-    """Ways to divide a batch.
-
-    Attributes:
-        known: the shortest step of used sizes; None if they do not make up the batch.
-        fresh: nearly the shortest of all, with new sizes where it needs them.
-    """
-
-    known: tuple[int, ...] | None
-    fresh: tuple[int, ...]
 
 
 @final
@@ -75,13 +63,17 @@ class ShareSizes:
         best: tuple[int, ...],
         ranges: Sequence[tuple[int, int]],
         end: Callable[[int, int], float],
-    ) -> SplitChoice:
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
         """Splits of used sizes, and with new ones.
 
         Args:
             best: the shortest split of any sizes.
             ranges: least and largest part that each rank may have.
             end: when a rank would finish a part.
+
+        Returns:
+            The shortest step of used sizes, None if they do not make up the batch; and
+            nearly the shortest of all, with new sizes where it needs them.
         """
         total = sum(best)
         used = [
@@ -93,9 +85,7 @@ class ShareSizes:
             [*(n for n in sizes if end(rank, n) <= near_s), best[rank]]
             for rank, sizes in enumerate(used)
         ]
-        return SplitChoice(
-            split_from_sizes(total, used, end), pick_sizes(total, near) or best
-        )
+        return split_from_sizes(total, used, end), pick_sizes(total, near) or best
 
     def had(self, split: Sequence[int]) -> int:
         """Most sizes that a rank has had for which a split has a new one, or 0."""

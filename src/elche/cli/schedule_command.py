@@ -33,7 +33,7 @@ from elche.schedule.generators.schedules import (
     placement_for,
 )
 from elche.schedule.lowering import check_deadlock_free
-from elche.schedule.stage_file import StageDefaults, read_stages
+from elche.schedule.stage_file import read_stages
 from elche.schedule.timing import Timing, simulate
 
 SHOWN_PEAKS = 16
@@ -184,13 +184,8 @@ def _costs(
     """Costs from the stage file, or of equal ranks in a placement."""
     if config.stages_path is None:
         return equal_costs(_rank_times(config), placement, num_ranks, config.memory)
-    defaults = StageDefaults(
-        num_ranks=config.ranks,
-        times=config.times,
-        communication=config.communication,
-        memory=config.memory,
-    )
-    return read_toml(config.stages_path, lambda raw: read_stages(raw, defaults))
+    defaults = config.ranks, config.times, config.communication, config.memory
+    return read_toml(config.stages_path, lambda raw: read_stages(raw, *defaults))
 
 
 def _check_memory(schedule: Schedule, timing: Timing, costs: PipelineCosts) -> None:

@@ -3,7 +3,7 @@
 - ``actions``: the value types, in the words of torch.distributed.pipelining.
 - ``formats``: text and CSV, also torch's own.
 - ``costs``: times per stage and link, and memory.
-- ``validation``, ``lowering``: what a schedule must fulfil; sends and receives.
+- ``codes``, ``lowering``: what a schedule must fulfil; sends and receives.
 - ``timing``: an event simulation of any list of actions.
 - ``schedules``: the published schedules by name; ``auto``: the one of least makespan.
 """

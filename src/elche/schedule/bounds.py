@@ -1,4 +1,4 @@
-"""Lower bounds on makespans, of any schedule and of a given order.
+"""A lower bound on makespans, of any schedule.
 
 What no order can hide is the *fill*, until the first gradient comes back to a rank,
 less the forwards that its memory lets it run meanwhile; and the *drain*, from a rank's
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import takewhile
 
-from elche.schedule.codes import F, Rows, W
+from elche.schedule.codes import F, W
 from elche.schedule.timing import CostTable
 
 _TOLERANCE = 1e-9
@@ -60,33 +59,6 @@ class MakespanBounds:
             self._of_one_microbatch(parts),
             max(self._of_rank(rank, limits[rank]) for rank in range(table.num_ranks)),
         )
-
-    def of_rows(self, rows: Rows, may_move_weights: bool = False) -> float:
-        """A makespan that the order of the rows cannot beat, found in little time.
-
-        Args:
-            rows: codes of each rank.
-            may_move_weights: the W may still go elsewhere.
-        """
-        durations, count = self.table.durations, self.count
-        most = self.least
-        for rank, row in enumerate(rows):
-            if not row:
-                continue
-
-            def length(code: int) -> float:
-                return durations[(code >> 3) // count * 8 + (code & 7)]
-
-            head = list(takewhile(lambda code: code & 7 == F, row))
-            tail = list(takewhile(lambda code: code & 7 == W, reversed(row)))
-            fill = sum(map(length, head))
-            drain = math.inf if may_move_weights else sum(map(length, tail))
-            first, last = row[len(head)], row[len(row) - len(tail) - 1]
-            begun = self.forward_at[self.stages[rank][0]] + fill
-            begun = max(begun, self.backward_at[(first >> 3) // count])
-            rest = self.drains[(last >> 3) // count] - drain
-            most = max(most, begun + self.work[rank] - fill + max(0.0, rest))
-        return most
 
     def _of_one_microbatch(self, parts: list[list[float]]) -> float:
         """All the way through the stages and back, after a stage's other forwards."""

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Kind, Schedule, StageAction
-from elche.schedule.codes import encode
+from elche.schedule.codes import check_schedule, encode
 from elche.schedule.costs import PipelineCosts, StageCost
 from elche.schedule.timing import CostTable, run_rows
-from elche.schedule.validation import check_schedule
 
 _UNIT = StageCost(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
 _RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}

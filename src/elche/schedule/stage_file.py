@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from elche.errors import ConfigError
@@ -34,29 +33,21 @@ from elche.schedule.table_values import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageDefaults:
-    """Defaults of a stage file.
-
-    Attributes:
-        num_ranks: ranks; None takes the highest that a stage names, plus one.
-        times: F, I, W of a stage without `times`.
-        communication: time of a message, where there is no `link`.
-        memory: units of each rank, where there is no `memory`.
-    """
-
-    num_ranks: int | None = None
-    times: tuple[float, float, float] | None = None
-    communication: float = 0.0
-    memory: float | None = None
-
-
-def read_stages(raw: Mapping[str, Any], defaults: StageDefaults) -> PipelineCosts:
+def read_stages(
+    raw: Mapping[str, Any],
+    num_ranks: int | None,
+    times: tuple[float, float, float] | None,
+    communication: float,
+    memory: float | None,
+) -> PipelineCosts:
     """Reads the parsed TOML of a stage file.
 
     Args:
         raw: the document.
-        defaults: for what it leaves out.
+        num_ranks: ranks; None takes the highest that a stage names, plus one.
+        times: F, I, W of a stage without `times`.
+        communication: time of a message, where there is no `link`.
+        memory: units of each rank, where there is no `memory`.
 
     Raises:
         ConfigError: a key is unknown, missing, or has an impossible value.
@@ -69,7 +60,7 @@ def read_stages(raw: Mapping[str, Any], defaults: StageDefaults) -> PipelineCost
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
             raise ConfigError(f"{where}: expected rank = 0 or above, got {rank!r}")
         placement.append(rank)
-        times = three_times(table.get("times", defaults.times), where, "times")
+        parts = three_times(table.get("times", times), where, "times")
         stages.append(
             read_table(
                 StageCost,
@@ -77,24 +68,22 @@ def read_stages(raw: Mapping[str, Any], defaults: StageDefaults) -> PipelineCost
                 table,
                 also={"rank", "times", "link"},
                 hidden={"forward", "input_gradient", "weight_gradient"},
-                forward=times[0],
-                input_gradient=times[1],
-                weight_gradient=times[2],
+                forward=parts[0],
+                input_gradient=parts[1],
+                weight_gradient=parts[2],
             )
         )
-        links.append(number(table, "link", where, defaults.communication))
+        links.append(number(table, "link", where, communication))
     if not stages:
         raise ConfigError("expected at least one [[stage]]")
-    num_ranks = defaults.num_ranks or max(placement) + 1
-    memory = raw.get("memory")
-    if memory is None:
-        memory = [] if defaults.memory is None else [defaults.memory] * num_ranks
-    if not isinstance(memory, list) or not all(map(is_number, memory)):
-        raise ConfigError(f"expected memory = [units of rank 0, ...], got {memory!r}")
+    num_ranks = num_ranks or max(placement) + 1
+    limits = raw.get("memory", [] if memory is None else [memory] * num_ranks)
+    if not isinstance(limits, list) or not all(map(is_number, limits)):
+        raise ConfigError(f"expected memory = [units of rank 0, ...], got {limits!r}")
     return PipelineCosts(
         stages=tuple(stages),
         placement=tuple(placement),
         num_ranks=num_ranks,
         links=tuple(links[:-1]),
-        memory=tuple(memory),
+        memory=tuple(limits),
     )

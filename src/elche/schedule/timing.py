@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule
-from elche.schedule.codes import Rows, decode_one, encode
+from elche.schedule.codes import Rows, check_schedule, decode_one, encode
 from elche.schedule.costs import PipelineCosts
-from elche.schedule.validation import check_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from elche.config import RunConfig
 from elche.errors import ConfigError
-from elche.schedule.link_efficiency import LINK_EFFICIENCY, check_efficiency
+from elche.schedule.planning.profile import LINK_EFFICIENCY, check_efficiency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from elche.cadence.rank_time import RankTime
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes, Range
+from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.accounts.epoch_parts import EpochRest
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import (
@@ -37,13 +38,16 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.protocol.messages import PROTOCOL_VERSION, Runs
 from elche.sim.cluster import Cluster, Device
 from elche.sim.engine import AbortedError, Collective, Engine, Receive, Script
-from elche.sim.history import REGROUP, START, History, RankHistory
+from elche.sim.history import DATA, LEASE, REGROUP, START, History, RankHistory
+from elche.sim.simulated_loader import Loaded
 
 LEFT_BEHIND = (GrantBatches, GrantSteps, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
 ALL_DEAD = "all who held the run's state have died"
 CANNOT_GO_ON = "ranks died where the others cannot take it up again"
 """A rank's own errors, as a real one's."""
+FORWARD_PART = 1.0 / 3.0
+"""Part of a batch's time that its forward pass takes."""
 PROBES = 3
 FIRST_PROBED_BYTES, MOST_PROBED_BYTES = 2**14, 2**22
 PROBE_GROWTH = 8
@@ -140,6 +144,7 @@ class Rank:
     Attributes:
         epoch: that is under way, or comes next.
         rest: what is left of it, or was when this part of it began.
+        gradients_s: when the first gradients of the last batch were there.
     """
 
     def __init__(
@@ -165,6 +170,7 @@ class Rank:
         self.batch_cost = RankTime(1)
         self.sizes = BatchSizes(())
         self.reduced = -1
+        self.gradients_s = 0.0
         self.changed: set[int] = set()
         self.left_out: frozenset[int] = frozenset()
         self.is_back = False
@@ -253,6 +259,50 @@ class Rank:
         if not is_warm:
             busy_s += device.first_batch_s
         return busy_s, is_warm or not device.first_batch_s
+
+    def run_batch(
+        self, item: Loaded, name: str, in_backward: Callable[[], None] | None = None
+    ) -> Generator[Any, Any, BatchCost]:
+        """Waits for a batch and trains on it.
+
+        Args:
+            item: the batch, or a step's part of one.
+            name: of its span.
+            in_backward: what is to be done when the backward pass begins.
+        """
+        began_s, cause = self.now_s, LEASE if item.was_late else DATA
+        if item.ready_s > began_s:
+            yield item.ready_s - began_s
+            self.history.wait(self.rank, cause, began_s, self.now_s)
+        ready_s = self.now_s
+        compute_s, is_timed = self.compute_s(item.samples)
+        self.gradients_s = ready_s + FORWARD_PART * compute_s
+        if in_backward is not None:
+            yield FORWARD_PART * compute_s
+            in_backward()
+            yield compute_s - FORWARD_PART * compute_s
+        else:
+            yield compute_s
+        self.sums.compute_s += compute_s
+        self.sums.load_s += item.load_s
+        self.history.batch(self.rank, name, ready_s, self.now_s)
+        self.trained(item.parts)
+        return BatchCost(
+            samples=item.counted,
+            busy_s=self.now_s - began_s,
+            data_wait_s=ready_s - began_s,
+            is_timed=is_timed,
+        )
+
+    def await_regroup(self, handle: Callable[[Instruction], None]) -> Script:
+        """A member is gone: waits for the group that the coordinator forms."""
+        inbox, began_s = self.engine.processes[self.rank].inbox, self.now_s
+        while not any(isinstance(item, Regroup) for item in inbox):
+            if inbox:
+                self.take_all(handle)
+            else:
+                yield Receive("the ranks that stay to be named")
+        self.history.wait(self.rank, REGROUP, began_s, self.now_s)
 
     def parts_of(self, batch: int, start: int, stop: int) -> tuple[Range, ...]:
         """The epoch's positions of some samples of a batch of its part under way."""

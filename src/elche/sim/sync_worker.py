@@ -33,7 +33,6 @@ from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepReports
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import (
-    DATA,
     LEASE,
     LEFT_OUT,
     REDUCTION,
@@ -43,7 +42,6 @@ from elche.sim.history import (
 from elche.sim.rank import CANNOT_GO_ON, Rank
 from elche.sim.simulated_loader import Loaded, Loader
 
-FORWARD_PART = 1.0 / 3.0
 BYTES_PER_MIB = 2**20
 NOTHING = BatchCost(samples=0, busy_s=0.0, data_wait_s=0.0)
 
@@ -168,41 +166,21 @@ class SimulatedSyncEpoch:
         if rank.is_back:
             rank.goes_on()
         item = self._loader.take(rank.now_s)
-        began_s = rank.now_s
-        if item.ready_s > began_s:
-            yield item.ready_s - began_s
-            cause = LEASE if item.was_late else DATA
-            rank.history.wait(rank.rank, cause, began_s, rank.now_s)
-        data_wait_s = rank.now_s - began_s
-        compute_s, is_warm = rank.compute_s(item.samples)
-        began_s = rank.now_s
-        forward_s = FORWARD_PART * compute_s
-        if self._reports.is_due:
-            yield forward_s
-            self._report()  # beneath the backward pass, which now begins
-            rank.take_all(self._handle)
-            yield compute_s - forward_s
-        else:
-            yield compute_s
-        rank.sums.compute_s += compute_s
-        rank.sums.load_s += item.load_s
-        rank.history.batch(rank.rank, f"step {item.number}", began_s, rank.now_s)
-        rank.trained(item.parts)
-        cost = BatchCost(
-            samples=item.counted,
-            busy_s=data_wait_s + compute_s,
-            data_wait_s=data_wait_s,
-            is_timed=is_warm,
-        )
-        ready_s = began_s + forward_s
-        self._in_hand = _Computed(item, ready_s, rank.now_s, cost)
+        due = self._report_beneath if self._reports.is_due else None
+        cost = yield from rank.run_batch(item, f"step {item.number}", due)
+        self._in_hand = _Computed(item, rank.gradients_s, rank.now_s, cost)
+
+    def _report_beneath(self) -> None:
+        """Reports under a backward pass, and reads what has come meanwhile."""
+        self._report()
+        self._rank.take_all(self._handle)
 
     def _reduce(self, step: _Computed) -> Script:
         """Sums the step in hand; where a rank dies before that, it stays in hand."""
         rank, began_s = self._rank, self._rank.now_s
         collective = self._arrive(step.item, step.ready_s)
         if not (yield collective):
-            yield from self._await_regroup()
+            yield from rank.await_regroup(self._handle)
             return
         if books := rank.books:
             books.took_step(rank.rank, self._epoch, collective.value.values())
@@ -234,15 +212,6 @@ class SimulatedSyncEpoch:
         rank.history.windows += is_whole
         return collective
 
-    def _await_regroup(self) -> Script:
-        """A rank is gone; the coordinator says who goes on, or ends the run."""
-        rank, began_s = self._rank, self._rank.now_s
-        rank.take_all(self._handle)
-        while self._regroup is None:
-            yield Receive("the ranks that stay to be named")
-            rank.take_all(self._handle)
-        rank.history.wait(rank.rank, REGROUP, began_s, rank.now_s)
-
     def _reform(self, regroup: Regroup) -> Script:
         """Forms the next group, and settles in it which steps are run."""
         rank, self._regroup = self._rank, None
@@ -254,7 +223,7 @@ class SimulatedSyncEpoch:
             place = StepPlace(passes, first=passes, begun=begun)
         said = yield from rank.regroup(regroup, place)
         if said is None or not (yield from self._settle(said)):
-            yield from self._await_regroup()
+            yield from rank.await_regroup(self._handle)
             return
         self._lost.confirm()
         self._has_said = False
@@ -295,7 +264,7 @@ class SimulatedSyncEpoch:
         )
         rank.history.wait(rank.rank, REGROUP, began_s, rank.now_s)
         if not formed:
-            yield from self._await_regroup()
+            yield from rank.await_regroup(self._handle)
 
     @property
     def _members(self) -> frozenset[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import EpochLeft, WindowClosed, WindowReduced
 from elche.coordination.protocol.instructions import (
     Adopt,
@@ -27,7 +26,7 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.sim.engine import Collective, Receive, Script
-from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, THROTTLE, WINDOW_END
+from elche.sim.history import LEASE, REDUCTION, THROTTLE, WINDOW_END
 from elche.sim.rank import Rank
 from elche.sim.simulated_loader import Loaded, Loader
 
@@ -91,33 +90,14 @@ class SimulatedWindowEpoch:
                 yield from self._carry_out(action)
 
     def _train_on(self, item: Loaded) -> Script:
-        rank, engine = self._rank, self._engine
-        began_s = engine.now_s
-        ready_s = max(began_s, item.ready_s)
-        if ready_s > began_s:
-            yield ready_s - began_s
-            rank.history.wait(
-                rank.rank, LEASE if item.was_late else DATA, began_s, ready_s
-            )
-        compute_s, is_timed = rank.compute_s(item.samples)
-        yield compute_s
-        now_s = engine.now_s
-        rank.sums.compute_s += compute_s
-        rank.sums.load_s += item.load_s
-        rank.history.batch(rank.rank, f"batch {item.number}", ready_s, now_s)
-        rank.trained(item.parts)
+        rank = self._rank
+        cost = yield from rank.run_batch(item, f"batch {item.number}")
         if books := rank.books:
             books.trained(rank.rank, self._epoch, item.parts)
         if self._bad:
             whole = {int(rank.whole.batches_in(start)) for start, _ in item.parts}
             self._is_finite &= not whole & self._bad
-        cost = BatchCost(
-            samples=item.samples,
-            busy_s=now_s - began_s,
-            data_wait_s=ready_s - began_s,
-            is_timed=is_timed,
-        )
-        self._loop.trained(cost.busy_s if is_timed else None)
+        self._loop.trained(cost.busy_s if cost.is_timed else None)
         if self._reports.batch_done(item.number, cost) or self._loop.is_throttled:
             self._report()
         self._handed_out += 1
@@ -226,7 +206,7 @@ class SimulatedWindowEpoch:
             is_done = yield collective
             rank.history.wait(rank.rank, REDUCTION, began_s, rank.now_s)
         if not is_done:
-            yield from self._await_regroup()
+            yield from rank.await_regroup(self._handle)
             return
         if self._copy_s:
             yield self._copy_s
@@ -279,12 +259,12 @@ class SimulatedWindowEpoch:
         holds = last is not None and not lacks
         said = yield from rank.regroup(regroup, (lacks, holds))
         if said is None:
-            yield from self._await_regroup()
+            yield from rank.await_regroup(self._handle)
             return
         holders = [each for each in sorted(said) if said[each][1]]
         if holders and any(lack for lack, _ in said.values()):
             if not (yield from rank.hand_over("result", holders[0])):
-                yield from self._await_regroup()
+                yield from rank.await_regroup(self._handle)
                 return
             if lacks:
                 assert last is not None
@@ -295,17 +275,6 @@ class SimulatedWindowEpoch:
         loop.regrouped()
         self._in_flight = None
         rank.say_regrouped(rank.reduced)
-
-    def _await_regroup(self) -> Script:
-        """A member is gone; the coordinator will say what is next."""
-        rank, began_s = self._rank, self._rank.now_s
-        inbox = self._engine.processes[rank.rank].inbox
-        while not any(isinstance(item, Regroup) for item in inbox):
-            count = len(inbox)
-            rank.take_all(self._handle)
-            if count == 0:
-                yield Receive("the ranks that stay to be named")
-        rank.history.wait(rank.rank, REGROUP, began_s, rank.now_s)
 
     def _report(self) -> None:
         """Tells the coordinator what is done of a lease."""

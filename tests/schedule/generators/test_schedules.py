@@ -14,11 +14,9 @@ from elche.schedule.actions import Kind, Schedule, StageAction, loop_placement
 from elche.schedule.codes import encode
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.formats import from_csv
-from elche.schedule.generators.one_chunk import gpipe_rows
+from elche.schedule.generators.looped import gpipe_rows
 from elche.schedule.generators.schedules import (
     make_schedule,
-    memory_bound,
-    placement_for,
 )
 from elche.schedule.lowering import check_deadlock_free, lower
 from elche.schedule.timing import simulate
@@ -43,19 +41,6 @@ def test_every_schedule_is_complete_and_runs(
     assert timing.makespan >= max(timing.busy) - 1e-9
     assert timing.makespan >= max(timing.spans) - 1e-9
     assert 0 <= timing.bubble_span <= timing.bubble_makespan + 1e-9 < 1
-
-
-@given(named(), st.integers(1, 4).map(float))
-@settings(max_examples=40)
-def test_memory_is_within_the_bound(
-    case: tuple[str, PipelineCosts, int, int], scale: float
-) -> None:
-    name, costs, count, chunks = case
-    times = RankTimes(scale, 1.0, 0.5, 0.25)
-    equal = equal_costs(times, costs.placement, costs.num_ranks)
-    peaks = simulate(make_schedule(name, equal, count), equal).peak_activations
-    bound = memory_bound(name, costs.num_ranks, count, chunks)
-    assert max(peaks) <= bound + 1e-9
 
 
 @given(named())
@@ -122,29 +107,6 @@ def test_random_orders_are_proven_or_rejected(
     else:
         with pytest.raises(ConfigError, match=r"deadlocks(.|\n)*rank \d stops at"):
             lower(schedule)
-
-
-@given(placements(), st.integers(1, 3), st.randoms(use_true_random=False))
-@settings(max_examples=80)
-def test_swapped_sends_and_receives_are_proven_or_rejected(
-    placed: tuple[tuple[int, ...], int], count: int, random: Random
-) -> None:
-    """A lowered schedule after a few swaps: proven exactly if it meets everywhere."""
-    placement, ranks = placed
-    costs = equal_costs(RankTimes(1.0, 1.0, 1.0), placement, ranks)
-    lowered = lower(make_schedule("gpipe", costs, count))
-    rows = [list(row) for row in lowered.actions]
-    for _ in range(random.randint(1, 4)):
-        row = random.choice([each for each in rows if each])
-        at = random.randrange(len(row))
-        row.insert(random.randrange(len(row)), row.pop(at))
-    schedule = replace(lowered, actions=tuple(map(tuple, rows)))
-    if meets(schedule):
-        check_deadlock_free(schedule)
-    else:
-        stops = r"stands before its F|(.|\n)*rank \d stops at its action \d+, \d"
-        with pytest.raises(ConfigError, match=stops):
-            check_deadlock_free(schedule)
 
 
 def meets(schedule: Schedule) -> bool:
@@ -225,34 +187,6 @@ def assert_pairs_in_order(lowered: Schedule) -> None:
     assert sent == received
 
 
-def test_two_ranks_that_wait_for_each_other_are_rejected() -> None:
-    text = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
-    with pytest.raises(
-        ConfigError,
-        match=r"rank 0 stops at its action 1, 0B0: it needs the I or B of stage 1 on "
-        r"microbatch 0\n  rank 1 stops at its action 1, 1F1: it needs the F of stage 0",
-    ):
-        lower(from_csv(text))
-
-
-def test_sends_that_cross_are_rejected() -> None:
-    """With buffers it would run; nothing proves that there are any."""
-    text = (
-        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
-        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
-    )
-    schedule = from_csv(text)
-    unit = StageCost(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
-    costs = PipelineCosts(stages=(unit, unit), placement=(0, 1), num_ranks=2)
-    assert simulate(schedule, costs).makespan > 0
-    with pytest.raises(
-        ConfigError,
-        match=r"rank 0 stops at its action 3, 0SEND_F1: rank 1 is not at 1RECV_F1\n"
-        r"  rank 1 stops at its action 3, 1SEND_B0: rank 0 is not at 0RECV_B0",
-    ):
-        check_deadlock_free(schedule)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -277,23 +211,6 @@ def test_lowering_twice_is_rejected() -> None:
     costs = equal_costs(RankTimes(1.0, 1.0, 1.0), loop_placement(2), 2)
     with pytest.raises(ConfigError, match="sends and receives already"):
         lower(lower(make_schedule("1f1b", costs, 2)))
-
-
-def test_a_send_that_waits_delays_its_receiver() -> None:
-    """In a lowered schedule a message leaves at its send, not at its computation."""
-    rows = (
-        "0F0,{}0RECV_B0,0B0,0RECV_B1,0B1\n"
-        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
-    )
-    unit = StageCost(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
-    costs = PipelineCosts(
-        stages=(unit, unit), placement=(0, 1), num_ranks=2, links=(0.5,)
-    )
-    early = from_csv(rows.format("0SEND_F0,0F1,0SEND_F1,"))
-    late = from_csv(rows.format("0F1,0SEND_F0,0SEND_F1,"))
-    times = simulate(early, costs), simulate(late, costs)
-    assert times[1].makespan == times[0].makespan + 1.0
-    assert times[0].starts == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -343,42 +260,11 @@ def test_memory_above_the_limit_is_rejected() -> None:
         make_schedule("zb-h2", costs, 8)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "each", "message"),
-    [
-        ("1f1b", 4, 2, "one stage per rank"),
-        ("zb-v", 4, 3, "two stages per rank"),
-        ("gpipe", 0, 1, "at least one rank"),
-        ("nothing", 4, 1, "expected a schedule among"),
-    ],
-)
-def test_placements_that_do_not_exist(
-    name: str, ranks: int, each: int, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        placement_for(name, ranks, each)
-
-
 def test_costs_of_another_placement_are_rejected() -> None:
     costs = equal_costs(RankTimes(1.0, 1.0, 1.0), loop_placement(2), 2)
     other = equal_costs(RankTimes(1.0, 1.0, 1.0), (1, 0), 2)
     with pytest.raises(ConfigError, match=r"the costs place stages on ranks \[1, 0\]"):
         simulate(make_schedule("1f1b", costs, 2), other)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"forward": -1.0}, "forward of a stage must be .* got -1"),
-        ({"weight_gradient": float("nan")}, "weight_gradient of a stage"),
-        ({"backward": float("inf")}, "backward of a stage"),
-        ({"kept_for_weight": 2.0}, "kept_for_weight is a part of activation"),
-    ],
-)
-def test_impossible_stage_costs(settings: dict[str, float], message: str) -> None:
-    good = {"forward": 1.0, "input_gradient": 1.0, "weight_gradient": 1.0}
-    with pytest.raises(ConfigError, match=message):
-        StageCost(**{**good, **settings})
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,11 @@ import math
 from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError
 from elche.schedule.generators.schedules import FIXED_SCHEDULES, LOOPED, V_SHAPED
-from elche.schedule.planning import named_search
 from elche.schedule.planning.partition import Partition, ProfileTable
 from elche.schedule.planning.partition_search import Evaluator, fits
 from elche.schedule.planning.plan import PlanConfig
@@ -68,25 +66,6 @@ def test_no_partition_is_better(
     profile: PipelineProfile, count: int, name: str
 ) -> None:
     assert compare(profile, name, count) <= 1 + 1e-8
-
-
-@pytest.mark.slow
-@given(profiles(most_layers=8), st.integers(2, 8), st.sampled_from(FIXED_SCHEDULES))
-@settings(max_examples=150)
-def test_no_partition_of_more_layers_is_better(
-    profile: PipelineProfile, count: int, name: str
-) -> None:
-    assert compare(profile, name, count) <= 1 + 1e-8
-
-
-@pytest.mark.parametrize("name", ["gpipe", "zb-v", "interleaved-zb"])
-def test_moving_layers_from_the_best_starts(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Where there are too many to try, what comes is near the best all the same."""
-    monkeypatch.setattr(named_search, "ALL_PARTITIONS", 0)
-    for speeds in ((1.0, 1.0, 0.4), (0.3, 1.0), (0.5, 1.0, 0.8)):
-        assert compare(equal_layers(8, speeds), name, 6) <= 1.1
 
 
 def test_a_schedule_that_needs_all_activations_gets_a_partition_of_its_own() -> None:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elche.errors import ConfigError
 from elche.schedule.costs import PipelineCosts
 from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.planning.device_orders import ALL_ORDERS, device_orders
@@ -20,9 +19,11 @@ from elche.schedule.planning.partition import (
     Places,
     ProfileTable,
     best_partition,
+    costs_of,
+    link_bound,
+    shortage,
     sum_bound,
 )
-from elche.schedule.planning.partition_costs import costs_of, link_bound, shortage
 from elche.schedule.planning.partition_search import Evaluator, balanced, fits, refine
 from elche.schedule.planning.profile import (
     ANY_KIND,
@@ -241,16 +242,6 @@ def test_refining_never_makes_it_worse(
     assert fits(table, refined)
 
 
-def test_refining_finds_what_the_bound_does_not_see() -> None:
-    """The bound ignores the way back; the simulation does not."""
-    table = ProfileTable(equal_layers(12, (1.0, 1.0, 1.0)), 4)
-    start = Partition((0, 1, 2), (8, 2, 2))
-    evaluator = Evaluator(table)
-    refined = refine(evaluator, start, actions=100_000)
-    assert sorted(refined.sizes) == [4, 4, 4]
-    assert evaluator.step_s(refined) < 0.6 * evaluator.step_s(start)
-
-
 def test_devices_are_balanced_where_stages_are_not() -> None:
     """Stages of equal work, of which the slow device can bear only one small one."""
     table = ProfileTable(equal_layers(20, (1, 1, 0.25)), 4)
@@ -321,77 +312,6 @@ def equal_layers(count: int, speeds: tuple[float, ...]) -> PipelineProfile:
     )
 
 
-def test_layers_follow_speeds() -> None:
-    """The table of `research/pipeline.md`: 9, 10, 10, 3 of 32 equal layers."""
-    table = ProfileTable(equal_layers(32, (1, 1, 1, 1 / 3)), 16)
-    found = best_partition(table, Places(devices=(0, 1, 2, 3), held=(1,) * 4))
-    assert found is not None
-    assert sorted(found.sizes) in ([3, 9, 10, 10], [2, 10, 10, 10])
-    assert found.sizes[3] in (2, 3)
-
-
-def test_a_device_that_would_only_delay_gets_nothing() -> None:
-    table = ProfileTable(equal_layers(8, (1, 0.01, 1)), 4)
-    found = best_partition(table, Places(devices=(0, 1, 2), held=(1,) * 3))
-    assert found == Partition((0, 2), (4, 4))
-    assert found.layers_of(1) == ()
-    assert found.layers_of(2) == ((4, 7),)
-    assert found.placement == (0, 1)
-
-
-def test_each_kind_gets_the_layers_it_is_good_at() -> None:
-    def layer(on_a: float, on_b: float) -> LayerProfile:
-        return LayerProfile(
-            times={
-                kind: LayerTimes(
-                    forward_s=time, input_gradient_s=time, weight_gradient_s=time
-                )
-                for kind, time in (("a", on_a), ("b", on_b))
-            }
-        )
-
-    profile = PipelineProfile(
-        layers=(layer(1, 9),) * 5 + (layer(9, 1),) * 3,
-        devices=(
-            DeviceProfile(name="one", kind="b"),
-            DeviceProfile(name="two", kind="a"),
-        ),
-    )
-    table = ProfileTable(profile, 4)
-    first = device_orders(table, held=1)[0]
-    found = best_partition(table, Places(devices=first, held=(1, 1)))
-    assert found == Partition((1, 0), (5, 3))
-
-
-def test_a_slow_link_is_not_crossed() -> None:
-    profile = replace(
-        equal_layers(8, (1, 1, 1)),
-        links={(0, 1): LinkProfile(bytes_per_s=1.0, efficiency=1.0)},
-    )
-    table = ProfileTable(profile, 4)
-    first = device_orders(table, held=1)[0]
-    found = best_partition(table, Places(devices=first, held=(1,) * 3))
-    assert found is not None
-    assert found.devices in ((0, 2, 1), (1, 2, 0))
-    crossing = Partition((0, 1), (4, 4))
-    assert link_bound(table, crossing) == 4 + 4 * 100
-    assert sum_bound(table, crossing) == 4 + 4 * 100
-    assert Evaluator(table).step_s(crossing) >= 4 + 4 * 100
-
-
-def test_a_late_start_means_fewer_layers() -> None:
-    """Beyond the 4 and 4 that its speed earns: 5 s of latency are two layers' work."""
-    profile = replace(equal_layers(8, (1, 1)), link=LinkProfile(latency_s=5.0))
-    table = ProfileTable(profile, 2)
-    found = best_partition(table, Places(devices=(0, 1), held=(1, 1)))
-    assert found == Partition((0, 1), (5, 3))
-    assert sum_bound(table, found) == 2 * 5 * 3
-    near = ProfileTable(replace(profile, link=LinkProfile()), 2)
-    assert best_partition(near, Places(devices=(0, 1), held=(1, 1))) == Partition(
-        (0, 1), (4, 4)
-    )
-
-
 def test_a_partition_is_timed_within_the_memory() -> None:
     """With room for one microbatch the devices take turns."""
     profile = equal_layers(4, (1, 1))
@@ -428,89 +348,3 @@ def test_orders_of_many_devices_are_sampled() -> None:
     assert bounds == sorted(bounds)
     equal = ProfileTable(equal_layers(24, (1.0,) * 30), 8)
     assert device_orders(equal, held=1) == [tuple(range(30))]
-
-
-def test_an_order_that_memory_allows_comes_first() -> None:
-    """Little memory is no hindrance to the device whose layers hold nothing."""
-    light, heavy = equal_layers(2, (1.0,)).layers
-    heavy = replace(heavy, activation_bytes=1000)
-    profile = PipelineProfile(
-        layers=(light, light, heavy, heavy),
-        devices=(
-            DeviceProfile(name="large", memory_bytes=1e4),
-            DeviceProfile(name="small", memory_bytes=100),
-        ),
-    )
-    assert device_orders(ProfileTable(profile, 4), held=2)[0] == (1, 0)
-
-
-def test_what_is_impossible() -> None:
-    profile = equal_layers(3, (1, 1))
-    table = ProfileTable(profile, 2)
-    with pytest.raises(ConfigError, match="got 4 stages for 3 layers"):
-        best_partition(
-            table, Places(devices=(0, 1, 1, 0), held=(1,) * 4, may_be_empty=False)
-        )
-    with pytest.raises(ConfigError, match="at least one microbatch, got 0"):
-        ProfileTable(profile, 0)
-    with pytest.raises(ConfigError, match="no devices to divide"):
-        Places(devices=(), held=())
-    with pytest.raises(ConfigError, match="each of 2 places, got"):
-        Places(devices=(0, 1), held=(1, 0))
-    with pytest.raises(ConfigError, match="no devices to plan for"):
-        replace(profile, devices=())
-    with pytest.raises(ConfigError, match="the model has no layers"):
-        replace(profile, layers=())
-    small = replace(
-        profile, devices=(DeviceProfile(name="tiny", memory_bytes=50), *profile.devices)
-    )
-    with pytest.raises(ConfigError, match="device tiny lacks 10 bytes"):
-        costs_of(ProfileTable(small, 2), Partition((0,), (3,)))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda p: replace(p, state_factor=0.5), "state_factor of at least 1"),
-        (
-            lambda p: replace(p, devices=p.devices[:1] * 2),
-            "two devices are called 'device 0'",
-        ),
-        (lambda p: replace(p, links={(1, 0): LinkProfile()}), "the lower index first"),
-        (
-            lambda p: replace(p, devices=(DeviceProfile(name="x", speed=0),)),
-            "device x: expected a speed above 0",
-        ),
-        (
-            lambda p: replace(p, devices=(DeviceProfile(name="x", memory_bytes=0),)),
-            "device x: expected memory_bytes above 0",
-        ),
-        (lambda p: LayerProfile(times={}), "no times for any kind"),
-        (lambda p: LinkProfile(latency_s=-1), "latency_s of at least 0"),
-        (lambda p: LinkProfile(bytes_per_s=0), "bytes_per_s above 0"),
-        (
-            lambda p: replace(p.layers[0], kept_for_weight_bytes=11),
-            "kept_for_weight_bytes is a part of activation_bytes",
-        ),
-        (lambda p: replace(p.layers[0], output_bytes=-1), "output_bytes of at least 0"),
-        (
-            lambda p: LayerTimes(
-                forward_s=math.nan, input_gradient_s=1, weight_gradient_s=1
-            ),
-            "forward_s of at least 0, got nan",
-        ),
-    ],
-)
-def test_profiles_that_are_wrong(change: object, message: str) -> None:
-    assert callable(change)
-    with pytest.raises(ConfigError, match=message):
-        change(equal_layers(2, (1, 1)))
-
-
-def test_a_kind_that_was_not_measured() -> None:
-    times = LayerTimes(forward_s=1, input_gradient_s=1, weight_gradient_s=1)
-    with pytest.raises(ConfigError, match="for devices of kind 'gpu', none for 'cpu'"):
-        PipelineProfile(
-            layers=(LayerProfile(times={"gpu": times}),),
-            devices=(DeviceProfile(name="a", kind="cpu"),),
-        )

@@ -1,12 +1,11 @@
 """`auto`: the schedule of least makespan for measured costs and memory limits.
 
 It times every published schedule that is defined for the placement and fits the memory;
-then list schedules; then orders of 1F1B with other numbers of warm-up forwards, with
-every W put where the costs leave a gap; with B in place of I and W on stages where the
-split costs more than it gains. It improves the best of them along its critical path.
-How much is tried depends on the number of actions, never on a clock, so that all ranks
-find the same schedule. What a lower bound shows to be no better than the best so far is
-not tried, or given up half-way; and all ends where the best reaches it.
+then list schedules; then the best of them with every W put where the costs leave a gap,
+and with B in place of I and W on stages where the split costs more than it gains. It
+improves the best of them along its critical path. How much is tried depends on the
+number of actions, never on a clock, so that all ranks find the same schedule. All ends
+where the best reaches a lower bound.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from functools import partial
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule, loop_placement, v_placement
 from elche.schedule.bounds import MakespanBounds
-from elche.schedule.codes import B, F, I, Rows, W, decode, spread
+from elche.schedule.codes import B, I, Rows, W, decode, spread
 from elche.schedule.costs import (
     PipelineCosts,
     RankTimes,
@@ -27,7 +26,6 @@ from elche.schedule.costs import (
 )
 from elche.schedule.generators.critical_path import improve
 from elche.schedule.generators.list_scheduling import Rule, list_schedule, place_weights
-from elche.schedule.generators.one_chunk import warmup_rows
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
     check_microbatches,
@@ -117,8 +115,7 @@ class _Search:
         self.costs, self.order = renumbered(given)
         self.table = CostTable(self.costs)
         self.limits = self.costs.limits
-        self.bounds = MakespanBounds(self.table, count, self.limits)
-        self.bound = self.bounds.least
+        self.bound = MakespanBounds(self.table, count, self.limits).least
         names = [name for name in FIXED_SCHEDULES if fits_placement(name, self.costs)]
         self.published = sorted(names, key=_promise)
         self.makespan = math.inf
@@ -175,7 +172,7 @@ class _Search:
 
     def _offer(self, name: str, rows: Rows) -> None:
         """Takes a schedule if it fits the memory and is the shortest so far."""
-        if not rows or self.bounds.of_rows(rows) >= self.makespan:
+        if not rows:
             return
         held = peaks(rows, self.table, self.count)
         if any(
@@ -192,8 +189,6 @@ class _Search:
         self, name: str, orders: Rows, limits: Sequence[float] | None = None
     ) -> None:
         """Offers an order with every W where the costs leave gaps."""
-        if self.bounds.of_rows(orders, may_move_weights=True) >= self.makespan:
-            return
         self.left -= sum(map(len, orders))
         held = limits or self.limits
         rows = place_weights(orders, self.table, self.count, held, self.makespan)
@@ -209,13 +204,9 @@ class _Search:
         return self.makespan <= self.bound * (1 + _TOLERANCE)
 
     def _variants(self) -> Iterator[Callable[[], None]]:
-        table, count, limits = self.table, self.count, self.limits
-        for rule in (Rule(), Rule(oldest_first=True), Rule(patience=0.5)):
+        table, count = self.table, self.count
+        for rule in (Rule(), Rule(patience=0.5)):
             yield partial(self._list, rule)
-        if self.costs.placement == loop_placement(table.num_ranks):
-            for stretch in (1.0, 1.5, 2.0):
-                orders = warmup_rows(_warmups(table, limits, stretch), count)
-                yield partial(self._place, "1f1b order", orders)
         if self.costs.placement == v_placement(table.num_ranks):
             for steps in (V_HALF_STEPS, V_TWO_THIRDS_STEPS):
                 orders = block_rows(table.num_ranks, count, steps)
@@ -260,16 +251,3 @@ def merged(rows: Rows, stages: frozenset[int] | set[int], count: int) -> Rows:
 def _promise(name: str) -> int:
     order = ("zb-v", "interleaved-zb", "zb-h1", "zb-h2")
     return order.index(name) if name in order else len(order)
-
-
-def _warmups(table: CostTable, limits: Sequence[float], stretch: float) -> list[int]:
-    """Forwards before the first backward, for one stage per rank: as memory allows."""
-    warmups: list[int] = []
-    for rank in range(table.num_ranks):
-        wanted = 1 + math.ceil(stretch * (table.num_ranks - 1 - rank))
-        activation = -table.releases[rank * 8 + F]
-        if activation > 0 and limits[rank] < math.inf:
-            wanted = min(wanted, int(limits[rank] / activation + _TOLERANCE))
-        # More than the rank before would wait for a forward that never comes.
-        warmups.append(max(1, min([wanted, *warmups[-1:]])))
-    return warmups

@@ -44,14 +44,11 @@ class Rule:
 
     Attributes:
         patience: W fills a wait that is known to last at least this share of W.
-        oldest_first: the backward of the oldest microbatch first, else that of the
-            deepest stage. Differs only with several stages per rank.
         deep_first: the forward of the deepest stage first, else the shallowest.
         merged: stages that run B in place of I and W.
     """
 
     patience: float = 1.0
-    oldest_first: bool = False
     deep_first: bool = True
     merged: frozenset[int] = frozenset()
 
@@ -190,16 +187,15 @@ class ListScheduler:
         count, held, room = self.count, self.held, self.room
         forward_at, backward_at = self.forward_at, self.backward_at
         next_forward, next_backward = self.next_forward, self.next_backward
-        kinds, oldest_first = self.backward_kind, self.rule.oldest_first
+        kinds = self.backward_kind
         deep = [stages[::-1] for stages in self.stages_of]
         order = deep if self.rule.deep_first else self.stages_of
 
         def choose(rank: int, now: float) -> tuple[int, float, bool]:
             ready_at = math.inf
-            best, best_each = -1, count
             for stage in deep[rank]:
                 each = next_backward[stage]
-                if each < best_each:
+                if each < count:
                     at = backward_at[stage * count + each]
                     if at < 0:
                         continue
@@ -207,12 +203,7 @@ class ListScheduler:
                         if at < ready_at:
                             ready_at = at
                     else:
-                        best = (stage * count + each) * 8 + kinds[stage]
-                        if not oldest_first:
-                            return best, now, False
-                        best_each = each
-            if best >= 0:
-                return best, now, False
+                        return (stage * count + each) * 8 + kinds[stage], now, False
             blocked = False
             level = held[rank]
             for stage in order[rank]:

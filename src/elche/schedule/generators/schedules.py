@@ -6,10 +6,10 @@ from elche.errors import ConfigError
 from elche.schedule.actions import Schedule, loop_placement, v_placement
 from elche.schedule.codes import Rows, decode, spread
 from elche.schedule.costs import PipelineCosts, renumbered
-from elche.schedule.generators.interleaved import interleaved_rows
 from elche.schedule.generators.list_scheduling import place_weights
-from elche.schedule.generators.one_chunk import (
+from elche.schedule.generators.looped import (
     gpipe_rows,
+    interleaved_rows,
     one_f_one_b_rows,
     zb_h1_rows,
     zb_h2_rows,

@@ -12,7 +12,6 @@ memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 
 from elche.schedule.codes import F, I, Rows, W
@@ -69,38 +68,6 @@ def _zb_v_pattern(num_ranks: int, rank: int, count: int) -> list[tuple[int, int,
     return row
 
 
-@dataclass(frozen=True, slots=True)
-class BuildingBlock:
-    """Slots in which one microbatch passes each rank; the next follows six later.
-
-    Attributes:
-        down: slots per rank of F of the first stages, which goes down the ranks.
-        up: of F of the second stages, back up to rank 0.
-        down_back: of I of the second stages, down the ranks again.
-        up_back: of I of the first stages, back up.
-        second_forward: slot of rank 0's second F, its first being at 0.
-        second_backward: slot of I of rank 0's second stage.
-        first_backward: slot of I of rank 0's first stage.
-    """
-
-    down: int
-    up: int
-    down_back: int
-    up_back: int
-    second_forward: int
-    second_backward: int
-    first_backward: int
-
-    def slots(self, rank: int) -> tuple[int, int, int, int]:
-        """Slots of F, second F, second I and I on a rank."""
-        return (
-            self.down * rank,
-            self.second_forward - self.up * rank,
-            self.second_backward + self.down_back * rank,
-            self.first_backward - self.up_back * rank,
-        )
-
-
 V_MIN_STEPS = (1, 1, 1, 1)
 V_HALF_STEPS = (1, 2, 1, 2)
 V_TWO_THIRDS_STEPS = (2, 2, 2, 2)  # unpublished: between V-Half and ZB-V
@@ -114,11 +81,9 @@ def block_rows(num_ranks: int, count: int, steps: tuple[int, int, int, int]) -> 
         count: microbatches.
         steps: slots per rank of the four passes, `V_MIN_STEPS` or `V_HALF_STEPS`.
     """
-    block = shortest_block(num_ranks, steps)
     last = 2 * num_ranks - 1
     rows = []
-    for rank in range(num_ranks):
-        slots = block.slots(rank)
+    for rank, slots in enumerate(_shortest_block(num_ranks, steps)):
         taken = {slot % _SLOTS for slot in slots}
         events = []
         for position, (slot, kind) in enumerate(zip(slots, (F, F, I, I), strict=True)):
@@ -142,12 +107,14 @@ def block_rows(num_ranks: int, count: int, steps: tuple[int, int, int, int]) -> 
     return rows
 
 
-def shortest_block(num_ranks: int, steps: tuple[int, int, int, int]) -> BuildingBlock:
+def _shortest_block(
+    num_ranks: int, steps: tuple[int, int, int, int]
+) -> list[tuple[int, int, int, int]]:
     """The building block that ends first and in which no two passes collide.
 
-    Args:
-        num_ranks: ranks.
-        steps: slots per rank of the four passes.
+    Returns:
+        Slots of F, second F, second I and I on each rank, for one microbatch; the next
+        one follows `_SLOTS` later.
     """
     down, up, down_back, up_back = steps
     hops = num_ranks - 1
@@ -156,13 +123,15 @@ def shortest_block(num_ranks: int, steps: tuple[int, int, int, int]) -> Building
         second_forward = (down + up) * hops + 1 + waits[0]
         second_backward = second_forward + 1 + waits[1]
         first_backward = second_backward + (down_back + up_back) * hops + 1 + waits[2]
-        block = BuildingBlock(
-            *(down, up, down_back, up_back),
-            *(second_forward, second_backward, first_backward),
-        )
-        if all(
-            len({slot % _SLOTS for slot in block.slots(rank)}) == 4
+        slots = [
+            (
+                down * rank,
+                second_forward - up * rank,
+                second_backward + down_back * rank,
+                first_backward - up_back * rank,
+            )
             for rank in range(num_ranks)
-        ):
-            blocks.append((sum(waits), first_backward, waits, block))
-    return min(blocks, key=lambda each: each[:3])[3]
+        ]
+        if all(len({slot % _SLOTS for slot in each}) == 4 for each in slots):
+            blocks.append((sum(waits), first_backward, waits, slots))
+    return min(blocks)[3]

@@ -13,11 +13,10 @@ reach.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from elche.errors import ConfigError
-from elche.schedule.planning.profile import LayerProfile, LayerTimes
+from elche.schedule.planning.profile import ANY_KIND, LayerProfile, LayerTimes
 
 _STATE_BYTES = 4  # parameters are held in 32 bits, whatever computes
 
@@ -66,54 +65,35 @@ class GptSize:
         return self.samples * self.sequence
 
 
-def gpt_layers(
-    size: GptSize, flops_per_s: Mapping[str, float]
-) -> tuple[LayerProfile, ...]:
-    """The embedding, the blocks and the head.
+def gpt_layers(size: GptSize) -> tuple[LayerProfile, ...]:
+    """The embedding, the blocks and the head; times are numbers of operations.
 
-    Args:
-        size: of model and microbatch.
-        flops_per_s: floating-point operations per second that matmuls reach, by kind of
-            device.
-
-    Raises:
-        ConfigError: a rate is not above 0.
+    So a device's speed is the operations per second that its matmuls reach.
     """
-    for kind, rate in flops_per_s.items():
-        if not rate > 0:
-            raise ConfigError(
-                f"expected flops_per_s above 0 for devices of kind {kind!r}, got {rate}"
-            )
     hidden, tokens = size.hidden, size.tokens
     message = tokens * hidden * size.bytes_per_value
     matmuls, attention = 24 * hidden**2, 4 * size.sequence * hidden
     scores = 5 * size.heads * size.sequence if size.keeps_scores else 0
     scale = tokens * size.bytes_per_value / 2
-    block = _layer(
-        "block",
-        (matmuls + attention, matmuls + 2 * attention, matmuls),
-        size,
-        flops_per_s,
+    logits = 2 * hidden * size.vocabulary
+    embedding = LayerProfile(
+        name="embedding",
+        times=_times(tokens, 0, 0, 0),
+        activation_bytes=8 * tokens,  # the tokens themselves
+        output_bytes=message,
+        parameter_bytes=_STATE_BYTES * hidden * (size.vocabulary + size.sequence),
+    )
+    block = LayerProfile(
+        name="block",
+        times=_times(tokens, matmuls + attention, matmuls + 2 * attention, matmuls),
         activation_bytes=scale * (34 * hidden + scores),
         kept_for_weight_bytes=scale * 32 * hidden,
         output_bytes=message,
         parameter_bytes=_STATE_BYTES * (12 * hidden**2 + 13 * hidden),
     )
-    embedding = _layer(
-        "embedding",
-        (0, 0, 0),
-        size,
-        flops_per_s,
-        activation_bytes=8 * tokens,  # the tokens themselves
-        output_bytes=message,
-        parameter_bytes=_STATE_BYTES * hidden * (size.vocabulary + size.sequence),
-    )
-    logits = 2 * hidden * size.vocabulary
-    head = _layer(
-        "head",
-        (logits, logits, logits),
-        size,
-        flops_per_s,
+    head = LayerProfile(
+        name="head",
+        times=_times(tokens, logits, logits, logits),
         activation_bytes=4 * tokens * size.vocabulary + message,
         output_bytes=4,
         parameter_bytes=_STATE_BYTES * hidden * (size.vocabulary + 2),
@@ -121,19 +101,13 @@ def gpt_layers(
     return (embedding, *(block,) * size.blocks, head)
 
 
-def _layer(
-    name: str,
-    flops_per_token: tuple[float, float, float],
-    size: GptSize,
-    flops_per_s: Mapping[str, float],
-    **sizes: float,
-) -> LayerProfile:
-    times = {}
-    for kind, rate in flops_per_s.items():
-        forward, inputs, weights = (
-            size.tokens * each / rate for each in flops_per_token
-        )
-        times[kind] = LayerTimes(
-            forward_s=forward, input_gradient_s=inputs, weight_gradient_s=weights
-        )
-    return LayerProfile(times=times, name=name, **sizes)
+def _times(
+    tokens: int, forward: int, inputs: int, weights: int
+) -> dict[str, LayerTimes]:
+    """Operations of F, I and W, from those per token."""
+    times = LayerTimes(
+        forward_s=tokens * forward,
+        input_gradient_s=tokens * inputs,
+        weight_gradient_s=tokens * weights,
+    )
+    return {ANY_KIND: times}

@@ -14,8 +14,7 @@ from typing import final
 
 from elche.errors import ConfigError
 from elche.schedule.generators.schedules import placement_for
-from elche.schedule.planning.partition import Partition
-from elche.schedule.planning.partition_costs import link_bound
+from elche.schedule.planning.partition import Partition, link_bound
 from elche.schedule.planning.partition_search import (
     NEVER,
     Evaluator,

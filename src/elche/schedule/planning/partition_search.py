@@ -12,13 +12,21 @@ from collections.abc import Callable, Iterator
 from elche.schedule.actions import loop_placement, v_placement
 from elche.schedule.bounds import MakespanBounds
 from elche.schedule.codes import Rows
-from elche.schedule.generators.interleaved import interleaved_rows
 from elche.schedule.generators.list_scheduling import Rule, list_schedule
-from elche.schedule.generators.one_chunk import one_f_one_b_rows, zb_h1_rows, zb_h2_rows
+from elche.schedule.generators.looped import (
+    interleaved_rows,
+    one_f_one_b_rows,
+    zb_h1_rows,
+    zb_h2_rows,
+)
 from elche.schedule.generators.schedules import fixed_rows
 from elche.schedule.generators.v_shape import zb_v_rows
-from elche.schedule.planning.partition import Partition, ProfileTable
-from elche.schedule.planning.partition_costs import costs_of, link_bound
+from elche.schedule.planning.partition import (
+    Partition,
+    ProfileTable,
+    costs_of,
+    link_bound,
+)
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 
 _LEAST_ACTIONS = 500  # `auto` on a short schedule costs as much as on one of these

@@ -7,7 +7,7 @@ named with its table.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from elche.errors import ConfigError
@@ -73,21 +73,8 @@ In place of layers, a GPT by its size, whose operations are counted:
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineFile:
-    """Contents of a file.
-
-    Attributes:
-        profile: model and devices.
-        microbatches: of one step; None where the file does not say.
-    """
-
-    profile: PipelineProfile
-    microbatches: int | None
-
-
-def read_pipeline_file(raw: Mapping[str, Any]) -> PipelineFile:
-    """Reads the parsed TOML of a plan file.
+def read_pipeline_file(raw: Mapping[str, Any]) -> tuple[PipelineProfile, int | None]:
+    """Model and devices, and the microbatches of a step where the file names them.
 
     Raises:
         ConfigError: a key is unknown, missing, or has an impossible value.
@@ -98,7 +85,7 @@ def read_pipeline_file(raw: Mapping[str, Any]) -> PipelineFile:
         raise ConfigError("expected either [gpt] or [[layer]], which the model is")
     devices = _devices(raw)
     if "gpt" in raw:
-        layers = gpt_layers(read_table(GptSize, "[gpt]", raw["gpt"]), {ANY_KIND: 1.0})
+        layers = gpt_layers(read_table(GptSize, "[gpt]", raw["gpt"]))
     else:
         layers = _layers(raw)
     profile = PipelineProfile(
@@ -109,7 +96,7 @@ def read_pipeline_file(raw: Mapping[str, Any]) -> PipelineFile:
         state_factor=number(raw, "state_factor", "the file", ADAM_STATE_FACTOR),
     )
     count = whole(raw, "microbatches", "the file") if "microbatches" in raw else None
-    return PipelineFile(profile=profile, microbatches=count)
+    return profile, count
 
 
 def _layers(raw: Mapping[str, Any]) -> tuple[LayerProfile, ...]:

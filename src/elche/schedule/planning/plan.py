@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule
@@ -128,3 +130,148 @@ def ideal_step_s(profile: PipelineProfile, num_microbatches: int) -> float:
     layers = len(profile.layers)
     alone = [table.work(each, 0, layers) for each in range(len(profile.devices))]
     return 1 / sum(1 / each for each in alone) if all(alone) else 0.0
+
+
+SHOWN_RANKS = 32
+
+
+def figures(plan: Plan, profile: PipelineProfile) -> dict[str, Any]:
+    """Figures for the JSON."""
+    chosen = plan.chosen
+    return {
+        "schedule": chosen.schedule.name,
+        "microbatches": chosen.schedule.num_microbatches,
+        "layers": len(profile.layers),
+        "step_time_s": chosen.step_s,
+        "makespan_s": chosen.timing.makespan,
+        "ideal_s": plan.ideal_s,
+        "sum_bound_s": plan.bound_s,
+        "bubble_makespan": chosen.timing.bubble_makespan,
+        "bubble_span": chosen.timing.bubble_span,
+        "placement": list(chosen.schedule.placement),
+        "partition": list(chosen.partition.sizes),
+        "ranks": [
+            _rank_figures(chosen, profile, rank)
+            for rank in range(len(chosen.partition.ranks))
+        ],
+        "unused_devices": [profile.devices[each].name for each in plan.unused],
+        "alternatives": [_alternative(each, profile) for each in plan.alternatives],
+        "equal_split": (
+            None
+            if plan.equal_split is None
+            else _candidate_figures(plan.equal_split, profile)
+        ),
+    }
+
+
+def summary(plan: Plan, profile: PipelineProfile) -> str:
+    """The plan for people."""
+    chosen = plan.chosen
+    ratio = (
+        f", {chosen.step_s / plan.ideal_s:.3f} times the ideal" if plan.ideal_s else ""
+    )
+    lines = [
+        f"{chosen.schedule.name}: {len(profile.layers)} layers on "
+        f"{len(chosen.partition.ranks)} devices, {chosen.schedule.num_stages} stages, "
+        f"{chosen.schedule.num_microbatches} microbatches",
+        f"step_time_s       {chosen.step_s:.6g} (predicted){ratio}",
+        f"ideal_s           {plan.ideal_s:.6g} (all devices always busy)",
+        f"sum_bound_s       {plan.bound_s:.6g} (whole layers, one stage per device, no "
+        "wait after the first microbatch)",
+        f"bubble_makespan   {chosen.timing.bubble_makespan:.4f}",
+    ]
+    for rank in range(min(len(chosen.partition.ranks), SHOWN_RANKS)):
+        one = _rank_figures(chosen, profile, rank)
+        parts = ", ".join(
+            f"{first} to {last}" if last > first else f"{first}"
+            for first, last in one["layers"]
+        )
+        limit = one["memory_limit_bytes"]
+        lines.append(
+            f"  rank {rank} {one['device']}: layers {parts}; busy "
+            f"{100 * (1 - one['bubble']):.1f} %; memory {_size(one['memory_bytes'])}"
+            + (f" of {_size(limit)}" if limit < math.inf else "")
+            + f" (state {_size(one['state_bytes'])})"
+        )
+    if len(chosen.partition.ranks) > SHOWN_RANKS:
+        lines.append(f"  and {len(chosen.partition.ranks) - SHOWN_RANKS} ranks more")
+    lines += [
+        f"  {profile.devices[each].name} gets no layers: the step is no shorter with it"
+        for each in plan.unused
+    ]
+    return "\n".join([*lines, *_table(plan)])
+
+
+def _table(plan: Plan) -> list[str]:
+    """Table of each schedule's cost, with the partition that suits it best."""
+    lines = ["alternatives        step_time_s   vs plan   most memory"]
+    for each in plan.alternatives:
+        if each.candidate is None:
+            lines.append(f"  {each.name:<17} -  {each.reason}")
+            continue
+        mark = " (the plan)" if each.candidate is plan.chosen else ""
+        lines.append(_row(each.name, each.candidate, plan) + mark + _note(each.reason))
+    if plan.equal_split is not None:
+        missing = plan.equal_split.missing_bytes
+        note = f"a device lacks {missing:,.0f} bytes" if missing else ""
+        lines.append(_row("1f1b, equal split", plan.equal_split, plan) + _note(note))
+    return lines
+
+
+def _row(name: str, candidate: Candidate, plan: Plan) -> str:
+    ratio = candidate.step_s / plan.chosen.step_s if plan.chosen.step_s else 1.0
+    return (
+        f"  {name:<17} {candidate.step_s:>11.6g}   {ratio:>6.3f}x   "
+        f"{_size(max(candidate.memory_bytes)):>11}"
+    )
+
+
+def _note(reason: str) -> str:
+    return f"  does not fit: {reason}" if reason else ""
+
+
+def _alternative(each: Alternative, profile: PipelineProfile) -> dict[str, Any]:
+    known = (
+        {} if each.candidate is None else _candidate_figures(each.candidate, profile)
+    )
+    fits = each.candidate is not None and not each.reason
+    return {"schedule": each.name, "fits": fits, "reason": each.reason, **known}
+
+
+def _candidate_figures(
+    candidate: Candidate, profile: PipelineProfile
+) -> dict[str, Any]:
+    return {
+        "step_time_s": candidate.step_s,
+        "bubble_makespan": candidate.timing.bubble_makespan,
+        "devices": [profile.devices[each].name for each in candidate.partition.ranks],
+        "partition": list(candidate.partition.sizes),
+        "placement": list(candidate.schedule.placement),
+        "memory_bytes": list(candidate.memory_bytes),
+        "missing_bytes": candidate.missing_bytes,
+    }
+
+
+def _rank_figures(
+    candidate: Candidate, profile: PipelineProfile, rank: int
+) -> dict[str, Any]:
+    index = candidate.partition.ranks[rank]
+    device = profile.devices[index]
+    return {
+        "rank": rank,
+        "device": device.name,
+        "layers": [list(each) for each in candidate.partition.layers_of(index)],
+        "busy_s": candidate.timing.busy[rank],
+        "bubble": candidate.timing.bubble_per_rank[rank],
+        "state_bytes": candidate.state_bytes[rank],
+        "peak_activation_bytes": candidate.timing.peak_activations[rank],
+        "memory_bytes": candidate.memory_bytes[rank],
+        "memory_limit_bytes": device.memory_bytes,
+    }
+
+
+def _size(amount: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if amount >= scale:
+            return f"{amount / scale:.2f} {unit}"
+    return f"{amount:.0f} B"

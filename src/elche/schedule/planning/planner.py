@@ -33,9 +33,11 @@ from elche.schedule.planning.partition import (
     Places,
     ProfileTable,
     best_partition,
+    costs_of,
+    link_bound,
+    shortage,
     sum_bound,
 )
-from elche.schedule.planning.partition_costs import costs_of, link_bound, shortage
 from elche.schedule.planning.partition_search import (
     Evaluator,
     balanced,

@@ -17,7 +17,6 @@ from elche.launching import function_rank, launching
 from tests.runtime.process.cases.functions import (
     fails_on_rank_1,
     outlives_rank_0,
-    returns_a_lambda,
     trained,
     waits,
 )
@@ -69,13 +68,6 @@ def test_the_rank_that_failed_first_is_named(how: str, error: str) -> None:
     assert caught.value.failed_rank == 1
     has_traceback = "fails_on_rank_1" in caught.value.remote_traceback
     assert has_traceback == (how == "raise")
-
-
-@pytest.mark.slow  # a fork of a process that ran other tests; notebooks: integrations
-@pytest.mark.usefixtures("forks")
-def test_a_result_that_cannot_be_pickled() -> None:
-    with pytest.raises(elche.errors.RemoteRankError, match=r"rank 0 failed: .*pickle"):
-        elche.launch(returns_a_lambda)
 
 
 def _run(*arguments: str) -> subprocess.Popen[str]:

@@ -19,7 +19,6 @@ from elche.cli.files import (
     write_csv,
     write_json,
 )
-from elche.cli.rank_options import checked
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
@@ -277,5 +276,4 @@ def schedule(**settings: Any) -> None:
       activation = 1.0         # units of memory of a microbatch; optional
       link = 0.1               # message to the next stage; default: --comm
     """  # noqa: D301 - click keeps the lines after a backspace as they are
-    with checked():
-        run_schedule(ScheduleConfig(**settings))
+    run_schedule(ScheduleConfig(**settings))

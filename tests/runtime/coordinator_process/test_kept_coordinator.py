@@ -31,7 +31,7 @@ from elche.runtime.coordinator_process.link import (
     Begin,
     Command,
     Copy,
-    Fenced,
+    Fence,
     Link,
     pack,
 )
@@ -216,7 +216,7 @@ def test_two_words_of_one_death_hold_nobody_up() -> None:
 
     async def read_twice() -> list[object]:
         child = CoordinatorChild(Link(theirs), BEGIN)
-        ours.sendall(pack(Command(RankLost(rank=0))) + pack(Fenced(1)))
+        ours.sendall(pack(Command(RankLost(rank=0))) + pack(Fence(1)))
         child._have_fenced(1)  # reads what the loop has seen to be there
         child._receive()
         return [*child._pending]

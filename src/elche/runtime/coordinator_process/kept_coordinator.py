@@ -26,10 +26,9 @@ from elche.runtime.coordinator_process.link import (
     Begin,
     Command,
     Copy,
-    Fenced,
+    Fence,
     Journal,
     Logged,
-    Lost,
     Seen,
     Status,
     Stop,
@@ -252,9 +251,9 @@ class KeptCoordinator:
             self._journal.clear()  # it stands for all pieces so far
         elif isinstance(message, Status):
             self._take_status(message)
-        elif isinstance(message, Lost):
+        elif isinstance(message, Fence):
             self.on_lost(message.rank)
-            writer.write(pack(Fenced(message.rank)))
+            writer.write(pack(Fence(message.rank)))
         elif isinstance(message, Seen):
             if self.on_message is not None:
                 self.on_message(message.message)

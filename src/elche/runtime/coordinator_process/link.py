@@ -50,13 +50,6 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Fenced:
-    """To it: the process of this rank does not run any more."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class Stop:
     """To it: the run is over, and its story is wanted."""
 
@@ -113,8 +106,11 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """From it: the run goes on without this rank, which is to be fenced first."""
+class Fence:
+    """From it: the run goes on without this rank, whose process is to end first.
+
+    And to it: it has ended.
+    """
 
     rank: int
 

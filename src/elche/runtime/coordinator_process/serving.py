@@ -30,11 +30,10 @@ from elche.runtime.coordinator_process.link import (
     Begin,
     Command,
     Copy,
-    Fenced,
+    Fence,
     Journal,
     Link,
     Logged,
-    Lost,
     Seen,
     Status,
     Stop,
@@ -99,7 +98,7 @@ class CoordinatorChild:
 
     def _receive(self) -> None:
         try:
-            # What it was called for may have been read already, with a `Fenced`.
+            # What it was called for may have been read already, with a `Fence`.
             self._pending.extend(self._link.receive(waits=False))
         except (EOFError, OSError):
             os._exit(0)  # the launcher's ranks end by themselves
@@ -116,11 +115,11 @@ class CoordinatorChild:
 
     def _have_fenced(self, rank: int) -> None:
         """Waits for the launcher: nobody is told before."""
-        self._link.send(Lost(rank))
+        self._link.send(Fence(rank))
         is_fenced = False
         while not is_fenced:
             for message in self._link.receive():
-                if isinstance(message, Fenced):
+                if isinstance(message, Fence):
                     is_fenced = True
                 else:
                     self._pending.append(message)

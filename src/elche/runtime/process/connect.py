@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -38,9 +39,8 @@ _HOW = (
     "you trust (nothing is encrypted)"
 )
 
-_started: list[subprocess.Popen[str]] = []
-_hosted: list[dist.TCPStore] = []
-_hidden: list[Path] = []
+_ends = contextlib.ExitStack()
+"""Ends what this process started for the run: coordinator, store, file of the key."""
 _found: dict[str, tuple[tuple[str, int], bytes]] = {}
 
 
@@ -75,21 +75,18 @@ def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlC
 
 def stop_coordinator() -> None:
     """Ends the coordinator that this process started, if it did."""
-    while _started:
-        process = _started.pop()
-        if process.stdin is not None:
-            process.stdin.close()
+    _ends.close()
+    _found.clear()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with process:  # closes its standard input, at which it ends
+        assert process.stdin is not None
+        process.stdin.close()
         try:
             process.wait(5.0)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-    while _hidden:
-        _hidden.pop().unlink(missing_ok=True)
-    _found.clear()
-    _hosted.clear()
 
 
 def _find_under_torchrun(
@@ -124,7 +121,7 @@ def _find_under_torchrun(
             master_listen_fd=listen(host, number).detach() if hosted else None,
         )
         if hosted:
-            _hosted.append(base)
+            _ends.callback(lambda: base)  # kept until then
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"elche/{restart}", base)
         store.set(f"host/{placement.rank}", host_name())
@@ -178,7 +175,7 @@ def _hide(text: str) -> str:
     torchrun's store gives every entry to whoever asks.
     """
     descriptor, path = tempfile.mkstemp(prefix="elche-")
-    _hidden.append(Path(path))
+    _ends.callback(Path(path).unlink, missing_ok=True)
     with open(descriptor, "w") as file:
         file.write(text)
     return path
@@ -219,7 +216,7 @@ def _start_beside(placement: Placement) -> tuple[tuple[str, int], bytes]:
         start_new_session=True,
         env={**os.environ, "ELCHE_KEY": key.hex()},
     )
-    _started.append(process)
+    _ends.callback(_end, process)
     assert process.stdout is not None
     line = process.stdout.readline().strip()
     host, _, port = line.rpartition(":")

@@ -21,8 +21,9 @@ from elche.monitor.results import log_to_stderr
 _HOSTS = (
     "`elche run` starts the ranks of one machine. Start several machines by torchrun, "
     "on each with its --node-rank: `ELCHE_LISTEN=auto torchrun --nnodes 2 "
-    "--node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 --master-port 29500 script.py`, or by "
-    "Slurm: `ELCHE_LISTEN=auto srun --ntasks 5 python script.py` (docs/hosts.md)"
+    "--node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 --master-port 29500 "
+    "script.py`, or by Slurm: `ELCHE_LISTEN=auto srun --ntasks 5 python script.py` "
+    "(docs/hosts.md)"
 )
 REMOVED = {
     **dict.fromkeys(("join", "witness"), _HOSTS),

@@ -28,7 +28,6 @@ from elche.runtime.coordinator_process.link import (
     Copy,
     Fence,
     Journal,
-    Logged,
     Seen,
     Status,
     Stop,
@@ -257,8 +256,8 @@ class KeptCoordinator:
         elif isinstance(message, Seen):
             if self.on_message is not None:
                 self.on_message(message.message)
-        elif isinstance(message, Logged):
-            logging.getLogger(message.name).log(message.level, message.text)
+        elif isinstance(message, logging.LogRecord):
+            logging.getLogger(message.name).handle(message)
         elif isinstance(message, Stopped):
             self._story = message.story
 

@@ -1,8 +1,8 @@
 """Messages of the launcher and its coordinator, over a pair of sockets.
 
 The pair is between these two processes alone, parent and child, so what travels is
-pickled. Pieces of the journal and copies of the record are bytes, which the launcher
-keeps and does not unpack.
+pickled, as are the coordinator's log records. Pieces of the journal and copies of the
+record are bytes, which the launcher keeps and does not unpack.
 """
 
 from __future__ import annotations
@@ -120,15 +120,6 @@ class Seen:
     """From it, for a display: an event or an instruction."""
 
     message: Event | Instruction
-
-
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """From it: a line for the log."""
-
-    name: str
-    level: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,10 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Sequence
+from logging.handlers import QueueHandler
 from pathlib import Path
-from typing import Final, final
+from types import SimpleNamespace
+from typing import Any, Final, final
 
 from elche.comm.control.addresses import format_address, listen
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
@@ -33,7 +35,6 @@ from elche.runtime.coordinator_process.link import (
     Fence,
     Journal,
     Link,
-    Logged,
     Seen,
     Status,
     Stop,
@@ -158,28 +159,13 @@ class CoordinatorChild:
             self._link.send(status)
 
 
-@final
-class _ToLauncher(logging.Handler):
-    """Log lines appear where the launcher's do."""
-
-    def __init__(self, link: Link) -> None:
-        super().__init__()
-        self._link = link
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Sends a line."""
-        text = record.getMessage()
-        if record.exc_info:
-            text += "\n" + logging.Formatter().formatException(record.exc_info)
-        self._link.send(Logged(record.name, record.levelno, text))
-
-
 def main(link_descriptor: int, listener_descriptor: int) -> None:
     """Serves one run of a launcher."""
     wake_with_parent()
     link = Link(socket.socket(fileno=link_descriptor))
     listener = socket.socket(fileno=listener_descriptor)
-    logging.getLogger().addHandler(_ToLauncher(link))
+    queue: Any = SimpleNamespace(put_nowait=link.send)
+    logging.getLogger().addHandler(QueueHandler(queue))  # shown where the launcher logs
 
     async def serve(begin: Begin, more: list[object]) -> None:
         await CoordinatorChild(link, begin, more).serve(listener)

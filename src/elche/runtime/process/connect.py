@@ -28,7 +28,7 @@ from elche.comm.control.control_channel import ControlChannel
 from elche.comm.control.key_file import KEY_BYTES, is_private
 from elche.comm.tensors.kept_memory import keep_freed_memory
 from elche.errors import CommunicationError, ConfigError
-from elche.runtime.process.environment import Placement
+from elche.runtime.process.environment import Placement, int_of
 from elche.runtime.process.launchers import read_launcher
 
 logger = logging.getLogger(__name__)
@@ -103,10 +103,10 @@ def _find_under_torchrun(
             "MASTER_ADDR and MASTER_PORT are set; start the script with `elche run` or "
             "torchrun, or set both (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
         )
-    local = _number(environment, "LOCAL_WORLD_SIZE", placement.world_size)
+    local = int_of(environment, "LOCAL_WORLD_SIZE", placement.world_size)
     if "ELCHE_LISTEN" not in environment:
         _check_on_one_host(placement, environment, host, local)
-    number = _number(environment, "MASTER_PORT", 0)
+    number = int_of(environment, "MASTER_PORT", 0)
     name = f"{host}:{port}"
     if name in _found:
         return _found[name]
@@ -190,13 +190,6 @@ def _read_hidden(path: str) -> str:
                 "has written to torchrun's store"
             )
         return file.read()
-
-
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name, str(default))
-    if not text.isdigit():
-        raise ConfigError(f"expected {name} to be a number, got {text!r}")
-    return int(text)
 
 
 def _start_beside(placement: Placement) -> tuple[tuple[str, int], bytes]:

@@ -199,8 +199,9 @@ class RankProcesses:
 
     def exit_codes(self) -> tuple[int, ...]:
         """Each rank's exit code; a signal counts as 128 + its number."""
-        codes = [self._processes[rank].returncode for rank in sorted(self._processes)]
-        return tuple(128 - code if code < 0 else code for code in map(_int, codes))
+        ended = [self._processes[rank].returncode for rank in sorted(self._processes)]
+        codes = [1 if code is None else code for code in ended]
+        return tuple(128 - code if code < 0 else code for code in codes)
 
     def failed_first(self) -> int | None:
         """The rank whose failure came first; None if no rank has failed.
@@ -283,7 +284,3 @@ def has_terminal() -> bool:
         return False
     finally:
         os.close(terminal)
-
-
-def _int(code: int | None) -> int:
-    return 1 if code is None else code

@@ -81,7 +81,6 @@ def _run(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
 def test_fresh_processes_of_a_script() -> None:
     output, _ = _run("train").communicate(timeout=240)
     assert "returned (2, [" in output, output

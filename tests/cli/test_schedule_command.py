@@ -182,8 +182,8 @@ def test_schedule_files_that_are_wrong(tmp_path: Path, text: str, message: str) 
     ("arguments", "message"),
     [
         (("2f2b", *ARGUMENTS), "expected gpipe, 1f1b"),
-        (("auto", *ARGUMENTS, "--microbatches", "0"), "at least one microbatch"),
-        (("auto", *ARGUMENTS, "--ranks", "0"), "--ranks above 0"),
+        (("auto", *ARGUMENTS, "--microbatches", "0"), "0 is not in the range x>=1"),
+        (("auto", *ARGUMENTS, "--ranks", "0"), "0 is not in the range x>=1"),
         (("auto", *ARGUMENTS, "--memory", "0.5"), "its limit is 0.5"),
         (("auto", *ARGUMENTS, "--memory", "nan"), "--memory above 0"),
         (("zb-h2", *ARGUMENTS, "--memory", "4"), "its memory limit of 4"),
@@ -192,7 +192,7 @@ def test_schedule_files_that_are_wrong(tmp_path: Path, text: str, message: str) 
         (("auto", *ARGUMENTS, "--times", "0,0,0"), "that are not all 0"),
         (("auto", *ARGUMENTS, "--comm", "-1"), "--comm of at least 0, got -1"),
         (("zb-v", *ARGUMENTS, "--virtual-stages", "3"), "zb-v has two stages per rank"),
-        (("gpipe", *ARGUMENTS, "--virtual-stages", "0"), "of at least 1, got 0"),
+        (("gpipe", *ARGUMENTS, "--virtual-stages", "0"), "not in the range x>=1"),
         (
             ("interleaved-1f1b", *ARGUMENTS, "--microbatches", "9"),
             "got 9 microbatches; use a multiple of 2, such as 8",

@@ -71,6 +71,8 @@ def test_srun_is_read() -> None:
     read = read_launcher(SRUN)
     assert (read["RANK"], read["WORLD_SIZE"]) == ("4", "5")
     assert (read["LOCAL_RANK"], read["LOCAL_WORLD_SIZE"]) == ("0", "1")
+    each = read_launcher(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"})
+    assert each["LOCAL_WORLD_SIZE"] == "1"
     assert (read["MASTER_ADDR"], read["MASTER_PORT"]) == ("rack03-a", "19567")
 
 

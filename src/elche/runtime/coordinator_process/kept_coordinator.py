@@ -167,14 +167,6 @@ class KeptCoordinator:
                 break
             await asyncio.sleep(LOOK_S)
 
-    def is_connected(self, rank: int) -> bool:
-        """True if instructions reach a rank."""
-        return rank in self.status.connected
-
-    def heeds_signals(self, rank: int) -> bool:
-        """True if a rank has said that it ends well by itself when it is signalled."""
-        return rank in self.status.heeding
-
     def is_outlived(self, rank: int) -> bool:
         """True if the run has gone on without a rank: it died, or never joined."""
         return rank not in self.status.members

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any, Final, final
 
 from elche.comm.control.addresses import format_address, listen
+from elche.comm.control.control_channel import heeds_key
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -144,7 +145,7 @@ class CoordinatorChild:
         core, connected = record.core, frozenset(server.connections)
         status = Status(
             connected=connected,
-            heeding=frozenset(filter(server.heeds_signals, connected)),
+            heeding=frozenset(r for r in connected if record.store.get(heeds_key(r))),
             told_to_end=frozenset(server.told_to_end),
             silent=frozenset(core.silent),
             members=frozenset(core.members),

@@ -96,7 +96,6 @@ class KeptCoordinator:
         self._gave_up = ""
         self._running: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._pid = -1
 
     @property
     def aborted(self) -> str | None:
@@ -106,7 +105,8 @@ class KeptCoordinator:
     @property
     def pid(self) -> int | None:
         """Process id of the current coordinator."""
-        return None if self._writer is None else self._pid
+        process = self._process
+        return None if self._writer is None or process is None else process.pid
 
     def start(self) -> None:
         """Starts the process; ranks may connect from now on."""
@@ -198,7 +198,6 @@ class KeptCoordinator:
         """One process, from its start to its end; its exit code."""
         ours, theirs = socket.socketpair()
         process = self._process = await self._spawn(theirs)
-        self._pid = process.pid
         theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours)
         self._writer = writer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
@@ -22,18 +21,14 @@ from tests.harness.settings import nested
     ("options", "message"),
     [
         ({"outer_momentum": "half"}, "outer.momentum < 1, got 'half'"),
-        ({"outer_momentum": float("nan")}, "outer.momentum < 1, got nan"),
         ({"speed_hints": 1.0}, "speed_hints to be a number per rank"),
-        ({"speed_hints": "1,0.25"}, "speed_hints to be a number per rank"),
         ({"speed_hints": {0: 1.0}}, "speed_hints to be a number per rank"),
         ({"speed_hints": (1.0, "fast")}, r"speed_hints\[1\] to be a positive"),
         ({"anchor": 500}, r"anchor of at most max_anchor \(200\), got 500"),
         ({"min_anchor": 9, "max_anchor": 8}, r"min_anchor of at most max_anchor \(8\)"),
         ({"max_samples": 8}, "max_samples to be {rank: samples}"),
         ({"timeout_s": 0}, "timeout_s to be a positive finite number"),
-        ({"timeout_s": "300"}, "timeout_s to be a positive finite number"),
         ({"guard": 1}, "guard to be True or False"),
-        ({"guard": "mine:Guard"}, "guard to be True or False, got 'mine:Guard'"),
         ({"seed": -1}, "seed to be an int >= 0"),
     ],
 )
@@ -70,10 +65,6 @@ def test_removed_settings_are_refused_in_their_group(group: str, name: str) -> N
         kind(**{name: "average"})
 
 
-def test_el_che_switched_off_needs_no_bounds() -> None:
-    assert WindowConfig(anchor=5, min_anchor=2, max_anchor=0).max_anchor == 0
-
-
 def test_a_misspelt_option_is_answered_with_the_nearest() -> None:
     with pytest.raises(
         ConfigError, match="'polcy' of RunConfig; did you mean 'policy'"
@@ -99,16 +90,49 @@ def test_fixed_shares_are_refused_under_windows(policy: str) -> None:
         RunConfig(shares="equal")
 
 
-def test_settings_show_in_the_signature() -> None:
-    assert "policy" in inspect.signature(RunConfig).parameters
-
-
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "auto"])
-def test_every_policy_takes_a_codec(policy: str, codec: str) -> None:
-    assert RunConfig(policy=policy, codec=codec).codec == codec
-
-
 def test_a_codec_chosen_by_the_link_is_refused_with_what_to_write() -> None:
     with pytest.raises(ConfigError, match=r"'auto' was removed: .* name the codec"):
         RunConfig(codec="auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "auto", "deterministic": True}, "cannot be deterministic"),
+        ({"policy": "auto", "update": "gradients"}, "leave update out"),
+        ({"policy": "async", "update": "gradients"}, "need policy 'cadence'"),
+        ({"policy": "sync", "update": "parameters"}, "'sync' .* has no windows"),
+        (
+            {"policy": "cadence", "update": "gradients", "codec": "bf16"},
+            "windows of update='gradients' sum theirs as they are",
+        ),
+        ({"policy": "sync", "outer": "slowmo"}, "leave windows= out, or choose"),
+        (
+            {"policy": "cadence", "update": "gradients", "outer": "nesterov"},
+            "'nesterov' steps along averaged parameters",
+        ),
+        ({"policy": "async", "outer": "adam"}, "unknown outer.optimizer 'adam'"),
+        ({"outer": "slowmo", "outer_momentum": 1.0}, "0 <= outer.momentum < 1"),
+        ({"outer": "slowmo", "outer_lr": 0.0}, "outer.lr to be a positive"),
+        (
+            {"policy": "cadence", "transport": "nccl"},
+            "gradients of policy 'sync' as they",
+        ),
+        ({"policy": "delayed_sync", "transport": "nccl"}, "leave kind= out"),
+        (
+            {"policy": "auto", "transport": "nccl"},
+            "gradients of policy 'sync' as they are",
+        ),
+        (
+            {"policy": "sync", "codec": "int8", "transport": "nccl"},
+            "choose .* codec 'fp32'",
+        ),
+        (
+            {"policy": "cadence", "deterministic": True, "max_batch_diff": 2},
+            "leave it out",
+        ),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(**nested(options))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from elche.cli.plan_command import plan
+from elche.cli.main import main
 from elche.schedule.formats import from_csv
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
 
@@ -57,7 +57,7 @@ bytes_per_s = 1e8
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(plan, ["pipeline", *arguments])
+    return CliRunner().invoke(main, ["plan", "pipeline", *arguments])
 
 
 def figures(*arguments: str) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def test_the_schedule_as_a_file(layers: str, tmp_path: Path) -> None:
     [
         (("--microbatches", "0"), "at least one microbatch, got 0"),
         (("--stages-per-device", "0"), "at least one stage per device, got 0"),
-        (("--draw", "plan.svg"), "`--draw` was removed: the terminal shows"),
+        (("--draw", "plan.svg"), "--draw` was removed: the terminal shows"),
         (("--json", "/no/such/place"), "cannot write"),
         (("--schedule", "2f2b"), "'2f2b' is not one of"),
         (
@@ -204,13 +204,10 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
     ("text", "message"),
     [
         ("x", "is not TOML"),
-        ("", "expected either [gpt] or [[layer]]"),
         (GPT + LAYER + DEVICE, "expected either [gpt] or [[layer]]"),
         ("speed = 1\n" + LAYER, "the file: unknown key 'speed'"),
         (LAYER, "no devices to plan for"),
         ("layer = []\n" + DEVICE, "the model has no layers"),
-        ("layer = [1]\n" + DEVICE, "write [[layer]], a list of tables"),
-        ("device = 3\n" + LAYER, "write [[device]], a list of tables"),
         (LAYER + DEVICE, "give the number of --microbatches"),
         (
             "microbatches = 0\n" + LAYER + DEVICE,
@@ -226,7 +223,6 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
         (LAYER + "backward_s = 'x'\n" + DEVICE, "a number for backward_s"),
         (LAYER + "activation_bytes = -1\n" + DEVICE, "activation_bytes of at least 0"),
         ("[[layer]]\ntimes_s = [1, 1]\n" + DEVICE, "expected times_s = [F, I, W]"),
-        ("[[layer]]\n" + DEVICE, "[[layer]] 0: expected times_s = [F, I, W], got None"),
         (
             "[[layer]]\ntimes_s = [1, 1, -1]\n" + DEVICE,
             "[[layer]] 0: expected weight_gr",
@@ -252,17 +248,14 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
         (LAYER + DEVICE + DEVICE, "two devices are called 'a'"),
         (LAYER + DEVICE + "[link]\nlatency_s = -1", "[link]: expected latency_s of at"),
         (LAYER + DEVICE + "[link]\nefficiency = 2", "[link]: efficiency must be above"),
-        ("link = 3\n" + LAYER + DEVICE, "[link]: expected a table, got 3"),
         (
             LAYER + DEVICE + "[[link_between]]\ndevices = ['a', 'b']",
             "[[link_between]] 0: expected devices = two of a, got ['a', 'b']",
         ),
-        (GPT + DEVICE, "flops_per_s goes with [gpt]"),
         (
             GPT + "width = 1\n" + DEVICE + "flops_per_s = 1",
             "[gpt]: unknown key 'width'",
         ),
-        ("gpt = 1\n" + DEVICE + "flops_per_s = 1", "[gpt]: expected a table, got 1"),
         ("[gpt]\nblocks = 1\n" + DEVICE + "flops_per_s = 1", "the key 'hidden' is mis"),
         (
             GPT + "keeps_scores = 1\n" + DEVICE + "flops_per_s = 1",

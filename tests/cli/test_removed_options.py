@@ -13,12 +13,9 @@ from elche.cli.main import main
     [
         ("run --nnodes 2 --node-rank 0 script.py", "elche run --nnodes"),
         ("run --nproc 2 --nnodes=2 script.py", "elche run --nnodes"),
-        ("run --node-rank 0 script.py", "elche run --node-rank"),
-        ("run --rendezvous a:1 script.py", "elche run --rendezvous"),
         ("run --hosts a:1,b:2 script.py", "elche run --hosts"),
         ("run --listen script.py", "elche run --listen"),
         ("run --witness a:1 script.py", "elche run --witness"),
-        ("run --advertise a script.py", "elche run --advertise"),
         ("run --key-file key script.py", "elche run --key-file"),
         ("join 10.0.0.1:29400 --key-file key script.py", "elche join"),
         ("witness --listen a:1 --key-file key", "elche witness"),
@@ -36,6 +33,12 @@ def test_what_was_removed_names_its_replacement(words: str, what: str) -> None:
 def test_what_follows_the_script_is_its_own() -> None:
     ended = CliRunner().invoke(main, ["run", "no such script.py", "--nnodes", "2"])
     assert "'no such script.py' does not exist" in ended.output
+
+
+def test_benchmarks_are_in_the_repository() -> None:
+    ended = CliRunner().invoke(main, ["bench", "hetero", "--speeds", "1,0.25"])
+    assert ended.exit_code == 2
+    assert "run `python -m benchmarks.hetero` (links" in " ".join(ended.output.split())
 
 
 @pytest.mark.parametrize("words", [["run", "--unknown"], ["unknown"]])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from elche.cli.schedule_command import schedule
+from elche.cli.main import main
 from elche.schedule.costs import RankTimes, equal_costs
 from elche.schedule.drawing import draw
 from elche.schedule.formats import from_csv
@@ -35,7 +34,7 @@ rank = 1
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(schedule, arguments)
+    return CliRunner().invoke(main, ["schedule", *arguments])
 
 
 @pytest.mark.parametrize("name", [*FIXED_SCHEDULES, "auto"])
@@ -46,20 +45,6 @@ def test_the_figures_are_written_as_json(name: str) -> None:
     assert figures["makespan"] == pytest.approx(24 / (1 - figures["bubble_makespan"]))
     assert figures["bubble_span"] <= figures["bubble_makespan"]
     assert len(figures["peak_activations"]) == figures["ranks"] == 4
-
-
-def test_auto_is_at_most_every_other(tmp_path: Path) -> None:
-    def makespan(name: str) -> float:
-        path = tmp_path / "figures.json"
-        result = run(
-            *(name, *ARGUMENTS, "--comm", "0.3", "--memory", "8"),
-            *("--json", str(path)),
-        )
-        assert result.exit_code == 0, result.output
-        return float(json.loads(path.read_text())["makespan"])
-
-    auto = makespan("auto")
-    assert all(auto <= makespan(name) for name in FIXED_SCHEDULES)
 
 
 @pytest.mark.parametrize(
@@ -122,34 +107,6 @@ def test_auto_tries_as_many_stages_as_it_may() -> None:
     assert makespans == [pytest.approx(24.1), pytest.approx(21.05)]
     fixed = run("interleaved-zb", *arguments, "--virtual-stages", "4", "--json", "-")
     assert json.loads(fixed.output)["makespan"] == pytest.approx(makespans[1])
-
-
-def test_every_number_can_be_read_at_120_columns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    for name in (*FIXED_SCHEDULES, "auto"):
-        lines = run(name).output.splitlines()
-        assert any("4 ranks," in line and "8 microbatches" in line for line in lines)
-        rows = [line for line in lines if line.startswith("rank ")]
-        assert all(len(line) <= 120 for line in rows)
-        for rank in range(4):
-            whole = "".join(line[7:] for line in rows if line[5] == str(rank))
-            found = re.findall("[FIWB][0-9]", whole, re.IGNORECASE)
-            per_stage = 2 if "I" not in whole else 3
-            stages = 1 if whole.upper() == whole else 2
-            assert len(found) == 8 * per_stage * stages, f"{name}: {whole}"
-
-
-def test_a_drawing_of_many_ranks_ends() -> None:
-    result = run(
-        *("interleaved-1f1b", "--ranks", "40", "--microbatches", "40"),
-        *("--times", "1,1,1", "--virtual-stages", "3"),
-    )
-    assert result.exit_code == 0, result.output
-    assert "and 8 ranks more" in result.output
-    assert "and 24 more" in result.output
-    assert "40 ranks, 120 stages" in result.output
 
 
 def test_stages_from_a_file(tmp_path: Path) -> None:
@@ -225,20 +182,17 @@ def test_schedule_files_that_are_wrong(tmp_path: Path, text: str, message: str) 
     ("arguments", "message"),
     [
         (("2f2b", *ARGUMENTS), "expected gpipe, 1f1b"),
-        (("2f2b", "--ranks", "0"), "expected gpipe, 1f1b"),
-        (("auto", *ARGUMENTS, "--microbatches", "0"), "at least one microbatch"),
-        (("auto", *ARGUMENTS, "--ranks", "0"), "--ranks above 0"),
+        (("auto", *ARGUMENTS, "--microbatches", "0"), "0 is not in the range x>=1"),
+        (("auto", *ARGUMENTS, "--ranks", "0"), "0 is not in the range x>=1"),
         (("auto", *ARGUMENTS, "--memory", "0.5"), "its limit is 0.5"),
         (("auto", *ARGUMENTS, "--memory", "nan"), "--memory above 0"),
         (("zb-h2", *ARGUMENTS, "--memory", "4"), "its memory limit of 4"),
         (("auto", *ARGUMENTS, "--times", "1,1"), "three numbers F,I,W"),
-        (("auto", *ARGUMENTS, "--times", "1,1,x"), "three numbers F,I,W"),
         (("auto", *ARGUMENTS, "--times", "1,1,-1"), "weight_gradient of a stage"),
         (("auto", *ARGUMENTS, "--times", "0,0,0"), "that are not all 0"),
         (("auto", *ARGUMENTS, "--comm", "-1"), "--comm of at least 0, got -1"),
-        (("auto", *ARGUMENTS, "--comm", "inf"), "a finite --comm of at least 0"),
         (("zb-v", *ARGUMENTS, "--virtual-stages", "3"), "zb-v has two stages per rank"),
-        (("gpipe", *ARGUMENTS, "--virtual-stages", "0"), "of at least 1, got 0"),
+        (("gpipe", *ARGUMENTS, "--virtual-stages", "0"), "not in the range x>=1"),
         (
             ("interleaved-1f1b", *ARGUMENTS, "--microbatches", "9"),
             "got 9 microbatches; use a multiple of 2, such as 8",

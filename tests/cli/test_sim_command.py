@@ -132,14 +132,6 @@ def test_stories_are_printed_after_the_report(tmp_path: Path) -> None:
     assert "nothing among the last 50000" in told["lease:9/12"]
 
 
-def test_the_whole_story_has_the_decisions(tmp_path: Path) -> None:
-    result = simulate(tmp_path, CLUSTER, "--policy", "auto", "--story", "all")
-    assert result.exit_code == 0, result.output
-    chosen = re.search(r" auto: (.+)", result.output)
-    assert chosen is not None
-    assert f"!! {chosen.group(1)}" in result.output.partition("story of all:")[2]
-
-
 @pytest.mark.parametrize("wanted", ["rank", "rank:x", "lease:", "lease:1/2/3", "me"])
 def test_a_story_of_nothing_is_a_usage_error(tmp_path: Path, wanted: str) -> None:
     result = simulate(tmp_path, CLUSTER, "--story", wanted)

@@ -128,21 +128,6 @@ def test_figures_hold_the_table_and_the_facts() -> None:
     assert values["contenders"]["ddp"]["efficiency"] == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ("hetero --speeds 1,0.25", "hetero"),
-        ("chaos", "chaos"),
-        ("hetero --speeds 1,0.5 --link-mbit 10", "links"),
-    ],
-)
-def test_benchmarks_are_in_the_repository(words: str, name: str) -> None:
-    result = CliRunner().invoke(main, ["bench", *words.split()])
-    assert result.exit_code == 2
-    said = " ".join(result.output.split())
-    assert f"run `python -m benchmarks.{name}` in a clone" in said
-
-
 def test_a_bad_text_or_directory_ends_with_code_2(tmp_path: Path) -> None:
     small = tmp_path / "small.txt"
     small.write_text("too short")

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.demo.text import (
-    VOCABULARY_SIZE,
     CharDataset,
     encode,
     load_corpus,
@@ -32,18 +31,6 @@ printable = st.text(
 @given(printable)
 def test_the_vocabulary_is_lossless(text: str) -> None:
     assert decode(encode(text).tolist()) == text
-
-
-@given(st.text(max_size=50))
-def test_any_text_is_one_symbol_per_character(text: str) -> None:
-    symbols = encode(text)
-    assert symbols.shape == (len(text),)
-    assert symbols.dtype == torch.int64
-    assert all(0 <= symbol < VOCABULARY_SIZE for symbol in symbols.tolist())
-
-
-def test_other_characters_share_a_symbol() -> None:
-    assert decode(encode("a\té😀").tolist()) == "a\ufffd\ufffd\ufffd"
 
 
 def test_the_standard_library_is_found_and_split() -> None:

@@ -17,7 +17,6 @@ from elche.launching import function_rank, launching
 from tests.runtime.process.cases.functions import (
     fails_on_rank_1,
     outlives_rank_0,
-    returns_a_lambda,
     trained,
     waits,
 )
@@ -71,13 +70,6 @@ def test_the_rank_that_failed_first_is_named(how: str, error: str) -> None:
     assert has_traceback == (how == "raise")
 
 
-@pytest.mark.slow  # a fork of a process that ran other tests; notebooks: integrations
-@pytest.mark.usefixtures("forks")
-def test_a_result_that_cannot_be_pickled() -> None:
-    with pytest.raises(elche.errors.RemoteRankError, match=r"rank 0 failed: .*pickle"):
-        elche.launch(returns_a_lambda)
-
-
 def _run(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         (sys.executable, str(SCRIPT), *arguments),
@@ -89,7 +81,6 @@ def _run(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
 def test_fresh_processes_of_a_script() -> None:
     output, _ = _run("train").communicate(timeout=240)
     assert "returned (2, [" in output, output

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,23 +41,6 @@ def test_it_follows_the_samples_of_the_run() -> None:
     assert rates(optimizer) == [0.0]
 
 
-@given(st.lists(st.floats(0.0, 1e4), max_size=8), st.floats(0.0, 1e4))
-def test_the_rate_is_a_function_of_progress_alone(
-    before: list[float], progress: float
-) -> None:
-    """Ranks that took other steps to the same point have the same rate there."""
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        for steps in ([], before):
-            optimizer = sgd()
-            schedule = elche.ProgressLR(optimizer, math.cos, 20_000, scale=2.0)
-            for at in (*steps, progress):
-                patch.setattr(learning_rate, "progress_samples", lambda at=at: at)
-                schedule.step()
-            found += rates(optimizer)
-    assert found == [found[0], 0.5 * (math.cos(progress / 20_000) * 2.0)]
-
-
 def test_progress_ends_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch more than planned, or a window planned beyond the end."""
     monkeypatch.setattr(learning_rate, "progress_samples", lambda: 150.0)
@@ -81,13 +62,6 @@ def test_every_group_keeps_its_own_rate(monkeypatch: pytest.MonkeyPatch) -> None
     schedule.step()
     schedule.step()
     assert rates(optimizer) == [0.25, 0.05]
-
-
-def test_a_new_schedule_begins_at_the_first_rate() -> None:
-    optimizer = sgd()
-    elche.ProgressLR(optimizer, lambda _: 0.01, 100).step()
-    elche.ProgressLR(optimizer, lambda _: 1.0, 100).step()
-    assert rates(optimizer) == [0.5]
 
 
 def test_a_rate_that_is_a_tensor_stays_one() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,34 @@ import click
 from elche import __version__
 from elche.cli.files import json_option
 from elche.cli.plan_command import plan as plan_command
-from elche.cli.rank_options import checked, rank_options
-from elche.cli.run_command import REMOVED_COMMANDS, refuse_hosts
+from elche.cli.rank_options import rank_options
 from elche.cli.run_command import run as run_command
 from elche.cli.schedule_command import schedule as schedule_command
 from elche.config import POLICIES
-from elche.errors import ElcheError
+from elche.errors import ConfigError, ElcheError
 from elche.monitor.results import log_to_stderr
+
+_HOSTS = (
+    "`elche run` starts the ranks of one machine. Start several machines by torchrun, "
+    "on each with its --node-rank: `ELCHE_LISTEN=auto torchrun --nnodes 2 "
+    "--node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 --master-port 29500 "
+    "script.py`, or by Slurm: `ELCHE_LISTEN=auto srun --ntasks 5 python script.py` "
+    "(docs/hosts.md)"
+)
+REMOVED = {
+    **dict.fromkeys(("join", "witness"), _HOSTS),
+    **{
+        f"run --{name}": _HOSTS
+        for name in (
+            *("nnodes", "node-rank", "rendezvous", "hosts", "listen"),
+            *("witness", "advertise", "key-file"),
+        )
+    },
+    "plan pipeline --draw": "the terminal shows the schedule, and --csv FILE writes it",
+    "bench": "run `python -m benchmarks.hetero` (links, pipeline, chaos) in a clone of "
+    "elche's repository",
+}
+"""Commands and options that were, and what to do instead."""
 
 
 class _Friendly(click.Group):
@@ -28,6 +47,12 @@ class _Friendly(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            command = error.ctx.command_path.split(" ")[1:] if error.ctx else []
+            _refuse_removed(" ".join([*command, error.option_name]))
+            raise
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from error
         except ElcheError as error:
             raise click.ClickException(str(error)) from error
         except KeyboardInterrupt:
@@ -37,16 +62,13 @@ class _Friendly(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] in REMOVED_COMMANDS:
-            refuse_hosts(f"elche {args[0]}", ctx)
+        _refuse_removed(args[0])
         return super().resolve_command(ctx, args)
 
 
-@contextlib.contextmanager
-def _as_command() -> Iterator[None]:
-    """Wrong settings end with code 2; elche's log is shown."""
-    with checked(), log_to_stderr():
-        yield
+def _refuse_removed(what: str) -> None:
+    if what in REMOVED:
+        raise click.UsageError(f"`elche {what}` was removed: {REMOVED[what]}")
 
 
 @click.group(cls=_Friendly, context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,7 +101,7 @@ def demo(text: Path | None, out: Path, seconds: float) -> None:
     """Train a small GPT on two unequal devices: alone, with PyTorch, with elche."""
     from elche.demo.demo import DemoConfig, run_demo
 
-    with _as_command():
+    with log_to_stderr():
         run_demo(DemoConfig(out=out, text=text, seconds=seconds))
 
 
@@ -108,7 +130,7 @@ def simulate(cluster: Path, **settings: Any) -> None:
     """Simulate the run that the TOML file CLUSTER describes."""
     from elche.cli.sim_command import run_simulate
 
-    with _as_command():
+    with log_to_stderr():
         code = run_simulate(cluster, **settings)
     sys.exit(code)
 
@@ -140,29 +162,12 @@ def doctor(
     from elche.cli.doctor_command import run_doctor
     from elche.runtime.process.launch import LaunchConfig
 
-    with _as_command():
+    with log_to_stderr():
         ranks = LaunchConfig(
             command=(), num_ranks=nproc, devices=devices, speeds=speeds
         )
         code = run_doctor(ranks, **settings)
     sys.exit(code)
-
-
-@main.command(
-    hidden=True,
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True},
-)
-@click.argument("words", nargs=-1)
-def bench(words: tuple[str, ...]) -> None:
-    """Refers to the benchmarks of elche's repository."""
-    name = words[0] if words and words[0] in ("chaos", "pipeline") else "hetero"
-    if any(word.startswith(("--link-", "--codec")) for word in words):
-        name = "links"
-    raise click.UsageError(
-        "elche bench is no part of the installed package; run `python -m "
-        f"benchmarks.{name}` in a clone of elche's repository"
-    )
 
 
 main.add_command(plan_command)

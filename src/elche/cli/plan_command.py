@@ -15,7 +15,6 @@ from elche.cli.files import (
     write_csv,
     write_json,
 )
-from elche.cli.rank_options import checked
 from elche.errors import ConfigError
 from elche.schedule.drawing import draw, legend
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
@@ -23,20 +22,8 @@ from elche.schedule.planning.pipeline_file import (
     PIPELINE_FILE_FORMAT,
     read_pipeline_file,
 )
-from elche.schedule.planning.plan import PlanConfig
-from elche.schedule.planning.plan_report import figures, summary
+from elche.schedule.planning.plan import PlanConfig, figures, summary
 from elche.schedule.planning.planner import plan_pipeline
-
-
-def _refuse_draw(
-    ctx: click.Context, option: click.Parameter, value: str | None
-) -> None:
-    if value is not None:
-        raise click.UsageError(
-            "`--draw` was removed: the terminal shows the schedule, and --csv FILE "
-            "writes it",
-            ctx,
-        )
 
 
 @click.group()
@@ -66,7 +53,6 @@ def plan() -> None:
 @click.option("--all-devices", is_flag=True, help="Leave no device without layers.")
 @json_option
 @csv_option
-@click.option("--draw", hidden=True, callback=_refuse_draw, expose_value=False)
 def pipeline(
     path: Path,
     microbatches: int | None,
@@ -82,24 +68,23 @@ def pipeline(
     shortest step that fits every device's memory; what the other schedules would cost
     is told beside it.
     """
-    with checked():
-        check_outputs(json_path, csv_path)
-        read = read_toml(path, read_pipeline_file)
-        count = read.microbatches if microbatches is None else microbatches
-        if count is None:
-            raise ConfigError(
-                "give the number of --microbatches, or microbatches = ... in the file"
-            )
-        config = PlanConfig(
-            num_microbatches=count,
-            schedule=schedule,
-            stages_per_device=stages_per_device,
-            use_all_devices=all_devices,
+    check_outputs(json_path, csv_path)
+    read = read_toml(path, read_pipeline_file)
+    count = read.microbatches if microbatches is None else microbatches
+    if count is None:
+        raise ConfigError(
+            "give the number of --microbatches, or microbatches = ... in the file"
         )
-        found = plan_pipeline(read.profile, config)
-        chosen = found.chosen
-        write_csv(csv_path, chosen.schedule)
-        write_json(json_path, figures(found, read.profile))
+    config = PlanConfig(
+        num_microbatches=count,
+        schedule=schedule,
+        stages_per_device=stages_per_device,
+        use_all_devices=all_devices,
+    )
+    found = plan_pipeline(read.profile, config)
+    chosen = found.chosen
+    write_csv(csv_path, chosen.schedule)
+    write_json(json_path, figures(found, read.profile))
     if json_path != "-":
         width = shutil.get_terminal_size((100, 24)).columns
         print(draw(chosen.schedule, chosen.timing, chosen.costs, width))

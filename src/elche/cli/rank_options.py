@@ -1,15 +1,11 @@
-"""Options of commands that start ranks, and how such a command ends."""
+"""Options of commands that start ranks."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import click
-
-from elche.errors import ConfigError
 
 
 def numbers(
@@ -56,19 +52,3 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         command = option(command)
     return command
-
-
-def exit_code(code: int) -> str:
-    """An exit code, and the signal that it stands for."""
-    with contextlib.suppress(ValueError):
-        return f"{code} ({signal.Signals(code - 128).name})"
-    return str(code)
-
-
-@contextlib.contextmanager
-def checked() -> Iterator[None]:
-    """Wrong settings end with code 2."""
-    try:
-        yield
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from error

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from elche.cli.files import check_outputs
-from elche.cli.rank_options import checked, exit_code, rank_options
+from elche.cli.rank_options import rank_options
 from elche.config import POLICIES
 from elche.errors import ConfigError
 
@@ -18,45 +20,8 @@ if TYPE_CHECKING:
     from elche.runtime.process.rank_output import Display
 
 
-REMOVED_COMMANDS = ("join", "witness")
-REMOVED_OPTIONS = (
-    *("--nnodes", "--node-rank", "--rendezvous", "--hosts", "--listen"),
-    *("--witness", "--advertise", "--key-file"),
-)
-"""Of runs over several machines, which torchrun, srun and mpirun start."""
-
-
-class RunCommand(click.Command):
-    """A command that names the replacement of the removed options."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses; a removed option is refused by name."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if error.option_name in REMOVED_OPTIONS:
-                refuse_hosts(f"elche run {error.option_name}", ctx)
-            raise
-
-
-def refuse_hosts(what: str, ctx: click.Context) -> NoReturn:
-    """Raises the error of a removed option or command.
-
-    Raises:
-        UsageError: names ``what``, and what to write instead.
-    """
-    raise click.UsageError(
-        f"`{what}` was removed: `elche run` starts the ranks of one machine. Start "
-        "several machines by torchrun, on each with its --node-rank: "
-        "`ELCHE_LISTEN=auto torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 "
-        "--master-addr 10.0.0.1 --master-port 29500 script.py`, or by Slurm: "
-        "`ELCHE_LISTEN=auto srun --ntasks 5 python script.py` (docs/hosts.md)",
-        ctx,
-    )
-
-
 # What follows SCRIPT is its own, options too.
-@click.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @rank_options
 @click.option(
     "--ms-per-sample",
@@ -139,13 +104,12 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT on several devices, one process each."""
     from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
-    with checked():
-        config = _launch_config((script, *arguments), options)
-        result = launch_with_restarts(
-            config,
-            RestartConfig(**options),
-            lambda line: click.echo(f"elche run: {line}", err=True),
-        )
+    config = _launch_config((script, *arguments), options)
+    result = launch_with_restarts(
+        config,
+        RestartConfig(**options),
+        lambda line: click.echo(f"elche run: {line}", err=True),
+    )
     if said := _failure_line(result, config.world_size):
         click.echo(f"elche run: {said}", err=True)
     sys.exit(result.exit_code)
@@ -213,7 +177,7 @@ def _failure_line(result: LaunchResult, world_size: int) -> str:
                 f"; ranks {list(result.terminated)} did not end in time, and were "
                 f"ended{lacks}"
             )
-        codes = ", ".join(exit_code(result.exit_codes[rank]) for rank in failed)
+        codes = ", ".join(_with_signal(result.exit_codes[rank]) for rank in failed)
         return f"ranks {failed} ended with codes [{codes}]: {reason}"
     if world_size > 1 and not (result.have_met or result.signal):
         return (
@@ -221,3 +185,9 @@ def _failure_line(result: LaunchResult, world_size: int) -> str:
             "through elche.setup, elche.Trainer, elche.init_group or torch.distributed"
         )
     return ""
+
+
+def _with_signal(code: int) -> str:
+    with contextlib.suppress(ValueError):
+        return f"{code} ({signal.Signals(code - 128).name})"
+    return str(code)

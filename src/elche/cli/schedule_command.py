@@ -19,7 +19,6 @@ from elche.cli.files import (
     write_csv,
     write_json,
 )
-from elche.cli.rank_options import checked
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
@@ -28,7 +27,6 @@ from elche.schedule.formats import from_csv
 from elche.schedule.generators.auto import auto_placed, auto_schedule
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
-    check_microbatches,
     make_schedule,
     placement_for,
 )
@@ -66,18 +64,11 @@ class ScheduleConfig:
                 f"expected {', '.join(names)}, or a file that ends in .csv, got "
                 f"{self.name!r}"
             )
-        for what, value in (("--ranks", self.ranks), ("--memory", self.memory)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"expected {what} above 0, got {value}")
+        if self.memory is not None and not self.memory > 0:
+            raise ConfigError(f"expected --memory above 0, got {self.memory}")
         if not 0 <= self.communication < math.inf:
             raise ConfigError(
                 f"expected a finite --comm of at least 0, got {self.communication}"
-            )
-        if self.microbatches is not None:
-            check_microbatches(self.microbatches)
-        if self.virtual_stages is not None and self.virtual_stages < 1:
-            raise ConfigError(
-                f"expected --virtual-stages of at least 1, got {self.virtual_stages}"
             )
         if self.virtual_stages is not None and self.stages_path is not None:
             raise ConfigError(
@@ -220,8 +211,12 @@ def _times(
 
 @click.command()
 @click.argument("name")
-@click.option("--ranks", type=int, help="Ranks of the pipeline (default: 4).")
-@click.option("--microbatches", type=int, help="Of one step (default: 8).")
+@click.option(
+    "--ranks", type=click.IntRange(1), help="Ranks of the pipeline (default: 4)."
+)
+@click.option(
+    "--microbatches", type=click.IntRange(1), help="Of one step (default: 8)."
+)
 @click.option(
     "--times",
     callback=_times,
@@ -244,7 +239,7 @@ def _times(
 )
 @click.option(
     "--virtual-stages",
-    type=int,
+    type=click.IntRange(1),
     help="Stages per rank of the interleaved schedules and gpipe (default: 2 and 1);"
     " the most that auto tries (default: 2).",
 )
@@ -272,5 +267,4 @@ def schedule(**settings: Any) -> None:
       activation = 1.0         # units of memory of a microbatch; optional
       link = 0.1               # message to the next stage; default: --comm
     """  # noqa: D301 - click keeps the lines after a backspace as they are
-    with checked():
-        run_schedule(ScheduleConfig(**settings))
+    run_schedule(ScheduleConfig(**settings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 
 def split_edges(batch_size: int, shares: Sequence[float]) -> list[int]:
@@ -43,29 +43,18 @@ class SplitBatches(Sampler[list[int]]):
     """Each rank's part of every global batch, by fixed shares."""
 
     def __init__(
-        self,
-        sampler: Order,
-        batch_size: int,
-        shares: Sequence[float],
-        rank: int,
+        self, sampler: Order, batch_size: int, shares: Sequence[float], rank: int
     ) -> None:
-        edges = split_edges(batch_size, shares)
-        self._part = slice(edges[rank], edges[rank + 1])
-        self._sampler = sampler
-        self._batch_size = batch_size
+        self._part = slice(*split_edges(batch_size, shares)[rank : rank + 2])
+        self._batches = BatchSampler(sampler, batch_size, drop_last=True)
 
     @property
     def part_size(self) -> int:
         """Samples of this rank in every batch."""
-        return self._part.stop - self._part.start
+        return int(self._part.stop - self._part.start)
 
     def __iter__(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for index in self._sampler:
-            batch.append(index)
-            if len(batch) == self._batch_size:
-                yield batch[self._part]
-                batch = []
+        return (batch[self._part] for batch in self._batches)
 
     def __len__(self) -> int:
-        return len(self._sampler) // self._batch_size
+        return len(self._batches)

@@ -13,7 +13,7 @@ from elche.errors import ConfigError
 from elche.runtime.run import Run
 from elche.runtime.watch.followed_schedulers import check_scheduler
 from elche.runtime.watch.rate_watch import follows_progress
-from elche.session.process import process
+from elche.session.process import needed, process
 from elche.session.state import progress_samples
 
 Scheduler = TypeVar("Scheduler", bound=LRScheduler)
@@ -47,10 +47,9 @@ def follow(scheduler: Scheduler) -> Scheduler:
             have an argument, or come twice in a batch.
     """
     check_scheduler(scheduler)
-    if process.run is None:
-        raise ConfigError("elche.follow() needs a run: call elche.setup first")
-    if isinstance(process.run, Run):
-        process.run.follow(scheduler)
+    run = needed(process.run, "follow")
+    if isinstance(run, Run):
+        run.follow(scheduler)
     process.checkpoints.follow(scheduler)
     return scheduler
 

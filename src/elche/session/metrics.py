@@ -14,7 +14,7 @@ from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.report.run_summary import RunSummary, summarise
 from elche.runtime.report.trace_parts import save_timeline
 from elche.runtime.report.trackers import Tracker
-from elche.session.process import process
+from elche.session.process import needed, process
 
 
 def log_scalar(name: str, value: float | torch.Tensor) -> None:
@@ -35,9 +35,7 @@ def log_scalar(name: str, value: float | torch.Tensor) -> None:
         ConfigError: there is no run yet, the name is no name, or the value no real
             scalar.
     """
-    view = current_metrics()
-    if view is None:
-        raise ConfigError("elche.log_scalar() needs a run: call elche.setup first")
+    view = needed(current_metrics(), "log_scalar")
     if name in view.reserved:
         raise ConfigError(f"the Trainer itself logs {name!r}; choose another name")
     view.log(name, value)
@@ -54,10 +52,7 @@ def batch_weight() -> float:
     Raises:
         ConfigError: there is no run yet.
     """
-    view = current_metrics()
-    if view is None:
-        raise ConfigError("elche.batch_weight() needs a run: call elche.setup first")
-    return view.weight_in_hand
+    return needed(current_metrics(), "batch_weight").weight_in_hand
 
 
 def metrics() -> list[WindowMetrics]:
@@ -95,9 +90,7 @@ def epoch_metrics(
         CommunicationError: the run ended before the epoch did.
         DeadlineError: the epoch did not end within ``timeout_s``.
     """
-    if process.metrics is None:
-        raise ConfigError("elche.epoch_metrics() needs a run: call elche.setup first")
-    return process.metrics.epoch(epoch, timeout_s)
+    return needed(process.metrics, "epoch_metrics").epoch(epoch, timeout_s)
 
 
 def timeline(path: str | Path | None = None) -> list[Span]:
@@ -112,9 +105,7 @@ def timeline(path: str | Path | None = None) -> list[Span]:
     Raises:
         ConfigError: there is no run yet, or the file cannot be written.
     """
-    own = process.timeline
-    if own is None:
-        raise ConfigError("elche.timeline() needs a run: call elche.setup first")
+    own = needed(process.timeline, "timeline")
     if path is not None:
         save_timeline(Path(path), own)
     return own.spans
@@ -130,9 +121,8 @@ def summary() -> RunSummary:
     Raises:
         ConfigError: there is no run yet.
     """
-    if process.facts is None or process.notifications is None:
-        raise ConfigError("elche.summary() needs a run: call elche.setup first")
-    return summarise(process.facts, process.notifications)
+    facts = needed(process.facts, "summary")
+    return summarise(facts, needed(process.notifications, "summary"))
 
 
 def log_to(writer: Any) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from elche.by_hand.manual_run import end_manual_run
 from elche.checkpoint.keeper import CheckpointKeeper
@@ -28,6 +28,8 @@ from elche.runtime.report.timeline import Timeline
 from elche.runtime.report.trackers import TrackedMetrics, Tracker
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
+
+_Value = TypeVar("_Value")
 
 
 class Process:
@@ -85,6 +87,17 @@ class Process:
 
 
 process = Process()
+
+
+def needed(value: _Value | None, call: str) -> _Value:
+    """A value that there is since the first `elche.setup`.
+
+    Raises:
+        ConfigError: there is none; names the call that needs it.
+    """
+    if value is None:
+        raise ConfigError(f"elche.{call}() needs a run: call elche.setup first")
+    return value
 
 
 def current_run() -> Run | None:

@@ -31,7 +31,7 @@ from elche.runtime.coordinator_process.link import (
     Begin,
     Command,
     Copy,
-    Fenced,
+    Fence,
     Link,
     pack,
 )
@@ -216,7 +216,7 @@ def test_two_words_of_one_death_hold_nobody_up() -> None:
 
     async def read_twice() -> list[object]:
         child = CoordinatorChild(Link(theirs), BEGIN)
-        ours.sendall(pack(Command(RankLost(rank=0))) + pack(Fenced(1)))
+        ours.sendall(pack(Command(RankLost(rank=0))) + pack(Fence(1)))
         child._have_fenced(1)  # reads what the loop has seen to be there
         child._receive()
         return [*child._pending]
@@ -253,13 +253,14 @@ def test_who_has_a_wrong_key_is_not_taken_and_gives_up() -> None:
 
 def test_neither_side_keeps_what_the_other_has_taken() -> None:
     """However messages are put together: two at once, after a first one."""
-    with launcher() as run, closing(run.channel(0)) as channel:
-        channel.store_set("first", b"")
-        for number in range(300):
-            channel.send(
-                *[BarrierReached(rank=0, name=f"{number}/{i}") for i in (0, 1)]
-            )
-        channel.store_get("first", WAIT_S)
-        channel.store_set("last", b"")
-        channel.store_get("last", WAIT_S)
-        assert len(channel._outbox.rest()) < 2 * ACK_EVERY
+    with launcher() as run:
+        with closing(run.channel(0)) as channel:
+            channel.store_set("first", b"")
+            for number in range(300):
+                events = [BarrierReached(rank=0, name=f"{number}/{i}") for i in (0, 1)]
+                channel.send(*events)
+            channel.store_get("first", WAIT_S)
+            channel.store_set("last", b"")
+            channel.store_get("last", WAIT_S)
+            assert len(channel._outbox.rest()) < 2 * ACK_EVERY
+        assert not channel._outbox  # which asks for the rest at its end

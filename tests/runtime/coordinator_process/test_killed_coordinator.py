@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -88,21 +87,3 @@ def test_one_that_dies_before_any_rank_has_come_or_when_they_leave() -> None:
     assert process.returncode == 0, errors
     assert output.count("of 2: 800 samples") == 2, output + errors
     assert errors.count("another one goes on with the run") == len(killed), errors
-
-
-@pytest.mark.slow
-def test_a_pipeline_goes_on_too() -> None:
-    script = Path(__file__).parent / "cases" / "killed_pipeline.py"
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-m", "elche", "run", "--nproc", "2", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    steps = re.findall(r"rank \d took (\d+) steps, (\d) kills", done.stdout)
-    assert sorted(kills for _, kills in steps) == ["0", "3"], done.stdout
-    assert len({number for number, _ in steps}) == 1

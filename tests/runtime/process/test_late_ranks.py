@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche.by_hand.replica import Replica, init_group
+from elche.by_hand.replica import init_group
 from elche.comm.transport.exchange import SharedExchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import DeadlineError, ElcheError
@@ -40,10 +40,10 @@ def _is_late(folder: str, group: Group) -> bool:
     return this_place().rank == LATE
 
 
-def _in_a_loop(folder: str, transport: str) -> str:
+def _in_a_loop(folder: str) -> str:
     """Rank 1 is in the loop's body while the others reduce."""
     model, optimizer, loader = build(Task())
-    options: dict[str, Any] = {"policy": "sync", "transport": transport}
+    options: dict[str, Any] = {"policy": "sync", "transport": "gloo"}
     model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     run = current_run()
     assert run is not None
@@ -56,19 +56,10 @@ def _in_a_loop(folder: str, transport: str) -> str:
     return "reduced"
 
 
-def _by_hand(folder: str, transport: str) -> str:
-    group = init_group(timeout_s=60.0, transport=transport)
-    replica = Replica.wrap(torch.nn.Linear(2, 1), group)
-    if _is_late(folder, group):
-        return "late"
-    replica.all_reduce_gradients()
-    return "reduced"
-
-
-def _said(case: str, folder: str, transport: str) -> str:
+def _said(folder: str) -> str:
     waits_s = worker.ABORT_WAIT_S
     try:
-        said = {"loop": _in_a_loop, "by hand": _by_hand}[case](folder, transport)
+        said = _in_a_loop(folder)
     except ElcheError as error:
         said = f"{type(error).__name__}: {error}"
         all_here(folder, "told")
@@ -78,22 +69,9 @@ def _said(case: str, folder: str, transport: str) -> str:
     return said
 
 
-@pytest.mark.parametrize(
-    ("case", "transport"),
-    [
-        ("loop", "gloo"),
-        pytest.param("by hand", "auto", marks=pytest.mark.slow),
-        pytest.param("loop", "auto", marks=pytest.mark.slow),
-        pytest.param("by hand", "gloo", marks=pytest.mark.slow),
-    ],
-)
-def test_who_did_not_arrive_is_named(
-    ranks3: RankPool, case: str, transport: str
-) -> None:
+def test_who_did_not_arrive_is_named(ranks3: RankPool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        first, late, third = ranks3.run(
-            _said, case, folder, transport, case_setup=serve_in_thread
-        )
+        first, late, third = ranks3.run(_said, folder, case_setup=serve_in_thread)
     assert late == "late"
     for said in (first, third):
         assert said.startswith("DeadlineError: ")

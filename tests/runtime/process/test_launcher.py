@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import subprocess
@@ -265,21 +264,13 @@ def test_a_start_that_fails_leaves_nothing_open(
     assert [*tmp_path.iterdir()] == [trace]
 
 
-@pytest.mark.parametrize("meets", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_script_whose_ranks_never_meet_is_said_at_its_end(
-    tmp_path: Path, meets: bool
-) -> None:
-    """It ran twice without a word. One of torch.distributed alone is all right."""
+def test_a_script_whose_ranks_never_meet_is_said_at_its_end(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    meeting = 'from torch import distributed as d; d.init_process_group("gloo"); '
-    leaving = "d.barrier(); d.destroy_process_group()"
-    script.write_text(meeting + leaving if meets else "print('trained')")
+    script.write_text("print('trained')")
     with started(tmp_path, "--nproc", "2", str(script), entry=ELCHE) as run:
         assert run.end() == 0
-        said = (
-            "elche run: the script ran 2 times, and no rank met another" in run.output
-        )
-    assert said != meets
+        said = "elche run: the script ran 2 times, and no rank met another"
+        assert said in run.output
 
 
 def test_nobody_outlives_launcher_and_rank_that_die_together(tmp_path: Path) -> None:
@@ -294,39 +285,10 @@ def test_nobody_outlives_launcher_and_rank_that_die_together(tmp_path: Path) -> 
         until(lambda: all(map(_has_ended, pids)))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_nobody_outlives_launcher_and_rank_killed_at_any_moment(
-    tmp_path: Path, policy: str
-) -> None:
-    """Seventeen times each, by 10 s at most: 51 in all."""
-    draw, longest_s = random.Random(policy), 0.0
-    for number in range(17):
-        (folder := tmp_path / str(number)).mkdir()
-        with started(folder, "--nproc", "4", TRAINING, "endless", policy) as run:
-            said = dict(run.wait_for(r"rank (\d) is process (\d+)", 4))
-            pids = [int(said[str(rank)]) for rank in range(4)]
-            time.sleep(draw.random())  # any moment of its training
-            killed = draw.choice(pids)
-            run.process.kill()
-            os.kill(killed, signal.SIGKILL)
-            began_s = time.monotonic()
-            until(lambda: all(map(_has_ended, pids)))  # noqa: B023 - called here
-            longest_s = max(longest_s, time.monotonic() - began_s)
-    print(f"{policy}: 17 times, outlived by {longest_s:.2f} s at most")
-    assert longest_s <= 10.0
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param("idle", marks=pytest.mark.slow), "by hand"]
-)
 def test_the_launchers_death_ends_ranks_that_look_at_no_connection(
-    tmp_path: Path, case: str
+    tmp_path: Path,
 ) -> None:
-    # Once: an evaluating rank lived to the end of its evaluation, one of init_group
-    # to that of its script.
-    with started(tmp_path, "--nproc", "2", TRAINING, case) as run:
+    with started(tmp_path, "--nproc", "2", TRAINING, "idle") as run:
         pids = [int(p) for p in run.wait_for(r"is process (\d+)", 2)]
         launcher = run.process.pid
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text()
@@ -340,18 +302,6 @@ def test_the_launchers_death_ends_ranks_that_look_at_no_connection(
         until(lambda: all(map(_has_ended, {*pids, *stopped})))
         ends = r"rank \d ends, since its launcher has ended or was killed\n"
         assert len(re.findall(ends, run.output)) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_rank_that_hangs_costs_its_deadline_and_little_more(
-    tmp_path: Path, policy: str
-) -> None:
-    # Once: then 10 s more began, with the first rank that ended, and 5 s after that.
-    with started(tmp_path, "--nproc", "2", TRAINING, "hang", policy) as run:
-        run.wait_for(r"rank 1 is process", 1)
-        assert run.end() in (1, 137)
-        assert "codes [1, 137 (SIGKILL)]: nothing came for 8 s" in run.output
 
 
 def test_ranks_that_never_meet_end_when_they_like(

@@ -76,18 +76,6 @@ def test_under_nohup_hang_ups_are_ignored(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["elche", "torchrun"])
-def test_a_rank_that_holds_the_gil_for_12_s_trains_on(way: str, tmp_path: Path) -> None:
-    more = {"entry": TORCHRUN, "command": ()} if way == "torchrun" else {}
-    ranks = f"--nproc{'-per-node' * (way == 'torchrun')}=3"
-    with started(tmp_path, ranks, SCRIPT, "gil", **more) as run:
-        assert run.end() == 0
-    assert run.output.count("saved") == 3
-    assert "silent" not in run.output
-    assert "rank 1 is at a call into C code" in run.output
-
-
-@pytest.mark.slow
 def test_a_rank_that_elche_kills_is_named_with_the_reason(tmp_path: Path) -> None:
     with started(tmp_path, "--nproc", "3", SCRIPT, "stop") as run:
         assert run.end() == 0

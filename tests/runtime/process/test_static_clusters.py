@@ -100,16 +100,8 @@ def test_ranks_of_two_torchruns_train_as_one(tmp_path: Path, link: Link) -> None
                 assert f"done {rank} of 4" in host.output
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "sync",
-        pytest.param("cadence", marks=pytest.mark.slow),
-        pytest.param("async", marks=pytest.mark.slow),
-    ],
-)
-def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link, policy: str) -> None:
-    words = str(CASES / "endless.py"), policy
+def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link) -> None:
+    words = str(CASES / "endless.py"), "sync"
     with started(tmp_path, link, (words, words), srun(link)) as hosts:
         hosts[0].wait_for(STEP, 3)
         link.turn(1, "down")
@@ -117,10 +109,7 @@ def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link, policy: str) -> None:
         link.turn(1, "up")
         up_s, before = time.monotonic(), len(hosts[0].wait_for(STEP, 3))
         found = [float(at) for at in hosts[0].wait_for(STEP, before + 10)]
-        # The fault has acted: windows go on for a while, and then nothing does.
-        gaps = [b - a for a, b in pairwise(found)]
-        if policy != "async":
-            assert max(gaps) > 2.0
+        assert max(b - a for a, b in pairwise(found)) > 2.0  # the fault has acted
         assert found[-1] > up_s
 
 

@@ -94,15 +94,6 @@ def test_a_rank_that_is_killed_is_named_in_the_timeline(tmp_path: Path) -> None:
     assert facts["ranks without a timeline"] == [1]
 
 
-@pytest.mark.slow
-def test_quiet_shows_what_the_ranks_print_alone() -> None:
-    code, written = in_terminal("--quiet", "--speeds", "1,0.5", str(SCRIPT), "ends")
-    assert code == 0
-    assert "rank 1 printed [line] 3" in written
-    assert " samples  " not in written
-    assert "\x1b" not in written
-
-
 def test_no_lines_end_is_written_apart_from_it() -> None:
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a write, a record
     command = ["-m", "elche", "run", "--speeds", "1,1", str(SCRIPT), "ends"]

@@ -25,10 +25,8 @@ from elche.runtime.coordinator_process.link import (
     Begin,
     Command,
     Copy,
-    Fenced,
+    Fence,
     Journal,
-    Logged,
-    Lost,
     Seen,
     Status,
     Stop,
@@ -97,7 +95,6 @@ class KeptCoordinator:
         self._gave_up = ""
         self._running: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._pid = -1
 
     @property
     def aborted(self) -> str | None:
@@ -107,7 +104,8 @@ class KeptCoordinator:
     @property
     def pid(self) -> int | None:
         """Process id of the current coordinator."""
-        return None if self._writer is None else self._pid
+        process = self._process
+        return None if self._writer is None or process is None else process.pid
 
     def start(self) -> None:
         """Starts the process; ranks may connect from now on."""
@@ -168,14 +166,6 @@ class KeptCoordinator:
                 break
             await asyncio.sleep(LOOK_S)
 
-    def is_connected(self, rank: int) -> bool:
-        """True if instructions reach a rank."""
-        return rank in self.status.connected
-
-    def heeds_signals(self, rank: int) -> bool:
-        """True if a rank has said that it ends well by itself when it is signalled."""
-        return rank in self.status.heeding
-
     def is_outlived(self, rank: int) -> bool:
         """True if the run has gone on without a rank: it died, or never joined."""
         return rank not in self.status.members
@@ -207,7 +197,6 @@ class KeptCoordinator:
         """One process, from its start to its end; its exit code."""
         ours, theirs = socket.socketpair()
         process = self._process = await self._spawn(theirs)
-        self._pid = process.pid
         theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours)
         self._writer = writer
@@ -251,14 +240,14 @@ class KeptCoordinator:
             self._journal.clear()  # it stands for all pieces so far
         elif isinstance(message, Status):
             self._take_status(message)
-        elif isinstance(message, Lost):
+        elif isinstance(message, Fence):
             self.on_lost(message.rank)
-            writer.write(pack(Fenced(message.rank)))
+            writer.write(pack(Fence(message.rank)))
         elif isinstance(message, Seen):
             if self.on_message is not None:
                 self.on_message(message.message)
-        elif isinstance(message, Logged):
-            logging.getLogger(message.name).log(message.level, message.text)
+        elif isinstance(message, logging.LogRecord):
+            logging.getLogger(message.name).handle(message)
         elif isinstance(message, Stopped):
             self._story = message.story
 

@@ -1,8 +1,8 @@
 """Messages of the launcher and its coordinator, over a pair of sockets.
 
 The pair is between these two processes alone, parent and child, so what travels is
-pickled. Pieces of the journal and copies of the record are bytes, which the launcher
-keeps and does not unpack.
+pickled, as are the coordinator's log records. Pieces of the journal and copies of the
+record are bytes, which the launcher keeps and does not unpack.
 """
 
 from __future__ import annotations
@@ -46,13 +46,6 @@ class Command:
     """To it: an input of the launcher's own."""
 
     what: Input
-
-
-@dataclass(frozen=True, slots=True)
-class Fenced:
-    """To it: the process of this rank does not run any more."""
-
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +105,11 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """From it: the run goes on without this rank, which is to be fenced first."""
+class Fence:
+    """From it: the run goes on without this rank, whose process is to end first.
+
+    And to it: it has ended.
+    """
 
     rank: int
 
@@ -123,15 +119,6 @@ class Seen:
     """From it, for a display: an event or an instruction."""
 
     message: Event | Instruction
-
-
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """From it: a line for the log."""
-
-    name: str
-    level: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True)

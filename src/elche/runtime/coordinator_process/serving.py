@@ -15,10 +15,13 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Sequence
+from logging.handlers import QueueHandler
 from pathlib import Path
-from typing import Final, final
+from types import SimpleNamespace
+from typing import Any, Final, final
 
 from elche.comm.control.addresses import format_address, listen
+from elche.comm.control.control_channel import heeds_key
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -30,11 +33,9 @@ from elche.runtime.coordinator_process.link import (
     Begin,
     Command,
     Copy,
-    Fenced,
+    Fence,
     Journal,
     Link,
-    Logged,
-    Lost,
     Seen,
     Status,
     Stop,
@@ -99,7 +100,7 @@ class CoordinatorChild:
 
     def _receive(self) -> None:
         try:
-            # What it was called for may have been read already, with a `Fenced`.
+            # What it was called for may have been read already, with a `Fence`.
             self._pending.extend(self._link.receive(waits=False))
         except (EOFError, OSError):
             os._exit(0)  # the launcher's ranks end by themselves
@@ -116,11 +117,11 @@ class CoordinatorChild:
 
     def _have_fenced(self, rank: int) -> None:
         """Waits for the launcher: nobody is told before."""
-        self._link.send(Lost(rank))
+        self._link.send(Fence(rank))
         is_fenced = False
         while not is_fenced:
             for message in self._link.receive():
-                if isinstance(message, Fenced):
+                if isinstance(message, Fence):
                     is_fenced = True
                 else:
                     self._pending.append(message)
@@ -144,7 +145,7 @@ class CoordinatorChild:
         core, connected = record.core, frozenset(server.connections)
         status = Status(
             connected=connected,
-            heeding=frozenset(filter(server.heeds_signals, connected)),
+            heeding=frozenset(r for r in connected if record.store.get(heeds_key(r))),
             told_to_end=frozenset(server.told_to_end),
             silent=frozenset(core.silent),
             members=frozenset(core.members),
@@ -159,28 +160,13 @@ class CoordinatorChild:
             self._link.send(status)
 
 
-@final
-class _ToLauncher(logging.Handler):
-    """Log lines appear where the launcher's do."""
-
-    def __init__(self, link: Link) -> None:
-        super().__init__()
-        self._link = link
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Sends a line."""
-        text = record.getMessage()
-        if record.exc_info:
-            text += "\n" + logging.Formatter().formatException(record.exc_info)
-        self._link.send(Logged(record.name, record.levelno, text))
-
-
 def main(link_descriptor: int, listener_descriptor: int) -> None:
     """Serves one run of a launcher."""
     wake_with_parent()
     link = Link(socket.socket(fileno=link_descriptor))
     listener = socket.socket(fileno=listener_descriptor)
-    logging.getLogger().addHandler(_ToLauncher(link))
+    queue: Any = SimpleNamespace(put_nowait=link.send)
+    logging.getLogger().addHandler(QueueHandler(queue))  # shown where the launcher logs
 
     async def serve(begin: Begin, more: list[object]) -> None:
         await CoordinatorChild(link, begin, more).serve(listener)

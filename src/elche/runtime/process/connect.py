@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -27,7 +28,7 @@ from elche.comm.control.control_channel import ControlChannel
 from elche.comm.control.key_file import KEY_BYTES, is_private
 from elche.comm.tensors.kept_memory import keep_freed_memory
 from elche.errors import CommunicationError, ConfigError
-from elche.runtime.process.environment import Placement
+from elche.runtime.process.environment import Placement, int_of
 from elche.runtime.process.launchers import read_launcher
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,8 @@ _HOW = (
     "you trust (nothing is encrypted)"
 )
 
-_started: list[subprocess.Popen[str]] = []
-_hosted: list[dist.TCPStore] = []
-_hidden: list[Path] = []
+_ends = contextlib.ExitStack()
+"""Ends what this process started for the run: coordinator, store, file of the key."""
 _found: dict[str, tuple[tuple[str, int], bytes]] = {}
 
 
@@ -75,21 +75,18 @@ def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlC
 
 def stop_coordinator() -> None:
     """Ends the coordinator that this process started, if it did."""
-    while _started:
-        process = _started.pop()
-        if process.stdin is not None:
-            process.stdin.close()
+    _ends.close()
+    _found.clear()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with process:  # closes its standard input, at which it ends
+        assert process.stdin is not None
+        process.stdin.close()
         try:
             process.wait(5.0)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-    while _hidden:
-        _hidden.pop().unlink(missing_ok=True)
-    _found.clear()
-    _hosted.clear()
 
 
 def _find_under_torchrun(
@@ -106,10 +103,10 @@ def _find_under_torchrun(
             "MASTER_ADDR and MASTER_PORT are set; start the script with `elche run` or "
             "torchrun, or set both (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
         )
-    local = _number(environment, "LOCAL_WORLD_SIZE", placement.world_size)
+    local = int_of(environment, "LOCAL_WORLD_SIZE", placement.world_size)
     if "ELCHE_LISTEN" not in environment:
         _check_on_one_host(placement, environment, host, local)
-    number = _number(environment, "MASTER_PORT", 0)
+    number = int_of(environment, "MASTER_PORT", 0)
     name = f"{host}:{port}"
     if name in _found:
         return _found[name]
@@ -124,7 +121,7 @@ def _find_under_torchrun(
             master_listen_fd=listen(host, number).detach() if hosted else None,
         )
         if hosted:
-            _hosted.append(base)
+            _ends.callback(lambda: base)  # kept until then
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"elche/{restart}", base)
         store.set(f"host/{placement.rank}", host_name())
@@ -178,7 +175,7 @@ def _hide(text: str) -> str:
     torchrun's store gives every entry to whoever asks.
     """
     descriptor, path = tempfile.mkstemp(prefix="elche-")
-    _hidden.append(Path(path))
+    _ends.callback(Path(path).unlink, missing_ok=True)
     with open(descriptor, "w") as file:
         file.write(text)
     return path
@@ -193,13 +190,6 @@ def _read_hidden(path: str) -> str:
                 "has written to torchrun's store"
             )
         return file.read()
-
-
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name, str(default))
-    if not text.isdigit():
-        raise ConfigError(f"expected {name} to be a number, got {text!r}")
-    return int(text)
 
 
 def _start_beside(placement: Placement) -> tuple[tuple[str, int], bytes]:
@@ -219,7 +209,7 @@ def _start_beside(placement: Placement) -> tuple[tuple[str, int], bytes]:
         start_new_session=True,
         env={**os.environ, "ELCHE_KEY": key.hex()},
     )
-    _started.append(process)
+    _ends.callback(_end, process)
     assert process.stdout is not None
     line = process.stdout.readline().strip()
     host, _, port = line.rpartition(":")

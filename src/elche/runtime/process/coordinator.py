@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any, Final, final
 
 from elche.comm.control.addresses import keep_alive
-from elche.comm.control.control_channel import heeds_key
 from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import HELLO_BYTES, HELLO_WITHIN_S, accept
 from elche.coordination.journal import Entry, RunRecord
@@ -232,10 +231,6 @@ class CoordinatorServer:
         else:
             connection.send({"type": "Resumed", "taken": 0})
             self.take(StreamBegun(rank, name))
-
-    def heeds_signals(self, rank: int) -> bool:
-        """True if a rank has said that it ends well by itself when it is signalled."""
-        return bool(self.record.store.get(heeds_key(rank)))
 
     def release(self, rank: int) -> None:
         """A rank leaves; it may come back with another connection for another run."""

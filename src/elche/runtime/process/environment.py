@@ -79,8 +79,8 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
         ConfigError: a variable is malformed or names a device that does not exist.
     """
     environment = read_launcher(environment)
-    world_size = _int(environment, "WORLD_SIZE", 1)
-    rank = _int(environment, "RANK", 0)
+    world_size = int_of(environment, "WORLD_SIZE", 1)
+    rank = int_of(environment, "RANK", 0)
     facts = launch_facts(environment)
     if not 0 <= rank < world_size and not (facts.joins and rank >= world_size):
         raise ConfigError(
@@ -100,7 +100,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
                 float(environment["ELCHE_SPEED"]),
                 float(environment.get("ELCHE_MS_PER_SAMPLE", "1.25")),
                 float(environment.get("ELCHE_FIXED_MS", "0")),
-                _int(environment, "ELCHE_MEMORY_SAMPLES", 0) or None,
+                int_of(environment, "ELCHE_MEMORY_SAMPLES", 0) or None,
             )
     except ConfigError:
         raise
@@ -114,7 +114,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
     elif "ELCHE_DEVICE" in environment:
         device = check_device(environment["ELCHE_DEVICE"])
     else:
-        local = _int(environment, "LOCAL_RANK", rank)
+        local = int_of(environment, "LOCAL_RANK", rank)
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         device = torch.device("cuda", local % count) if count else torch.device("cpu")
     coordinator = None
@@ -160,11 +160,15 @@ def check_device(name: str) -> torch.device:
     raise ConfigError(f"device {name!r} is not supported; expected cpu or cuda:N")
 
 
-def _int(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name)
-    if text is None:
-        return default
+def int_of(environment: Mapping[str, str], name: str, default: int) -> int:
+    """A variable that is a whole number.
+
+    Raises:
+        ConfigError: it is none.
+    """
     try:
-        return int(text)
+        return int(environment.get(name, default))
     except ValueError as error:
-        raise ConfigError(f"expected {name} to be an int, got {text!r}") from error
+        raise ConfigError(
+            f"expected {name} to be an int, got {environment[name]!r}"
+        ) from error

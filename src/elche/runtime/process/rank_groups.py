@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import final
 
@@ -31,23 +30,6 @@ LEFT_GROUPS_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GroupWatch:
-    """Checks of a rank while it waits in a group.
-
-    Attributes:
-        timeout_s: deadline of forming a group, and of a collective.
-        check: called now and then, and reads the channel; raises where the run is over,
-            or a rank gone.
-        why_failed: given the ranks of a collective, what failed and who did not come to
-            it, says why.
-    """
-
-    timeout_s: float
-    check: Callable[[], None]
-    why_failed: Callable[[Sequence[int], str, Sequence[int]], Exception]
-
-
 @final
 class RankGroups:
     """This rank's process groups: of all members of the run, and of some of them.
@@ -55,7 +37,10 @@ class RankGroups:
     Args:
         placement: this process's place in the run.
         channel: the control channel.
-        watch: what it looks at while it waits.
+        timeout_s: deadline of forming a group, and of a collective.
+        check: called while it waits, and reads the channel; raises where the run is
+            over, or a rank gone.
+        why_failed: the error, by a collective's ranks, its text and who did not come.
 
     Attributes:
         generation: number of the members' group, or of the one to be formed next.
@@ -64,20 +49,26 @@ class RankGroups:
     """
 
     def __init__(
-        self, placement: Placement, channel: ControlChannel, watch: GroupWatch
+        self,
+        placement: Placement,
+        channel: ControlChannel,
+        timeout_s: float,
+        check: Callable[[], None],
+        why_failed: Callable[[Sequence[int], str, Sequence[int]], Exception],
     ) -> None:
         self._placement = placement
         self._rank = placement.rank
         self._channel = channel
-        self._watch = watch
+        self._timeout_s = timeout_s
+        self._check, self._why_failed = check, why_failed
         self.generation = 0
         self.members = [*range(placement.world_size)]
         if placement.joins:
             self.members.append(self._rank)  # of the others it hears when it joins
         self._shares = self.can_share = False
-        self._device_config = DeviceGroupConfig(watch.timeout_s)
+        self._device_config = DeviceGroupConfig(timeout_s)
         self.has_ended = True  # there is no group: not yet, or not any more
-        self._current = Group.alone(watch.timeout_s)
+        self._current = Group.alone(timeout_s)
         self._side: list[Group] = []
         self._others: Group | None = None
 
@@ -121,7 +112,7 @@ class RankGroups:
         own = self._placement.device_name
         self.can_share = transport != "gloo" and can_share(own)
         listen = self._placement.listen if transport == "nccl" else ""
-        self._device_config = DeviceGroupConfig(self._watch.timeout_s, listen)
+        self._device_config = DeviceGroupConfig(self._timeout_s, listen)
 
     def _open_devices(self, group: Group) -> None:
         device = self._placement.device
@@ -141,7 +132,7 @@ class RankGroups:
         """
         for group in self._all():
             group.leave()
-        self._current = Group.alone(self._watch.timeout_s)  # what is asked meanwhile
+        self._current = Group.alone(self._timeout_s)  # what is asked meanwhile
         self._current = self._formed(self.generation)
         end_left_groups(0.0)
 
@@ -192,7 +183,7 @@ class RankGroups:
         if self._others is not None:
             return self._others
         if len(ranks) == 1:
-            return Group.alone(self._watch.timeout_s)
+            return Group.alone(self._timeout_s)
         name = f"{self.generation}/without/{number}"
         self._others = group = self._formed(name, ranks)
         self._share(group, name)
@@ -204,25 +195,46 @@ class RankGroups:
         """Forms a group of all members, or of some."""
         ranks = self.members if ranks is None else ranks
         if len(ranks) == 1:
-            return Group.alone(self._watch.timeout_s)
+            return Group.alone(self._timeout_s)
         try:
-            group = _form_watched(
-                self._channel,
-                ranks.index(self._rank),
-                len(ranks),
-                name,
-                self._placement.listen,
-                self._watch,
-            )
+            group = self._form_watched(ranks, name)
         except CommunicationError:
             # The reason: the run was ended, or a rank has died meanwhile.
             self._channel.await_kinds((Abort, Regroup), ABORT_WAIT_S)
-            self._watch.check()
+            self._check()
             raise
         group.ranks = ranks
-        group.on_failure = partial(self._watch.why_failed, ranks)
-        group.check = self._watch.check
+        group.on_failure = partial(self._why_failed, ranks)
+        group.check = self._check
         return group
+
+    def _form_watched(self, ranks: Sequence[int], name: int | str) -> Group:
+        """Forms a group as `Group.form` does, but ``check`` may end it."""
+        meeting = _Rendezvous(self._channel)
+        made: list[Group] = []
+        errors: list[BaseException] = []
+        place = ranks.index(self._rank), len(ranks), name, self._placement.listen
+
+        def form() -> None:
+            try:
+                made.append(Group.form(meeting, *place, self._timeout_s))
+            except BaseException as error:
+                errors.append(error)
+            if meeting.is_over and made:
+                made.pop().leave()
+
+        thread = threading.Thread(target=form, name="elche-forming", daemon=True)
+        thread.start()
+        try:
+            while thread.is_alive():
+                self._channel.wait_for_values(CHECK_S)
+                self._check()
+        except BaseException:
+            meeting.is_over = True
+            raise
+        if errors:
+            raise errors[0]
+        return made[0]
 
     def close(self) -> None:
         """Ends all groups."""
@@ -264,39 +276,3 @@ class _Rendezvous:
                 raise CommunicationError(f"no rank published {key!r} in time")
             time.sleep(LOOK_S)
         return value
-
-
-def _form_watched(
-    channel: ControlChannel,
-    rank: int,
-    world_size: int,
-    name: int | str,
-    listen: str,
-    watch: GroupWatch,
-) -> Group:
-    """Forms a group as `Group.form` does, but ``watch.check`` may end it."""
-    meeting = _Rendezvous(channel)
-    made: list[Group] = []
-    errors: list[BaseException] = []
-
-    def form() -> None:
-        try:
-            group = Group.form(meeting, rank, world_size, name, listen, watch.timeout_s)
-            made.append(group)
-        except BaseException as error:
-            errors.append(error)
-        if meeting.is_over and made:
-            made.pop().leave()
-
-    thread = threading.Thread(target=form, name="elche-forming", daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            channel.wait_for_values(CHECK_S)
-            watch.check()
-    except BaseException:
-        meeting.is_over = True
-        raise
-    if errors:
-        raise errors[0]
-    return made[0]

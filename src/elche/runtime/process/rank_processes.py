@@ -103,24 +103,24 @@ class RankProcesses:
         if self.signal is not None:
             self._kill()
             return
-        self.signal = number
+        self.signal, status = number, self._server.status
         self.interruption = f"interrupted: the launcher was sent {number.name}"
         sent = number if number in SIGNALS else signal.SIGTERM
         ranks = self._processes if sent == signal.SIGTERM else ()
         handling = [rank for rank in ranks if _handles(self._processes[rank], sent)]
         heed = all(
-            rank in handling or self._server.heeds_signals(rank)
+            rank in handling or rank in status.heeding
             for rank, process in self._processes.items()
             if process.returncode is None
         )
-        is_alone = [*self._processes] == [0] and not self._server.is_connected(0)
+        is_alone = [*self._processes] == [0] and not status.connected
         if not heed:
             self._server.take(Interrupted(by=number.name))
         # A terminal signals the ranks itself.
         is_sent = number == signal.SIGINT and has_terminal()
         heed_s = GRACE_S if is_sent else HEED_S
         for rank, process in self._processes.items():
-            is_deaf = heed or rank in handling or not self._server.is_connected(rank)
+            is_deaf = heed or rank in handling or rank not in status.connected
             if is_deaf and not is_sent:
                 send_signal(process, sent)
         if heed or handling or is_alone:
@@ -155,7 +155,7 @@ class RankProcesses:
     def _end_late(self, number: signal.Signals) -> None:
         """Ends late ranks; those that received the deadline have disconnected."""
         for rank, process in self._processes.items():
-            if self._server.is_connected(rank):
+            if rank in self._server.status.connected:
                 send_signal(process, number)
 
     async def wait(self) -> None:
@@ -199,8 +199,9 @@ class RankProcesses:
 
     def exit_codes(self) -> tuple[int, ...]:
         """Each rank's exit code; a signal counts as 128 + its number."""
-        codes = [self._processes[rank].returncode for rank in sorted(self._processes)]
-        return tuple(128 - code if code < 0 else code for code in map(_int, codes))
+        ended = [self._processes[rank].returncode for rank in sorted(self._processes)]
+        codes = [1 if code is None else code for code in ended]
+        return tuple(128 - code if code < 0 else code for code in codes)
 
     def failed_first(self) -> int | None:
         """The rank whose failure came first; None if no rank has failed.
@@ -283,7 +284,3 @@ def has_terminal() -> bool:
         return False
     finally:
         os.close(terminal)
-
-
-def _int(code: int | None) -> int:
-    return 1 if code is None else code

@@ -42,7 +42,7 @@ from elche.errors import (
 )
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.heartbeat import Heartbeat
-from elche.runtime.process.rank_groups import ABORT_WAIT_S, GroupWatch, RankGroups
+from elche.runtime.process.rank_groups import ABORT_WAIT_S, RankGroups
 from elche.runtime.report.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -100,8 +100,9 @@ class Worker:
         self.is_new = placement.joins
         self._heartbeat: Heartbeat | None = None
         self._channel = channel
-        watch = GroupWatch(self.timeout_s, self._check, self._why_failed)
-        self.groups = RankGroups(placement, channel, watch)
+        self.groups = RankGroups(
+            placement, channel, self.timeout_s, self._check, self._why_failed
+        )
         self.is_due, self._has_default_group = False, not dist.is_available()
         self._aborted: ElcheError | None = None
         self._events: deque[torch.cuda.Event] = deque()

@@ -68,10 +68,6 @@ def outlives_rank_0() -> tuple[int, int, float]:
     return ended
 
 
-def returns_a_lambda() -> Any:
-    return lambda: 0
-
-
 def waits() -> None:
     """Until it is interrupted."""
     print("waiting", flush=True)

@@ -1,12 +1,11 @@
 """A script with signal handlers of its own: `handlers.py CASE`.
 
 `all`: every rank handles SIGTERM, and leaves its loop.
-`gil`, `stop`: a rank runs no Python for 12 s, as in a long call into C, or is stopped.
+`stop`: a rank is stopped.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -34,16 +33,14 @@ def main(case: str) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, note if case == "all" else signal.SIG_DFL)
     model = nn.Linear(4, 2)
-    size = 600 if case in ("gil", "stop") else 400_000
+    size = 600 if case == "stop" else 400_000
     loader = DataLoader(TensorDataset(torch.randn(size, 4)), batch_size=6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = elche.setup(model, optimizer, loader)
     for number, (x,) in enumerate(loader):
         if number == 20:
             print(f"rank {RANK} trains", flush=True)
-            if RANK == 1 and case == "gil":
-                ctypes.PyDLL(None).sleep(12)
-            elif RANK == 1 and case == "stop":
+            if RANK == 1 and case == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
         model(x).square().mean().backward()
         optimizer.step()

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,18 +20,10 @@ from elche.coordination.protocol.events import Event, StepsDone
 
 def _train(case: str, policy: str) -> None:
     torch.manual_seed(0)
-    wide = case == "model" and elche.rank() == 1
-    model = nn.Linear(4, 3 if wide else 2)
-    rate = 0.1 * (1 + elche.rank()) if case == "settings" else 0.1
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    data = TensorDataset(torch.randn(0 if case == "empty" else 160, 4))
-    loader = DataLoader(data, batch_size=4)
-    model, optimizer, loader = elche.setup(
-        model,
-        optimizer,
-        loader,
-        policy="nonsense" if case == "policy" else policy,
-    )
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(160, 4)), batch_size=4)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
     # In windows a rank is sure of its first leases alone, on a machine that is busy.
     fails_at = (0, 5 if policy == "sync" else 1)
     for epoch in range(2):
@@ -85,32 +76,10 @@ def _endless(case: str, policy: str) -> None:
 
 def _idle(case: str, policy: str) -> None:
     """Joins a run, and then does what looks at no connection: an evaluation, say."""
-    if case == "by hand":
-        elche.init_group()
-    else:
-        _set_up(policy)
+    elche.init_group()
     print(f"rank {elche.rank()} is process {os.getpid()}", flush=True)
     while True:
         signal.pause()
-
-
-def _hang(case: str, policy: str) -> None:
-    """The last rank hangs in a step, and hears no signal but SIGKILL."""
-    model, optimizer, loader = _set_up(policy, timeout_s=8.0)  # less than silence
-    for number, (x,) in enumerate(loader):
-        if number == 5 and elche.rank() == elche.world_size() - 1:
-            print(f"rank {elche.rank()} is process {os.getpid()}", flush=True)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _set_up(policy: str, **options: Any) -> tuple[Any, Any, Any]:
-    model = nn.Linear(4, 2)
-    loader = DataLoader(TensorDataset(torch.randn(100_000, 4)), batch_size=6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return elche.setup(model, optimizer, loader, policy=policy, **options)
 
 
 def _half_way(case: str, policy: str) -> None:
@@ -152,40 +121,14 @@ def _fail(case: str) -> None:
         sys.exit(7)
     if case == "exit 0":
         sys.exit()
-    if case == "quit":
-        os._exit(7)
-
-
-def _trainer(case: str, policy: str) -> None:
-    data = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
-    loss = nn.CrossEntropyLoss(reduction="none" if case == "loss" else "mean")
-    trainer = elche.Trainer(
-        lambda: nn.Linear(4, 2),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        loss,
-        dataset=data,
-        eval_dataset=data,
-        batch_size=8,
-        epochs=2,
-        policy=policy,
-        seed=1,
-    )
-    result = trainer.fit()
-    total = sum(float(value.double().sum()) for value in result.model_state.values())
-    print(f"state {total:.12f} samples {result.report.samples}", flush=True)
-    print(f"eval {result.history[-1].eval_loss:.12f}", flush=True)
 
 
 if __name__ == "__main__":
     wanted, chosen = sys.argv[1], (sys.argv[2:] or ["sync"])[0]
     runs = {
-        "trainer": _trainer,
-        "loss": _trainer,
         "endless": _endless,
         "stop": _endless,
         "idle": _idle,
-        "by hand": _idle,
-        "hang": _hang,
         "half-way": _half_way,
         "half-way, raise": _half_way,
     }

@@ -234,7 +234,7 @@ def wrapper() -> None:
         expect_equal(model, plain)
     group: Any = wrapped._group
     is_told = all(i.is_there for i in INTERNALS if i.name == BACKEND)
-    assert group._timeout_s == (77 if is_told else DEFAULT_TIMEOUT_S)
+    assert group.timeout_s == (77 if is_told else DEFAULT_TIMEOUT_S)
     dist.destroy_process_group()
 
 

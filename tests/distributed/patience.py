@@ -45,7 +45,7 @@ def all_here(folder: str, name: str = "here") -> None:
 def lose_patience(group: Group | None, timeout_s: float) -> None:
     """From here on this rank waits so long: all have come, somebody will not again."""
     assert group is not None
-    group._timeout_s = timeout_s
+    group.timeout_s = timeout_s
     allowed = timedelta(seconds=timeout_s)
     options: Any = getattr(group, "_options", None)
     if options is None:

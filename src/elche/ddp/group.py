@@ -91,7 +91,7 @@ class TorchGroup(Group):
             backend=dist.get_backend(self.torch_group),
             use_local_synchronization=True,
         )
-        sibling = TorchGroup(made, self._timeout_s)
+        sibling = TorchGroup(made, self.timeout_s)
         sibling.shares_host = self.shares_host
         sibling.pids = self.pids
         return sibling

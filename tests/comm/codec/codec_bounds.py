@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elche.comm.codec.codec import SMALLEST_SCALE, BlockCodec, Codec
+from elche.comm.codec.codec import SMALLEST_SCALE, Codec
 
 SCALE_SLACK = (1.0 + 2.0**-7) * (1.0 + 2.0**-13)
 """Rounding a scale up to bfloat16, and dividing by it, may add this much."""
@@ -12,7 +12,7 @@ SCALE_SLACK = (1.0 + 2.0**-7) * (1.0 + 2.0**-13)
 
 def error_bound(codec: Codec, largest: float) -> float:
     """The largest error in a block whose largest magnitude is this, below 2^127."""
-    if isinstance(codec, BlockCodec):
+    if codec.bits < 16:
         # A scale below the smallest one is none: what it stood for is the error.
         lost = codec.largest_code * SMALLEST_SCALE
         return max(largest / codec.largest_code * SCALE_SLACK / 2, min(largest, lost))

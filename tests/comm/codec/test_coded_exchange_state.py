@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,10 +10,7 @@ from elche.comm.codec.codec import CODECS
 from elche.comm.codec.coded_exchange import CodedExchange
 from elche.errors import CommunicationError, MismatchError, ProtocolError
 from tests.comm.peers import (
-    Peer,
-    Wire,
     exchanges,
-    left_out,
     message,
     poll_all,
     summed,
@@ -109,29 +104,6 @@ def test_no_rank_has_a_sum_while_a_part_of_it_is_missing() -> None:
         ends[0].commit()
 
 
-class Leaving(Peer):
-    """A rank that cannot send any more after one message."""
-
-    left = 1
-
-    def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise CommunicationError("the connection is gone")
-        return super().send_async(memory, to, tag)
-
-
-def test_no_rank_has_a_sum_of_which_only_the_first_part_was_sent() -> None:
-    end = CodedExchange(Leaving(Wire(3), 0), CODECS["int8"], 301)
-    end.contribution(0).fill_(1.0)
-    end.begin(0)
-    with pytest.raises(CommunicationError, match="the connection is gone"):
-        end.wait("a test")
-    with pytest.raises(ProtocolError, match="this one has not sent its part of it"):
-        end.commit()
-    assert not bool(end.residual.any())
-
-
 def test_nothing_is_committed_before_anything_was_begun() -> None:
     _, ends = exchanges(2, CODECS["int8"], 11)
     with pytest.raises(ProtocolError, match=r"commit\(\) came when nothing"):
@@ -155,21 +127,6 @@ def test_a_message_given_up_half_way_breaks_the_exchange() -> None:
         ends[0].wait("a test")
     with pytest.raises(ProtocolError, match="a message failed or was given up"):
         ends[0].begin(0)
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (3, 5), (3, 3)])
-def test_residuals_go_on_in_another_membership(before: int, after: int) -> None:
-    codec = CODECS["int4"]
-    _, old = exchanges(before, codec, 701)
-    summed(old, [message(rank, 700) for rank in range(before)])
-    missing = left_out(old, [1.0] * before)
-    _, new = exchanges(after, codec, 701)
-    for old_end, new_end in zip(old, new, strict=False):
-        new_end.load_residual(old_end.residual)
-    for leaver in old[after:]:
-        missing -= leaver.residual.double()  # what it had left out goes with it
-    found = left_out(new, [1.0] * after)
-    torch.testing.assert_close(found, missing, rtol=1e-6, atol=1e-6)
 
 
 def test_residuals_of_other_parameters_are_refused() -> None:

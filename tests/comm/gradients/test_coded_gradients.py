@@ -293,52 +293,6 @@ def test_a_pass_that_is_sent_again_leaves_out_its_last_rounding_only() -> None:
         torch.testing.assert_close(got.flatten() + left, want.flatten())
 
 
-@pytest.mark.parametrize("kind", ["weights", "sums"])
-def test_weights_of_the_user_and_losses_that_are_sums(kind: str) -> None:
-    """What is left out is of the mean's unit, whatever the last step weighed."""
-    weights = [(3.0, 1.0, 2.0), (700.0, 1.0, 0.5), (0.001, 0.0, 0.002)]
-
-    def run(group: ThreadGroup, model: Net) -> list[Gradients]:
-        reducer = GradientReducer(
-            list(model.parameters()),
-            group,
-            1000,
-            codec="int8",  # type: ignore[arg-type]
-        )
-        if kind == "weights":
-            reducer.weigh_by_user()
-        else:
-            reducer.sum_losses()
-        reducer.attach()
-        found = []
-        for number, each in enumerate(weights):
-            model.zero_grad()
-            weight = each[group.rank] if kind == "weights" else None
-            reducer.begin_step(StepPart(1 / 3, 3, weight))
-            losses = model.losses(batch_of(group.rank, number, 4))
-            (losses.mean() if kind == "weights" else losses.sum()).backward()
-            reducer.end_step()
-            found.append(gradients_of(model))
-        return found
-
-    ranks = on_ranks(3, run, [Net() for _ in range(3)])
-    for number, each in enumerate(weights):
-        model = Net()
-        for rank, weight in enumerate(each):
-            losses = model.losses(batch_of(rank, number, 4))
-            if kind == "sums":
-                losses.sum().backward()
-            elif weight:
-                (losses.mean() * (weight / sum(each))).backward()
-        first, *others = (found[number] for found in ranks)
-        assert all(same(first, other) for other in others)
-        known = [g for g in gradients_of(model) if g is not None]
-        largest = max(float(g.abs().max()) for g in known)
-        for got, true in zip(first[1:], known, strict=True):
-            assert got is not None
-            assert float((got - true).abs().max()) <= 0.05 * largest
-
-
 def test_the_state_goes_on_in_another_layout_and_group() -> None:
     """Saved under one capacity and loaded under another, residuals are the same."""
 

@@ -138,10 +138,27 @@ def test_half_precision_is_summed_in_float32() -> None:
     for _ in range(512):
         parameter.grad = torch.full_like(parameter, 1.0)
         window.add(1)
-    assert window.reduce() == 512
+    assert reduce_all([window]) == [512]
     assert parameter.grad is not None
     assert parameter.grad.dtype == torch.bfloat16
     assert parameter.grad.item() == 1.0
+
+
+def test_unlike_dtypes_share_a_message() -> None:
+    kinds = torch.bfloat16, torch.float64, torch.complex64
+    parameters = [nn.Parameter(torch.zeros(2, dtype=kind)) for kind in kinds]
+    window = GradientWindow(parameters, Bus(1).group(0))
+    window.build()
+    values = [torch.tensor([1.0, -2.5]).to(kind) for kind in kinds]
+    values[2] += 3j
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.grad = value.clone()
+    window.add(4)
+    assert reduce_all([window]) == [4]
+    for parameter, value in zip(parameters, values, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype is value.dtype
+        assert torch.equal(parameter.grad, value)
 
 
 def test_a_batch_without_samples_leaves_no_trace() -> None:
@@ -151,7 +168,7 @@ def test_a_batch_without_samples_leaves_no_trace() -> None:
     parameter.grad = torch.full((2,), float("nan"))
     window.add(0)
     assert parameter.grad is None
-    assert window.reduce() == 0.0
+    assert reduce_all([window]) == [0.0]
     assert parameter.grad is None
 
 
@@ -183,7 +200,7 @@ def test_channels_last_gradients_keep_their_places() -> None:
     window.build()
     parameter.grad = gradient.to(memory_format=torch.channels_last)
     window.add(3)
-    window.reduce()
+    reduce_all([window])
     assert parameter.grad is not None
     assert torch.equal(parameter.grad, gradient)
 
@@ -198,7 +215,7 @@ def test_a_failed_reduction_is_redone_with_those_who_are_left() -> None:
         window.finish()
     assert all(parameter.grad is None for parameter in model.parameters())
     window.connect(Bus(1).group(0))
-    assert window.reduce() == 5
+    assert reduce_all([window]) == [5]
     assert_equal(model, on_one([[3, 2]], Net()), 1e-13)
 
 

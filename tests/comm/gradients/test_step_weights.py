@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.comm.gradients.step_weights import StepWeights, reference_of
+from elche.comm.gradients.part_weights import StepWeights, reference_of
 
 weights = st.floats(1e-9, 1e15)
 

@@ -46,14 +46,6 @@ def test_steps_of_unequal_shares(ranks2: RankPool, loss: str, passes: int) -> No
     check(ranks2, job, alone(job), env=FOUR_TO_ONE)
 
 
-@pytest.mark.parametrize(("is_stream", "workers"), [(True, 0), (True, 2), (False, 2)])
-def test_streams_and_samples_that_other_processes_load(
-    ranks2: RankPool, is_stream: bool, workers: int
-) -> None:
-    job = dataclasses.replace(SYNC, samples=85, is_stream=is_stream, workers=workers)
-    check(ranks2, job, alone(job))
-
-
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 def test_ranks_without_samples_and_steps_without_a_token(

@@ -40,7 +40,6 @@ EVERY: tuple[dict[str, Any], ...] = (
     {"policy": "cadence", "update": "gradients", "max_anchor": 2},
     {"policy": "async", "max_anchor": 2},
 )
-changes = pytest.mark.parametrize(("change", "rank"), CHANGES)
 
 
 def crossed(others: Sequence[Any]) -> list[Any]:
@@ -121,19 +120,6 @@ def test_windows_take_over(
     found = run(ranks2, monkeypatch, chooser, script)
     check(found, script)
     assert all(seen.policies == ["sync", policy] for seen in found)
-
-
-@changes
-def test_one_trains_alone_and_all_go_on_in_step(
-    ranks2: RankPool, monkeypatch: pytest.MonkeyPatch, change: str, rank: int
-) -> None:
-    alone, both = ("sync", (1,)), ("sync", (0, 1))
-    chooser = chooser_of(both, alone, both)
-    options = {"policy": "auto", "max_anchor": 4}
-    script = Script(change, rank, options, samples=360, epochs=4)
-    found = run(ranks2, monkeypatch, chooser, script)
-    check(found, script)
-    assert found[1].policies[:3] == ["sync", "async", "sync"]
 
 
 @pytest.mark.parametrize(("options", "change", "rank"), crossed(EVERY))

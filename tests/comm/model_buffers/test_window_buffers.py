@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elche.comm.model_buffers.window_buffers import WindowBuffers
+from elche.coordination.protocol.instructions import Reduce
 from elche.errors import CommunicationError
 from tests.comm.bus import Bus
 from tests.comm.plans import plan
@@ -55,6 +56,12 @@ def begin(held: Sequence[WindowBuffers], active: Sequence[bool]) -> None:
             rank, weight=weight, active_ranks=count, buffers=tuple(changed)
         )
         each.begin(reduction)
+
+
+def average(held: WindowBuffers, reduction: Reduce) -> None:
+    held.take()
+    held.begin(reduction)
+    finish([held])
 
 
 def finish(held: Sequence[WindowBuffers]) -> None:
@@ -206,12 +213,12 @@ def test_a_large_buffer_is_kept_from_its_first_travel_on() -> None:
     model = Large()
     held = WindowBuffers(model, Bus(1).group(0))
     model.table.fill_(float("nan"))
-    held.average(plan(weight=0.0, active_ranks=0, buffers=(0,)))
+    average(held, plan(weight=0.0, active_ranks=0, buffers=(0,)))
     assert bool(model.table.isnan().all())
     assert held.changed() == (0,)
     for value, weight, expected in [(1.0, 1.0, 1.0), (float("inf"), 0.0, 1.0)]:
         model.table.fill_(value)
-        held.average(plan(weight=weight, active_ranks=int(weight), buffers=(0,)))
+        average(held, plan(weight=weight, active_ranks=int(weight), buffers=(0,)))
         assert model.table[0].item() == expected
         assert held.changed() == ()
 
@@ -247,16 +254,6 @@ def test_a_failed_reduction_is_redone_in_another_group() -> None:
     finish(held[:1])
     assert models[0].mean[0, 0].item() == 1.0
     assert models[0].count[0].item() == 6
-
-
-def test_average_does_it_all_at_once_for_a_lone_rank() -> None:
-    models, held = ranks(1)
-    models[0].mean.fill_(0.25)
-    models[0].count[0] += 2
-    held[0].average(plan(weight=1.0, active_ranks=1, buffers=held[0].changed()))
-    assert models[0].mean[0, 0].item() == 0.25
-    assert models[0].count[0].item() == 7
-    assert held[0].changed() == ()
 
 
 def test_a_buffer_that_is_resized_is_each_ranks_own() -> None:

@@ -36,10 +36,3 @@ def test_a_part_is_compared_with_one_process(tmp_path: Path) -> None:
     (part,) = found.values()
     assert part["part"] == "ddp"
     assert 0.0 < part["difference"] < 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("only", ["alone", "one gpu, sync", "int8", ": "])
-def test_all_cases_run(tmp_path: Path, only: str) -> None:
-    assert all("error" not in each for each in run(tmp_path, only).values())

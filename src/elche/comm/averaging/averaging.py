@@ -269,11 +269,7 @@ class Averager:
             group.exchange.wait(WHAT)
 
     def _end(self, *, is_own: bool) -> None:
-        """Ends a reduction whose parameters are written.
-
-        Args:
-            is_own: the result is what this rank holds.
-        """
+        """Ends a reduction; ``is_own``: its result is what this rank holds."""
         self._buffers.apply()
         for optimizer in () if is_own else self._optimizers():
             # It reads curvature from how far parameters moved: a jump is no step.

@@ -84,12 +84,7 @@ class ParameterMemory:
         return self._exchange
 
     def connect(self, group: Group, codec: str) -> None:
-        """Opens the message, with all ranks of the group; what was filled in stays.
-
-        Args:
-            group: the group.
-            codec: how it travels there; see :func:`open_coded_exchange`.
-        """
+        """Opens the message, with all ranks of the group; what was filled in stays."""
         layout = self._layout
         if self._drift is not self._own:
             for own, drift in zip(self._own.parts, self._drift.parts, strict=True):

@@ -24,11 +24,9 @@ and infinity themselves.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from typing import final
 
 import torch
-from typing_extensions import override
 
 from elche.errors import ConfigError
 
@@ -38,29 +36,37 @@ LIMIT = 2.0**127
 SMALLEST_SCALE = 2.0**-126
 
 
-class Codec(ABC):
+@final
+class Codec:
     """Encoding of float32 values in blocks.
+
+    With 4 bits the first half of a block is the low half of its bytes, the second half
+    the high one, each as code + 8.
 
     Args:
         name: name in the settings.
-        block: elements that are encoded together.
+        bits: of a code; with 16 or more elements are floats without a scale.
+        block: elements that share a scale; even with 4 bits.
+
+    Attributes:
         code_bytes: bytes of a block's elements.
         scale_bytes: bytes of a block's scale; 0 for none.
+        largest_code: of an integer code.
     """
 
-    def __init__(
-        self, name: str, block: int, code_bytes: int, scale_bytes: int
-    ) -> None:
+    def __init__(self, name: str, bits: int, block: int = 1) -> None:
         self.name = name
+        self.bits = bits
         self.block = block
-        self.code_bytes = code_bytes
-        self.scale_bytes = scale_bytes
+        self.code_bytes = block * bits // 8
+        self.scale_bytes = 2 if bits < 16 else 0
+        self.largest_code = 127 if bits == 8 else 7
+        self._dtype = {32: torch.float32, 16: torch.bfloat16}.get(bits)
 
     def encoded_bytes(self, numel: int) -> int:
         """Exact size of so many elements, encoded; the last block is filled up."""
         return -(-numel // self.block) * (self.code_bytes + self.scale_bytes)
 
-    @abstractmethod
     def encode(
         self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
     ) -> bool:
@@ -74,64 +80,10 @@ class Codec(ABC):
         Returns:
             True if all values are numbers of magnitudes below 2^127.
         """
-
-    @abstractmethod
-    def decode(
-        self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Decodes whole blocks into ``out``; arguments as in :meth:`encode`."""
-
-
-@final
-class PlainCodec(Codec):
-    """Each element by itself, in a floating-point format.
-
-    Args:
-        name: name in the settings.
-        dtype: the format.
-    """
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        super().__init__(name, 1, dtype.itemsize, 0)
-        self._dtype = dtype
-
-    @override
-    def encode(
-        self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
-    ) -> bool:
-        codes.view(self._dtype).copy_(values)
-        return bool(values.abs().amax() < LIMIT)
-
-    @override
-    def decode(
-        self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        out.copy_(codes.view(self._dtype))
-
-
-@final
-class BlockCodec(Codec):
-    """Integer codes times a scale per block.
-
-    With 4 bits the first half of a block is the low half of its bytes, the second half
-    the high one, each as code + 8.
-
-    Args:
-        name: name in the settings.
-        bits: bits of a code: 8 or 4.
-        block: elements that share a scale; even.
-    """
-
-    def __init__(self, name: str, bits: int, block: int) -> None:
-        super().__init__(name, block, block * bits // 8, 2)
-        self.bits = bits
-        self.largest_code = 127 if bits == 8 else 7
-
-    @override
-    def encode(
-        self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
-    ) -> bool:
         scaled = values.abs()
+        if self._dtype is not None:
+            codes.view(self._dtype).copy_(values)
+            return bool(scaled.amax() < LIMIT)
         largest = scaled.amax(dim=1)
         rounded = self._rounded_scales(largest)
         scales.copy_(rounded)
@@ -156,10 +108,13 @@ class BlockCodec(Codec):
         scales = torch.where(scales >= SMALLEST_SCALE, scales, 0.0)
         return torch.where(largest < LIMIT, scales, math.nan)
 
-    @override
     def decode(
         self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
     ) -> None:
+        """Decodes whole blocks into ``out``; arguments as in :meth:`encode`."""
+        if self._dtype is not None:
+            out.copy_(codes.view(self._dtype))
+            return
         factors = scales.to(torch.float32)[:, None]
         if self.bits == 8:
             out.copy_(codes.view(torch.int8)).mul_(factors)
@@ -170,13 +125,13 @@ class BlockCodec(Codec):
         out.sub_(8.0).mul_(factors)
 
 
-CODECS: dict[str, Codec] = {
+CODECS = {
     codec.name: codec
     for codec in (
-        PlainCodec("fp32", torch.float32),
-        PlainCodec("bf16", torch.bfloat16),
-        BlockCodec("int8", 8, 128),
-        BlockCodec("int4", 4, 32),
+        Codec("fp32", 32),
+        Codec("bf16", 16),
+        Codec("int8", 8, 128),
+        Codec("int4", 4, 32),
     )
 }
 

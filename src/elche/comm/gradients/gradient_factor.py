@@ -47,9 +47,6 @@ class GradientFactor:
 
     So `torch.autograd.grad` answers as ever, and what ``p.grad`` holds already stays.
 
-    Args:
-        parameters: the trainable ones.
-
     Attributes:
         value: the factor; with 0 zeros are added, also where gradients are NaN or Inf.
     """

@@ -119,11 +119,6 @@ def refuse_capture() -> None:
 def refuse_gradient(parameter: torch.Tensor, name: str, dtype: torch.dtype) -> None:
     """Refuses a gradient that cannot be reduced.
 
-    Args:
-        parameter: whose.
-        name: of the parameter.
-        dtype: of the parameter when buckets were made.
-
     Raises:
         ConfigError: it has none, or one of another kind than a message has.
     """

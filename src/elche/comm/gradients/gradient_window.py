@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import nn
@@ -31,92 +32,6 @@ from elche.errors import ConfigError
 from elche.torch_internals.held import foreach_add_, foreach_copy_, foreach_zero_
 
 WHAT = "reducing the gradients of a window"
-
-
-class _Accumulator:
-    """Summed gradients of parameters of one wire dtype."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        self.parameters = list(parameters)
-        self._dtype = dtype
-        self._numel = sum(parameter.numel() for parameter in self.parameters)
-        self._sums = [
-            torch.zeros_like(p, dtype=dtype, requires_grad=False)
-            for p in self.parameters
-        ]
-        self._used = [False] * len(self.parameters)
-        self._exchange: Exchange | None = None
-
-    @property
-    def exchange(self) -> Exchange:
-        """The message: gradients, a flag per parameter, samples."""
-        assert self._exchange is not None
-        return self._exchange
-
-    @property
-    def host_bytes(self) -> int:
-        """Sums, message and result."""
-        copies = 3 if self.exchange.keeps_contribution else 2
-        return copies * self._numel * self._dtype.itemsize
-
-    def connect(self, group: Group) -> None:
-        numel = self._numel + len(self.parameters) + 1
-        cpu = torch.device("cpu")
-        self._exchange = open_by_hosts(group, numel, self._dtype, cpu)
-
-    def clear(self) -> None:
-        foreach_zero_(self._sums)
-        self._used = [False] * len(self.parameters)
-
-    def add(self, samples: float) -> None:
-        """Moves every ``p.grad`` into the sums."""
-        sums, gradients = [], []
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
-                self._used[index] = True
-                sums.append(self._sums[index])
-                gradients.append(parameter.grad)
-        if sums:
-            foreach_add_(sums, gradients, alpha=samples)
-
-    @property
-    def is_finite(self) -> bool:
-        """True if the sums are numbers; waits for them."""
-        return all_finite(self._sums)
-
-    def send(self, samples: float, *, counts: bool) -> None:
-        message = self.exchange.contribution(0)
-        if not counts:
-            message.zero_()
-            self.exchange.begin(0)
-            return
-        foreach_copy_(shaped(message[: self._numel], self._sums), self._sums)
-        message[self._numel : -1] = torch.tensor(self._used, device="cpu").to(
-            self._dtype
-        )
-        message[-1] = samples
-        self.exchange.begin(0)
-
-    def hand_out(self) -> float:
-        """Gives every parameter that any rank used its mean; returns all samples."""
-        summed = self.exchange.finish(WHAT)
-        samples = float(summed[-1].real)
-        used = [samples > 0 and flag != 0 for flag in summed[self._numel : -1].tolist()]
-        means = summed[: self._numel]
-        if samples > 0:
-            means.div_(samples)
-        for parameter, mean, is_used in zip(
-            self.parameters, shaped(means, self._sums), used, strict=True
-        ):
-            parameter.grad = _lying_as(parameter, mean) if is_used else None
-        return samples
-
-
-def _lying_as(parameter: nn.Parameter, mean: torch.Tensor) -> torch.Tensor:
-    """A gradient in the memory format of its parameter: fused optimizers rely on it."""
-    if parameter.is_contiguous():
-        return mean.to(parameter)
-    return torch.empty_like(parameter).copy_(mean)
 
 
 class GradientWindow:
@@ -134,20 +49,31 @@ class GradientWindow:
     def __init__(self, parameters: Sequence[nn.Parameter], group: Group) -> None:
         if not parameters:
             raise ConfigError("the model has no parameter that requires a gradient")
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            by_dtype.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
+        self._parameters = list(parameters)
+        kinds = (wire_dtype(parameter.dtype) for parameter in parameters)
+        self._dtype = reduce(torch.promote_types, kinds)
+        self._numel = sum(parameter.numel() for parameter in parameters)
         self._sums = [
-            _Accumulator(members, dtype) for dtype, members in by_dtype.items()
+            torch.zeros_like(p, dtype=self._dtype, requires_grad=False)
+            for p in parameters
         ]
+        self._used = [False] * len(self._parameters)
+        self._exchange: Exchange | None = None
         self._group = group
         self._samples = 0.0
         self._is_reduced = False
 
     @property
+    def _message(self) -> Exchange:
+        """Gradients, a flag per parameter, samples."""
+        assert self._exchange is not None
+        return self._exchange
+
+    @property
     def extra_bytes(self) -> int:
-        """Memory of sums and messages."""
-        return sum(each.host_bytes for each in self._sums)
+        """Memory of sums, message and result."""
+        copies = 3 if self._message.keeps_contribution else 2
+        return copies * self._numel * self._dtype.itemsize
 
     @property
     def group(self) -> Group:
@@ -162,10 +88,10 @@ class GradientWindow:
     @property
     def is_finite(self) -> bool:
         """True if what this rank has added up are numbers; waits for them."""
-        return self._is_reduced or all(each.is_finite for each in self._sums)
+        return self._is_reduced or all_finite(self._sums)
 
     def build(self) -> None:
-        """Opens the messages; with all ranks."""
+        """Opens the message; with all ranks."""
         self.connect(self._group)
 
     def connect(self, group: Group) -> None:
@@ -174,8 +100,9 @@ class GradientWindow:
         What was added up stays, so a reduction that failed can be redone.
         """
         self._group = group
-        for each in self._sums:
-            each.connect(group)
+        numel = self._numel + len(self._parameters) + 1
+        cpu = torch.device("cpu")
+        self._exchange = open_by_hosts(group, numel, self._dtype, cpu)
 
     @torch.no_grad()
     def add(self, samples: float, *, is_whole: bool = True) -> None:
@@ -193,17 +120,17 @@ class GradientWindow:
             raise ConfigError(f"expected a number of samples from 0 on, got {samples}")
         if self._is_reduced:
             self._forget()
-        if samples > 0:
-            for each in self._sums:
-                each.add(samples)
+        sums, gradients = [], []
+        for index, parameter in enumerate(self._parameters if samples else ()):
+            if parameter.grad is not None:
+                self._used[index] = True
+                sums.append(self._sums[index])
+                gradients.append(parameter.grad)
+        if sums:
+            foreach_add_(sums, gradients, alpha=samples)
         if is_whole:
             self._samples += samples
         self.clear()
-
-    def reduce(self, *, counts: bool = True) -> float:
-        """Sums over all ranks, and waits for it: :meth:`begin`, then :meth:`finish`."""
-        self.begin(counts=counts)
-        return self.finish()
 
     @torch.no_grad()
     def begin(self, *, counts: bool = True) -> None:
@@ -215,8 +142,13 @@ class GradientWindow:
         """
         if self._is_reduced:
             self._forget()
-        for each in self._sums:
-            each.send(self._samples, counts=counts)
+        message = self._message.contribution(0).zero_()
+        if counts:
+            foreach_copy_(shaped(message[: self._numel], self._sums), self._sums)
+            used = torch.tensor(self._used, device="cpu")
+            message[self._numel : -1] = used.to(self._dtype)
+            message[-1] = self._samples
+        self._message.begin(0)
 
     @torch.no_grad()
     def finish(self) -> float:
@@ -231,16 +163,24 @@ class GradientWindow:
         Raises:
             CommunicationError: it failed; nothing has changed on this rank.
         """
-        for each in self._sums:
-            each.exchange.wait(WHAT)
-        totals = [each.hand_out() for each in self._sums]
+        summed = self._message.finish(WHAT)
+        samples = float(summed[-1].real)
         self._is_reduced = True
-        return totals[0]
+        self.clear()
+        if samples > 0:
+            means = shaped(summed[: self._numel].div_(samples), self._sums)
+            flags = summed[self._numel : -1].tolist()
+            for parameter, mean, flag in zip(
+                self._parameters, means, flags, strict=True
+            ):
+                if flag != 0:
+                    parameter.grad = _lying_as(parameter, mean)
+        return samples
 
     @property
     def is_summed(self) -> bool:
         """True if :meth:`finish` would return at once, and not raise."""
-        return all(each.exchange.has_sum for each in self._sums)
+        return self._message.has_sum
 
     def skip(self) -> None:
         """The step that this window ends with was taken from another rank."""
@@ -249,13 +189,21 @@ class GradientWindow:
 
     def clear(self) -> None:
         """Sets every ``p.grad`` to None, so that the loop's own step moves nothing."""
-        for each in self._sums:
-            for parameter in each.parameters:
-                parameter.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _forget(self) -> None:
         """A window whose reduction is through makes room for the next."""
-        for each in self._sums:
-            each.clear()
+        foreach_zero_(self._sums)
+        self._used = [False] * len(self._parameters)
         self._samples = 0.0
         self._is_reduced = False
+
+
+def _lying_as(parameter: nn.Parameter, mean: torch.Tensor) -> torch.Tensor:
+    """A gradient in the memory format of its parameter: fused optimizers rely on it."""
+    if mean.is_complex() and not parameter.is_complex():
+        mean = mean.real  # complex parameters are in the same message
+    if parameter.is_contiguous():
+        return mean.to(parameter)
+    return torch.empty_like(parameter).copy_(mean)

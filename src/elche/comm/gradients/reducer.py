@@ -3,7 +3,7 @@
 Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / N and
 the group sums, which gives the gradient of the mean over the union batch of N samples,
 whatever the shares. With weights of the user's (tokens, say) it is w_r / Σw, which
-:mod:`elche.comm.gradients.step_weights` agrees on. How that is done, bucket by bucket
+:mod:`elche.comm.gradients.part_weights` agrees on. How that is done, bucket by bucket
 and out of place, is :mod:`elche.comm.gradients.buckets.bucket_pass`, and with what
 weight :mod:`elche.comm.gradients.part_weights`; here is when. Then ``p.grad`` becomes a
 view of the reduced bucket. What a rank has sent is kept until the next backward's
@@ -24,7 +24,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
@@ -168,7 +168,8 @@ class GradientReducer(BucketPass):
         Raises:
             CommunicationError: the backward pass before was broken off.
         """
-        self._refuse_broken_backward()
+        if self._phase is not Phase.IDLE:
+            self._refuse_broken_backward()
         self._hooks.keep_last()
         self._passes_before = self.backward_passes
         self._in_hand = part
@@ -184,7 +185,8 @@ class GradientReducer(BucketPass):
         self._in_hand = None
         self._weigh(None)
         self._holds = False
-        self._refuse_broken_backward()
+        if self._phase is not Phase.IDLE:
+            self._refuse_broken_backward()
 
     def weigh_forward(self, part: StepPart | None) -> None:
         """A forward pass of a step begins; None: it has ended."""
@@ -356,12 +358,11 @@ class GradientReducer(BucketPass):
             )
         super().rewind()
 
-    def _refuse_broken_backward(self) -> None:
-        if self._phase is not Phase.IDLE:
-            raise CommunicationError(
-                "a backward pass was broken off by an error that the loop caught; its "
-                "reduction cannot be completed, so the run cannot go on"
-            )
+    def _refuse_broken_backward(self) -> NoReturn:
+        raise CommunicationError(
+            "a backward pass was broken off by an error that the loop caught; its "
+            "reduction cannot be completed, so the run cannot go on"
+        )
 
     @override
     def open_pass(self) -> float:

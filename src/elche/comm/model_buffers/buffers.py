@@ -75,13 +75,7 @@ class BufferWatch:
 
 
 class BufferAverager:
-    """Averages one model's float buffers at every step.
-
-    Args:
-        model: the model.
-        known: its buffers, which ranks have agreed on.
-        group: the process group.
-    """
+    """Averages one model's float buffers at every step."""
 
     def __init__(self, model: nn.Module, known: KnownBuffers, group: Group) -> None:
         self._model = model

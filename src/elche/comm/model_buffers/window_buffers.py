@@ -122,17 +122,6 @@ class WindowBuffers:
         present = self._present()
         return {id(b): self._common[i] for i, _, b in present if i in self._common}
 
-    def average(self, plan: Reduce) -> None:
-        """Averages what changed, with all ranks, and waits for it.
-
-        Raises:
-            CommunicationError: it failed; nothing has changed on this rank.
-        """
-        self.take()
-        self.begin(plan)
-        self.wait()
-        self.apply()
-
     @torch.no_grad()
     def take(self) -> None:
         """Copies what :meth:`begin` may have to send: counters, and what changed.

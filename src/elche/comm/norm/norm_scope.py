@@ -91,10 +91,6 @@ class NormScope:
     def sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """The sum of ``values`` over all ranks.
 
-        Args:
-            values: flat, float64, on the CPU.
-            what: for the error.
-
         Raises:
             CommunicationError: a rank did not arrive in time.
         """

@@ -225,11 +225,6 @@ class CudaStage:
 
     Copies between device and host run on a stream of their own, in order; the user's
     stream waits for it, and it for the user's, on the device alone.
-
-    Args:
-        tensors: what lies on the device.
-        dtype: of the flat tensor.
-        device: the device.
     """
 
     def __init__(

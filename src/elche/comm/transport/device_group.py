@@ -188,10 +188,6 @@ def end_at_once(made: Any) -> None:
 class _Meeting:
     """Rendezvous of the ranks: a file of rank 0's, or between hosts a port of it.
 
-    Args:
-        hosts: of the ranks.
-        config: see there.
-
     Attributes:
         place: of the file, or address and port; the others hear it from rank 0.
     """

@@ -96,11 +96,6 @@ class Mailbox:
 class GlooLine:
     """Both directions between this rank and another one.
 
-    Args:
-        mailbox: of this rank.
-        group: of gloo.
-        rank: the other rank.
-
     Attributes:
         pending: transfers of messages that were not taken, oldest first.
         devices: carries tensors of steps from device to device, if not None.

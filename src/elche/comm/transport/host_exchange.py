@@ -129,14 +129,6 @@ class HostExchange(MemoryExchange):
 
     Behind the slots of a host's memory lie one or two sums, whose number has a counter.
     With two sums the last one stays until the next has come: another host may lack it.
-
-    Args:
-        group: all ranks.
-        leaders: sums between hosts.
-        memory: of this host.
-        numel: elements of a message.
-        dtype: of the message.
-        sums: places of sums.
     """
 
     def __init__(

@@ -45,11 +45,7 @@ _FIRST_BYTES: Final = 1 << 16
 
 
 class _MappedSlots:
-    """One direction's memory, as one of its two ends maps it.
-
-    Args:
-        descriptor: of the memory; closed by `close`.
-    """
+    """One direction's memory, as one of its two ends maps it."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

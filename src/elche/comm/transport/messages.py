@@ -105,11 +105,7 @@ class Packed:
 
 
 def read_frame(frame: torch.Tensor) -> tuple[int, bytes, int]:
-    """The tag, the part of the head in a frame, and the bytes of the head that follow.
-
-    Args:
-        frame: of fixed size.
-    """
+    """The tag, the part of the head in a frame, and the bytes of it that follow."""
     raw = frame.numpy().tobytes()
     tag, length = _START.unpack_from(raw)
     head = raw[_START.size : _START.size + length]

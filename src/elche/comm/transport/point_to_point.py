@@ -40,12 +40,6 @@ RuntimeError: a rank is gone.
 class PointToPoint:
     """This rank's end of all messages.
 
-    Args:
-        group: of torch, over gloo.
-        rank: this rank.
-        world_size: of the group.
-        wait: waits for other ranks.
-
     Attributes:
         memory: both directions to each rank that they reach; see `connect`.
         devices: carries tensors of steps from device to device, if not None.
@@ -66,12 +60,7 @@ class PointToPoint:
         memory: dict[int, tuple[OutgoingMemory, IncomingMemory]],
         devices: DeviceMessages | None = None,
     ) -> None:
-        """Opens the ways to the other ranks; on all ranks, between two messages.
-
-        Args:
-            memory: see there; gloo connects the other ranks.
-            devices: see there.
-        """
+        """Opens the ways to the other ranks; on all ranks, between two messages."""
         assert self._group is not None
         self.memory, self.devices = memory, devices
         partners = frozenset[int]() if devices is None else devices.partners
@@ -83,10 +72,6 @@ class PointToPoint:
 
     def receive(self, address: Address, timeout_s: float) -> Message:
         """Waits for a message.
-
-        Args:
-            address: of the message.
-            timeout_s: deadline.
 
         Raises:
             DeadlineError: it did not come in time.

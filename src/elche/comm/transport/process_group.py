@@ -116,7 +116,7 @@ class Group:
         self._process_group = process_group
         self.rank = rank
         self.world_size = world_size
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self.on_failure: Callable[[str, Sequence[int]], Exception] = late_error
         self.check: Callable[[], None] = _nothing
         self.shares_host = False
@@ -148,11 +148,6 @@ class Group:
     def alone(timeout_s: float) -> Group:
         """One rank: every call returns its input, without a thread or a socket."""
         return Group(_Alone(), 0, 1, timeout_s)
-
-    @property
-    def timeout_s(self) -> float:
-        """Deadline of a collective."""
-        return self._timeout_s
 
     @staticmethod
     def form(
@@ -267,10 +262,10 @@ class Group:
             late = not_there()
             if missing is not None and not late:
                 return None
-            said = f"{what} did not end within {self._timeout_s:g} s"
+            said = f"{what} did not end within {self.timeout_s:g} s"
             return self.on_failure(f"{said} on rank {self.ranks[self.rank]}", late)
 
-        wait_until(ready, check, too_late, self._timeout_s)
+        wait_until(ready, check, too_late, self.timeout_s)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Sums ``tensor`` over all ranks, in place."""

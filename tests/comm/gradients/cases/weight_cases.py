@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche.session.process import failing_together
@@ -38,19 +38,6 @@ class Padded(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.words[index], self.labels[index]
-
-
-class PaddedStream(IterableDataset[Any]):
-    """The same, one after the other."""
-
-    def __init__(self, samples: Padded) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([self.samples[index] for index in range(len(self))])
 
 
 def tokens_of(batch: Any) -> torch.Tensor:
@@ -97,10 +84,7 @@ LOSSES: dict[str, Callable[[nn.Module, Any], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, how its loss is reduced, backward passes per optimizer step.
-
-    A stream is read in order, by as many processes as load.
-    """
+    """What to train, how its loss is reduced, backward passes per optimizer step."""
 
     samples: int = 100
     batch_size: int = 16
@@ -109,8 +93,6 @@ class Job:
     passes: int = 1
     model: str = "plain"
     shuffle: bool = True
-    workers: int = 0
-    is_stream: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -157,7 +139,7 @@ def on_ranks(job: Job) -> Ended:
 
 def alone(job: Job, *, steps_on_padding: bool = True) -> Ended:
     """The job in this process, by plain PyTorch alone; padding has no gradient."""
-    model, optimizer, loader = _build(replace(job, workers=0))
+    model, optimizer, loader = _build(job)
     labels = tokens = samples = 0.0
     for epoch in range(job.epochs):
         for number, batch in enumerate(loader):
@@ -179,16 +161,7 @@ def _build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     order = torch.Generator().manual_seed(11)
     data, size = Padded(job.samples), job.batch_size
-    if job.is_stream:
-        stream = PaddedStream(data)
-        return model, optimizer, DataLoader(stream, size, num_workers=job.workers)
-    loader = DataLoader(
-        data,
-        size,
-        shuffle=job.shuffle,
-        generator=order,
-        num_workers=job.workers,
-    )
+    loader = DataLoader(data, size, shuffle=job.shuffle, generator=order)
     return model, optimizer, loader
 
 

@@ -148,7 +148,7 @@ def late(rank: int) -> str:
     """What the others say of a rank that does not come."""
     with joined_hosts() as group:
         exchange = open_by_hosts(group, NUMEL, torch.float32, CPU)
-        group._timeout_s = 0.5
+        group.timeout_s = 0.5
         said = ""
         if group.rank != rank:
             exchange.begin(0)
@@ -156,7 +156,7 @@ def late(rank: int) -> str:
                 exchange.finish("a test")
             except CommunicationError as error:
                 said = str(error)
-        group._timeout_s = 60.0
+        group.timeout_s = 60.0
         group.all_reduce(torch.zeros(1), "the end")
     return said
 

@@ -103,12 +103,7 @@ class Bucket:
         return (1 + copies) * self.size_bytes + self.exchange.extra_bytes
 
     def open(self, group: Group, options: PassOptions) -> None:
-        """Makes the exchange, together with all ranks.
-
-        Args:
-            group: the process group.
-            options: how gradients are packed and sent.
-        """
+        """Makes the exchange, together with all ranks."""
         first, staged = self.parameters[0], False
         self._layout = BucketLayout(
             self.parameters, keeps_strides=options.keeps_strides

@@ -308,7 +308,8 @@ class BucketPass(ABC):
             self._fail(error)
             raise
         self._phase = Phase.IDLE
-        self._order.refuse_late()
+        if self._order.late:
+            self._order.refuse_late()
 
     def _close_now(self) -> None:
         started_s = time.perf_counter()
@@ -317,7 +318,8 @@ class BucketPass(ABC):
         if factor is None:
             return
         self.closed_passes += 1
-        self._queue.settle()
+        if self._options.codec != "fp32":
+            self._queue.settle()
         self._queue.publish(factor)
         if self._next_order is not None:
             self._reorder(self._next_order)

@@ -41,9 +41,6 @@ class Reduced:
 class BucketQueue:
     """Buckets, and how many of them have been sent and summed in a pass.
 
-    Args:
-        reduced: records what is published.
-
     Attributes:
         buckets: in order of reduction.
         places: bucket of each parameter by its index, and its place in that.
@@ -67,14 +64,7 @@ class BucketQueue:
         group: Group,
         options: PassOptions,
     ) -> None:
-        """Makes buckets anew, together with all ranks; a codec's residuals stay.
-
-        Args:
-            parameters: the model's, by their index.
-            order: in which their gradients appear.
-            group: the process group.
-            options: how gradients are packed and sent.
-        """
+        """Makes buckets anew, together with all ranks; a codec's residuals stay."""
         left = self.residuals()
         self._as_views = options.keeps_strides
         self.buckets = make_buckets([parameters[at] for at in order], options.cap_bytes)

@@ -10,7 +10,7 @@ the pass's end, so waiting for that costs little.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import NoReturn, final
 
 import torch
 
@@ -24,9 +24,6 @@ class GradientOrder:
 
     In the first pass gradients may come after their bucket has gone, which is then sent
     again; in later ones it waits until the end for parameters that got several.
-
-    Args:
-        names: of the parameters, for errors.
 
     Attributes:
         came: gradients of each parameter in this pass, in order of the first.
@@ -90,17 +87,16 @@ class GradientOrder:
         group.all_reduce(agreed, "comparing the order of gradients")
         return int(agreed) in (0, group.world_size)
 
-    def refuse_late(self) -> None:
+    def refuse_late(self) -> NoReturn:
         """Refuses a completed pass whose reduction lacks gradients.
 
         Raises:
             ConfigError: names a parameter that got one too late.
         """
-        if self.late:
-            index = min(self.late)
-            raise ConfigError(
-                f"{self._names[index]} got {self.came[index]} gradients in this "
-                "backward pass and at most one in the first, the others too late for "
-                "the reduction; activation checkpointing needs use_reentrant=False "
-                "where a layer is used once in some batches and several times in others"
-            )
+        index = min(self.late)
+        raise ConfigError(
+            f"{self._names[index]} got {self.came[index]} gradients in this "
+            "backward pass and at most one in the first, the others too late for "
+            "the reduction; activation checkpointing needs use_reentrant=False "
+            "where a layer is used once in some batches and several times in others"
+        )

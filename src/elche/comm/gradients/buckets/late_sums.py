@@ -18,9 +18,6 @@ class LateSums:
 
     Those of the first pass are there at its end, since buckets are made anew then; they
     are kept until the next one's.
-
-    Args:
-        parameters: whose gradients are summed.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -31,8 +31,11 @@ from elche.runtime.rank_settings import refuse_sync_norms
 from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.watch.parameter_watch import ParameterWatch
 from elche.runtime.windows.gradient_sync import GradientSync
-from elche.runtime.windows.local_steps import LocalSteps
-from elche.runtime.windows.parameter_sync import OverlappedSync, ParameterSync
+from elche.runtime.windows.parameter_sync import (
+    LocalSteps,
+    OverlappedSync,
+    ParameterSync,
+)
 from elche.runtime.windows.window_sync import WindowSync
 
 logger = logging.getLogger(__name__)
@@ -140,9 +143,8 @@ class Synchroniser:
             self._build_reducer(self._group, norms)
         else:
             policy_name = cast("TrainerPolicyName", self.policy)
-            config = replace(self._config, policy=policy_name)
             self.windows = make_window_sync(
-                config,
+                replace(self._config, policy=policy_name),
                 self._trainable,
                 self._model,
                 self._optimizer,
@@ -166,8 +168,7 @@ class Synchroniser:
     def share_with(self, group: Group | None) -> None:
         """From the next step on reduces gradients in this group, with its ranks.
 
-        Args:
-            group: this rank's; None: it is left out, and reduces nothing.
+        None: this rank is left out, and reduces nothing.
         """
         assert self.reducer is not None
         self.reducer.detach()
@@ -189,11 +190,7 @@ class Synchroniser:
     ) -> None:
         """Ranks have died under ``sync``; see `GradientReducer.go_on_in`.
 
-        Args:
-            sharing: of those who reduce gradients; None: this rank is left out.
-            source: see there, as the others.
-            alive: see there.
-            lacks: see there.
+        The group is of those who reduce gradients; None: this rank is left out.
         """
         assert self.reducer is not None
         if sharing is not None:
@@ -204,7 +201,7 @@ class Synchroniser:
         self.share_with(self._group)
 
     def _build_reducer(self, group: Group, norms: NormScope | None) -> None:
-        reducer = GradientReducer(
+        self.reducer = reducer = GradientReducer(
             self._trainable,
             group,
             int(self._config.transport.bucket_cap_mb * 2**20),
@@ -215,7 +212,6 @@ class Synchroniser:
             keeps_sums=self._keeps_sums,
             reduced=self.reduced,
         )
-        self.reducer = reducer
         if self._config.loss_reduction == "sum":
             reducer.sum_losses()
         elif self._is_weighed:

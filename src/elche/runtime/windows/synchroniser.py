@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -77,10 +77,8 @@ class Synchroniser:
         delayed: DelayedSteps | None = None,
         keeps_sums: bool = False,
     ) -> None:
-        self._steps = steps
-        self._keeps_sums = keeps_sums
-        self._delayed = delayed
-        self._is_weighed = is_weighed
+        self._steps, self._delayed = steps, delayed
+        self._keeps_sums, self._is_weighed = keeps_sums, is_weighed
         self._config = config
         self._model = model
         self._optimizer = optimizer
@@ -142,16 +140,46 @@ class Synchroniser:
             norms = bind_sync_batchnorm(self._model, self._norm_group)
             self._build_reducer(self._group, norms)
         else:
-            policy_name = cast("TrainerPolicyName", self.policy)
-            self.windows = make_window_sync(
-                replace(self._config, policy=policy_name),
-                self._trainable,
-                self._model,
+            self.windows = self._window_sync()
+
+    def _window_sync(self) -> WindowSync:
+        """Averaging that the settings ask for, built with all ranks of the group."""
+        policy = cast("TrainerPolicyName", self.policy)
+        config, group = replace(self._config, policy=policy), self._group
+        parameters, is_sum = self._trainable, config.loss_reduction == "sum"
+        if config.sums_gradients:
+            window = GradientWindow(parameters, group)
+            window.build()
+            buffers = WindowBuffers(self._model, group)
+            buffers.agree()
+            sync = GradientSync(
+                parameters,
                 self._optimizer,
-                self._group,
-                steps=self._steps,
-                is_weighed=self._is_weighed,
+                window,
+                buffers,
+                max_grad_norm=config.windows.max_grad_norm,
+                is_sum=is_sum,
             )
+            sync.attach()
+            return sync
+        warn_of_codec(group, config.codec)
+        form = OverlappedAverager if config.policy == "async" else ParameterAverager
+        averager = form(
+            parameters,
+            self._model,
+            self._steps.optimizers,
+            group,
+            codec=config.codec,
+            has_momentum=config.windows.outer.optimizer != "average",
+        )
+        averager.build()
+        own_factor = None
+        if self._is_weighed or is_sum:
+            own_factor = GradientFactor(parameters)
+            own_factor.attach()
+        if isinstance(averager, OverlappedAverager):
+            return OverlappedSync(averager, self._steps, own_factor, is_sum=is_sum)
+        return ParameterSync(averager, self._steps, own_factor, is_sum=is_sum)
 
     def build_in(self, group: Group) -> None:
         """Ranks have joined: the same in their group, with all of them."""
@@ -315,49 +343,3 @@ def warn_of_codec(group: Group, codec: str) -> None:
             "leave codec out there",
             codec,
         )
-
-
-def make_window_sync(
-    config: RunConfig,
-    parameters: Sequence[nn.Parameter],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    *,
-    steps: LocalSteps,
-    is_weighed: bool,
-) -> WindowSync:
-    """Averaging that the settings ask for, built with all ranks of the group."""
-    if config.sums_gradients:
-        window = GradientWindow(parameters, group)
-        window.build()
-        buffers = WindowBuffers(model, group)
-        buffers.agree()
-        sync = GradientSync(
-            parameters,
-            optimizer,
-            window,
-            buffers,
-            max_grad_norm=config.windows.max_grad_norm,
-            is_sum=config.loss_reduction == "sum",
-        )
-        sync.attach()
-        return sync
-    warn_of_codec(group, config.codec)
-    form = OverlappedAverager if config.policy == "async" else ParameterAverager
-    averager = form(
-        parameters,
-        model,
-        steps.optimizers,
-        group,
-        codec=config.codec,
-        has_momentum=config.windows.outer.optimizer != "average",
-    )
-    averager.build()
-    is_sum = config.loss_reduction == "sum"
-    own_factor = GradientFactor(parameters) if is_weighed or is_sum else None
-    if own_factor is not None:
-        own_factor.attach()
-    if isinstance(averager, OverlappedAverager):
-        return OverlappedSync(averager, steps, own_factor, is_sum=is_sum)
-    return ParameterSync(averager, steps, own_factor, is_sum=is_sum)

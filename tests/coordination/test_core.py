@@ -152,55 +152,21 @@ def test_all_ranks_are_welcomed_in_whatever_order_they_join() -> None:
     assert {message.rank for message in told} == {0, 1, 2}
 
 
-def changed(plan: Cluster, rank: int, what: str) -> Join:
-    other = {
-        "policy": with_run(plan, policy="cadence"),
-        "timeout_s": with_run(plan, options={"timeout_s": 9.0}),
-        "epochs": with_run(plan, epochs=7),
-    }.get(what, plan)
-    changes: dict[str, Any] = {
-        "tensor name": {"tensors": (("bias", "[3, 4]", "float32"),)},
-        "tensor shape": {"tensors": (("weight", "[3, 5]", "float32"),)},
-        "tensor dtype": {"tensors": (("weight", "[3, 4]", "float64"),)},
-        "tensor missing": {"tensors": ()},
-        "version": {"version": PROTOCOL_VERSION + 1},
-        "world size": {"world_size": 5},
-    }.get(what, {})
-    return join_of(other, rank, **changes)
-
-
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("change", "said"),
     [
-        ("policy", ["config.policy", '"sync"', '"cadence"', "rank 1"]),
-        ("timeout_s", ["config.timeout_s", "300.0", "9.0", "rank 1"]),
-        ("epochs", ["epochs", "1", "7", "rank 1"]),
-        ("tensor name", ["bias", "weight", "(absent)", "same model"]),
-        ("tensor shape", ["weight", "[3, 4]", "[3, 5]", "rank 1"]),
-        ("tensor dtype", ["weight", "float32", "float64"]),
-        ("tensor missing", ["weight", "(absent)"]),
-        ("version", ["rank 1", f"version {PROTOCOL_VERSION + 1}", "install"]),
-        ("world size", ["world size", "rank 1", "5", "2"]),
+        ({"tensors": ()}, "the model differs between ranks: weight: rank 0 has"),
+        ({"version": PROTOCOL_VERSION + 1}, "rank 1 uses protocol version"),
+        ({"world_size": 5}, "rank 1 has world size 5, expected the coordinator's, 2"),
     ],
 )
-def test_ranks_that_differ_are_refused_by_name(what: str, said: list[str]) -> None:
-    plan = plan_of("sync")
-    core = Coordinator(2)
-    told = core.handle(join_of(plan, 0), 0.0)
-    told = core.handle(changed(plan, 1, what), 0.0)
-    reason = reason_of(told, 2)
-    for words in said:
-        assert words in reason
+def test_ranks_that_differ_are_refused_by_name(
+    change: dict[str, Any], said: str
+) -> None:
+    plan, core = plan_of("sync"), Coordinator(2)
+    core.handle(join_of(plan, 0), 0.0)
+    assert said in reason_of(core.handle(join_of(plan, 1, **change), 0.0), 2)
     core.check()
-
-
-def test_a_world_size_that_is_not_the_coordinators_is_refused() -> None:
-    """Once: joins are compared with each other, not with the coordinator's size."""
-    core = Coordinator(2)
-    plan = plan_of("sync")
-    told = core.handle(join_of(plan, 0, world_size=3), 0.0)
-    told += core.handle(join_of(plan, 1, world_size=3), 0.0)
-    assert Abort in {type(message) for message in told}
 
 
 def test_a_second_join_of_a_rank_is_refused() -> None:
@@ -279,16 +245,6 @@ def test_a_claim_of_steps_never_granted_ends_the_run(start: int, stop: int) -> N
     reason = reason_of(core.handle(steps_done(1, start, stop), 1.0), 2)
     assert f"rank 1 reports steps {start}..{stop - 1}" in reason
     assert "story:" in reason
-
-
-def test_steps_reported_beyond_all_grants_end_the_run() -> None:
-    core, told = opened(plan_of("sync"))
-    grants = [m for m in told if isinstance(m, GrantSteps) and m.rank == 1]
-    for grant in grants:
-        assert core.handle(steps_done(1, grant.start, grant.stop), 1.0) == []
-    last = grants[-1].stop
-    reason = reason_of(core.handle(steps_done(1, last, last + 1), 1.0), 2)
-    assert "reports steps it was not granted" in reason
 
 
 WRONG_IN_CADENCE: list[Event] = [
@@ -564,16 +520,6 @@ def test_an_exception_that_looked_like_a_break_ends_the_run() -> None:
     """Once: the others' epoch ended as if all were well."""
     told = drained().handle(Failed(rank=1, error="a fault", traceback=""), 3.0)
     assert "rank 1 failed: a fault" in reason_of(told, 3)
-
-
-def test_skipped_backward_passes_are_named() -> None:
-    """Once: gradients of different steps were summed."""
-    core, _ = opened(plan_of("sync"))
-    core.handle(steps_done(0, 0, 1), 1.0)
-    told = core.handle(steps_done(1, 0, 1, backward_passes=0), 1.0)
-    assert "different numbers of backward passes up to step 0: [1, 0]; under" in (
-        reason_of(told, 2)
-    )
 
 
 @pytest.mark.parametrize(

@@ -369,18 +369,3 @@ def test_it_comes_and_goes_at_any_moment(
         act(after)
     meeting.finish()
     assert meeting.core.aborted is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [("auto", "policy='sync' over NCCL"), ("nccl", "transport.kind='nccl'")],
-)
-def test_a_death_ends_steps_that_are_summed_by_nccl(kind: str, says: str) -> None:
-    plan = plan_of("sync", transport=kind)
-    core = Coordinator(FOUNDERS, survives=True)
-    for rank in range(FOUNDERS):
-        join = join_of(plan, rank, plan.devices[0])
-        core.handle(replace(join, device="NVIDIA A100"), 0.0)
-    core.handle(RankLost(rank=1), 1.0)
-    assert core.aborted is not None
-    assert says in core.aborted

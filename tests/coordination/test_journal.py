@@ -144,20 +144,11 @@ def test_the_next_coordinator_goes_on_as_the_last_one_would(
 
 
 @pytest.mark.reaches("deaths of the coordinator", "deaths", "joins")
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "sync",
-        pytest.param("cadence", marks=pytest.mark.slow),
-        pytest.param("async", marks=pytest.mark.slow),
-        pytest.param("auto", marks=pytest.mark.slow),
-    ],
-)
 @given(data=st.data())
 @settings(max_examples=20)
-def test_it_dies_while_ranks_die_and_join(policy: str, data: st.DataObject) -> None:
+def test_it_dies_while_ranks_die_and_join(data: st.DataObject) -> None:
     """The undisturbed run of the same cluster tells each rank the same."""
-    cluster = data.draw(clusters(policy, changes=True))
+    cluster = data.draw(clusters("sync", changes=True))
     drawn = data.draw(deaths())
     sim = simulate(cluster, data, drawn)
     calm = WatchedSimulation(cluster, sim.watch, drawn)

@@ -102,16 +102,3 @@ def test_a_learned_cap_leaves_shares_where_it_costs_nothing_or_all_is_planned(
     """Without fixed costs two micro-batches of half the size take as long as one."""
     seen = list(run_epoch(policy(**options), met_at=5, cap=10))
     assert {grant.shares for _, grant in seen} == {expected}
-
-
-def test_a_rank_that_needs_micro_batches_gets_what_it_carries_with_them() -> None:
-    core = policy(micro_batches=True)
-    seen = list(run_epoch(core, met_at=5, cap=4, fixed_s=0.05))
-    before = [grant for done, grant in seen if done <= 5]
-    moved = [grant for _, grant in seen if grant.shares != (16, 16)]
-    assert {grant.shares for grant in before} == {(16, 16)}
-    assert min(grant.start for grant in moved) >= 6 + HORIZON
-    own, other = seen[-1][1].shares
-    assert 4 < own < 16
-    step_s = 0.01 * own + 0.05 * passes_of(own, 4)
-    assert step_s == pytest.approx(0.01 * other + 0.05, rel=0.25)

@@ -87,8 +87,7 @@ class Epochs:
         """
         if event.rank in self._membership.fresh:
             before = {r: each for r, each in self._opened.items() if r < event.rank}
-            difference = opened_differently({**before, event.rank: event})
-            if difference:
+            if difference := opened_differently({**before, event.rank: event}):
                 return iter([refusal(event.rank, difference)])
         again = event.rank in self._opened and not self._membership.has_changed
         expected = self.number + (not event.continues)
@@ -111,8 +110,7 @@ class Epochs:
             return  # newcomers are taken in first
         if self.is_under_way:
             raise ProtocolError(f"epoch {self.number} has not ended on every rank")
-        difference = opened_differently(self._opened)
-        if difference:
+        if difference := opened_differently(self._opened):
             raise MismatchError(difference)
         speaker = self._opened[min(self._opened)]
         if not speaker.sizes:

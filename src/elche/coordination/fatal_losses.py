@@ -4,43 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from enum import Enum
 
 from elche.config import DELAYED_SYNC
 from elche.config_parts import DebugConfig
 from elche.coordination.agreement import Settings
-
-
-class FatalLoss(Enum):
-    """Reasons for which the loss of a rank ends the run.
-
-    Those up to `NCCL_STEPS` hold for every rank as long as the run lasts; their texts
-    follow "the death of a rank ends" or "none can join".
-    """
-
-    NO_LAUNCHER = "a run without a launcher of elche's"
-    DEFAULT_GROUP = (
-        "a script that meets in torch.distributed's own process group, whose others "
-        "would wait for it"
-    )
-    DELAYED_STEPS = "policy='delayed_sync'"
-    CODEC = "codec={codec!r} under policy 'sync'"
-    NCCL = "transport.kind='nccl'"
-    DETERMINISTIC = "a deterministic run"
-    SURVIVE = "survive=False"
-    STREAM = "a stream"
-    SYNC_BATCHNORM = "SyncBatchNorm under policy={policy!r}"
-    NCCL_STEPS = "policy={policy!r} over NCCL"
-    SOLE_HOLDER = (
-        "rank {rank} trains alone, and no other has its optimizer's state and model"
-    )
-    CHANGING_STEPS = "ranks {changing} are being excluded from steps, or come back"
-    OWN_SAMPLER = (
-        "rank {rank} drew the samples' order from the script's own {own_sampler}, "
-        "which no other rank can continue"
-    )
-    NOT_BEGUN = "no rank may die before the first epoch has begun"
-    NO_GROUP = "ranks have left, and no new group can form"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,53 +52,66 @@ class RunFacts:
 
 
 def fatal_setting(facts: RunFacts) -> str:
-    """Names the setting by which the loss of any rank ends the run; "" if none does."""
+    """Names the setting by which the loss of any rank ends the run; "" if none does.
+
+    It follows "the death of a rank ends" or "none can join".
+    """
     if not facts.has_launcher:
-        return FatalLoss.NO_LAUNCHER.value
+        return "a run without a launcher of elche's"
     if facts.has_default_group:
-        return FatalLoss.DEFAULT_GROUP.value
+        return (
+            "a script that meets in torch.distributed's own process group, whose "
+            "others would wait for it"
+        )
     if facts.settings is None:
         return ""
     settings, config = facts.settings, facts.settings.config
-    has_steps = config.policy in ("sync", "auto")
+    policy, kind = config.policy, config.transport.kind
+    has_steps = policy in ("sync", "auto")
     on_cpu = any(device.startswith("CPU") for device in facts.devices)
-    is_delayed = settings.is_delayed or config.policy == DELAYED_SYNC
-    is_coded = config.codec != "fp32" and config.policy == "sync"
-    over_nccl = has_steps and config.transport.kind == "auto" and not on_cpu
-    reason = _first(
-        (is_delayed, FatalLoss.DELAYED_STEPS),
-        (is_coded, FatalLoss.CODEC),
-        (config.transport.kind == "nccl", FatalLoss.NCCL),
-        (config.debug != DebugConfig(), FatalLoss.DETERMINISTIC),
-        (not config.survive, FatalLoss.SURVIVE),
-        (settings.is_stream, FatalLoss.STREAM),
-        (settings.syncs_batchnorm and has_steps, FatalLoss.SYNC_BATCHNORM),
-        (over_nccl, FatalLoss.NCCL_STEPS),
+    is_delayed = settings.is_delayed or policy == DELAYED_SYNC
+    is_coded = config.codec != "fp32" and policy == "sync"
+    over_nccl = has_steps and kind == "auto" and not on_cpu
+    return _first(
+        (is_delayed, "policy='delayed_sync'"),
+        (is_coded, f"codec={config.codec!r} under policy 'sync'"),
+        (kind == "nccl", "transport.kind='nccl'"),
+        (config.debug != DebugConfig(), "a deterministic run"),
+        (not config.survive, "survive=False"),
+        (settings.is_stream, "a stream"),
+        (settings.syncs_batchnorm and has_steps, f"SyncBatchNorm under {policy=}"),
+        (over_nccl, f"{policy=} over NCCL"),
     )
-    names = {"codec": config.codec, "policy": config.policy}
-    return "" if reason is None else reason.value.format_map(names)
 
 
 def fatal_loss(rank: int, facts: RunFacts) -> str:
     """Decides whether the loss of a rank ends the run now, and why; "" if not."""
     if setting := fatal_setting(facts):
         return f"the death of a rank ends {setting}"
-    limits = facts.limits
-    own_sampler = "" if facts.settings is None else facts.settings.own_sampler
+    limits, changing = facts.limits, [*facts.limits.changing]
+    sampler = "" if facts.settings is None else facts.settings.own_sampler
     is_first = rank == min(facts.ranks, default=rank)
     cannot_form = limits.has_breaks or facts.has_left or len(facts.ranks) < 2
-    reason = _first(
-        (rank in limits.sole_holders, FatalLoss.SOLE_HOLDER),
-        (bool(limits.changing), FatalLoss.CHANGING_STEPS),
-        (bool(own_sampler) and is_first, FatalLoss.OWN_SAMPLER),
-        (facts.epoch < 0, FatalLoss.NOT_BEGUN),
-        (cannot_form, FatalLoss.NO_GROUP),
+    return _first(
+        (
+            rank in limits.sole_holders,
+            f"rank {rank} trains alone, and no other has its optimizer's state and "
+            "model",
+        ),
+        (
+            bool(changing),
+            f"ranks {changing} are being excluded from steps, or come back",
+        ),
+        (
+            bool(sampler) and is_first,
+            f"rank {rank} drew the samples' order from the script's own {sampler}, "
+            "which no other rank can continue",
+        ),
+        (facts.epoch < 0, "no rank may die before the first epoch has begun"),
+        (cannot_form, "ranks have left, and no new group can form"),
     )
-    changing = [*limits.changing]
-    names = {"rank": rank, "changing": changing, "own_sampler": own_sampler}
-    return "" if reason is None else reason.value.format_map(names)
 
 
-def _first(*cases: tuple[bool, FatalLoss]) -> FatalLoss | None:
+def _first(*cases: tuple[bool, str]) -> str:
     """The reason of the first case that holds."""
-    return next((reason for holds, reason in cases if holds), None)
+    return next((reason for holds, reason in cases if holds), "")

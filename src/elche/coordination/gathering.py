@@ -61,17 +61,15 @@ class EpochEnding:
 
     A loop that breaks and a loop that raises look alike at first; the next that is
     heard of the rank tells, or that it has not failed for ``WELL_AFTER_S``.
+
+    Attributes:
+        held: instructions that ranks have not received yet.
     """
 
     def __init__(self) -> None:
         self._since_s = 0.0
         self._unconfirmed: set[int] = set()
-        self._held: list[Instruction] = []
-
-    @property
-    def withholds(self) -> bool:
-        """True if ranks have not received the end of the epoch yet."""
-        return bool(self._held)
+        self.held: list[Instruction] = []
 
     def end(
         self, told: list[Instruction], left: set[int], members: Set[int], now_s: float
@@ -80,18 +78,18 @@ class EpochEnding:
         if not left or left == members:
             return told
         self._unconfirmed, self._since_s = left, now_s
-        self._held = [one for one in told if one.rank not in left]
+        self.held = [one for one in told if one.rank not in left]
         return [one for one in told if one.rank in left]
 
     def heard(self, event: Event) -> list[Instruction]:
         """Held back instructions, once every rank that left has reported again."""
-        if self._held and isinstance(event, (EpochOpened, BarrierReached, Left)):
+        if self.held and isinstance(event, (EpochOpened, BarrierReached, Left)):
             return self.confirm(event.rank)
         return []
 
     def release(self, now_s: float) -> list[Instruction]:
         """Held back instructions, once their delay is over."""
-        if not self._held or now_s - self._since_s < WELL_AFTER_S:
+        if not self.held or now_s - self._since_s < WELL_AFTER_S:
             return []
         self._unconfirmed = set()
         return self.confirm(-1)
@@ -101,5 +99,5 @@ class EpochEnding:
         self._unconfirmed.discard(rank)
         if self._unconfirmed:
             return []
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         return held

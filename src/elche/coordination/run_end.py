@@ -34,10 +34,9 @@ PAUSED_S = 5.0
 class Deadline:
     """Whom ranks wait for, since when nothing has come of them, and how long at most.
 
-    Args:
-        membership: who takes part.
-        barriers: who waits at which.
-        timeout_s: for so long.
+    Attributes:
+        timeout_s: longest time for which ranks are waited for.
+        heard_s: when something came last.
     """
 
     def __init__(
@@ -45,33 +44,25 @@ class Deadline:
     ) -> None:
         self._membership = membership
         self._barriers = barriers
-        self._timeout_s = timeout_s
-        self._since_s: float | None = None
+        self.timeout_s = timeout_s
+        self.heard_s: float | None = None
         self._ticked_s: float | None = None
-
-    def allow(self, timeout_s: float) -> None:
-        """Ranks are waited for so long from now on."""
-        self._timeout_s = timeout_s
-
-    def heard(self, now_s: float) -> None:
-        """Something has come."""
-        self._since_s = now_s
 
     def since_s(self, epochs: Epochs | None) -> float | None:
         """Since when nothing has come of ranks that others wait for; None: not so."""
-        return self._since_s if self._is_waiting(epochs) else None
+        return self.heard_s if self._is_waiting(epochs) else None
 
     def exceeded(self, epochs: Epochs | None, now_s: float) -> str:
         """Time has passed; what was waited for too long, in words, or ""."""
-        since_s, ticked_s = self.since_s(epochs), self._ticked_s
-        self._ticked_s = now_s
+        since_s = self.since_s(epochs)
+        ticked_s, self._ticked_s = self._ticked_s, now_s
         was_paused = ticked_s is not None and now_s - ticked_s > PAUSED_S
         if since_s is None or was_paused:
-            self._since_s = since_s = now_s
-        if now_s - since_s < self._timeout_s:
+            self.heard_s = since_s = now_s
+        if now_s - since_s < self.timeout_s:
             return ""
         return (
-            f"nothing came for {self._timeout_s:g} s while the run was "
+            f"nothing came for {self.timeout_s:g} s while the run was "
             f"{self.doing(epochs)}; raise timeout_s if a batch really takes so long"
         )
 
@@ -79,8 +70,8 @@ class Deadline:
         """True if somebody waits for somebody: between epochs ranks may be idle."""
         if self._membership.is_joining or self._barriers:
             return True
-        return epochs is not None and (
-            epochs.is_under_way or epochs.is_opening or epochs.ending.withholds
+        return epochs is not None and bool(
+            epochs.is_under_way or epochs.is_opening or epochs.ending.held
         )
 
     def doing(self, epochs: Epochs | None) -> str:
@@ -100,11 +91,7 @@ class Deadline:
 
 @final
 class RunEnd:
-    """The abort of a run, which every rank receives.
-
-    Args:
-        membership: who takes part.
-    """
+    """The abort of a run, which every rank receives."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -135,12 +122,7 @@ class RunEnd:
         )
 
     def refuse(self, error: Exception, story: list[str]) -> list[Instruction]:
-        """Ends the run for an event that nothing can be decided on.
-
-        Args:
-            error: why.
-            story: of who sent it.
-        """
+        """Ends the run for an event that nothing can be decided on."""
         if isinstance(error, MismatchError | ConfigError):
             is_config = isinstance(error, ConfigError)
             return self.abort(str(error), kind="config" if is_config else "mismatch")

@@ -71,8 +71,8 @@ class Coordinator:
     Args:
         world_size: ranks of the run.
         timeout_s: deadline for ranks to join, until their configuration says its own.
-        survives: go on without a rank that is gone, once epochs have begun, where the
-            settings can, and take in new ones where an epoch is cut.
+        survives: continue without a rank that is lost, once epochs have begun, where
+            the settings can, and take in new ones where an epoch is cut.
 
     Attributes:
         lost: ranks that are gone, and the run went on.
@@ -165,7 +165,7 @@ class Coordinator:
         except Exception as error:
             instructions = self._end.refuse(error, self.story(event.rank)[-12:])
         if not isinstance(event, Tick):
-            self._deadline.heard(now_s)
+            self._deadline.heard_s = now_s
         for instruction in instructions:
             self._story.told(instruction, now_s)
         return instructions
@@ -206,8 +206,7 @@ class Coordinator:
         if event.rank in self._membership.left:  # too early for the next run
             self._membership.early.append(event)
             return self._go_on_after_end(now_s) if self.is_finished else []
-        difference = self._membership.take(event)
-        if difference:
+        if difference := self._membership.take(event):
             return self._end.abort(difference, kind="mismatch")
         return self._begin_run() if self._membership.is_complete else []
 
@@ -221,12 +220,11 @@ class Coordinator:
     def _begin_run(self) -> Steps:
         """All ranks have joined."""
         joins = self._membership.joined()
-        difference = disagreement(joins)
-        if difference:
+        if difference := disagreement(joins):
             yield from self._end.abort(difference, kind="mismatch")
             return
         settings = settings_of(joins[0])
-        self._deadline.allow(settings.config.timeout_s)
+        self._deadline.timeout_s = settings.config.timeout_s
         devices = tuple(join.device for join in joins)
         self._run = replace(self._run, settings=settings, devices=devices)
         self._membership.min_ranks = settings.config.min_ranks
@@ -335,17 +333,14 @@ class Coordinator:
 
     def _fatal_loss(self, rank: int) -> str:
         """The reason for which the loss of a rank ends the run; "" if it does not."""
-        return fatal_loss(rank, self._facts)
-
-    @property
-    def _facts(self) -> RunFacts:
         membership, epochs = self._membership, self._epochs
         facts = replace(
             self._run, ranks=membership.ranks, has_left=bool(membership.left)
         )
-        if epochs is None:
-            return facts
-        return replace(facts, epoch=epochs.number, limits=epochs.chooser.loss_limits)
+        if epochs is not None:
+            limits = epochs.chooser.loss_limits
+            facts = replace(facts, epoch=epochs.number, limits=limits)
+        return fatal_loss(rank, facts)
 
     @property
     def _is_over(self) -> bool:

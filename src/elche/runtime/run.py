@@ -38,7 +38,7 @@ from elche.runtime.training import RunParts, Training
 from elche.runtime.user_collectives import UserCollectives
 from elche.runtime.watch.followed_schedulers import mean_of
 from elche.runtime.watch.observer import LoopObserver
-from elche.runtime.windows.local_steps import LocalSteps
+from elche.runtime.windows.parameter_sync import LocalSteps
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.runtime.windows.window_sync import refuse_state
 

@@ -22,7 +22,6 @@ from elche.coordination.policy import EpochTotals
 from elche.coordination.protocol.instructions import EndEpoch, MetricsReported
 from elche.errors import ProtocolError
 from elche.monitor.run_view import RunView
-from tests.harness.work import lines_run
 
 FLOATS = st.floats(
     allow_nan=False, allow_infinity=False, min_value=-1e30, max_value=1e30
@@ -142,29 +141,6 @@ def test_an_epoch_is_the_sum_of_its_windows() -> None:
     assert epoch.scalars == {"loss": 1.0, "rare": 1.0}
 
 
-def test_the_next_epoch_begins_anew() -> None:
-    book = opened()
-    book.add(0, RankReport(rank=0, samples=4, scalars=(("loss", 4.0, 4.0),)))
-    book.close_window(0, 11.0)
-    book.add(1, RankReport(rank=1, samples=7))
-    book.begin_epoch(4, 20.0)
-    book.add(0, RankReport(rank=0, samples=1))
-    assert book.close_window(0, 21.0).rank_samples == (1, 0)
-    epoch = book.end_epoch(22.0)
-    assert (epoch.epoch, epoch.samples, epoch.duration_s) == (4, 1, 2.0)
-    assert epoch.scalars == {}
-
-
-def test_windows_may_overlap() -> None:
-    """Under ``async`` a fast rank reports for the next window before this one ends."""
-    book = opened()
-    book.add(0, RankReport(rank=0, samples=1))
-    book.add(1, RankReport(rank=0, samples=10))
-    book.add(0, RankReport(rank=1, samples=2))
-    assert book.close_window(0, 11.0).rank_samples == (1, 2)
-    assert book.close_window(1, 12.0).rank_samples == (10, 0)
-
-
 def test_a_late_report_counts_in_the_next_window_or_the_epoch() -> None:
     book = opened()
     book.add(0, RankReport(rank=0, samples=1))
@@ -218,16 +194,6 @@ def test_divergence_is_there_when_all_have_said_it() -> None:
     window = book.close_window(1, 12.0)
     assert window.divergence == (0.5, math.inf)
     assert window.as_dict()["divergence"] == [0.5, None]
-
-
-def test_the_lowest_rank_says_the_norm() -> None:
-    seen = set()
-    for ranks in ((0, 1), (1, 0)):
-        book = opened()
-        for rank in ranks:
-            book.add(0, RankReport(rank=rank, parameter_norm=1.0 + rank))
-        seen.add(book.close_window(0, 11.0).parameter_norm)
-    assert seen == {1.0}
 
 
 def test_json_holds_no_strange_numbers() -> None:
@@ -284,18 +250,6 @@ def test_ranks_may_join() -> None:
     book.add(0, RankReport(rank=2, samples=2))
     assert book.close_window(0, 11.0).rank_samples == (1, 0, 2)
     assert book.end_epoch(12.0).rank_samples == (1, 0, 2)
-
-
-def test_a_report_costs_the_same_at_ten_thousand_ranks() -> None:
-    """Ranks ten thousand times as many, and the same few lines."""
-
-    def lines(world_size: int) -> int:
-        book = opened(world_size)
-        report = RankReport(rank=0, samples=1, scalars=(("loss", 1.0, 1.0),))
-        book.add(0, report)
-        return lines_run(lambda: book.add(0, report))
-
-    assert lines(10_000) == lines(1) < 100
 
 
 def told_of_an_epoch(world_size: int) -> tuple[list[MetricsReported], list[EndEpoch]]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elche.cadence.chooser import Choice, Chooser
+from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_chooser
 from elche.coordination.auto.auto_chooser import AutoChooser
@@ -308,21 +308,3 @@ def test_a_run_that_began_alone_is_measured_when_another_joins() -> None:
     until(meeting, "STEPS")
     assert chosen(meeting) == ["sync"]
     meeting.check()
-
-
-def cluster(*ranks: int, slow: int) -> MeasuredCluster:
-    """Ranks of speed 1, but for one."""
-    return MeasuredCluster(
-        ranks=ranks,
-        seconds_per_sample=[0.1 if rank == slow else 0.001 for rank in ranks],
-        batch_size=16,
-        sync_batch_size=32,
-        sync_s=0.0001,
-    )
-
-
-def test_another_rank_in_place_of_a_dead_one_is_chosen_for_anew() -> None:
-    """As many ranks are not the same: it stayed left out as the dead one had been."""
-    chooser = Chooser()
-    assert chooser.choose(cluster(0, 1, slow=1)).left_out == (1,)
-    assert chooser.choose(cluster(0, 2, slow=-1)).left_out == ()

@@ -128,23 +128,6 @@ def test_an_epoch_is_not_cut_for_windows_where_a_loop_has_left_it(
     assert (auto.policy.name, auto._phase) == ("async", _Phase.WINDOWS)
 
 
-def test_the_epoch_is_cut_for_windows_after_the_steps_that_were_granted(
-    auto: AutoChooser,
-) -> None:
-    (first,) = begin(auto, 0, sync_s=0.5)
-    steps = auto.policy
-    for rank in range(2):
-        told = steps.handle(done(first, rank), 1.0).instructions
-    (warm,) = granted(told)
-    for rank in range(2):
-        outcome = steps.handle(done(warm, rank), 1.0)
-    assert outcome.epoch_over
-    assert steps.is_cut
-    assert steps.positions_left == ((2 * BATCH, STEPS * BATCH),)
-    begin(auto, 0, sync_s=0.5)
-    assert auto.policy.name == "async"
-
-
 def test_without_a_rank_the_other_takes_all_steps_and_nothing_is_chosen(
     auto: AutoChooser,
 ) -> None:
@@ -278,5 +261,5 @@ def test_a_death_before_one_rank_trains_alone(
     assert auto._phase is (_Phase.WINDOWS if last else _Phase.STEPS)
     assert bool(begun) != last
     if last:
-        assert auto.policy.idle == {2, 3}  # type: ignore[union-attr]
+        assert auto.policy.state.idle == {2, 3}  # type: ignore[union-attr]
         assert auto.loss_limits.sole_holders == {0}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,10 +9,10 @@ from hypothesis import strategies as st
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.agreement import Settings, settings_of
+from elche.coordination.agreement import Settings
 from elche.coordination.auto.windows_advice import ADVICE_GRANTS, advice
 from elche.coordination.policy import Member, PolicyChooser
-from elche.coordination.protocol.events import Join, StepsDone
+from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import (
     GrantSteps,
     Instruction,
@@ -124,9 +122,3 @@ def test_no_gain_is_said_that_the_shown_wait_does_not_explain(
         gain = float(line.split(" times as fast")[0].rsplit(" ", 1)[1])
         most = (1.0 + exposed) / step.hardware_efficiency
         assert 1.1 <= gain <= most * 1.05
-
-
-def test_it_travels_with_the_settings() -> None:
-    fields: dict[str, Any] = {"tensors": (), "device": "CPU", "horizon_batches": 2}
-    join = Join(rank=0, version=1, world_size=1, settings=DEFAULT.as_pairs(), **fields)
-    assert settings_of(join).is_default

@@ -103,13 +103,6 @@ def test_what_only_the_shell_may_say_does_not_come_from_the_wire() -> None:
             from_wire(to_wire(message), FROM_WORKERS)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_the_sides_do_not_take_each_others_messages(kind: type[Any]) -> None:
-    other = FROM_COORDINATOR if kind.__name__ in FROM_WORKERS else FROM_WORKERS
-    with pytest.raises(ProtocolError, match="unknown message type"):
-        from_wire({"type": kind.__name__}, other)
-
-
 @given(plain)
 @settings(max_examples=300)
 def test_anything_that_is_no_message_is_refused(wire: Any) -> None:

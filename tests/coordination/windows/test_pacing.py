@@ -91,10 +91,6 @@ def test_the_last_window_hides_the_reduction_before_it(
     assert last.batches[1] == pytest.approx(planned_s / SLOWEST_S, abs=0.51)
 
 
-def test_no_window_is_last_before_a_reduction_was_measured() -> None:
-    assert pacing().last_pace(1.0) is None
-
-
 def adopted(late: int, held_s: float) -> Reduction:
     """A reduction whose average the fast rank had after so many batches."""
     done = Reduction(reduction(), {0: Part(), 1: Part()})

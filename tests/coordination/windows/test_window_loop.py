@@ -118,13 +118,6 @@ def test_what_is_under_way_in_a_group_that_is_left_is_not_asked_for() -> None:
     assert loop.next(1.0, has_work=True).do is Do.REGROUP
 
 
-def test_a_healthy_rank_trains_on() -> None:
-    loop = overlapped()
-    loop.closed(1.0)
-    loop.handle(opened(1), 1.0)
-    assert loop.next(1.0, has_work=True).do is Do.TRAIN
-
-
 def in_flight() -> WindowLoop:
     """A rank that has closed its window, whose reduction is under way."""
     loop = overlapped()

@@ -29,7 +29,7 @@ class Driven:
     def __init__(self, policy: str, batches: int) -> None:
         members = [Member(rank, "cpu", HORIZON) for rank in RANKS]
         self.policy = WindowPolicy(RunConfig(policy=policy), members, None)
-        self.pacing = self.policy._state.pacing
+        self.pacing = self.policy.state.pacing
         self.now_s, self.window = 0.0, 0
         self.policy.begin_epoch(0, BatchSizes(((8, batches),)), 0.0)
 
@@ -37,7 +37,7 @@ class Driven:
         """A batch of the slow rank, four of the fast one; then both close."""
         for rank, count in zip(RANKS, (4, 1), strict=True):
             for _ in range(count):
-                start = self.policy._state.ledger._holdings[rank].leased[0][0]
+                start = self.policy.state.ledger._holdings[rank].leased[0][0]
                 self._tell(self._done(rank, start))
         self.now_s += BATCH_S[1]
         for rank in RANKS:
@@ -90,7 +90,7 @@ def test_a_window_after_which_nothing_is_pooled_says_nothing_of_its_cost(
     for _ in range(3):
         driven.run_window()
         driven.reduced(0.4, sync_s=0.4)
-    state = driven.policy._state
+    state = driven.policy.state
     assert state.has_work  # so it is not the last window, whatever the pool holds
     assert (state.ledger.pooled == 0) == is_tail
     assert (driven.pacing.el_che.anchor == 1) == is_tail

@@ -15,7 +15,7 @@ from elche.config import RunConfig
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.training import Training
 from elche.runtime.watch.observer import LoopObserver
-from elche.runtime.windows.local_steps import LocalSteps
+from elche.runtime.windows.parameter_sync import LocalSteps
 
 
 class Loop:

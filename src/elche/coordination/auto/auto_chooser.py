@@ -95,7 +95,10 @@ class AutoChooser(PolicyChooser):
         self._sync.watch = self._watch
         self._measures = Measures(settings, self._times)
         self._first = FirstChoice(self._measures)
-        self._chooser = self._new_chooser()
+        # A rank that trains nothing would be the slowest one that others wait for.
+        may_lead = self._config.windows.max_batch_diff is None
+        self._leaves_out = may_lead and self._config.leave_out
+        self._chooser = Chooser(leaves_out=self._leaves_out)
         self._choice: Choice | None = None
         self._averages_gradients = True
         self._length = RunLength(settings.epochs)
@@ -105,11 +108,6 @@ class AutoChooser(PolicyChooser):
         self._is_unsaid = False  # a choice that was made between epochs
         self._has_changed = False  # the membership, since an epoch or a part began
         self._now_s = 0.0
-
-    def _new_chooser(self) -> Chooser:
-        # A rank that trains nothing would be the slowest one that others wait for.
-        may_lead = self._config.windows.max_batch_diff is None
-        return Chooser(leaves_out=may_lead and self._config.leave_out)
 
     @property
     def _windows(self) -> WindowPolicy | None:
@@ -139,7 +137,7 @@ class AutoChooser(PolicyChooser):
         limits, windows = super().loss_limits, self._windows
         if windows is None or not self._trains_alone:
             return limits
-        return replace(limits, sole_holders=self._members.keys() - windows.idle)
+        return replace(limits, sole_holders=self._members.keys() - windows.state.idle)
 
     def prepare(self, sync_s: float, now_s: float, *, alike: bool) -> None:
         """An epoch, or the rest of one, is about to begin: the policy may change."""
@@ -149,7 +147,11 @@ class AutoChooser(PolicyChooser):
             self._measures.probe_s = self._measures.probe_s or sync_s
             self._sync.grant_singly(True)
         elif self._phase is not _Phase.FIXED:
-            known_s = 0.0 if self._windows is None else self._windows.sync_s
+            known_s = (
+                0.0
+                if self._windows is None
+                else self._windows.state.pacing.measured_sync_s
+            )
             self._measures.sync_s = known_s or self._measures.sync_s or sync_s
             if self._phase is not _Phase.LEAVING or self._has_changed:
                 self._is_unsaid |= self._choose()
@@ -172,10 +174,11 @@ class AutoChooser(PolicyChooser):
         del self._members[rank]
         self._has_changed = True
         self._sync.remove(rank)
-        windows = self._windows
-        if windows is not None:
+        if windows := self._windows:
             windows.remove(rank)
-        if len(self._members) < 2 or (self._is_alone and windows and not windows.idle):
+        if len(self._members) < 2 or (
+            self._is_alone and windows and not windows.state.idle
+        ):
             self._phase = _Phase.FIXED
             self._is_unsaid = False
             self._share_among_all()
@@ -224,7 +227,7 @@ class AutoChooser(PolicyChooser):
         cluster = self._cluster()
         spared = self._first.spared(cluster)
         if self._first.is_due(reports, cluster, spared):
-            chooser = self._new_chooser()
+            chooser = Chooser(leaves_out=self._leaves_out)
             choice = chooser.choose(cluster)
             if self._first.accepts(choice):
                 self._choice, self._chooser = choice, chooser
@@ -275,7 +278,7 @@ class AutoChooser(PolicyChooser):
             self._phase = _Phase.STEPS
         # In steps ranks must do the same, so their optimizers must be the same.
         elif alike and self._may_return(choice):
-            (self.state_from,) = self._members.keys() - windows.idle
+            (self.state_from,) = self._members.keys() - windows.state.idle
             self._next_window = windows.first_window
             self.policy, self._phase = self._sync, _Phase.STEPS
         else:
@@ -284,12 +287,10 @@ class AutoChooser(PolicyChooser):
     def _is_outdated(self, windows: WindowPolicy) -> bool:
         """True if the windows run otherwise than was chosen since."""
         choice = self._chosen
-        if (windows.name, windows.idle) != (
-            choice.carried_out_by,
-            frozenset(choice.left_out),
-        ):
+        chosen = choice.carried_out_by, frozenset(choice.left_out)
+        if (windows.name, windows.state.idle) != chosen:
             return True
-        anchors = sorted((choice.anchor, windows.first_anchor))
+        anchors = sorted((choice.anchor, windows.state.config.windows.anchor))
         overlapped = windows.name == "async" and not choice.is_alone
         return overlapped and anchors[1] >= ANOTHER_ANCHOR * anchors[0]
 
@@ -336,12 +337,7 @@ class AutoChooser(PolicyChooser):
 
 
 def windows_config(config: RunConfig, choice: Choice) -> RunConfig:
-    """The run's settings, under the chosen policy.
-
-    Args:
-        config: of the run.
-        choice: what windows are to do.
-    """
+    """The run's settings, under the chosen policy."""
     name, most = choice.carried_out_by, max(1, config.windows.max_anchor)
     anchor = min(ALONE_ANCHOR if choice.is_alone else choice.anchor, most)
     windows = replace(config.windows, anchor=anchor)

@@ -37,11 +37,7 @@ MOST_STEPS = 24
 
 @final
 class FirstChoice:
-    """Account of the steps before the first choice.
-
-    Args:
-        measures: of those steps.
-    """
+    """Account of the steps before the first choice, and of their `Measures`."""
 
     def __init__(self, measures: Measures) -> None:
         self._measures = measures
@@ -53,11 +49,7 @@ class FirstChoice:
         self._is_first = True
 
     def spared(self, cluster: MeasuredCluster) -> tuple[int, ...]:
-        """Ranks that get the least part of the next step: in turn all but the fastest.
-
-        Args:
-            cluster: as it is known by now.
-        """
+        """Ranks with the least part of the next step: in turn all but the fastest."""
         if not self._measures.count % 2:
             return ()
         batch_s = _batch_s(cluster, cluster.global_batch_size)
@@ -70,13 +62,7 @@ class FirstChoice:
         cluster: MeasuredCluster,
         spared: Sequence[int],
     ) -> bool:
-        """True if a further step is not worth its cost.
-
-        Args:
-            reports: of the step that all have run.
-            cluster: as it is known by now.
-            spared: ranks that would get the least part of the next one.
-        """
+        """True if a further step, in which some get the least part, is not worth it."""
         steps, doubt = self._measures.count, cluster.doubt
         fleet = Fleet(cluster, drops=True)
         gain = best_together(fleet)

@@ -62,11 +62,11 @@ class Measures:
         self.probe_s = self.sync_s = 0.0
         self.count = 0
 
-    def begin_anew(self, probe_s: float = 0.0) -> None:
+    def begin_anew(self) -> None:
         """Other ranks: steps are measured anew."""
         self._shown_s.clear()
         self._cold.clear()
-        self.probe_s = self.sync_s = probe_s
+        self.probe_s = self.sync_s = 0.0
         self.count = 0
 
     def settle(self) -> None:
@@ -132,13 +132,7 @@ class Measures:
     def cluster(
         self, ranks: Sequence[int], batch_size: int, run_batches: float
     ) -> MeasuredCluster:
-        """The ranks as they are now.
-
-        Args:
-            ranks: of the run, in order.
-            batch_size: samples of a global batch; windows would train on parts of it.
-            run_batches: global batches of the run.
-        """
+        """The ranks as they are now, in a run of so many global batches."""
         lines = self._lines(ranks, batch_size)
         cut = local_cut(self._config.windows, len(ranks), self.few)
         return MeasuredCluster(
@@ -169,18 +163,20 @@ class Measures:
         the others usually are.
         """
         times: Mapping[int, RankTime] = self._cold or self._times
-        found: dict[int, tuple[float, float]] = {}
         measured = {r: times[r] for r in ranks if r in times and times[r].is_measured}
         seen = [time for time in measured.values() if time.has_sizes]
         lines = [time.line(seen) for time in seen]
         fixed = FIXED_PRIOR / (1.0 - FIXED_PRIOR) * batch_size
         if lines:
             fixed = median(fixed_s / cost for fixed_s, cost in lines)
-        for rank, time in measured.items():
-            samples = time.last_samples
-            cost = time.of(samples) / (fixed + samples)
-            is_seen = time.has_sizes
-            found[rank] = time.line(seen) if is_seen else (fixed * cost, cost)
+        costs = {
+            rank: time.of(time.last_samples) / (fixed + time.last_samples)
+            for rank, time in measured.items()
+        }
+        found = {
+            rank: time.line(seen) if time.has_sizes else (fixed * cost, cost)
+            for (rank, time), cost in zip(measured.items(), costs.values(), strict=True)
+        }
         usual = (
             median(fixed_s for fixed_s, _ in found.values()) if found else 0.0,
             median(cost for _, cost in found.values()) if found else LEAST_S,

@@ -31,12 +31,7 @@ ADVICE_GAIN = 1.1
 
 @final
 class AdvisedSync(PolicyChooser):
-    """``sync`` by default: measures some steps and says once what windows bring.
-
-    Args:
-        members: all ranks, in order.
-        settings: what the ranks agreed on.
-    """
+    """``sync`` by default: measures some steps and says once what windows bring."""
 
     def __init__(self, members: Sequence[Member], settings: Settings) -> None:
         times = RankTimes()
@@ -77,21 +72,15 @@ class AdvisedSync(PolicyChooser):
         self._measures = None
         batches = float(max(1, self._length.batches))
         cluster = measures.cluster(self._ranks, self._batch_size, batches)
-        reason = advice(cluster)
-        line = PolicyChosen(
-            rank=min(self._ranks),
-            policy=self._sync.name,
-            reason=reason,
-            is_advice=True,
-        )
+        reason, first, name = advice(cluster), min(self._ranks), self._sync.name
+        line = PolicyChosen(rank=first, policy=name, reason=reason, is_advice=True)
         return [line] if reason else []
 
 
 def advice(cluster: MeasuredCluster) -> str:
     """Line about the predicted gain of windows of all ranks; "" where they do not pay.
 
-    Args:
-        cluster: as measured under ``sync``; of its reduction only what showed.
+    Of a reduction only what showed under ``sync`` was measured.
     """
     shown_s = cluster.sync_s
     step_s = predict("sync", replace(cluster, sync_s=0.0)).window_s

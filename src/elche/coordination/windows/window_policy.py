@@ -61,6 +61,9 @@ class WindowPolicy(Policy):
             by the ranks that are in the run; None: not at all.
         times: of the ranks, to go on with and to feed.
         progress_samples: samples that the run trained on under another policy.
+
+    Attributes:
+        state: of the epoch.
     """
 
     def __init__(
@@ -77,45 +80,30 @@ class WindowPolicy(Policy):
     ) -> None:
         self._cut_for = cut_for
         self.name = config.policy
-        self._state = WindowState(config, members, idle, first_window, times)
-        self._state.progress_samples = progress_samples
+        self.state = WindowState(config, members, idle, first_window, times)
+        self.state.progress_samples = progress_samples
         self._planner = ReductionPlanner(config, epochs)
 
     @property
     def cut(self) -> BatchCut:  # type: ignore[override]
         """Cut of the next epoch, or part of one."""
         make = self._cut_for
-        return WHOLE_BATCHES if make is None else make(self._state.members)
+        return WHOLE_BATCHES if make is None else make(self.state.members)
 
     @property
     def is_outdated(self) -> bool:
         """True if the epoch's batches were cut for other ranks than are there now."""
-        state = self._state
+        state = self.state
         return state.mean_over != state.parts_of(state.ledger.sizes.cut_by(self.cut))
 
     @property
     def first_window(self) -> int:
         """The number of the next window."""
-        return self._state.book.window
-
-    @property
-    def first_anchor(self) -> int:
-        """Anchor that the windows were begun with."""
-        return self._state.config.windows.anchor
-
-    @property
-    def sync_s(self) -> float:
-        """Seconds of a reduction, as it was last measured; 0.0 before."""
-        return self._state.pacing.measured_sync_s
-
-    @property
-    def idle(self) -> frozenset[int]:
-        """Ranks that are given no work."""
-        return self._state.idle
+        return self.state.book.window
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Opens the epoch's first window with its first leases."""
-        state, sizes = self._state, sizes.cut_by(self.cut)
+        state, sizes = self.state, sizes.cut_by(self.cut)
         state.reset(sizes, epoch, now_s)
         state.take_plan(sizes)
         ranks = list(state.members)
@@ -135,15 +123,15 @@ class WindowPolicy(Policy):
         if isinstance(event, EpochLeft):
             return self._outcome(self._leave(event))
         if isinstance(event, EpochCut):
-            self._state.life.cut()
+            self.state.life.cut()
             return self._outcome(self._drain())
         raise ProtocolError(
-            f"{self._state.config.policy}: unexpected {type(event).__name__}"
+            f"{self.state.config.policy}: unexpected {type(event).__name__}"
         )
 
     def check(self) -> None:
         """Asserts the ledger's invariants and the window's."""
-        state = self._state
+        state = self.state
         state.ledger.check()
         assert state.totals.samples == state.ledger.used_samples
         for rank in state.members:
@@ -156,20 +144,20 @@ class WindowPolicy(Policy):
     @property
     def totals(self) -> EpochTotals:
         """Totals of the ranks in the current epoch, or the last one."""
-        return self._state.totals
+        return self.state.totals
 
     @property
     def positions_left(self) -> Runs:
         """Positions of an epoch that was cut, or left, that nobody has trained on."""
-        return self._state.ledger.positions_left()
+        return self.state.ledger.positions_left()
 
     def has_left(self, rank: int) -> bool:
         """True if a rank's loop has left the epoch early."""
-        return rank in self._state.life.left
+        return rank in self.state.life.left
 
     def waiting_for(self) -> str:
         """Ranks that have not closed, or not reduced, the window."""
-        state = self._state
+        state = self.state
         if state.is_paused:
             return "the ranks that stay to form their new group"
         if state.running is not None and not state.book.any_closed:
@@ -180,15 +168,15 @@ class WindowPolicy(Policy):
 
     def remove(self, rank: int) -> None:
         """A rank is gone; nothing is begun until :meth:`regrouped`."""
-        self._state.remove(rank)
+        self.state.remove(rank)
 
     def add(self, member: Member, *, is_idle: bool = False) -> None:
         """A rank joins, before an epoch or the rest of one begins."""
-        self._state.add(member, is_idle=is_idle)
+        self.state.add(member, is_idle=is_idle)
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; says who holds which result."""
-        state = self._state
+        state = self.state
         told = [*resume_reduction(state, reduced)]
         if state.may_end_window:
             return self._end_window(told, now_s)
@@ -202,10 +190,10 @@ class WindowPolicy(Policy):
         self, *told: Iterable[Instruction], epoch_over: bool = False
     ) -> Outcome:
         instructions = [*chain(*told)]
-        return Outcome(instructions, epoch_over, self._state.take_notes())
+        return Outcome(instructions, epoch_over, self.state.take_notes())
 
     def _batches_done(self, event: BatchesDone, now_s: float) -> list[Instruction]:
-        state, rank = self._state, event.rank
+        state, rank = self.state, event.rank
         if event.epoch != state.epoch:
             raise ProtocolError(
                 f"rank {rank} reports batches of epoch {event.epoch}, under way is "
@@ -232,7 +220,7 @@ class WindowPolicy(Policy):
         return told + lease(state, [rank], now_s)
 
     def _closed(self, event: WindowClosed, now_s: float) -> Outcome:
-        state, rank = self._state, event.rank
+        state, rank = self.state, event.rank
         was_first = not state.book.any_closed
         state.book.close(event)
         state.ledger.close(rank)
@@ -257,7 +245,7 @@ class WindowPolicy(Policy):
 
     def _end_window(self, told: list[Instruction], now_s: float) -> Outcome:
         """All ranks have closed it: measure, reduce, and go on to the next."""
-        state = self._state
+        state = self.state
         touched, ahead = (
             any(part.batches for part in parts.values())
             for parts in (state.book.parts, state.book.ahead)
@@ -291,7 +279,7 @@ class WindowPolicy(Policy):
 
     def _reduced(self, event: WindowReduced, now_s: float) -> Outcome:
         """A rank has the result; when all have, the window is committed."""
-        state, running = self._state, self._state.running
+        state, running = self.state, self.state.running
         if running is None:
             raise ProtocolError(f"rank {event.rank} reduced no window {event.window}")
         if running.begun_s is not None and not running.reports:
@@ -317,7 +305,7 @@ class WindowPolicy(Policy):
 
     def _commit(self, now_s: float) -> Outcome:
         """All ranks hold the result: what waited for that."""
-        state, done = self._state, self._state.commit()
+        state, done = self.state, self.state.commit()
         sync_s, reader = (
             max(r.sync_s for r in done.reports.values()),
             min(state.members),
@@ -337,7 +325,7 @@ class WindowPolicy(Policy):
 
     def _leave(self, event: EpochLeft) -> list[Instruction]:
         """A loop left early: the epoch ends for all, with a draining commit."""
-        state = self._state
+        state = self.state
         if event.epoch != state.epoch:
             raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
         state.life.leave(event.rank)
@@ -351,11 +339,11 @@ class WindowPolicy(Policy):
 
     def _drain(self) -> list[Instruction]:
         """Nothing is leased any more: all close their windows."""
-        self._state.book.tell_again()
-        return close_idle(self._state, self._state.members)
+        self.state.book.tell_again()
+        return close_idle(self.state, self.state.members)
 
     def _end_epoch(self, told: list[Instruction], now_s: float) -> Outcome:
-        state = self._state
+        state = self.state
         anchor, ranks = state.pacing.el_che.anchor, sorted(state.members)
         ends = state.totals.end_epoch(ranks, now_s, anchor=anchor)
         return self._outcome(told, ends, epoch_over=True)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import final
 
 from elche.cadence.rank_time import RankTimes
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes, Range
 from elche.coordination.accounts.copy_updates import CopySamples
-from elche.coordination.accounts.epoch_plan import FixedWindows, WindowPlan
 from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.accounts.model_checks import ModelChecks
 from elche.coordination.policy import EpochTotals, Member
 from elche.coordination.windows.leasing import MAX_AHEAD, Leasing
 from elche.coordination.windows.pacing import Pace, Pacing
 from elche.coordination.windows.reductions import Reduction
-from elche.coordination.windows.throttle import Throttle
-from elche.coordination.windows.window_book import WindowBook
+from elche.coordination.windows.window_book import Throttle, WindowBook
 from elche.errors import TransitionError
 
 
@@ -68,6 +68,74 @@ class EpochLife:
     def _refuse(self, is_wrong: bool, refusal: str) -> None:
         if is_wrong:
             raise TransitionError(f"{refusal}: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPlan:
+    """One window.
+
+    Attributes:
+        parts: batches by rank, of which a rank may have none.
+        committed_samples: what a scheduler follows, as `OpenWindow` has it.
+        planned_samples: likewise.
+    """
+
+    parts: dict[int, Range]
+    committed_samples: int
+    planned_samples: int
+
+    def batches(self, rank: int) -> int:
+        """Batches of a rank."""
+        start, stop = self.parts[rank]
+        return stop - start
+
+
+@final
+@dataclass(slots=True)
+class FixedWindows:
+    """Windows of the same counts each: what ``deterministic=True`` runs.
+
+    Nothing depends on time, so two runs on the same devices give the same bits.
+
+    Attributes:
+        sizes: the epoch's batches.
+        ranks: the members, in order.
+        counts: batches per rank and window.
+        committed_samples: of the run before this epoch.
+        first_window: number of the epoch's first window in the run.
+        leased: windows whose batches have been leased.
+    """
+
+    sizes: BatchSizes
+    ranks: Sequence[int]
+    counts: Sequence[int]
+    committed_samples: int
+    first_window: int
+    leased: int = 0
+
+    def window(self, number: int) -> WindowPlan:
+        """The plan of a window; past the epoch's end no rank has a batch."""
+        end = self.sizes.num_batches
+        first = min(end, (number - self.first_window) * sum(self.counts))
+        bounds = [min(end, at) for at in accumulate(self.counts, initial=first)]
+        return WindowPlan(
+            parts=dict(zip(self.ranks, pairwise(bounds), strict=True)),
+            committed_samples=self.committed_samples + self.sizes.samples_in(0, first),
+            planned_samples=self.sizes.samples_in(first, bounds[-1]),
+        )
+
+    def lease_next(self) -> WindowPlan | None:
+        """The next window whose batches are to be leased; None past the end."""
+        plan = self.window(self.unleased)
+        if not plan.planned_samples:
+            return None
+        self.leased += 1
+        return plan
+
+    @property
+    def unleased(self) -> int:
+        """The first window whose batches have not been leased."""
+        return self.first_window + self.leased
 
 
 class WindowState:

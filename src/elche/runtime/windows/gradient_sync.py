@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -23,20 +22,6 @@ from elche.runtime.sync.resume_sync import take_step
 from elche.runtime.windows.window_sync import WindowSync
 from elche.torch_internals.held import foreach_mul_
 from elche.torch_internals.passes import graph_task_id
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    """Samples and rates times samples, summed over the ranks."""
-
-    message: torch.Tensor
-    work: Any
-
-    def means(self) -> list[float]:
-        """The mean of each rate; none where nothing was trained."""
-        total, *sums = self.message.tolist()
-        return [each / total for each in sums] if total > 0 else []
 
 
 @final
@@ -79,7 +64,7 @@ class GradientSync(WindowSync):
         self._max_grad_norm = max_grad_norm
         self._weight = 0.0
         self._was_finite = True
-        self._rates: _Rates | None = None
+        self._rates: tuple[torch.Tensor, Any] | None = None
         self._pass: int | None = None
         self._touched: list[torch.Tensor] = []
         self._index = {id(p): at for at, p in enumerate(self._parameters)}
@@ -111,8 +96,18 @@ class GradientSync(WindowSync):
 
     @override
     def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is not self._optimizer:
-            _refuse_second(optimizer, self._optimizer, self._parameters)
+        held, moved = (
+            {id(p) for group in each.param_groups for p in group["params"]}
+            for each in (optimizer, self._optimizer)
+        )
+        alone = len((held - moved).intersection(map(id, self._parameters)))
+        if alone:
+            raise ConfigError(
+                f"a second optimizer ({type(optimizer).__name__}) steps {alone} of "
+                "the model's parameters, and a window's common step is that of the "
+                "optimizer given to elche.setup alone; leave update='gradients' out, "
+                "or choose policy 'sync'"
+            )
 
     @override
     def hold(self, holds: bool) -> None:
@@ -124,10 +119,9 @@ class GradientSync(WindowSync):
         self._touched.clear()
 
     def _end_backward(self) -> None:
-        self._pass, touched = None, list(self._touched)
+        self._pass, self._has_ended = None, True
+        taken = next((p for p in self._touched if p.grad is None), None)
         self._touched.clear()
-        self._has_ended = True
-        taken = next((p for p in touched if p.grad is None), None)
         if taken is not None:
             raise ConfigError(
                 f"a hook took the gradient of a parameter of shape {list(taken.shape)} "
@@ -183,22 +177,29 @@ class GradientSync(WindowSync):
         self._window.begin(counts=self._was_finite)
         self._buffers.take()
         self._buffers.begin(plan)
-        self._rates = self._send_rates(weight)
+        # A schedule in the loop has brought each rank as far as its own batches, and a
+        # common step needs a common rate: its mean over the window's batches.
+        rates = [weight, *(rate * weight for rate in self._own_rates())]
+        message = torch.tensor(rates, dtype=torch.float64, device="cpu")
+        self._rates = message, self._window.group.all_reduce_async(message)
         return self.finish(plan, is_drained=True)
 
     @override
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
         assert self._rates is not None
-        group, own = self._window.group, self._own_rates()
+        (message, work), own = self._rates, self._own_rates()
         self._buffers.wait()
-        group.wait(self._rates.work, "sharing learning rates")
+        self._window.group.wait(work, "sharing learning rates")
         total = self._window.finish()
         self._buffers.apply()
-        if self._is_sum:
-            self._multiply(total)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._is_sum and gradients:  # of its mean
+            with torch.no_grad():
+                foreach_mul_(gradients, total)
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
-        self._set_rates(self._rates.means() or own)
+        weight, *sums = message.tolist()
+        self._set_rates([each / weight for each in sums] if weight > 0 else own)
         self.takes_steps = True
         self._optimizer.step()
         self.takes_steps = False
@@ -207,16 +208,9 @@ class GradientSync(WindowSync):
         self._window.clear()  # also of what this optimizer does not hold
         return SyncResult(divergence=0.0, parameter_norm=None)
 
-    @torch.no_grad()
-    def _multiply(self, total: float) -> None:
-        """Makes the sum over the window of its mean."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if gradients:
-            foreach_mul_(gradients, total)
-
     @override
     def has_sum(self, plan: Reduce) -> bool:
-        if self._rates is None or not succeeded(self._rates.work):
+        if self._rates is None or not succeeded(self._rates[1]):
             return False
         return self._window.is_summed and self._buffers.is_summed
 
@@ -253,46 +247,9 @@ class GradientSync(WindowSync):
     def _own_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
-    def _send_rates(self, weight: float) -> _Rates:
-        """Sends every rate, to be its mean over the window's batches.
-
-        A schedule in the loop has brought each rank as far as its own batches, and a
-        common step needs a common rate.
-        """
-        message = torch.tensor(
-            [weight, *(rate * weight for rate in self._own_rates())],
-            dtype=torch.float64,
-            device="cpu",
-        )
-        return _Rates(message, self._window.group.all_reduce_async(message))
-
     def _set_rates(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-
-
-def _refuse_second(
-    optimizer: torch.optim.Optimizer,
-    common: torch.optim.Optimizer,
-    parameters: Sequence[torch.Tensor],
-) -> None:
-    """Refuses an optimizer that finds no gradients between two common steps.
-
-    Raises:
-        ConfigError: it holds trained parameters that the common step does not move.
-    """
-    held, moved = (
-        {id(p) for group in each.param_groups for p in group["params"]}
-        for each in (optimizer, common)
-    )
-    alone = [p for p in parameters if id(p) in held - moved]
-    if alone:
-        raise ConfigError(
-            f"a second optimizer ({type(optimizer).__name__}) steps {len(alone)} of "
-            "the model's parameters, and a window's common step is that of the "
-            "optimizer given to elche.setup alone; leave update='gradients' out, or "
-            "choose policy 'sync'"
-        )

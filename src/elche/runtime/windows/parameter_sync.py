@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from elche.comm.averaging.averaging import Averager, ParameterAverager
 from elche.comm.averaging.consensus_distance import SyncResult
+from elche.comm.averaging.optimizer_state import forget_state
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
-from elche.runtime.windows.local_steps import LocalSteps
 from elche.runtime.windows.window_sync import WindowSync
 
-logger = logging.getLogger(__name__)
+
+@final
+class LocalSteps:
+    """State that this rank's own steps leave beside its parameters.
+
+    Args:
+        model: the model.
+        optimizers: returns its optimizers, the one given to `elche.setup` first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Callable[[], list[torch.optim.Optimizer]],
+    ) -> None:
+        self._model = model
+        self.optimizers = optimizers
+
+    def forget_states(self) -> None:
+        """Takes optimizers back to where they had taken no step."""
+        for optimizer in self.optimizers():
+            forget_state(optimizer)
+
+    def drop_gradients(self) -> None:
+        """Forgets what waits for a step."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
 
 
 class AveragedSync(WindowSync):
@@ -128,23 +155,12 @@ class AveragedSync(WindowSync):
 
     @abstractmethod
     def _take(self, weight: float, *, begins: bool) -> bool:
-        """The window has ended; True if the parameters are all finite.
-
-        Args:
-            weight: of the window's batches.
-            begins: see :meth:`WindowSync.close`.
-        """
+        """The window of this weight has ended; True if all parameters are finite."""
 
 
 @final
 class ParameterSync(AveragedSync):
-    """Parameters averaged at the end of the window.
-
-    Args:
-        averager: averages them.
-        steps: this rank's own; optimizers lose their state after a non-finite update.
-        own_factor, is_sum: see `AveragedSync`.
-    """
+    """Parameters averaged at the end of the window."""
 
     _averager: ParameterAverager
 
@@ -166,13 +182,7 @@ class ParameterSync(AveragedSync):
 
 @final
 class OverlappedSync(AveragedSync):
-    """Parameters averaged while the next window runs.
-
-    Args:
-        averager: averages them.
-        steps: this rank's own; optimizers lose their state after a non-finite update.
-        own_factor, is_sum: see `AveragedSync`.
-    """
+    """Parameters averaged while the next window runs."""
 
     is_overlapped = True
     _averager: OverlappedAverager

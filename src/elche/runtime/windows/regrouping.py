@@ -82,11 +82,7 @@ class Regrouping:
         last: OpenReduction | None = None,
         on_result: Callable[[], None] | None = None,
     ) -> None:
-        """Forms the group of the members.
-
-        Args:
-            last: the reduction that may be open.
-            on_result: called when this rank has taken its result from another.
+        """Forms the group of the members; see :meth:`settle`.
 
         Raises:
             RankLostError: another rank has died; to be called again.
@@ -99,28 +95,21 @@ class Regrouping:
         last: OpenReduction | None = None,
         on_result: Callable[[], None] | None = None,
     ) -> None:
-        """The same, once all have met in their group."""
-        if not self.is_building:
-            self._settle(group, last, on_result)
-        self.say()
+        """All have met in their group: copies a result to ranks that lack it.
 
-    def _settle(
-        self,
-        group: Group,
-        last: OpenReduction | None,
-        on_result: Callable[[], None] | None,
-    ) -> None:
-        """Copies a result to ranks that lack it; continues in the group."""
+        Args:
+            group: of the members.
+            last: the reduction that may be open.
+            on_result: called when this rank has taken its result from another.
+        """
+        if self.is_building:
+            self.say()
+            return
         worker, sync = self._worker, self._synchroniser.windows
         if sync is None:
             raise ProtocolError(f"rank {worker.rank}: no windows, and a new group")
         lacks = last is not None and last.lacks
-        rows = torch.zeros(group.world_size, 2, dtype=torch.int64, device="cpu")
-        rows[group.rank] = torch.tensor(
-            (lacks, last is not None and not lacks), device="cpu"
-        )
-        group.all_reduce(rows, WHAT)
-        lack, hold = rows.T.tolist()
+        lack, hold = _gathered(group, lacks, last is not None and not lacks)
         if any(lack) and any(hold):
             if last is None:
                 raise ProtocolError(f"rank {worker.rank} has no plan of a reduction")
@@ -129,6 +118,7 @@ class Regrouping:
             if lacks and on_result is not None:
                 on_result()
         sync.reconnect(group)
+        self.say()
 
     def meet(self, *, wants_keys: bool) -> Group:
         """The members' group, formed; who lacks what all have gets it there.
@@ -141,17 +131,12 @@ class Regrouping:
         """
         worker, order = self._worker, self._order
         worker.regroup()
-        group = worker.group
-        rows = torch.zeros(group.world_size, 5, dtype=torch.int64, device="cpu")
-        has_keys = order.keys is not None
-        lacks_keys = wants_keys and not has_keys
-        mine = (
-            *(lacks_keys, has_keys, worker.is_new),
+        group, has_keys = worker.group, order.keys is not None
+        lack_keys, have_keys, are_new, are_building, share = _gathered(
+            group,
+            *(wants_keys and not has_keys, has_keys, worker.is_new),
             *(self.is_building, worker.groups.can_share),
         )
-        rows[group.rank] = torch.tensor(mine, device="cpu")
-        group.all_reduce(rows, WHAT)
-        lack_keys, have_keys, are_new, are_building, share = rows.T.tolist()
         self.is_building = any(are_building)
         worker.groups.let_share(all(share))
         self._synchroniser.move_to(group)
@@ -187,6 +172,15 @@ class Regrouping:
             self._emit(f"elche: {_named(left)} left: going on with {_named(now)}")
         if len(now) < self._min_ranks:
             self._emit(f"elche: pausing until {self._min_ranks} ranks are there")
+
+
+def _gathered(group: Group, *mine: bool) -> list[list[int]]:
+    """Each of these values of all ranks."""
+    rows = torch.zeros(group.world_size, len(mine), dtype=torch.int64, device="cpu")
+    rows[group.rank] = torch.tensor(mine, device="cpu")
+    group.all_reduce(rows, WHAT)
+    found: list[list[int]] = rows.T.tolist()
+    return found
 
 
 def _named(ranks: Sequence[int]) -> str:

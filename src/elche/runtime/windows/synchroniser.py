@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -31,8 +31,11 @@ from elche.runtime.rank_settings import refuse_sync_norms
 from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.watch.parameter_watch import ParameterWatch
 from elche.runtime.windows.gradient_sync import GradientSync
-from elche.runtime.windows.local_steps import LocalSteps
-from elche.runtime.windows.parameter_sync import OverlappedSync, ParameterSync
+from elche.runtime.windows.parameter_sync import (
+    LocalSteps,
+    OverlappedSync,
+    ParameterSync,
+)
 from elche.runtime.windows.window_sync import WindowSync
 
 logger = logging.getLogger(__name__)
@@ -74,10 +77,8 @@ class Synchroniser:
         delayed: DelayedSteps | None = None,
         keeps_sums: bool = False,
     ) -> None:
-        self._steps = steps
-        self._keeps_sums = keeps_sums
-        self._delayed = delayed
-        self._is_weighed = is_weighed
+        self._steps, self._delayed = steps, delayed
+        self._keeps_sums, self._is_weighed = keeps_sums, is_weighed
         self._config = config
         self._model = model
         self._optimizer = optimizer
@@ -139,17 +140,46 @@ class Synchroniser:
             norms = bind_sync_batchnorm(self._model, self._norm_group)
             self._build_reducer(self._group, norms)
         else:
-            policy_name = cast("TrainerPolicyName", self.policy)
-            config = replace(self._config, policy=policy_name)
-            self.windows = make_window_sync(
-                config,
-                self._trainable,
-                self._model,
+            self.windows = self._window_sync()
+
+    def _window_sync(self) -> WindowSync:
+        """Averaging that the settings ask for, built with all ranks of the group."""
+        policy = cast("TrainerPolicyName", self.policy)
+        config, group = replace(self._config, policy=policy), self._group
+        parameters, is_sum = self._trainable, config.loss_reduction == "sum"
+        if config.sums_gradients:
+            window = GradientWindow(parameters, group)
+            window.build()
+            buffers = WindowBuffers(self._model, group)
+            buffers.agree()
+            sync = GradientSync(
+                parameters,
                 self._optimizer,
-                self._group,
-                steps=self._steps,
-                is_weighed=self._is_weighed,
+                window,
+                buffers,
+                max_grad_norm=config.windows.max_grad_norm,
+                is_sum=is_sum,
             )
+            sync.attach()
+            return sync
+        warn_of_codec(group, config.codec)
+        form = OverlappedAverager if config.policy == "async" else ParameterAverager
+        averager = form(
+            parameters,
+            self._model,
+            self._steps.optimizers,
+            group,
+            codec=config.codec,
+            has_momentum=config.windows.outer.optimizer != "average",
+        )
+        averager.build()
+        own_factor = None
+        if self._is_weighed or is_sum:
+            own_factor = GradientFactor(parameters)
+            own_factor.attach()
+        if isinstance(averager, OverlappedAverager):
+            return OverlappedSync(averager, self._steps, own_factor, is_sum=is_sum)
+        return ParameterSync(averager, self._steps, own_factor, is_sum=is_sum)
 
     def build_in(self, group: Group) -> None:
         """Ranks have joined: the same in their group, with all of them."""
@@ -166,8 +196,7 @@ class Synchroniser:
     def share_with(self, group: Group | None) -> None:
         """From the next step on reduces gradients in this group, with its ranks.
 
-        Args:
-            group: this rank's; None: it is left out, and reduces nothing.
+        None: this rank is left out, and reduces nothing.
         """
         assert self.reducer is not None
         self.reducer.detach()
@@ -189,11 +218,7 @@ class Synchroniser:
     ) -> None:
         """Ranks have died under ``sync``; see `GradientReducer.go_on_in`.
 
-        Args:
-            sharing: of those who reduce gradients; None: this rank is left out.
-            source: see there, as the others.
-            alive: see there.
-            lacks: see there.
+        The group is of those who reduce gradients; None: this rank is left out.
         """
         assert self.reducer is not None
         if sharing is not None:
@@ -204,7 +229,7 @@ class Synchroniser:
         self.share_with(self._group)
 
     def _build_reducer(self, group: Group, norms: NormScope | None) -> None:
-        reducer = GradientReducer(
+        self.reducer = reducer = GradientReducer(
             self._trainable,
             group,
             int(self._config.transport.bucket_cap_mb * 2**20),
@@ -215,7 +240,6 @@ class Synchroniser:
             keeps_sums=self._keeps_sums,
             reduced=self.reduced,
         )
-        self.reducer = reducer
         if self._config.loss_reduction == "sum":
             reducer.sum_losses()
         elif self._is_weighed:
@@ -319,49 +343,3 @@ def warn_of_codec(group: Group, codec: str) -> None:
             "leave codec out there",
             codec,
         )
-
-
-def make_window_sync(
-    config: RunConfig,
-    parameters: Sequence[nn.Parameter],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    *,
-    steps: LocalSteps,
-    is_weighed: bool,
-) -> WindowSync:
-    """Averaging that the settings ask for, built with all ranks of the group."""
-    if config.sums_gradients:
-        window = GradientWindow(parameters, group)
-        window.build()
-        buffers = WindowBuffers(model, group)
-        buffers.agree()
-        sync = GradientSync(
-            parameters,
-            optimizer,
-            window,
-            buffers,
-            max_grad_norm=config.windows.max_grad_norm,
-            is_sum=config.loss_reduction == "sum",
-        )
-        sync.attach()
-        return sync
-    warn_of_codec(group, config.codec)
-    form = OverlappedAverager if config.policy == "async" else ParameterAverager
-    averager = form(
-        parameters,
-        model,
-        steps.optimizers,
-        group,
-        codec=config.codec,
-        has_momentum=config.windows.outer.optimizer != "average",
-    )
-    averager.build()
-    is_sum = config.loss_reduction == "sum"
-    own_factor = GradientFactor(parameters) if is_weighed or is_sum else None
-    if own_factor is not None:
-        own_factor.attach()
-    if isinstance(averager, OverlappedAverager):
-        return OverlappedSync(averager, steps, own_factor, is_sum=is_sum)
-    return ParameterSync(averager, steps, own_factor, is_sum=is_sum)

@@ -36,7 +36,8 @@ class WindowSync(ABC):
     def rebase(self) -> None:
         """Takes the present model as the common one."""
 
-    def begin_batch(self, weight: float, parts: float = 1.0) -> None:  # noqa: B027
+    @abstractmethod
+    def begin_batch(self, weight: float, parts: float = 1.0) -> None:
         """A loop body begins on a batch.
 
         Args:
@@ -44,7 +45,8 @@ class WindowSync(ABC):
             parts: samples of its global batch over its own.
         """
 
-    def batch_done(self) -> None:  # noqa: B027
+    @abstractmethod
+    def batch_done(self) -> None:
         """The loop body has run."""
 
     def hold(self, holds: bool) -> None:  # noqa: B027
@@ -56,7 +58,8 @@ class WindowSync(ABC):
     def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
         """Refuses the step of an optimizer that could not move anything."""
 
-    def detach(self) -> None:  # noqa: B027
+    @abstractmethod
+    def detach(self) -> None:
         """Takes every hook off the parameters."""
 
     def retire(self) -> None:  # noqa: B027
@@ -66,9 +69,9 @@ class WindowSync(ABC):
             CommunicationError: what was sent has not left, and will not.
         """
 
+    @abstractmethod
     def changed_buffers(self) -> tuple[int, ...]:
         """Indices of buffers written since the last reduction."""
-        return ()
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of averaging beside the model; None where nothing is averaged."""
@@ -89,13 +92,9 @@ class WindowSync(ABC):
         """
         return {}
 
+    @abstractmethod
     def has_sum(self, plan: Reduce) -> bool:
-        """True if :meth:`finish` would not need the other ranks any more.
-
-        Args:
-            plan: of the window that was closed last.
-        """
-        return False
+        """True if :meth:`finish` of the last window needs other ranks no more."""
 
     @abstractmethod
     def hand_over(
@@ -107,13 +106,13 @@ class WindowSync(ABC):
     def reconnect(self, group: Group) -> None:
         """Reduces in a new group from now on, with all its ranks."""
 
+    @abstractmethod
     def close(self, *, begins: bool) -> bool:
         """The window ends; True if its update is finite, and has a weight.
 
         Args:
             begins: overlapped, the reduction may begin before its plan is there.
         """
-        return True
 
     def reduce(self, plan: Reduce) -> SyncResult:
         """Reduces now, waiting for the others."""
@@ -127,9 +126,9 @@ class WindowSync(ABC):
         """True if the overlapped reduction's result is there."""
         return False
 
+    @abstractmethod
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
         """Adopts what was begun, waiting if need be."""
-        raise ProtocolError(f"window {plan.window} is not reduced overlapped")
 
 
 def refuse_state(state: dict[str, Any] | None) -> None:

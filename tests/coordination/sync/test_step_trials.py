@@ -17,9 +17,9 @@ from elche.coordination.agreement import Settings
 from elche.coordination.policies import policy_chooser
 from elche.coordination.policy import Member
 from elche.coordination.policy_chooser import PolicyChooser
-from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
 from elche.coordination.sync.sync_policy import SyncPolicy
+from tests.coordination.test_core import steps_done
 from tests.harness.reached import reach
 from tests.harness.settings import nested
 
@@ -40,17 +40,11 @@ def run_epoch(
         run += 1
         for rank, share in enumerate(grant.shares):
             steps = range(grant.start, grant.stop)
-            report = StepsDone(
-                rank=rank,
-                epoch=0,
-                start=grant.start,
-                stop=grant.stop,
+            report = steps_done(
+                *(rank, grant.start, grant.stop),
                 samples=share * len(steps),
                 busy_s=sum(step_s(rank, share, step) for step in steps),
-                data_wait_s=0.0,
-                sync_wait_s=0.0,
                 warm=grant.start > 0,
-                backward_passes=grant.stop,
             )
             seen += grants(chooser.policy.handle(report, 0.0).instructions)
             chooser.policy.check()

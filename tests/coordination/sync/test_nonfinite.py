@@ -96,7 +96,7 @@ def test_a_rank_that_finds_out_later_is_waited_for_but_not_for_ever() -> None:
         steps.take(report(1, fine, step))
     with pytest.raises(NonFiniteError, match="no rank has seen a gradient of its own"):
         steps.check(0, (0, 1), is_last=False)
-    steps.clear()
+    steps = NonFiniteReports()
     steps.check(0, (0, 1), is_last=True)
     steps.take(report(0, lost, 0))
     with pytest.raises(NonFiniteError, match="have become NaN"):

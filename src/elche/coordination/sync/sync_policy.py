@@ -240,7 +240,7 @@ class SyncPolicy(Policy):
 
     def check(self) -> None:
         """Asserts that every step is in one place, and who owes what."""
-        self.grants.check(self._members)
+        self.grants.check(self._members.keys())
         self._handover.check(self._members.keys())
         if not self._left:
             returned = sum(stop - start for start, stop in self._returned)
@@ -257,7 +257,7 @@ class SyncPolicy(Policy):
         if adopting := self._handover.adopting:
             what = "run the steps begun" if self._lost else "take over the model"
             return f"ranks {sorted(adopting)} to {what}"
-        silent = self.grants.silent(self._members)
+        silent = sorted(self.grants.oldest.owing) if self.grants.oldest else []
         return f"steps of ranks {silent} in epoch {self._epoch}"
 
     def _take(self, event: StepsDone) -> None:
@@ -273,7 +273,7 @@ class SyncPolicy(Policy):
     def _is_complete(self, grant: Granted) -> bool:
         if grant.is_settled:
             return not self._handover.adopting
-        return not grant.missing and bool(grant.reports)
+        return not grant.owing and bool(grant.reports)
 
     def _complete(self, grant: Granted, now_s: float) -> list[Instruction]:
         """All ranks have run steps: counts and measures them."""

@@ -285,17 +285,9 @@ class SimulatedSyncEpoch:
 
     def _say_taken(self, step: int, sync_s: float) -> None:
         """The model is that after a step."""
-        self._sim.send(
-            WindowReduced(
-                rank=self._rank.rank,
-                epoch=self._epoch,
-                window=step,
-                sync_s=sync_s,
-                wait_s=0.0,
-                divergence=0.0,
-                adopted_at=0,
-            )
-        )
+        rank, epoch = self._rank.rank, self._epoch
+        taken = WindowReduced(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
+        self._sim.send(taken)
 
     def _new(self) -> Collective:
         run, config = self._sim.cluster.run, self._sim.cluster.run.config

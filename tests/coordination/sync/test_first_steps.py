@@ -15,6 +15,7 @@ from elche.coordination.protocol.instructions import GrantSteps, Instruction
 from elche.coordination.sync.step_reports import EARLY
 from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.errors import ProtocolError
+from tests.coordination.test_core import steps_done
 from tests.harness.settings import nested
 
 BATCH, HORIZON, STEPS = 32, 3, 40
@@ -34,19 +35,10 @@ def run_epoch(devices: tuple[str, str], **options: Any) -> list[tuple[int, Grant
         told: list[Instruction] = []
         for rank, share in enumerate(grant.shares):
             samples = share * (grant.stop - grant.start)
-            report = StepsDone(
-                rank=rank,
-                epoch=0,
-                start=grant.start,
-                stop=grant.stop,
-                samples=samples,
-                busy_s=SECONDS_PER_SAMPLE[rank] * samples,
-                data_wait_s=0.0,
-                sync_wait_s=0.0,
-                warm=grant.start > 0,
-                backward_passes=grant.stop,
-            )
-            told += core.handle(report, 0.0).instructions
+            busy_s = SECONDS_PER_SAMPLE[rank] * samples
+            said = {"samples": samples, "busy_s": busy_s, "warm": grant.start > 0}
+            done = steps_done(rank, grant.start, grant.stop, **said)
+            told += core.handle(done, 0.0).instructions
             core.check()
         seen += [(grant.stop, new) for new in grants(told)]
     assert seen[-1][1].stop == STEPS
@@ -94,19 +86,9 @@ def test_an_epoch_that_ranks_wait_to_join_grants_nothing_before() -> None:
 
 
 def report(rank: int, grant: GrantSteps, unknown: str = "") -> StepsDone:
-    return StepsDone(
-        rank=rank,
-        epoch=0,
-        start=grant.start,
-        stop=grant.stop,
-        samples=grant.shares[rank] * (grant.stop - grant.start),
-        busy_s=0.1,
-        data_wait_s=0.0,
-        sync_wait_s=0.0,
-        warm=True,
-        backward_passes=grant.stop,
-        unknown=unknown,
-    )
+    samples = grant.shares[rank] * (grant.stop - grant.start)
+    said: Any = {"samples": samples, "unknown": unknown}
+    return steps_done(rank, grant.start, grant.stop, **said)
 
 
 def left(rank: int) -> EpochLeft:

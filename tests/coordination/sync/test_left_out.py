@@ -9,10 +9,10 @@ import pytest
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync.left_out import LeftOutRanks
 from elche.coordination.sync.step_shares import StepShares
+from tests.coordination.test_core import steps_done
 from tests.harness.settings import nested
 
 SLOW_S = 0.2
@@ -38,17 +38,10 @@ class Core:
             parts = self.shares.of(32, 2)
             busy_s = [0.001 * parts[0], 0.001 * parts[1] + self.slow_s]
             done = [
-                StepsDone(
-                    rank=rank,
-                    epoch=number,
-                    start=step,
-                    stop=step + 1,
+                steps_done(
+                    *(rank, step, step + 1),
                     samples=parts[rank],
                     busy_s=busy_s[rank],
-                    data_wait_s=0.0,
-                    sync_wait_s=0.0,
-                    warm=True,
-                    backward_passes=1,
                     unknown=unknown,
                 )
                 for rank in (0, 1)

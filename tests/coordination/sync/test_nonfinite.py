@@ -13,24 +13,13 @@ from elche.coordination.sync.nonfinite import (
     NonFiniteReports,
 )
 from elche.errors import NonFiniteError
+from tests.coordination.test_core import steps_done
 from tests.harness.reached import reach
 
 
 def report(rank: int, numbers: NonFiniteRecord, step: int) -> StepsDone:
-    return StepsDone(
-        rank=rank,
-        epoch=0,
-        start=step,
-        stop=step + 1,
-        samples=4,
-        busy_s=0.1,
-        data_wait_s=0.0,
-        sync_wait_s=0.0,
-        warm=True,
-        backward_passes=step + 1,
-        is_finite=numbers.is_finite,
-        broken=numbers.broken,
-    )
+    said = {"is_finite": numbers.is_finite, "broken": numbers.broken}
+    return steps_done(rank, step, step + 1, **said)
 
 
 @pytest.mark.reaches(
@@ -107,7 +96,7 @@ def test_a_rank_that_finds_out_later_is_waited_for_but_not_for_ever() -> None:
         steps.take(report(1, fine, step))
     with pytest.raises(NonFiniteError, match="no rank has seen a gradient of its own"):
         steps.check(0, (0, 1), is_last=False)
-    steps.clear()
+    steps = NonFiniteReports()
     steps.check(0, (0, 1), is_last=True)
     steps.take(report(0, lost, 0))
     with pytest.raises(NonFiniteError, match="have become NaN"):

@@ -145,7 +145,7 @@ class AutoChooser(PolicyChooser):
         self._samples += self.policy.totals.samples
         if self._phase is _Phase.MEASURING:
             self._measures.probe_s = self._measures.probe_s or sync_s
-            self._sync.grant_singly(True)
+            self._sync.grants.is_single = True
         elif self._phase is not _Phase.FIXED:
             known_s = (
                 0.0
@@ -203,8 +203,8 @@ class AutoChooser(PolicyChooser):
 
     def _share_among_all(self) -> None:
         """Steps are granted ahead, in shares of all."""
-        self._sync.grant_singly(False)
-        self._sync.spare(())
+        self._sync.grants.is_single = False
+        self._sync.shares.spare(())
 
     def _watch(self, reports: Sequence[StepsDone], steps: int) -> list[Instruction]:
         """Measures steps before ``sync`` grants more of them."""
@@ -238,7 +238,7 @@ class AutoChooser(PolicyChooser):
                 self._share_among_all()
                 return [*self._announce(), *self._stay_or_leave()]
             spared = ()  # steps that are the choice by what is known cost nothing
-        self._sync.spare(spared)
+        self._sync.shares.spare(spared)
         return []
 
     def _choose(self, patience: int = 1) -> bool:
@@ -254,7 +254,7 @@ class AutoChooser(PolicyChooser):
         then it ends first.
         """
         sync = self._sync
-        if self._wants_windows and not sync.leaves_out:
+        if self._wants_windows and not sync.exclusion.is_on:
             self._phase = _Phase.LEAVING
             sync.cut_short()
         elif self._phase is _Phase.MEASURING:
@@ -266,7 +266,7 @@ class AutoChooser(PolicyChooser):
         """Excludes ranks from steps as chosen, unless that has been decided before."""
         with_s = predict("sync", self._cluster()).window_s
         left_out, without_s = self._chosen.left_out, self._chosen.prediction.window_s
-        return [*self._sync.leave_out(left_out, with_s, without_s)]
+        return [*self._sync.exclusion.allow(left_out, with_s, without_s)]
 
     def _carry_out(self, *, alike: bool) -> None:
         """Brings the policy in line with the choice, where an epoch begins."""
@@ -309,7 +309,7 @@ class AutoChooser(PolicyChooser):
         choice = self._chosen
         if windows := self._windows:
             self._next_window = windows.first_window
-        self._sync.keep_all()
+        self._sync.exclusion.stop()
         self.policy = WindowPolicy(
             windows_config(self._config, choice),
             [*self._members.values()],

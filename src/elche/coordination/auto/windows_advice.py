@@ -62,7 +62,7 @@ class AdvisedSync(PolicyChooser):
     def _watch(self, reports: Sequence[StepsDone], steps: int) -> list[Instruction]:
         """The line, when all ranks have run enough; nothing before and ever after."""
         measures = self._measures
-        if self._sync.left_out:
+        if self._sync.exclusion.ranks:
             self._measures = None  # it measures steps of all ranks
         if measures is None or not all(report.warm for report in reports):
             return []

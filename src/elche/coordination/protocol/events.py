@@ -151,10 +151,10 @@ class WindowReduced:
     rank: int
     epoch: int
     window: int
-    sync_s: float
-    wait_s: float
-    divergence: float
-    adopted_at: int
+    sync_s: float = 0.0
+    wait_s: float = 0.0
+    divergence: float = 0.0
+    adopted_at: int = 0
     parameter_norm: float = 0.0
     checks: CheckRows = ()
 
@@ -178,7 +178,7 @@ class Regrouped:
     rank: int
     generation: int
     epoch: int
-    reduced: int
+    reduced: int = -1
     lost: Runs = ()
 
 

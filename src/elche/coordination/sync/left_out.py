@@ -164,6 +164,11 @@ class LeftOutRanks:
         return self._phase is _Phase.LEAVING
 
     @property
+    def is_on(self) -> bool:
+        """True if some ranks are left out of steps, or about to be."""
+        return bool(self.ranks) or self.is_leaving
+
+    @property
     def is_trying(self) -> bool:
         """Steps are granted one by one."""
         return self._phase is _Phase.TRIAL
@@ -281,13 +286,12 @@ class LeftOutRanks:
         """A rank has taken over the model, or given it, which took so long."""
         self._carrying_s = cost_s
 
-    def reset(self, members: Sequence[int]) -> tuple[int, ...]:
-        """The members are others now and all take part; returns who was left out."""
-        were, self.ranks, self.changing = self.ranks, (), ()
+    def reset(self, members: Sequence[int]) -> None:
+        """The members are others now, and all take part."""
+        self.ranks = self.changing = ()
         self._members = list(members)
         if self._phase is not _Phase.OFF:
             self._enter(_Phase.MEASURING)
-        return were
 
     def _enter(self, phase: _Phase) -> None:
         """Another phase begins, in which steps are measured anew."""

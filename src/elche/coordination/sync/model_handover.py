@@ -7,7 +7,7 @@ runs a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from typing import final
 
 from elche.coordination.protocol.events import WindowReduced
@@ -19,26 +19,21 @@ from elche.errors import ProtocolError
 class ModelHandover:
     """Ranks that lack the model in an epoch and have yet to adopt it.
 
+    Args:
+        epoch: which; all that begin it hold the same model.
+
     Attributes:
         adopting: members that take it over now, or run the steps that they have begun.
+        ready: members that have done so while another group formed.
+        is_told: all were told, and none was left out since.
     """
 
-    def __init__(self) -> None:
-        self.adopting: set[int] = set()
-        self._epoch = -1
-        self._behind: set[int] = set()
-        self._ready: set[int] = set()
-        self._is_told = False
-
-    def begin_epoch(self, epoch: int) -> None:
-        """All that begin it hold the same model."""
+    def __init__(self, epoch: int) -> None:
         self._epoch = epoch
-        for each in (self.adopting, self._behind, self._ready):
-            each.clear()
-
-    def leave_out(self) -> None:
-        """From now on some are left out, and lack what the others learn."""
-        self._is_told = False
+        self.adopting: set[int] = set()
+        self.ready: set[int] = set()
+        self._behind: set[int] = set()
+        self.is_told = False
 
     def lacking(self, left_out: Iterable[int]) -> set[int]:
         """Members that lack the model at the epoch's end, as those left out do."""
@@ -46,35 +41,22 @@ class ModelHandover:
 
     def remove(self, rank: int) -> None:
         """A rank is gone."""
-        for each in (self.adopting, self._behind, self._ready):
+        for each in (self.adopting, self._behind, self.ready):
             each.discard(rank)
 
     def follow(self, members: Set[int], left_out: Iterable[int]) -> None:
         """The members are others now, and those left out take part again."""
-        lack = self.adopting if self._is_told else members
+        lack = self.adopting if self.is_told else members
         self._behind |= lack & {*left_out}
-
-    def arrived(self, rank: int) -> None:
-        """A member is in the group that forms."""
-        self._ready.discard(rank)  # in an earlier group
 
     def await_steps(self, members: Set[int]) -> None:
         """Ranks have died, and the others run what they have begun."""
-        self.adopting = {*members} - self._ready - self._behind
-        self._ready.clear()
+        self.adopting = {*members} - self.ready - self._behind
+        self.ready.clear()
 
-    def end_epoch(
-        self, members: Set[int], left_out: Iterable[int], last: int
-    ) -> Sequence[Adopt]:
-        """Once all steps to the last are done those who lack the model are told."""
-        lacking = self.lacking(left_out)
-        if not lacking or self._is_told:
-            return ()
-        return self.tell(members, min(members - lacking), last)
-
-    def tell(self, members: Iterable[int], source: int, last: int) -> Sequence[Adopt]:
+    def tell(self, members: Iterable[int], source: int, last: int) -> list[Adopt]:
         """All take the model after the step ``last`` from one rank."""
-        self._is_told = True
+        self.is_told = True
         self.adopting.update(members)
         return [
             Adopt(rank=rank, epoch=self._epoch, window=last, source=source)
@@ -91,7 +73,7 @@ class ModelHandover:
         if not is_due or event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} was to adopt nothing: {event}")
         if is_paused:
-            self._ready.add(event.rank)  # others have yet to say that they are there
+            self.ready.add(event.rank)  # others have yet to say that they are there
         self.adopting.discard(event.rank)
         self._behind.discard(event.rank)
 

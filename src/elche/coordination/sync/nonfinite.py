@@ -72,16 +72,11 @@ class NonFiniteRecord:
 
 @final
 class NonFiniteReports:
-    """The ranks' reports of non-finite values in an epoch."""
+    """The ranks' reports of non-finite values in an epoch, or a generation."""
 
     def __init__(self) -> None:
         self._broken: dict[int, OwnPart] = {}
         self._lost: dict[int, int] = {}
-
-    def clear(self) -> None:
-        """Begins an epoch, or a generation."""
-        self._broken.clear()
-        self._lost.clear()
 
     def take(self, event: StepsDone | EpochLeft) -> None:
         """A rank's report."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from elche.coordination.accounts.metrics import RankReport
 from elche.coordination.protocol.events import EpochLeft, StepsDone
@@ -16,28 +17,21 @@ class Granted:
         start: the first.
         stop: one past the last.
         shares: samples of each rank in each of them, 0 for one that is gone.
-        missing: members that have not reported them.
+        owing: members that take part in them and have yet to report.
         reports: of the others.
         is_settled: ranks of an earlier group hold their result; no more reports come.
         left: ranks whose loop has left the epoch before the end of these steps.
-        left_out: ranks that were not granted them.
         lost: ranks that have died, and whose part is missing.
     """
 
     start: int
     stop: int
     shares: tuple[int, ...]
-    missing: int
+    owing: set[int]
     reports: dict[int, StepsDone] = field(default_factory=dict)
     is_settled: bool = False
     left: set[int] = field(default_factory=set)
-    left_out: tuple[int, ...] = ()
     lost: frozenset[int] = frozenset()
-
-    def owes(self, rank: int) -> bool:
-        """True if a member has yet to report them."""
-        settled = self.is_settled or rank in self.left or rank in self.left_out
-        return not settled and rank not in self.reports
 
     @property
     def steps(self) -> int:
@@ -46,30 +40,22 @@ class Granted:
 
     def work(self) -> list[RankReport]:
         """Work of each rank in the steps; the samples of one that did not report."""
-        done = []
+        counted = {rank: report_of(each) for rank, each in self.reports.items()}
         for rank, share in enumerate(self.shares):
-            report = self.reports.get(rank)
-            if rank in self.lost:
-                continue
-            if report is None:
-                if share and rank not in self.left:
-                    done.append(RankReport(rank=rank, samples=share * self.steps))
-            else:
-                done.append(report_of(report))
-        return done
+            if share and rank not in self.left:
+                silent = RankReport(rank=rank, samples=share * self.steps)
+                counted.setdefault(rank, silent)
+        return [counted[rank] for rank in sorted(counted.keys() - self.lost)]
 
     def missing_parts(self) -> list[tuple[int, int, int]]:
         """(step, first sample, one past the last) of what lost ranks did not bring."""
-        parts = []
-        for rank in sorted(self.lost):
-            share = self.shares[rank] if rank < len(self.shares) else 0
-            start = sum(self.shares[:rank])
-            if share:
-                parts += [
-                    (step, start, start + share)
-                    for step in range(self.start, self.stop)
-                ]
-        return parts
+        stops = list(accumulate(self.shares))
+        return [
+            (step, stops[rank] - share, stops[rank])
+            for rank, share in enumerate(self.shares)
+            if share and rank in self.lost
+            for step in range(self.start, self.stop)
+        ]
 
 
 def report_of(event: StepsDone | EpochLeft) -> RankReport:

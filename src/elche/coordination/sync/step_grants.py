@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import final
 
@@ -104,7 +104,7 @@ class StepGrants:
             ProtocolError: it was not given that.
         """
         rank = report.rank
-        grant = next((each for each in self._granted if each.owes(rank)), None)
+        grant = next((each for each in self._granted if rank in each.owing), None)
         if grant is None:
             raise ProtocolError(f"rank {rank} reports steps it was not granted")
         if (report.start, report.stop) != (grant.start, grant.stop):
@@ -118,13 +118,13 @@ class StepGrants:
                 f"rank {rank} claims {report.samples} samples, granted {samples}"
             )
         grant.reports[rank] = report
-        grant.missing -= 1
+        grant.owing.remove(rank)
         self.fetches_early |= report.unknown == EARLY
 
     def remove(self, rank: int) -> None:
         """A rank is gone: its reports are not waited for any more."""
         for grant in self._granted:
-            grant.missing -= grant.owes(rank)
+            grant.owing.discard(rank)
 
     def leave(self, event: EpochLeft) -> None:
         """A rank's loop has left the epoch: it reports no more, and trains no more.
@@ -132,7 +132,7 @@ class StepGrants:
         Raises:
             ProtocolError: it claims work that it was not given, or no finite times.
         """
-        owed = [grant for grant in self._granted if grant.owes(event.rank)]
+        owed = [grant for grant in self._granted if event.rank in grant.owing]
         samples = sum(
             grant.shares[event.rank] * max(0, min(grant.stop, event.step) - grant.start)
             for grant in owed
@@ -148,13 +148,8 @@ class StepGrants:
                 f"report, granted were {samples}"
             )
         for grant in owed:
-            grant.missing -= 1
+            grant.owing.remove(event.rank)
             grant.left.add(event.rank)
-
-    def silent(self, members: Iterable[int]) -> list[int]:
-        """Members that have not reported the oldest grant."""
-        oldest = self.oldest
-        return [] if oldest is None else [r for r in members if oldest.owes(r)]
 
     def complete(self) -> Granted:
         """All ranks have run the oldest grant, which is committed."""
@@ -169,7 +164,7 @@ class StepGrants:
 
     def measured(self, step_s: float) -> None:
         """The slowest rank takes so long for a step."""
-        self._step_s = step_s
+        self._step_s = step_s or math.inf
 
     def settle(self, done: int, lost: Mapping[int, int]) -> None:
         """The group has changed: steps before ``done`` are done, later ones void.
@@ -186,11 +181,17 @@ class StepGrants:
             for stop in sorted({grant.stop, *inside}):
                 if start >= done:
                     break
-                part = replace(grant, start=start, stop=stop, is_settled=True)
-                if (start, stop) != (grant.start, grant.stop):
-                    part.reports = {}
+                is_whole = (start, stop) == (grant.start, grant.stop)
                 gone = {rank for rank, first in lost.items() if first <= start}
-                part.lost = grant.lost | gone
+                part = replace(
+                    grant,
+                    start=start,
+                    stop=stop,
+                    owing=set(),
+                    reports=grant.reports if is_whole else {},
+                    is_settled=True,
+                    lost=grant.lost | gone,
+                )
                 kept.append(part)
                 start = stop
         self._granted = kept
@@ -202,12 +203,10 @@ class StepGrants:
     def top_up(self, ranks: Collection[int]) -> list[GrantSteps]:
         """Grants steps until the loaders' horizon and two grants are covered."""
         told: list[GrantSteps] = []
-        steps = 1
-        if self._step_s > 0 and math.isfinite(self._step_s):
-            steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
         left_out = self._left_out
         is_single = self.is_single or self._guesses or left_out.is_trying
-        steps = 1 if left_out.is_trying or self.is_single else steps
+        steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
+        steps = 1 if is_single else steps
         while self.ledger.pooled and not left_out.is_leaving:
             ahead = self.ledger.leased(ALL_RANKS)
             oldest = self.oldest.steps if self.oldest is not None else 1
@@ -217,8 +216,7 @@ class StepGrants:
             start, stop, shares = self._next_steps(steps)
             self.until, self._has_said_none = stop, False
             told += self._tell(ranks, start, stop, shares)
-            grant = Granted(start, stop, shares, len(ranks), left_out=left_out.ranks)
-            self._granted.append(grant)
+            self._granted.append(Granted(start, stop, shares, {*ranks}))
         return told
 
     def say_none(self, ranks: Collection[int]) -> list[GrantSteps]:
@@ -250,11 +248,9 @@ class StepGrants:
         start, stop = self.ledger.lease(ALL_RANKS, most, equal_sizes=True)
         return start, stop, trial or self._shares.of(samples, self.world_size)
 
-    def check(self, members: Iterable[int]) -> None:
-        """Asserts that every step is in one place, and who owes what."""
+    def check(self, members: Set[int]) -> None:
+        """Asserts that every step is in one place, and that members owe reports."""
         self.ledger.check()
-        oldest = self.oldest
-        if oldest is not None:
-            assert oldest.start == self.committed_until
-            silent = self.silent(members)
-            assert oldest.is_settled or len(silent) == oldest.missing, oldest
+        if self.oldest is not None:
+            assert self.oldest.start == self.committed_until
+            assert self.oldest.owing <= members

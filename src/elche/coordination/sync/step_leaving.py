@@ -29,7 +29,7 @@ SAME_PASSES = (
 
 @final
 class EarlyEnd:
-    """Ranks that have left the epoch under way, and ranks that wait in a pass.
+    """Ranks that have left an epoch, or a generation, and ranks that wait in a pass.
 
     Args:
         policy: as the user has set it.
@@ -65,13 +65,6 @@ class EarlyEnd:
     def step(self) -> int:
         """Steps that the rank which left last has run."""
         return max(event.step for event in self._left.values())
-
-    def clear(self) -> None:
-        """Begins an epoch."""
-        self._left.clear()
-        for each in (self._begun, self._waits, self._done):
-            each.clear()
-        self._is_settled = False
 
     def done(self, event: StepsDone) -> None:
         """A rank has ended steps.

@@ -49,6 +49,9 @@ class SyncPolicy(Policy):
     Attributes:
         watch: sees each grant's reports, and steps in it, before others are granted;
             its instructions are sent.
+        shares: the members' parts of each step.
+        exclusion: which members take no part in steps.
+        grants: the steps of the epoch.
     """
 
     def __init__(
@@ -58,73 +61,71 @@ class SyncPolicy(Policy):
         times: RankTimes | None = None,
     ) -> None:
         config = settings.config
-        self.watch: Callable[[Sequence[StepsDone], int], list[Instruction]] | None
-        self.watch = None
+        self.watch: Callable[[Sequence[StepsDone], int], list[Instruction]]
+        self.watch = lambda reports, steps: []
         self._members = {member.rank: member.horizon_batches for member in members}
-        self._shares = StepShares(settings, self._members, times)
-        self._left_out = LeftOutRanks([*self._members], settings, self._shares)
-        self._grants = StepGrants(members, settings, self._shares, self._left_out)
-        self._handover = ModelHandover()
+        self.shares = StepShares(settings, self._members, times)
+        self.exclusion = LeftOutRanks([*self._members], settings, self.shares)
+        self.grants = StepGrants(members, settings, self.shares, self.exclusion)
         self._is_deterministic = config.debug.deterministic
-        self._makes_room = self._is_paused = self._is_cut = False
-        self._epoch = -1
-        self._totals = EpochTotals(-1, self._grants.world_size, 0.0)
-        self._left = EarlyEnd(config.policy)
+        self._makes_room = False
+        self._policy = config.policy
+        self._begin(-1, 0.0)
+
+    def _begin(self, epoch: int, now_s: float) -> None:
+        """Nothing of the epoch has happened yet."""
+        self._epoch = epoch
+        self._is_paused = self._is_cut = False
+        self._handover = ModelHandover(epoch)
+        self._totals = EpochTotals(epoch, self.grants.world_size, now_s)
+        self._checks = ModelChecks(f"after step {{at}} of epoch {epoch}")
+        self._left = EarlyEnd(self._policy)
+        self._numbers = NonFiniteReports()
         self._lost: dict[int, int] = {}
         self._returned: list[Range] = []
-        self._numbers = NonFiniteReports()
 
     @property
     def _active(self) -> Set[int]:
         """Members that take part in steps."""
-        members = self._members.keys()
-        left_out = self._left_out.ranks
-        return members - set(left_out) if left_out else members
+        return self._members.keys() - set(self.exclusion.ranks)
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Grants the first steps."""
-        self._epoch = epoch
-        self._grants.begin_epoch(epoch, sizes)
-        self._handover.begin_epoch(epoch)
-        self._totals = EpochTotals(epoch, self._grants.world_size, now_s)
-        self._is_paused = self._is_cut = False
-        self._lost.clear()
-        self._returned.clear()
-        self._left.clear()
-        self._numbers.clear()
-        self._checks = ModelChecks(f"after step {{at}} of epoch {epoch}")
-        told = self._left_out.begin_epoch(epoch, sizes, now_s)
+        self.grants.begin_epoch(epoch, sizes)
+        self._begin(epoch, now_s)
+        told = self.exclusion.begin_epoch(epoch, sizes, now_s)
         return Outcome([*told, *self._top_up()])
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes a report of steps, or a rank's early end of the epoch."""
-        if isinstance(event, EpochLeft):
-            return self._leave(event, now_s)
-        if isinstance(event, EpochCut):
-            self._is_cut = True
-        elif isinstance(event, WindowReduced):
-            self._adopted(event)
-        elif isinstance(event, StepsDone):
-            self._take(event)
-        elif isinstance(event, PassBegun):
-            is_late = event.epoch != self._epoch
-            return Outcome([] if is_late else self._left.begun(event, self._active))
-        else:
-            raise ProtocolError(f"sync: unexpected {type(event).__name__}")
+        match event:
+            case EpochLeft():
+                return self._leave(event, now_s)
+            case PassBegun():
+                is_late = event.epoch != self._epoch
+                return Outcome([] if is_late else self._left.begun(event, self._active))
+            case EpochCut():
+                self._is_cut = True
+            case WindowReduced():
+                self._adopted(event)
+            case StepsDone():
+                self._take(event)
+            case _:
+                raise ProtocolError(f"sync: unexpected {type(event).__name__}")
         return Outcome() if self._is_paused else self._go_on(now_s)
 
     def _go_on(self, now_s: float) -> Outcome:
         """Completes what all have done, grants more, and ends the epoch."""
         outcome = Outcome()
-        grants, ledger = self._grants, self._grants.ledger
+        grants, ledger = self.grants, self.grants.ledger
         while (oldest := grants.oldest) and self._is_complete(oldest):
             outcome.instructions += self._complete(grants.complete(), now_s)
         if self._left:
             outcome.instructions += self._say_none()
             return self._end_early(outcome, now_s)
-        if self._left_out.is_leaving and self.is_drained and ledger.pooled:
-            outcome.instructions += self._left_out.leave()
-            self._handover.leave_out()
+        if self.exclusion.is_leaving and self.is_drained and ledger.pooled:
+            outcome.instructions += self.exclusion.leave()
+            self._handover.is_told = False
         outcome.instructions += self._top_up()
         is_over = ledger.is_done or (self._is_cut and self.is_drained)
         if is_over and not self._is_carrying(outcome):
@@ -137,9 +138,12 @@ class SyncPolicy(Policy):
 
     def _is_carrying(self, outcome: Outcome) -> bool:
         """True if ranks left out have yet to take over the model of this epoch."""
-        last, members = self._grants.until - 1, self._members.keys()
-        outcome.instructions += self._handover.end_epoch(members, self.left_out, last)
-        return bool(self._handover.adopting)
+        handover, members = self._handover, self._members.keys()
+        lacking = handover.lacking(self.exclusion.ranks)
+        if lacking and not handover.is_told:
+            source, last = min(members - lacking), self.grants.until - 1
+            outcome.instructions += handover.tell(members, source, last)
+        return bool(handover.adopting)
 
     @property
     def totals(self) -> EpochTotals:
@@ -149,7 +153,7 @@ class SyncPolicy(Policy):
     @property
     def positions_left(self) -> Runs:
         """Positions of an epoch that was cut, or left, that nobody has trained on."""
-        return tuple(joined([*self._grants.ledger.positions_left(), *self._returned]))
+        return tuple(joined([*self.grants.ledger.positions_left(), *self._returned]))
 
     @property
     def is_cut(self) -> bool:
@@ -159,72 +163,40 @@ class SyncPolicy(Policy):
     @property
     def steps_left(self) -> int:
         """Steps that were not run after ranks have died; else 0."""
-        return max(1, self._grants.ledger.pooled) if self._lost else 0
+        return max(1, self.grants.ledger.pooled) if self._lost else 0
 
     @property
     def loss_limits(self) -> LossLimits:
         """The last rank that has the model, ranks that change groups, early ends."""
-        lacking = self._handover.lacking(self.left_out)
+        lacking = self._handover.lacking(self.exclusion.ranks)
         holders = self._members.keys() - lacking
         return LossLimits(
             sole_holders=holders if lacking and len(holders) == 1 else frozenset(),
-            changing=self._left_out.changing,
+            changing=self.exclusion.changing,
             has_breaks=bool(self._left),
         )
 
     @property
     def is_drained(self) -> bool:
         """True if all ranks have run every granted step, and none has left early."""
-        busy = self._grants or self._is_paused or self._handover.adopting
+        busy = self.grants or self._is_paused or self._handover.adopting
         return not (busy or self._left)
 
     def cut_short(self) -> None:
         """Ends the epoch when granted steps are done: another policy has the rest."""
         self._is_cut = True
 
-    def grant_singly(self, wanted: bool) -> None:
-        """Grants a step only when the last one is done, though loaders wait for it.
-
-        Where steps are slow and may soon be given up, for what was granted ahead is
-        run in any case.
-        """
-        self._grants.is_single = wanted
-
-    def leave_out(
-        self, ranks: tuple[int, ...], with_s: float, without_s: float
-    ) -> Sequence[Instruction]:
-        """Steps are the choice; of seconds as in :meth:`LeftOutRanks.allow`."""
-        return self._left_out.allow(ranks, with_s, without_s)
-
-    def keep_all(self) -> None:
-        """Windows take the place of steps: later ones are of all ranks again."""
-        self._left_out.stop()
-
-    @property
-    def leaves_out(self) -> bool:
-        """True if some ranks are left out of steps, or about to be."""
-        return bool(self.left_out) or self._left_out.is_leaving
-
-    @property
-    def left_out(self) -> tuple[int, ...]:
-        """Ranks that take no part in steps now."""
-        return self._left_out.ranks
-
     def make_room(self, wanted: bool) -> list[Instruction]:
         """No steps are granted while somebody wants the ranks quiet."""
         was_wanted, self._makes_room = self._makes_room, wanted
         return [*self._top_up()] if was_wanted and not wanted else []
-
-    def spare(self, ranks: Sequence[int]) -> None:
-        """Gives these ranks the least share of later steps, so that others get more."""
-        self._shares.spare(ranks)
 
     def remove(self, rank: int) -> None:
         """A rank is gone; nothing is granted until :meth:`regrouped`."""
         self._is_paused = True
         del self._members[rank]
         self._handover.remove(rank)
-        self._grants.remove(rank)
+        self.grants.remove(rank)
         self._follow_members()
 
     def add(self, member: Member) -> None:
@@ -235,7 +207,7 @@ class SyncPolicy(Policy):
 
     def arrived(self, rank: int, lost: Runs) -> None:
         """Before :meth:`regrouped`: a member is in the group; see `Regrouped`."""
-        self._handover.arrived(rank)
+        self._handover.ready.discard(rank)  # it has run its steps in an earlier group
         self._lost.update(lost)
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
@@ -249,9 +221,8 @@ class SyncPolicy(Policy):
             now_s: the time.
         """
         self._is_paused = False
-        self._numbers.clear()
-        self._left.clear()
-        self._grants.settle(max(reduced.values()) + 1, self._lost)
+        self._numbers, self._left = NonFiniteReports(), EarlyEnd(self._policy)
+        self.grants.settle(max(reduced.values()) + 1, self._lost)
         self._is_cut = True
         self._handover.await_steps(self._members.keys())
         return self._go_on(now_s)
@@ -259,21 +230,21 @@ class SyncPolicy(Policy):
     def _adopted(self, event: WindowReduced) -> None:
         self._handover.take(event, is_paused=self._is_paused)
         if not self._lost:
-            self._left_out.carried(event.sync_s)
+            self.exclusion.carried(event.sync_s)
 
     def _follow_members(self) -> None:
-        self._grants.follow(self._members)
-        self._shares.follow(self._members)
-        were_left_out = self._left_out.reset(sorted(self._members))
-        self._handover.follow(self._members.keys(), were_left_out)
+        self.grants.follow(self._members)
+        self.shares.follow(self._members)
+        self._handover.follow(self._members.keys(), self.exclusion.ranks)
+        self.exclusion.reset(sorted(self._members))
 
     def check(self) -> None:
         """Asserts that every step is in one place, and who owes what."""
-        self._grants.check(self._members)
+        self.grants.check(self._members.keys())
         self._handover.check(self._members.keys())
         if not self._left:
             returned = sum(stop - start for start, stop in self._returned)
-            assert self._totals.samples == self._grants.ledger.used_samples - returned
+            assert self._totals.samples == self.grants.ledger.used_samples - returned
 
     def has_left(self, rank: int) -> bool:
         """True if a rank's loop has left the epoch early."""
@@ -286,40 +257,39 @@ class SyncPolicy(Policy):
         if adopting := self._handover.adopting:
             what = "run the steps begun" if self._lost else "take over the model"
             return f"ranks {sorted(adopting)} to {what}"
-        silent = self._grants.silent(self._members)
+        silent = sorted(self.grants.oldest.owing) if self.grants.oldest else []
         return f"steps of ranks {silent} in epoch {self._epoch}"
 
     def _take(self, event: StepsDone) -> None:
         if event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} reports steps it was not granted")
-        self._grants.take(event)
+        self.grants.take(event)
         self._left.done(event)
         self._numbers.take(event)
         self._numbers.check(event.epoch, self._active, is_last=False)
-        self._left_out.see(event)
-        self._shares.limit(event.rank, event.max_samples)
+        self.exclusion.see(event)
+        self.shares.limit(event.rank, event.max_samples)
 
     def _is_complete(self, grant: Granted) -> bool:
         if grant.is_settled:
             return not self._handover.adopting
-        return not grant.missing and bool(grant.reports)
+        return not grant.owing and bool(grant.reports)
 
     def _complete(self, grant: Granted, now_s: float) -> list[Instruction]:
         """All ranks have run steps: counts and measures them."""
         for work in grant.work():
             self._totals.add(grant.stop - 1, work)
         for step, start, stop in grant.missing_parts():
-            first = self._grants.ledger.sizes.position_of(step)
+            first = self.grants.ledger.sizes.position_of(step)
             self._returned.append((first + start, first + stop))
-        self._left_out.completed()
+        self.exclusion.completed()
         self._left.completed(grant.stop)
         reports = [grant.reports[rank] for rank in sorted(grant.reports)]
         told: list[Instruction] = []
         if not grant.is_settled:
             self._checks.compare({report.rank: report.checks for report in reports})
-        if not (grant.is_settled or grant.left):
-            told += self._measure(grant, reports, now_s)
-            if self.watch is not None:
+            if not grant.left:
+                told += self._measure(grant, reports, now_s)
                 told += self.watch(reports, grant.steps)
         sync_s = max((report.sync_wait_s for report in reports), default=0.0)
         first, last, steps = min(self._members), grant.stop - 1, grant.steps
@@ -343,19 +313,19 @@ class SyncPolicy(Policy):
         if not all(report.warm for report in reports) or self._is_deterministic:
             return []
         steps = grant.steps
-        self._shares.measured(reports, steps)
-        self._grants.measured(max(report.busy_s for report in reports) / steps)
-        pooled = self._grants.ledger.pooled
-        return self._left_out.measured(reports, steps, pooled, now_s)
+        self.shares.measured(reports, steps)
+        self.grants.measured(max(report.busy_s for report in reports) / steps)
+        pooled = self.grants.ledger.pooled
+        return self.exclusion.measured(reports, steps, pooled, now_s)
 
     def _top_up(self) -> list[GrantSteps]:
         holds = self._makes_room or self._is_paused
         if holds or self._is_cut or self._left:
             return self._say_none()
-        return self._grants.top_up(self._active)
+        return self.grants.top_up(self._active)
 
     def _say_none(self) -> list[GrantSteps]:
-        return [] if self._lost else self._grants.say_none(self._active)
+        return [] if self._lost else self.grants.say_none(self._active)
 
     def _leave(self, event: EpochLeft, now_s: float) -> Outcome:
         """A loop's early end: granted steps are run, and no others are granted."""
@@ -366,7 +336,7 @@ class SyncPolicy(Policy):
                 f"rank {event.rank} left epoch {event.epoch} while ranks that live "
                 f"formed another group; {event.apart}"
             )
-        self._grants.leave(event)
+        self.grants.leave(event)
         told = self._left.take(event, self._active)
         self._numbers.take(event)
         self._totals.add(max(0, event.step - 1), report_of(event))
@@ -378,7 +348,7 @@ class SyncPolicy(Policy):
         """Ends the epoch when whoever stayed has run what was granted."""
         active = self._active
         staying = self._left.staying(active)
-        grants, handover = self._grants, self._handover
+        grants, handover = self.grants, self._handover
         if (staying and grants) or handover.adopting:
             return outcome
         if staying and grants.fetches_early:
@@ -388,7 +358,7 @@ class SyncPolicy(Policy):
                 f"{EARLY}; leave it after the same step on every rank"
             )
         done = grants.until if staying else self._left.step
-        source = self._left.settle(active, is_needed=bool(self._left_out.ranks))
+        source = self._left.settle(active, is_needed=active != self._members.keys())
         if source is not None:
             outcome.instructions += handover.tell(self._members, source, done - 1)
             return outcome

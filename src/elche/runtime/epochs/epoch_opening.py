@@ -205,11 +205,5 @@ class EpochOpening:
         if in_steps and (wants_keys or self._builds):  # others may be in its steps
             self.steps.say_regrouped(self.epoch)
             return
-        worker.send(
-            Regrouped(
-                rank=worker.rank,
-                generation=worker.groups.generation,
-                epoch=self.epoch,
-                reduced=-1,
-            )
-        )
+        rank, generation = worker.rank, worker.groups.generation
+        worker.send(Regrouped(rank=rank, generation=generation, epoch=self.epoch))

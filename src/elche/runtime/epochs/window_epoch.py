@@ -184,24 +184,23 @@ class WindowEpoch:
             self._act(action)
 
     def _act(self, action: Action) -> None:
-        if action.do is Do.WAIT:
-            self._wait(action)
-        elif action.do is Do.CLOSE:
-            self._close_window()
-        elif action.do is Do.BEGIN:
-            assert isinstance(action.instruction, Reduce)
-            began_s = time.monotonic()
-            self._sync.begin(action.instruction)
-            self._loop.begun()
-            self._held_s += time.monotonic() - began_s
-        elif action.do in (Do.REDUCE, Do.FINISH):
-            assert isinstance(action.instruction, Reduce)
-            self._reduce(action.instruction, is_begun=action.do is Do.FINISH)
-        elif action.do is Do.ADOPT:
-            assert isinstance(action.instruction, Adopt)
-            self._adopt(action.instruction)
-        else:
-            self._regroup()
+        told: Any = action.instruction  # of the kind that is to be done
+        match action.do:
+            case Do.WAIT:
+                self._wait(action)
+            case Do.CLOSE:
+                self._close_window()
+            case Do.BEGIN:
+                began_s = time.monotonic()
+                self._sync.begin(told)
+                self._loop.begun()
+                self._held_s += time.monotonic() - began_s
+            case Do.REDUCE | Do.FINISH:
+                self._reduce(told, is_begun=action.do is Do.FINISH)
+            case Do.ADOPT:
+                self._adopt(told)
+            case _:
+                self._regroup()
 
     def _wait(self, action: Action) -> None:
         began_s = time.monotonic()
@@ -289,10 +288,7 @@ class WindowEpoch:
         now_s = time.monotonic()
         self._worker.timeline.add(f"sync {plan.window}", SYNC, started_s, now_s)
         self._loop.reduced(now_s)
-        if is_begun:
-            held_s += now_s - started_s
-        else:
-            held_s = now_s - started_s
+        held_s = now_s - started_s + (held_s if is_begun else 0.0)
         self._waited_s = self._held_s = 0.0
         norm = result.parameter_norm
         # Of the common model: nothing was trained since, or it is kept apart.
@@ -359,10 +355,6 @@ class WindowEpoch:
                 rank=self._worker.rank,
                 epoch=self._positions.epoch,
                 window=told.window,
-                sync_s=0.0,
-                wait_s=0.0,
-                divergence=0.0,
-                adopted_at=0,
                 parameter_norm=self._hooks.parameter_norm(),
             )
         )
@@ -376,15 +368,16 @@ class WindowEpoch:
                 for batch in range(instruction.start, instruction.stop):
                     self._leased.push(batch, self._positions.index_batch(batch))
             return
-        if isinstance(instruction, CloseWindow) and instruction.drain:
-            self._discard()
-        if isinstance(instruction, EndEpoch):
-            self._leased.end()
-        if isinstance(instruction, Regroup):
-            self._worker.hear_of(instruction)
-        if isinstance(instruction, Reduce):
-            self._last = instruction
-            self._hooks.schedulers.agree(instruction.periods)
+        match instruction:
+            case CloseWindow(drain=True):
+                self._discard()
+            case EndEpoch():
+                self._leased.end()
+            case Regroup():
+                self._worker.hear_of(instruction)
+            case Reduce():
+                self._last = instruction
+                self._hooks.schedulers.agree(instruction.periods)
         self._loop.handle(instruction, time.monotonic())
 
     def _discard(self) -> None:

@@ -372,17 +372,9 @@ class SyncEpoch:
     def _say_taken(self, step: int | None, sync_s: float) -> None:
         """The model is that after a step."""
         assert step is not None
-        self._worker.send(
-            WindowReduced(
-                rank=self._worker.rank,
-                epoch=self._positions.epoch,
-                window=step,
-                sync_s=sync_s,
-                wait_s=0.0,
-                divergence=0.0,
-                adopted_at=0,
-            )
-        )
+        rank, epoch = self._worker.rank, self._positions.epoch
+        taken = WindowReduced(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
+        self._worker.send(taken)
 
     def regroup(self) -> None:
         """Ranks have died: forms the group of the others, and settles what was open."""

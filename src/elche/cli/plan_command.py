@@ -69,8 +69,8 @@ def pipeline(
     is told beside it.
     """
     check_outputs(json_path, csv_path)
-    read = read_toml(path, read_pipeline_file)
-    count = read.microbatches if microbatches is None else microbatches
+    profile, count = read_toml(path, read_pipeline_file)
+    count = count if microbatches is None else microbatches
     if count is None:
         raise ConfigError(
             "give the number of --microbatches, or microbatches = ... in the file"
@@ -81,12 +81,12 @@ def pipeline(
         stages_per_device=stages_per_device,
         use_all_devices=all_devices,
     )
-    found = plan_pipeline(read.profile, config)
+    found = plan_pipeline(profile, config)
     chosen = found.chosen
     write_csv(csv_path, chosen.schedule)
-    write_json(json_path, figures(found, read.profile))
+    write_json(json_path, figures(found, profile))
     if json_path != "-":
         width = shutil.get_terminal_size((100, 24)).columns
         print(draw(chosen.schedule, chosen.timing, chosen.costs, width))
         print(legend(chosen.schedule))
-        print(summary(found, read.profile))
+        print(summary(found, profile))

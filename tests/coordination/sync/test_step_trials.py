@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from elche.coordination.policies import policy_chooser
-from elche.coordination.policy_chooser import PolicyChooser
+from elche.coordination.policy_chooser import PolicyChooser, policy_chooser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -217,7 +217,6 @@ class StagePeers:
         device: torch.device,
         partners: frozenset[int],
         timeout_s: float,
-        way: DeviceWay | None = None,
     ) -> None:
         """Sends tensors of steps from device to device where all ranks can.
 
@@ -227,13 +226,12 @@ class StagePeers:
             device: this rank's.
             partners: ranks with which it shares an edge of the pipeline.
             timeout_s: deadline of forming it.
-            way: None is NCCL.
 
         Raises:
             CommunicationError: the ranks did not come together.
             RemoteRankError: the run has ended.
         """
-        way = way or DeviceWay()
+        way = DeviceWay()
         self._devices = open_device_group(
             self._group,
             device,

@@ -98,26 +98,16 @@ class StagePeers:
             raise
         peers = StagePeers(placement, channel, group, f"pipeline/{number}")
         group.check = peers.waits.check
-        try:
-            peers.share_memory()
+        try:  # memory to the ranks of this host, gloo to the others
+            memory = open_message_memory(
+                *(placement.rank, placement.world_size),
+                lambda text: gather_texts(group, text, "sharing memory"),
+            )
+            peers.transport.connect(memory)
         except BaseException:
             peers.close()
             raise
         return peers
-
-    def share_memory(self) -> None:
-        """Opens memory to the ranks of this host, and gloo to the others; on all ranks.
-
-        Raises:
-            CommunicationError: a rank is gone, or did not come in time.
-            RemoteRankError: the run has ended.
-        """
-
-        def exchange(text: str) -> list[str]:
-            return gather_texts(self._group, text, "sharing memory")
-
-        memory = open_message_memory(self.rank, self.world_size, exchange)
-        self.transport.connect(memory)
 
     @staticmethod
     def decline(placement: Placement, error: BaseException) -> None:

@@ -42,10 +42,14 @@ from tests.pipeline.setup.cases.profiling_cases import (
 CPU = torch.device("cpu")
 
 
+def profiled_of(layers: Any, sample: Any, device: torch.device = CPU) -> Any:
+    return profile_layers(layers_of(layers, None), sample, device)
+
+
 def test_each_part_of_a_layer_is_timed() -> None:
     layers = [Emulated(0.02).double(), Emulated(0.0).double()]
     with virtual_time():
-        slow, fast = profile_layers(layers, batch()[0], CPU, runs=1)
+        slow, fast = profiled_of(layers, batch()[0], CPU)
     assert slow.forward_s == pytest.approx(0.02)
     assert slow.input_gradient_s == pytest.approx(0.02)
     assert slow.weight_gradient_s < 1e-6
@@ -60,7 +64,7 @@ def parametrized() -> nn.Module:
 def test_what_cannot_be_put_off_has_no_weight_gradient(
     make: Callable[[], nn.Module],
 ) -> None:
-    (found,) = profile_layers([make()], torch.randn(4, WIDTH), CPU)
+    (found,) = profiled_of([make()], torch.randn(4, WIDTH), CPU)
     assert found.weight_gradient_s == 0.0
     assert found.input_gradient_s == found.backward_s > 0.0
 
@@ -71,7 +75,7 @@ def test_a_layer_whose_split_costs_too_much_is_not_split(
 ) -> None:
     layers = [SplitsDearly(0.01, share * 0.01)]
     with virtual_time():
-        (found,) = profile_layers(layers, torch.randn(4, WIDTH), CPU)
+        (found,) = profiled_of(layers, torch.randn(4, WIDTH), CPU)
     assert (found.weight_gradient_s > 0.0) == is_split
     more = 1 + share * is_split
     assert found.forward_s == pytest.approx(0.01 * more, rel=1e-4)
@@ -96,7 +100,7 @@ def test_layers_run_as_they_were_planned(ranks2: RankPool) -> None:
 
 def test_bytes_are_those_of_the_tensors() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
-    linear, tanh = profile_layers(model, torch.randn(3, 4), CPU)
+    linear, tanh = profiled_of(model, torch.randn(3, 4), CPU)
     assert linear.parameter_bytes == 4 * (4 * 8 + 8)
     assert linear.output_bytes == tanh.output_bytes == 4 * 3 * 8
     assert linear.activation_bytes == 4 * 3 * 4
@@ -106,7 +110,7 @@ def test_bytes_are_those_of_the_tensors() -> None:
 
 def test_layers_that_begin_in_place_are_measured() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
-    rows = profile_layers(layers, torch.randn(3, 4), torch.device("cpu"), runs=1)
+    rows = profiled_of(layers, torch.randn(3, 4), torch.device("cpu"))
     assert [one.output_bytes for one in rows] == [48, 48, 24]
 
 
@@ -114,7 +118,7 @@ def test_measuring_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
     before = {name: one.clone() for name, one in model.state_dict().items()}
     random = torch.get_rng_state()
-    profile_layers(model, torch.ones(3, 4), CPU)
+    profiled_of(model, torch.ones(3, 4), CPU)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(one.grad is None for one in model.parameters())
     for name, one in model.state_dict().items():
@@ -125,7 +129,7 @@ def test_factories_and_meta_layers_are_measured_without_the_model() -> None:
     with torch.device("meta"):
         meta = nn.Linear(4, 2)
     layers = [lambda: nn.Embedding(5, 4), meta]
-    found = profile_layers(layers, torch.tensor([[1, 2], [3, 4]]), CPU)
+    found = profiled_of(layers, torch.tensor([[1, 2], [3, 4]]), CPU)
     assert [one.parameter_bytes for one in found] == [80, 40]
     assert meta.weight.is_meta
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, final
@@ -18,7 +18,6 @@ from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.step.executor import StepInput, StepResults
-from elche.pipeline.step.inputs import InputReport, LocalInput, check_reports
 
 OF_ALL_REPLICAS = "the settings"
 
@@ -112,7 +111,7 @@ class PipelineCommunicator:
         except Exception as problem:
             raised, error = problem, f"{type(problem).__name__}: {problem}"
         told = self.exchange([what, error, made], what)
-        _check_same_call(told, what)
+        check_same_call(told, what)
         if raised is not None:
             raise raised
         for rank, (_, text, _) in enumerate(told):
@@ -157,35 +156,6 @@ class PipelineCommunicator:
         partners = frozenset[int]().union(*edges) - {self.rank}
         peers.open_devices(parts.given.device, partners, self._timeout_s)
 
-    def begin(
-        self,
-        given: LocalInput,
-        named: Sequence[Collection[str]],
-        groups: ReplicaGroups,
-    ) -> list[InputReport]:
-        """All ranks begin the same call.
-
-        Args:
-            given: what this rank has read of it.
-            named: by rank, the keywords that its layers name.
-            groups: the replicas.
-
-        Returns:
-            The report of each rank.
-
-        Raises:
-            ConfigError: something is wrong on a rank.
-            MismatchError: ranks call different methods.
-        """
-        what = given.report.what
-        told = self.exchange(given.report.as_message(), f"the begin of {what}")
-        _check_same_call(told, what)
-        if given.raised is not None and not isinstance(given.raised, ConfigError):
-            raise given.raised
-        read = [InputReport(*one) for one in told]
-        check_reports(read, named, groups)
-        return read
-
     def run(
         self,
         carry_out: Callable[[StepInput], StepResults],
@@ -222,7 +192,12 @@ def _losses(results: StepResults) -> list[float]:
     return [float(results.losses[index]) for index in sorted(results.losses)]
 
 
-def _check_same_call(told: Sequence[Sequence[Any]], what: str) -> None:
+def check_same_call(told: Sequence[Sequence[Any]], what: str) -> None:
+    """Raises unless all ranks call the same method, whose name they give first.
+
+    Raises:
+        MismatchError: they do not.
+    """
     if any(one[0] != what for one in told):
         calls = ", ".join(f"rank {r}: {one[0]}" for r, one in enumerate(told))
         raise MismatchError(f"ranks call different methods: {calls}")

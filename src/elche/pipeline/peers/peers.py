@@ -98,26 +98,16 @@ class StagePeers:
             raise
         peers = StagePeers(placement, channel, group, f"pipeline/{number}")
         group.check = peers.waits.check
-        try:
-            peers.share_memory()
+        try:  # memory to the ranks of this host, gloo to the others
+            memory = open_message_memory(
+                *(placement.rank, placement.world_size),
+                lambda text: gather_texts(group, text, "sharing memory"),
+            )
+            peers.transport.connect(memory)
         except BaseException:
             peers.close()
             raise
         return peers
-
-    def share_memory(self) -> None:
-        """Opens memory to the ranks of this host, and gloo to the others; on all ranks.
-
-        Raises:
-            CommunicationError: a rank is gone, or did not come in time.
-            RemoteRankError: the run has ended.
-        """
-
-        def exchange(text: str) -> list[str]:
-            return gather_texts(self._group, text, "sharing memory")
-
-        memory = open_message_memory(self.rank, self.world_size, exchange)
-        self.transport.connect(memory)
 
     @staticmethod
     def decline(placement: Placement, error: BaseException) -> None:
@@ -217,7 +207,6 @@ class StagePeers:
         device: torch.device,
         partners: frozenset[int],
         timeout_s: float,
-        way: DeviceWay | None = None,
     ) -> None:
         """Sends tensors of steps from device to device where all ranks can.
 
@@ -227,13 +216,12 @@ class StagePeers:
             device: this rank's.
             partners: ranks with which it shares an edge of the pipeline.
             timeout_s: deadline of forming it.
-            way: None is NCCL.
 
         Raises:
             CommunicationError: the ranks did not come together.
             RemoteRankError: the run has ended.
         """
-        way = way or DeviceWay()
+        way = DeviceWay()
         self._devices = open_device_group(
             self._group,
             device,

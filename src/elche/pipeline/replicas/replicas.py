@@ -11,7 +11,7 @@ share a parameter, such as a language model's embedding, do the same with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import final
 
 import torch
@@ -72,33 +72,23 @@ def agree_on_groups(
 
 
 @final
+@dataclass
 class Replicas:
     """All replicas, as this rank sees them; made by :meth:`join`.
 
-    Args:
+    Attributes:
         groups: their ranks.
         counts: microbatches of each.
         reduction: sums their gradients; None where there is only one.
         buffers: this rank's.
         frozen: this rank's parameters that did not learn when the replicas joined.
-
-    Attributes:
-        counts: microbatches of each.
     """
 
-    def __init__(
-        self,
-        groups: ReplicaGroups,
-        counts: Sequence[int],
-        reduction: GradientReduction | None,
-        buffers: Sequence[SharedBuffers] = (),
-        frozen: Sequence[tuple[str, nn.Parameter]] = (),
-    ) -> None:
-        self.groups = groups
-        self.counts = counts
-        self._reduction = reduction
-        self._buffers = buffers
-        self._frozen = frozen
+    groups: ReplicaGroups
+    counts: Sequence[int]
+    reduction: GradientReduction | None
+    buffers: Sequence[SharedBuffers] = ()
+    frozen: Sequence[tuple[str, nn.Parameter]] = ()
 
     @staticmethod
     def join(
@@ -165,7 +155,7 @@ class Replicas:
     @property
     def copies(self) -> frozenset[int]:
         """Ids of this rank's parameters that a lower rank holds, too."""
-        return frozenset() if self._reduction is None else self._reduction.copies
+        return frozenset() if self.reduction is None else self.reduction.copies
 
     def average_buffers(
         self, communicator: PipelineCommunicator, timeout_s: float
@@ -174,14 +164,14 @@ class Replicas:
 
         See `elche.pipeline.replicas.replica_buffers`.
         """
-        if self._buffers and communicator.peers is not None:
+        if self.buffers and communicator.peers is not None:
             with communicator.ending_on_failure():
-                for one in self._buffers:
+                for one in self.buffers:
                     one.average(communicator.peers, timeout_s)
 
     def late_learner(self) -> str:
         """Fault of a parameter that began to learn late; "" if there is none."""
-        for name, one in self._frozen:
+        for name, one in self.frozen:
             if one.requires_grad:
                 return (
                     f"parameter {name} on rank {self.groups.rank} was frozen when the "
@@ -201,7 +191,7 @@ class Replicas:
         self, carry_out: Callable[[StepInput], StepResults], shares: ReplicaShares
     ) -> Callable[[StepInput], StepResults]:
         """Function for this rank's part of a step, reduction included."""
-        reduction, has_batch = self._reduction, bool(shares.mine)
+        reduction, has_batch = self.reduction, bool(shares.mine)
         if reduction is None:
             return carry_out
         return lambda given: reduction.run(carry_out, given, has_batch)

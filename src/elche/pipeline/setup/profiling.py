@@ -24,7 +24,7 @@ from torch import nn
 from elche.comm.transport.message_memory import IncomingMemory, OutgoingMemory
 from elche.comm.transport.messages import Message, Packed
 from elche.comm.transport.shared_memory import may_share_memory
-from elche.pipeline.setup.building import LayerList, layers_of
+from elche.pipeline.setup.building import LayerList
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer, Stage
 from elche.pipeline.trees import as_plain, as_tensors, flatten, unflatten
@@ -72,7 +72,7 @@ class LayerMeasurement:
 
 
 def profile_layers(
-    layers: Any, sample: Any, device: torch.device, runs: int = RUNS
+    layers: LayerList, sample: Any, device: torch.device
 ) -> list[LayerMeasurement]:
     """Times forward, input gradient and weight gradient of each layer.
 
@@ -81,25 +81,23 @@ def profile_layers(
     copies of a small one.
 
     Args:
-        layers: an nn.Sequential, a list of modules or factories, or a `LayerList`.
+        layers: of the model.
         sample: one microbatch of the first layer's input.
         device: where to measure.
-        runs: timed runs of each, after one that is not.
 
     Raises:
         ConfigError: a layer cannot be built, or returns no tensor.
     """
-    listed = layers if isinstance(layers, LayerList) else layers_of(layers, None)
     sample = as_tensors(sample, "the sample")
     tensors, structure = flatten(sample, "the sample")
     given = Message(tuple(tensors), structure, (False,) * len(tensors))
     measured: list[LayerMeasurement] = []
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        for index in range(len(listed)):
-            turns = _turns(listed, index, device)
+        for index in range(len(layers)):
+            turns = _turns(layers, index, device)
             given = _on(given, device)
-            found, given = _measure(turns, listed.unpacks, given, device, runs)
+            found, given = _measure(turns, layers.unpacks, given, device)
             measured.append(found)
     return measured
 
@@ -136,7 +134,6 @@ def _measure(
     unpacks: bool,
     given: Message,
     device: torch.device,
-    runs: int,
 ) -> tuple[LayerMeasurement, Message]:
     """Times a layer; returns what it hands on, too."""
     layer = turns[0]
@@ -147,7 +144,7 @@ def _measure(
     )
     rows: list[tuple[float, ...]] = []
     with contextlib.closing(_Loop(device)) as loop:
-        for _ in range(WARM_RUNS + runs):
+        for _ in range(WARM_RUNS + RUNS):
             rows.append(
                 (
                     *_timed(split, given, device, loop),

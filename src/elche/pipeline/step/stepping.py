@@ -7,8 +7,9 @@ from typing import Any, final
 
 import torch
 
+from elche.errors import ConfigError
 from elche.pipeline.checkpoints.loader_passes import LoaderPasses
-from elche.pipeline.peers.communicator import PipelineCommunicator
+from elche.pipeline.peers.communicator import PipelineCommunicator, check_same_call
 from elche.pipeline.replicas.replica_groups import (
     ReplicaGroups,
     ReplicaShares,
@@ -21,7 +22,9 @@ from elche.pipeline.step.executor import Executor, StepInput, StepResults
 from elche.pipeline.step.inputs import (
     COMPARED_STEPS,
     Call,
+    InputReport,
     LocalInput,
+    check_reports,
     read_call,
     warn_of_other_batch,
 )
@@ -154,7 +157,13 @@ class Stepping:
         compares = is_step and self.steps < COMPARED_STEPS
         may_rest, trouble = self.groups.are_several, self.replicas.late_learner()
         given = read_call(call, self.parts, may_rest, trouble, compares)
-        reports = self.communicator.begin(given, self._named, self.groups)
+        report, what = given.report.as_message(), f"the begin of {call.what}"
+        told = self.communicator.exchange(report, what)
+        check_same_call(told, call.what)
+        if given.raised is not None and not isinstance(given.raised, ConfigError):
+            raise given.raised
+        reports = [InputReport(*one) for one in told]
+        check_reports(reports, self._named, self.groups)
         if compares:
             warn_of_other_batch(reports, self.parts)
         for runner in self.parts.stages.values():

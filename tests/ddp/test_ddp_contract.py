@@ -124,6 +124,7 @@ def test_weights(ranks2: RankPool, case: str, weights: list[float]) -> None:
         ("codec", r"has no argument codec; compress gradients by register_comm_hook"),
         ("precision", r"has no argument mixed_precision; run the model under"),
         ("only torch's", r"^made$"),
+        ("cap", r"expected bucket_cap_mb of 0 or more, got -1\.0"),
         ("strategy", r"unknown strategy 'eager'; expected one of: overlapped"),
     ],
 )

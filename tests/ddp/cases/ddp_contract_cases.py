@@ -227,6 +227,8 @@ def refused(case: str) -> str:
         options["mixed_precision"] = object()
     elif case == "only torch's":
         options = {"mixed_precision": None, "batched_grad_copy": True}
+    elif case == "cap":
+        options["bucket_cap_mb"] = -1.0
     elif case == "strategy":
         options["strategy"] = "eager"
     with torch_world():

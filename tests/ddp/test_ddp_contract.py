@@ -240,11 +240,6 @@ def test_what_was_accumulated_counts_without_a_last_batch(ranks2: RankPool) -> N
         assert weights == (4.0, 4.0)
 
 
-def test_one_rank_alone(ranks2: RankPool) -> None:
-    for found, own in ranks2.run(cases.one_rank, case_setup=meeting):
-        same(found, own, 1e-15)
-
-
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 @pytest.mark.parametrize(
     ("name", "bound"), [("allreduce_hook", 1e-6), ("bf16_compress_hook", 2e-2)]

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker
 
 from elche.errors import ConfigError
 from elche.torch_internals import lookup
+from elche.torch_internals.batches import as_if_alone
 from elche.torch_internals.lookup import INTERNALS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,6 +59,16 @@ def test_a_name_that_is_gone_is_refused_where_it_is_needed(
     assert f"torch {torch.__version__} has no torch._gone, which does" in caplog.text
     with pytest.raises(ConfigError, match=r"a torch that has torch\._gone, which does"):
         gone(1, a=2)
+
+
+def test_a_stream_sees_no_loader_worker_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    info = object()
+    monkeypatch.setattr(worker, "_worker_info", info)
+    with as_if_alone():
+        assert get_worker_info() is None
+    assert get_worker_info() is info
 
 
 def _private(text: str) -> bool:

@@ -44,11 +44,10 @@ def test_bars_show_task_and_detail() -> None:
     assert "loss 1.50" in text
 
 
-def test_the_terminal_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_progress(terminal=False) as progress:
-        assert isinstance(progress, LogProgress)
-    monkeypatch.setattr("sys.stderr", io.StringIO())
+@pytest.mark.parametrize(("is_terminal", "kind"), [(0, LogProgress), (1, BarProgress)])
+def test_the_terminal_decides(
+    is_terminal: int, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: bool(is_terminal))
     with open_progress() as progress:
-        assert isinstance(progress, LogProgress)
-    with open_progress(terminal=True) as progress:
-        assert isinstance(progress, BarProgress)
+        assert type(progress) is kind

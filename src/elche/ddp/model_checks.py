@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -90,6 +91,9 @@ def compare(
     """
     for name, choices in CHOICES.items():
         check_choice(name, settings[name], choices)
+    cap = settings["bucket_cap_mb"]
+    if cap is not None and not 0 <= cap < math.inf:
+        raise ConfigError(f"expected bucket_cap_mb of 0 or more, got {cap!r}")
     kinds = {parameter.device.type for parameter in model.parameters()}
     own: dict[str, Any] = {
         "device": " and ".join(sorted(kinds)),

@@ -110,11 +110,6 @@ class BarProgress(LogProgress):
         self._progress.stop()
 
 
-def open_progress(terminal: bool | None = None) -> LogProgress:
-    """Bars on standard error if it is a terminal, otherwise lines in the log.
-
-    Args:
-        terminal: whether it is one; None to look.
-    """
-    is_terminal = sys.stderr.isatty() if terminal is None else terminal
-    return BarProgress() if is_terminal else LogProgress()
+def open_progress() -> LogProgress:
+    """Bars on standard error if it is a terminal, otherwise lines in the log."""
+    return BarProgress() if sys.stderr.isatty() else LogProgress()

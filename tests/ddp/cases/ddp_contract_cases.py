@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
@@ -227,6 +226,8 @@ def refused(case: str) -> str:
         options["mixed_precision"] = object()
     elif case == "only torch's":
         options = {"mixed_precision": None, "batched_grad_copy": True}
+    elif case == "cap":
+        options["bucket_cap_mb"] = -1.0
     elif case == "strategy":
         options["strategy"] = "eager"
     with torch_world():
@@ -416,17 +417,6 @@ def accumulate_then_join() -> Any:
         assert reduction is not None
         assert reduction.wait_s > 0.0
         return gradients_of(ddp.module), reduction.weights
-
-
-def one_rank() -> Any:
-    """Each rank in a group of its own."""
-    with torch_world():
-        groups = [dist.new_group([rank]) for rank in range(this_place().world_size)]
-        ddp = DistributedDataParallel(
-            build("mlp"), process_group=groups[this_place().rank]
-        )
-        backward(ddp)
-        return gradients_of(ddp.module), local_gradients(ddp.module)
 
 
 def by_a_hook(name: str, loss: str) -> list[Any]:

@@ -7,7 +7,6 @@ that both must come to the same.
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -213,15 +212,6 @@ def averaged_copy(wrapper: Any) -> Found:
     return {"out": out, **end_of(average.module.module)}
 
 
-def saved_as_a_whole(wrapper: Any) -> Found:
-    ddp, file = wrapper(build("mlp")), io.BytesIO()
-    torch.save(ddp, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    with torch.no_grad():
-        return {"out": loaded(batch_of(0, 9)[0])}
-
-
 def compiled(wrapper: Any) -> Found:
     """`torch.compile` around the wrapper and inside it."""
     model = build("mlp")
@@ -245,7 +235,6 @@ SCRIPTS: dict[str, Callable[[Any], Found]] = {
         caches,
         chained,
         averaged_copy,
-        saved_as_a_whole,
         compiled,
     )
 }

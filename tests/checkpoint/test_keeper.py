@@ -48,12 +48,6 @@ def saved(folder: Path) -> None:
     elche.shutdown()
 
 
-def test_an_empty_folder_is_a_fresh_run(tmp_path: Path) -> None:
-    set_up()
-    assert not elche.resume(tmp_path / "none")
-    assert list(elche.epochs(2)) == [0, 1]
-
-
 def test_a_file_and_a_damaged_folder_are_said_to_begin_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,7 +18,6 @@ import elche
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.data.stream_data import StreamView, by_position
 from elche.runtime.data.stream_reader import Stamp, StreamReader, fingerprint
-from elche.trainer.trainer_config import TrainerConfig
 from tests.harness.settings import nested
 
 
@@ -82,19 +81,6 @@ def test_any_positions_in_any_order_give_the_same_samples(
     for epoch, positions in reads:
         assert one.read(epoch, positions).data == [whole[epoch][p] for p in positions]
         one = pickle.loads(pickle.dumps(one)) if len(positions) % 2 else one
-
-
-def test_it_is_read_forward_once_and_again_only_to_go_back() -> None:
-    stream = Drawn(10)
-    one = reader(stream, 10)
-    one.read(0, [1, 2])
-    one.read(0, [7])
-    one.read(0, [9])
-    assert len(stream.opened) == 1
-    assert [number for number, _ in one.read(0, [3]).data] == [3]
-    assert len(stream.opened) == 2
-    one.read(1, [3])
-    assert len(stream.opened) == 3
 
 
 class Counting(Drawn):
@@ -299,56 +285,3 @@ def test_on_one_device_a_seed_draws_by_position() -> None:
         )
     ]
     assert draws[0] == draws[1]
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_stream_of_unknown_length_may_have_a_seed_on_one_device() -> None:
-    loader = set_up(DataLoader(Endless(), 4), seed=5)
-    first = next(iter(loader))
-    assert first[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_trainer_trains_on_a_stream() -> None:
-    seen: list[float] = []
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        seen.extend(batch[:, 0].tolist())
-        out: torch.Tensor = model(batch).mean()
-        return out
-
-    result = elche.Trainer(
-        lambda: nn.Linear(1, 1),
-        lambda parameters: torch.optim.SGD(parameters, lr=1e-9),
-        loss,
-        dataset=Endless(),
-        samples_per_epoch=6,
-        batch_size=4,
-        epochs=2,
-    ).fit()
-    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] * 2
-    assert [record.samples for record in result.history] == [6, 6]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"dataset": Endless()}, "IterableDataset with __len__ or samples_per_epoch"),
-        ({"dataset": Drawn(0)}, "the dataset is empty"),
-        (
-            {"dataset": Drawn(8), "samples_per_epoch": 0},
-            "expected samples_per_epoch to be an int >= 1, got 0",
-        ),
-        (
-            {"dataset": MAPPED.dataset, "samples_per_epoch": 4},
-            "samples_per_epoch is only for an IterableDataset",
-        ),
-        (
-            {"dataset": Drawn(8), "eval_dataset": Drawn(8)},
-            "expected eval_dataset to be map-style, got an IterableDataset",
-        ),
-    ],
-)
-def test_what_a_trainer_refuses(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        TrainerConfig(**({"batch_size": 4, "epochs": 1} | options))

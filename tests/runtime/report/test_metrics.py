@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import elche
 from elche.errors import ConfigError
@@ -127,96 +123,6 @@ def test_the_norm_of_the_parameters_is_told_each_epoch(
     assert first == second
     assert first[0] == pytest.approx(first[1], rel=1e-5)
     assert first[1][0] != first[1][1]
-
-
-@dataclass
-class Fitted:
-    """What a rank's Trainer told."""
-
-    history: list[Any]
-    windows: int
-    threads: set[bool]
-    checkpoints: list[tuple[int, int]]
-    rates: set[float]
-
-
-def _fit(policy: str) -> Fitted:
-    """Trains with a rate so small that the loss stays what it was."""
-    data = TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1))
-    seen: list[elche.monitor.WindowMetrics] = []
-    training = threading.current_thread()
-    threads: set[bool] = set()
-    checkpoints: list[tuple[int, int]] = []
-    rates: set[float] = set()
-
-    def optimizer_fn(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(parameters, lr=1e-30)
-        optimizer.register_step_pre_hook(
-            lambda chosen, *_: rates.add(chosen.param_groups[0]["lr"])
-        )
-        return optimizer
-
-    def on_window(metrics: elche.monitor.WindowMetrics) -> None:
-        seen.append(metrics)
-        threads.add(threading.current_thread() is training)
-
-    result = elche.Trainer(
-        lambda: nn.Linear(1, 1),
-        optimizer_fn,
-        lambda model, batch: (model(batch[0]) * 0.0 + batch[0]).mean(),
-        dataset=data,
-        batch_size=8,
-        epochs=EPOCHS,
-        policy=policy,
-        lr_scale="linear",
-        on_window_end=on_window,
-        on_checkpoint=lambda epoch, state: checkpoints.append(
-            (epoch, state["samples"])
-        ),
-    ).fit()
-    return Fitted(result.history, len(seen), threads, checkpoints, rates)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_trainer_tells_every_rank_the_same(ranks2: RankPool, policy: str) -> None:
-    first, second = ranks2.run(_fit, policy, case_setup=serve_in_thread, env=TWO_TO_ONE)
-    for mine, other in zip(first.history, second.history, strict=True):
-        assert mine.train_loss == other.train_loss == pytest.approx((SAMPLES - 1) / 2)
-        assert mine.scalars == other.scalars == {"loss": mine.train_loss}
-        assert (mine.samples, mine.shares) == (SAMPLES, other.shares)
-        assert mine.busy_s == other.busy_s
-        assert mine.sync_wait_s == other.sync_wait_s
-        assert len(mine.sync_wait_s) == len(mine.data_wait_s) == 2
-    assert first.windows >= EPOCHS
-    assert first.threads == {True}
-    assert (second.windows, second.checkpoints) == (0, [])
-    assert first.checkpoints == [(0, SAMPLES), (1, 2 * SAMPLES)]
-    assert first.rates == second.rates == {1e-30}
-
-
-def _leave_early(policy: str) -> list[dict[str, float]]:
-    """Breaks out of the first epoch, having logged what is in no later one."""
-    model, optimizer, loader = build(Task(samples=64, batch_size=8))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
-    for epoch in range(2):
-        for number, (x, y, _, _) in enumerate(loader):
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            elche.log_scalar("epoch", epoch)
-            if epoch == 0 and number == 1:
-                break
-    scalars = elche.epoch_metrics(epoch=1).scalars
-    elche.shutdown()
-    return [scalars]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_a_broken_epoch_logged_is_in_no_other(
-    ranks2: RankPool, policy: str
-) -> None:
-    outcomes = ranks2.run(_leave_early, policy, case_setup=serve_in_thread)
-    assert outcomes == [[{"epoch": 1.0}]] * 2
 
 
 @dataclass

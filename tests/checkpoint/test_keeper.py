@@ -84,15 +84,6 @@ for _ in elche.epochs(1):
     assert CheckpointStore(tmp_path).newest() is not None
 
 
-def test_a_run_with_no_epochs_left_has_no_metrics(tmp_path: Path) -> None:
-    saved(tmp_path)
-    set_up()
-    assert elche.resume(tmp_path)
-    assert not list(elche.epochs(1))
-    with pytest.raises(ConfigError, match="resumed run has none of epochs that ended"):
-        elche.epoch_metrics()
-
-
 def test_between_epochs_the_next_one_follows(tmp_path: Path) -> None:
     saved(tmp_path)
     model, _, loader = set_up()

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 import elche
@@ -95,34 +94,6 @@ def test_windows_of_rank_0_add_up_to_the_epochs(ranks2: RankPool, policy: str) -
         assert sum(each.synchronisations for each in mine) == epoch.synchronisations
         weighted = sum(each.scalars["index"] * each.samples for each in mine)
         assert weighted / SAMPLES == pytest.approx((SAMPLES - 1) / 2, rel=1e-9)
-
-
-def _norms(policy: str) -> tuple[list[float | None], list[float]]:
-    """The parameters' norm at the end of each epoch: as told, and as it is."""
-    model, optimizer, loader = build(Task(samples=64, batch_size=8))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
-    told: list[float | None] = []
-    held: list[float] = []
-    for epoch in range(EPOCHS):
-        for x, y, _, _ in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        told.append(elche.epoch_metrics(epoch).parameter_norm)
-        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-        held.append(float(flat.norm()))
-    elche.shutdown()
-    return told, held
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_norm_of_the_parameters_is_told_each_epoch(
-    ranks2: RankPool, policy: str
-) -> None:
-    first, second = ranks2.run(_norms, policy, case_setup=serve_in_thread)
-    assert first == second
-    assert first[0] == pytest.approx(first[1], rel=1e-5)
-    assert first[1][0] != first[1][1]
 
 
 @dataclass

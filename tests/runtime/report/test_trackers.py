@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,13 +99,6 @@ def test_a_run_on_one_device_is_logged_at_its_steps() -> None:
         for name, value in values.items()
     ]
     assert by_scalar.flushes == 2
-
-
-def test_a_loss_that_is_nan_is_logged_as_such() -> None:
-    writer = LogWriter()
-    elche.log_to(writer)
-    train(epochs=1, loss=math.nan)
-    assert math.isnan(writer.logged[0][0]["loss"])
 
 
 def test_a_writer_that_fails_is_left_out_and_training_goes_on(

@@ -197,32 +197,6 @@ def test_schedules_end_where_one_device_ends(
         assert on_the_way == sorted(on_the_way)
 
 
-def _steps(steps: int) -> tuple[int, float]:
-    model, optimizer, loader = build(TASK)
-    schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, policy="async", schedulers=[schedule]
-    )
-    for x, y, *_ in loader.steps(steps):
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    elche.shutdown()
-    return schedule.last_epoch, schedule.get_last_lr()[0]
-
-
-def test_a_loop_of_steps_ends_its_schedule(ranks2: RankPool) -> None:
-    """Whose last epoch is cut."""
-    optimizer = build(TASK)[1]
-    plain = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=BATCHES + 3)
-    for _ in range(BATCHES + 3):
-        optimizer.step()
-        plain.step()
-    ended = ranks2.run(_steps, BATCHES + 3, case_setup=serve_in_thread)
-    assert ended == [(BATCHES + 3, plain.get_last_lr()[0])] * 2
-
-
 def test_what_is_no_scheduler_is_refused() -> None:
     model, optimizer, loader = build(TASK)
     said = r"expected a scheduler of torch\.optim\.lr_scheduler, got function"

@@ -212,10 +212,12 @@ class FollowedSchedulers:
     def _take(self, due: list[int]) -> None:
         for at, count in enumerate(due):
             for _ in range(count):
-                with warnings.catch_warnings():
-                    if not self.steps[at].has_called:  # a rank that has taken none
-                        advice = "Detected call of `lr_scheduler.step"
-                        warnings.filterwarnings("ignore", advice, UserWarning)
+                if self.steps[at].has_called:
+                    self._step(at)
+                    continue
+                with warnings.catch_warnings():  # on a rank that has taken none
+                    advice = "Detected call of `lr_scheduler.step"
+                    warnings.filterwarnings("ignore", advice, UserWarning)
                     self._step(at)
 
     def _step(self, at: int, *args: Any, **named: Any) -> None:

@@ -48,12 +48,6 @@ def saved(folder: Path) -> None:
     elche.shutdown()
 
 
-def test_an_empty_folder_is_a_fresh_run(tmp_path: Path) -> None:
-    set_up()
-    assert not elche.resume(tmp_path / "none")
-    assert list(elche.epochs(2)) == [0, 1]
-
-
 def test_a_file_and_a_damaged_folder_are_said_to_begin_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,15 +82,6 @@ for _ in elche.epochs(1):
 """
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
     assert CheckpointStore(tmp_path).newest() is not None
-
-
-def test_a_run_with_no_epochs_left_has_no_metrics(tmp_path: Path) -> None:
-    saved(tmp_path)
-    set_up()
-    assert elche.resume(tmp_path)
-    assert not list(elche.epochs(1))
-    with pytest.raises(ConfigError, match="resumed run has none of epochs that ended"):
-        elche.epoch_metrics()
 
 
 def test_between_epochs_the_next_one_follows(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.runtime.cases.compiled_cases import compiled_run
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("how", ["before", "method", "after"])
+@pytest.mark.parametrize("how", ["before", "after"])
 def test_shares_of_several_sizes_are_compiled_for_at_once(
     ranks2: RankPool, how: str
 ) -> None:
@@ -27,10 +27,3 @@ def test_shares_of_several_sizes_are_compiled_for_at_once(
         assert len(sizes - {1}) >= 2
         # Dynamo compiles for a batch of one apart, whatever it is told.
         assert graphs <= (2 if how == "after" else 1) + (1 in sizes)
-
-
-def test_fixed_shares_are_compiled_as_they_are(ranks2: RankPool) -> None:
-    """A fixed size compiles to faster code: the tail's has its own."""
-    found = ranks2.run(compiled_run, "before", "fixed", case_setup=serve_in_thread)
-    assert [sizes for _, sizes in found] == [{7, 3}, {5, 1}]
-    assert [graphs for graphs, _ in found] == [2, 2]

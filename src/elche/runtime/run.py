@@ -183,11 +183,7 @@ class Run:
         return bool(self.reports) and self.reports[-1].is_early
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this rank's run between epochs, beside model and optimizer.
-
-        Raises:
-            ProtocolError: the parameters have moved since the last one ended.
-        """
+        """State of this rank's run between epochs, beside model and optimizer."""
         held = self._synchroniser.windows or self._synchroniser.reducer
         return {
             "samples": self._samples_resumed + self._epochs.samples_kept,
@@ -263,12 +259,7 @@ class Run:
         }
 
     def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's state; with all ranks.
-
-        Raises:
-            ConfigError: an epoch has begun.
-            MismatchError: a rank's state does not fit.
-        """
+        """Goes on from a checkpoint's state; with all ranks."""
         self._epochs.load_state_dict(epochs)
         self._epochs.share_generators()
         self.load_state_dict(state)
@@ -279,35 +270,17 @@ class Run:
         return self.worker.is_new
 
     def hand_over(self) -> dict[str, Any]:
-        """State for ranks that join, beside a checkpoint's contents.
-
-        Raises:
-            ConfigError: the loop does something that cannot be handed over.
-        """
+        """State for ranks that join, beside a checkpoint's contents."""
         return self._epochs.hand_over()
 
     def join(self) -> None:
-        """Joins the run under way: waits for the others to pause, and takes over.
-
-        Raises:
-            MismatchError: what they hold does not fit this script.
-            CommunicationError: the run is over.
-        """
+        """Joins the run under way: waits for the others to pause, and takes over."""
         self._epochs.join()
 
     def take_over(
         self, state: dict[str, Any], epochs: dict[str, Any], info: Mapping[str, Any]
     ) -> None:
-        """Goes on from where another rank stands; only this one does.
-
-        Args:
-            state: of the run.
-            epochs: of its epochs.
-            info: that one's `hand_over`.
-
-        Raises:
-            MismatchError: other parameters are trained here.
-        """
+        """Goes on from where another rank stands, by its `hand_over`; only this one."""
         self._epochs.take_over(epochs, info)
         if self._synchroniser.windows is not None:
             self._synchroniser.windows.load_state_dict(state["averaging"])
@@ -394,19 +367,11 @@ class Run:
         self.collectives.barrier(name)
 
     def follow(self, scheduler: LRScheduler) -> None:
-        """Lets a scheduler follow the run's progress in windows.
-
-        Raises:
-            ConfigError: inside the loop.
-        """
+        """Lets a scheduler follow the run's progress in windows."""
         self._observer.schedulers.add(scheduler)
 
     def epoch(self, steps: int = -1) -> Iterator[Any]:
-        """Opens the next epoch on all ranks and hands out this rank's part.
-
-        Args:
-            steps: of the epoch at most; -1 for all of it.
-        """
+        """Opens the next epoch, of so many steps at most; yields this rank's part."""
         return self._epochs.iterate(steps)
 
     def leave(self) -> None:

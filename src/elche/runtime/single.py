@@ -173,11 +173,7 @@ class SingleRun:
         }
 
     def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's state.
-
-        Raises:
-            ConfigError: an epoch has begun, or its samples cannot be told apart.
-        """
+        """Goes on from a checkpoint's state."""
         if self._epoch >= 0:
             raise ConfigError(
                 "expected elche.resume() before the first epoch, got it after "
@@ -226,11 +222,7 @@ class SingleRun:
         return max(0, math.ceil(steps - self.progress_steps))
 
     def epoch(self, steps: int = -1) -> Iterator[Any]:
-        """Begins the next epoch and hands out its batches.
-
-        Args:
-            steps: of the epoch at most; -1 for all of it.
-        """
+        """Begins the next epoch, of so many steps at most; yields its batches."""
         if not self._training.pauses.begin_pass():
             self._end_epoch()  # of an iterator that somebody still holds
             return

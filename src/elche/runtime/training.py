@@ -80,20 +80,10 @@ class Pauses:
         return False
 
     def cut(self, *, is_end: bool) -> None:
-        """The epoch is cut, on every rank: all is in the model that they hold.
-
-        Args:
-            is_end: it does not go on.
-        """
+        """The epoch is cut, on every rank, for good if ``is_end``."""
 
     def hand_over(self, group: Group, source: int, is_new: bool) -> None:
-        """Sends the state to ranks that join where an epoch is cut; with all ranks.
-
-        Args:
-            group: of all that are there now.
-            source: who sends.
-            is_new: this rank joins, and takes it over.
-        """
+        """Sends the state of ``source`` to ranks that join; with all ranks."""
         raise ProtocolError("nothing that a rank could take over is kept here")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections import deque
 from typing import Any
@@ -100,10 +99,6 @@ def test_what_takes_no_batch_is_refused_at_once(weight_of: Any, said: str) -> No
         BatchWeights(weight_of, 0)
 
 
-def test_functions_that_do_not_tell_their_arguments_are_asked() -> None:
-    assert BatchWeights(operator.itemgetter("n"), 0).of({"n": 2}, "a batch") == 2.0
-
-
 @pytest.mark.parametrize(
     ("batch", "failed", "what"),
     [
@@ -117,11 +112,3 @@ def test_a_function_that_fails_is_named(batch: Any, failed: str, what: str) -> N
     said = f"rank 2: weight_of failed for batch 0 of epoch 1, which is {what}: {failed}"
     with pytest.raises(ConfigError, match=said):
         weights.of(batch, "batch 0 of epoch 1")
-
-
-def test_without_a_function_there_is_no_weight() -> None:
-    batches, positions = leased(None)
-    batches.push(0, positions.index_batch(0))
-    assert batches.take() is not None
-    assert batches.weight is None
-    batches.finish(is_over=True)

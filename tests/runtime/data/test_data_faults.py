@@ -102,7 +102,6 @@ def test_data_may_grow_between_epochs_on_every_rank(
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"ranks": (1,), "length": 41}, "the data set has 41 samples on this rank"),
-    ({"ranks": (1,), "length": 20}, "the data set has 20 samples on this rank"),
     (
         {"ranks": (0,), "length": 20},
         "epoch 1 was drawn on rank 0 with 20, up to number 19",
@@ -113,7 +112,6 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"sampler": True}, "the sampler yields no batch: the dataset is empty"),
     ({"ranks": (1,), "broken": True}, "cannot be read"),
-    ({"ranks": (1,), "broken": True, "num_workers": 2}, "cannot be read"),
 ]
 
 
@@ -132,33 +130,3 @@ def test_faults_are_named_on_every_rank(
     assert all(says in error for error in errors), errors
     own = [error for error in errors if "RemoteRankError" not in error]
     assert len(own) == 1, errors
-
-
-def _go_on(policy: str) -> None:
-    """Catches what the data raise on rank 1, and begins the next epoch."""
-    data = Changing(32, elche.rank() == 1)
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
-    with failing_together():
-        model, optimizer, ours = elche.setup(
-            model, optimizer, DataLoader(data, 4), policy=policy
-        )
-        for _ in range(2):
-            try:
-                for batch in ours:
-                    model(batch).mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            except OSError:
-                continue
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_loop_cannot_go_on_after_an_error_in_the_data(
-    ranks2: RankPool, policy: str
-) -> None:
-    outcomes = ranks2.run(
-        _go_on, policy, case_setup=serve_in_thread, expect_failure=True
-    )
-    for outcome in outcomes:
-        assert "epoch 0 was broken off on rank 1 by OSError" in str(outcome.error)

@@ -27,13 +27,11 @@ NEW_RANKS = True
 
 KINDS = [
     ("normalising", 0, "sync"),
-    ("normalising", 2, "sync"),
     ("normalising", 2, "cadence"),
     ("normalising stream", 0, "sync"),
     ("filtering", 0, "sync"),
     ("filtering", 2, "async"),
     ("endless", 0, "sync"),
-    ("infinite", 2, "sync"),
     ("infinite", 0, "cadence"),
 ]
 
@@ -77,10 +75,8 @@ def test_what_is_not_one_for_one_is_refused(
 
 
 LOOPS = [
-    ("in a thread", "sync", "iterated in another thread"),
     ("in a thread", "cadence", "iterated in another thread"),
     ("update_bn", "sync", "give update_bn the plain"),
-    ("update_bn", "cadence", "give update_bn the plain"),
     ("update_bn, plain", "sync", "^$"),
     ("evaluated", "sync", "^$"),
 ]
@@ -93,7 +89,7 @@ def test_loops(ranks2: RankPool, loop: str, policy: str, says: str) -> None:
     assert all(re.search(says, each.error) for each in found), found
 
 
-@pytest.mark.parametrize("kind", ["normalising", "filtering", "endless", "infinite"])
+@pytest.mark.parametrize("kind", ["normalising", "endless", "infinite"])
 def test_one_device_that_draws_by_position(kind: str) -> None:
     found, expected = on_ranks(kind, "sync"), alone(kind)
     assert found.error == ""

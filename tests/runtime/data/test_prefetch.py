@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 import weakref
-from collections import UserDict, deque, namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -229,44 +229,6 @@ def test_a_source_lives_until_its_copy_is_done() -> None:
     assert living == [*range(4, source.given)]
 
 
-def test_all_tensors_of_a_nested_batch_are_kept() -> None:
-    def batches() -> Any:
-        for number in range(4):
-            x, y, z = (torch.full((2,), 3.0 * number + i) for i in range(3))
-            batch: dict[str, Any] = {
-                "x": [x, (y, "text")],
-                "pair": Pair(z, None),
-                "u": UserDict(x=x + 0.5),
-            }
-            yield number, batch
-
-    stream = batches()
-    ahead, copies = prefetcher(lambda: next(stream, None))
-    ahead.take(), ahead.take()
-    got = ahead.take()
-    assert got is not None
-    _, data = got
-    copies.run_until(1)
-    here = [data["x"][0], data["x"][1][0], data["pair"].x, data["u"]["x"]]
-    assert copies.kept[-4:] == [tensor.data_ptr() for tensor in here]
-    assert [tensor[0].item() for tensor in here] == [6.0, 7.0, 8.0, 6.5]
-    assert data["x"][1][1] == "text"
-    assert isinstance(data["pair"], Pair)
-    assert isinstance(data["u"], UserDict)
-
-
-def test_no_lease_yet_hands_out_what_is_held() -> None:
-    source = Source(0, 1, 2, None, None, 3, None, 4)
-    ahead, copies = prefetcher(source)
-    tags = []
-    for _ in range(10):
-        got = ahead.take()
-        tags.append(None if got is None else got[0])
-    assert tags == [0, 1, 2, None, 3, None, 4, None, None, None]
-    assert not ahead.has_batch
-    assert [what for what, _ in copies.log].count("copy") == 4
-
-
 def test_discard_drops_batches_and_not_their_sources() -> None:
     source = Source(0, 1, 2, 3, None, 7, 8)
     ahead, copies = prefetcher(source)
@@ -283,33 +245,6 @@ def test_discard_drops_batches_and_not_their_sources() -> None:
     assert take_all(ahead, copies) == [7, 8]
     gc.collect()
     assert source.alive[3]() is None
-
-
-def test_discard_from_inside_a_fetch() -> None:
-    """A draining close of the window is read while the loader draws."""
-    ahead: DevicePrefetcher[Any]
-    source = Source(0, 1, 2, 3)
-
-    def next_batch() -> tuple[int, Any] | None:
-        if not source.script:
-            ahead.discard()
-        return source()
-
-    ahead, _ = prefetcher(next_batch)
-    for _ in range(3):
-        ahead.take()
-    assert ahead.has_batch
-    assert ahead.take() is None
-    assert not ahead.has_batch
-
-
-def test_an_error_of_the_data_set_comes_out() -> None:
-    ahead, copies = prefetcher(Source(0, 1, ValueError("sample 7 is broken"), 2))
-    ahead.take()
-    with pytest.raises(ValueError, match="sample 7 is broken"):
-        ahead.take()
-    assert ahead.has_batch
-    assert take_all(ahead, copies) == [1, 2]
 
 
 def test_tight_memory_lowers_the_depth_step_by_step(
@@ -390,20 +325,6 @@ def test_the_times_of_a_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ahead.data_wait_s, ahead.transfer_s) == (0.5, 0.25)
     ahead.take()
     assert (ahead.data_wait_s, ahead.transfer_s) == (0.25, 0.125)
-
-
-@pytest.mark.parametrize("device", [CPU, torch.device("meta")])
-def test_the_times_of_a_take_without_a_copy_stream(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    """On the CPU there is nothing to move, and that is measured too."""
-    ticks = iter(range(100))
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.5 * next(ticks))
-    left = deque([("first", torch.zeros(2)), None])
-    ahead = DevicePrefetcher[Any].on(left.popleft, device)
-    for _ in range(2):
-        ahead.take()
-        assert (ahead.data_wait_s, ahead.transfer_s) == (0.5, 0.5)
 
 
 def test_what_only_its_own_to_can_move_is_moved_when_handed_out() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from elche.runtime.data.prefetch import DevicePrefetcher, MemoryReading, read_memory
 from elche.runtime.data.transfer import CudaCopyStream
@@ -118,32 +116,6 @@ def test_copies_run_beside_the_training(device: torch.device) -> None:
     fence: Any = copy.fence
     fence.synchronize()
     assert not busy.query()  # neither the copies nor the host waited for the training
-
-
-def test_nested_batches_arrive_whole(device: torch.device) -> None:
-    def stream() -> Iterator[tuple[int, Any]]:
-        for n in range(12):
-            packed = pack_sequence([torch.full((3,), n + 0.5), torch.full((2,), n)])
-            inner = UserDict(y=torch.full((64, 64), n))
-            yield (
-                n,
-                {"x": (torch.full((9,), float(n)), "text"), "u": inner, "p": packed},
-            )
-
-    batches = stream()
-    ahead = roomy(lambda: next(batches, None), device)
-    for n in range(12):
-        number, data = take(ahead)
-        assert number == n
-        assert data["x"][0].device == device
-        assert data["x"][0].tolist() == [float(n)] * 9
-        assert data["x"][1] == "text"
-        assert isinstance(data["u"], UserDict)
-        assert data["u"]["y"].eq(n).all().item()
-        assert isinstance(data["p"], PackedSequence)
-        assert data["p"].data.device == device
-        assert data["p"].data.tolist() == [n + 0.5, n, n + 0.5, n, n + 0.5]
-    assert ahead.depth == 2
 
 
 @pytest.mark.parametrize("pin", [True, False])

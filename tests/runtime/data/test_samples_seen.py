@@ -20,8 +20,6 @@ RANKS = 3
     "job",
     [
         Job("sync"),
-        Job("auto"),
-        Job("sync", norm=True, samples=7 * 40 + 5),
         Job("auto", norm=True, samples=7 * 40 + 5),
         Job("sync", options=(("max_samples", {0: 2, 1: 3}),)),
     ],

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import elche
 from elche.errors import ConfigError
@@ -98,88 +94,6 @@ def test_windows_of_rank_0_add_up_to_the_epochs(ranks2: RankPool, policy: str) -
         assert sum(each.synchronisations for each in mine) == epoch.synchronisations
         weighted = sum(each.scalars["index"] * each.samples for each in mine)
         assert weighted / SAMPLES == pytest.approx((SAMPLES - 1) / 2, rel=1e-9)
-
-
-def _norms(policy: str) -> tuple[list[float | None], list[float]]:
-    """The parameters' norm at the end of each epoch: as told, and as it is."""
-    model, optimizer, loader = build(Task(samples=64, batch_size=8))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
-    told: list[float | None] = []
-    held: list[float] = []
-    for epoch in range(EPOCHS):
-        for x, y, _, _ in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        told.append(elche.epoch_metrics(epoch).parameter_norm)
-        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-        held.append(float(flat.norm()))
-    elche.shutdown()
-    return told, held
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_norm_of_the_parameters_is_told_each_epoch(
-    ranks2: RankPool, policy: str
-) -> None:
-    first, second = ranks2.run(_norms, policy, case_setup=serve_in_thread)
-    assert first == second
-    assert first[0] == pytest.approx(first[1], rel=1e-5)
-    assert first[1][0] != first[1][1]
-
-
-def _fit(policy: str) -> tuple[list[Any], int]:
-    """History, and the windows that this rank knows of, of a rate close to 0."""
-    data = TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1))
-    result = elche.Trainer(
-        lambda: nn.Linear(1, 1),
-        lambda parameters: torch.optim.SGD(parameters, lr=1e-30),
-        lambda model, batch: (model(batch[0]) * 0.0 + batch[0]).mean(),
-        dataset=data,
-        batch_size=8,
-        epochs=EPOCHS,
-        policy=policy,
-    ).fit()
-    return result.history, len(elche.metrics())
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_trainer_tells_every_rank_the_same(ranks2: RankPool, policy: str) -> None:
-    first, second = ranks2.run(_fit, policy, case_setup=serve_in_thread, env=TWO_TO_ONE)
-    for mine, other in zip(first[0], second[0], strict=True):
-        assert mine.train_loss == other.train_loss == pytest.approx((SAMPLES - 1) / 2)
-        assert mine.scalars == other.scalars == {"loss": mine.train_loss}
-        assert (mine.samples, mine.shares) == (SAMPLES, other.shares)
-        assert mine.busy_s == other.busy_s
-        assert mine.sync_wait_s == other.sync_wait_s
-        assert len(mine.sync_wait_s) == len(mine.data_wait_s) == 2
-    assert first[1] >= EPOCHS
-    assert second[1] == 0
-
-
-def _leave_early(policy: str) -> list[dict[str, float]]:
-    """Breaks out of the first epoch, having logged what is in no later one."""
-    model, optimizer, loader = build(Task(samples=64, batch_size=8))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
-    for epoch in range(2):
-        for number, (x, y, _, _) in enumerate(loader):
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            elche.log_scalar("epoch", epoch)
-            if epoch == 0 and number == 1:
-                break
-    scalars = elche.epoch_metrics(epoch=1).scalars
-    elche.shutdown()
-    return [scalars]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_a_broken_epoch_logged_is_in_no_other(
-    ranks2: RankPool, policy: str
-) -> None:
-    outcomes = ranks2.run(_leave_early, policy, case_setup=serve_in_thread)
-    assert outcomes == [[{"epoch": 1.0}]] * 2
 
 
 @dataclass

@@ -9,7 +9,6 @@ import torch
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.metrics import EpochMetrics
-from elche.coordination.protocol.instructions import PolicyChosen
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.report.notifications import RunNotifications, warn_discarded
 
@@ -33,13 +32,6 @@ def test_a_discarded_update_is_told_with_its_rank_batches_and_samples(
     (said,) = caplog.messages
     assert said.startswith("rank 3: the update of epoch 4 from batches 1 to 3 ")
     assert said.endswith(f"samples {named}")
-
-
-def test_of_many_samples_the_first_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    positions = EpochPositions(torch.arange(200), BatchSizes(((2, 100),)), 0, None)
-    with caplog.at_level(logging.WARNING, "elche"):
-        warn_discarded(0, [(0, 50)], positions)
-    assert caplog.messages[0].endswith("62, 63] and 36 more")
 
 
 def epoch_of(samples: tuple[int, ...], busy_s: tuple[float, ...]) -> EpochMetrics:
@@ -81,20 +73,6 @@ def test_shares_of_many_ranks_are_not_all_shown() -> None:
     assert "20.00 times" not in said
     assert "10.00 times" in said
     assert said.endswith("5 %, and 4 more; policy sync")
-
-
-def test_ranks_that_took_no_part_have_no_share() -> None:
-    kept = RunNotifications(0)
-    kept.add(epoch_of((0, 75, 25), (0.0, 1.5, 1.8)))
-    assert "shares 75 %, 25 %;" in kept.summary("async", "async")
-
-
-def test_advice_is_a_line_and_no_choice() -> None:
-    kept, lines = RunNotifications(0), list[str]()
-    kept.emit = lines.append
-    kept.handle(PolicyChosen(rank=0, policy="sync", reason="said", is_advice=True))
-    assert lines == ["elche: said"]
-    assert not kept.choices
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ import torch.nn.functional as F
 
 import elche
 from elche.coordination.protocol.instructions import PolicyChosen
-from elche.errors import ConfigError
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.run_summary import RunFacts, RunSummary, summarise
-from elche.session.process import current_run, process
+from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -75,11 +74,3 @@ def test_a_choice_of_auto_is_said_in_its_own_words() -> None:
     notifications.handle(told)
     text = str(summarise(facts, notifications))
     assert text.startswith(f"policy     auto: {reason}")
-
-
-def test_there_is_nothing_to_summarise_without_a_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(process, "facts", None)
-    with pytest.raises(ConfigError, match=r"elche.summary\(\) needs a run"):
-        elche.summary()

@@ -155,34 +155,6 @@ def test_what_is_logged_weighs_what_the_user_says() -> None:
     assert asked == [2, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        (-0.5, "-0.5"),
-        (float("inf"), "inf"),
-        (1e-12, "1e-12"),
-        (torch.ones(3), r"a tensor of shape \[3\]"),
-        (torch.tensor(1j), r"tensor\(0.\+1.j\)"),
-        (None, "None"),
-    ],
-)
-def test_what_is_no_weight_is_named(said: Any, shown: str) -> None:
-    """Where nothing is logged, too: on several ranks it would be asked for."""
-    weights = iter([1.0, said])
-    _, _, loader = set_up(DataLoader(numbers(3)), weight_of=lambda _: next(weights))
-    expected = f"rank 0: weight_of gave {shown} for batch 1 of epoch 0; expected one"
-    batches = iter(loader)
-    next(batches)
-    with pytest.raises(ConfigError, match=expected):
-        next(batches)
-    del batches
-
-
-def test_a_weight_that_nobody_can_ask_for_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected weight_of to be a function"):
-        set_up(DataLoader(numbers(3)), weight_of=16)
-
-
 def test_nothing_counts_outside_the_loop() -> None:
     _, _, loader = set_up(DataLoader(numbers(4), batch_size=2))
     elche.log_scalar("loss", 100.0)
@@ -194,13 +166,6 @@ def test_nothing_counts_outside_the_loop() -> None:
         pass
     assert elche.epoch_metrics().scalars == {}
     assert elche.epoch_metrics().parameter_norm is None
-
-
-def test_before_setup_and_after_shutdown() -> None:
-    set_up(DataLoader(numbers(4)))
-    elche.shutdown()
-    with pytest.raises(ConfigError, match=r"log_scalar\(\) needs a run"):
-        elche.log_scalar("loss", 1.0)
 
 
 def test_windows_are_read_once_and_tile_the_epochs() -> None:
@@ -223,16 +188,6 @@ def test_windows_are_read_once_and_tile_the_epochs() -> None:
     assert [each.window for each in read] == list(range(len(read)))
     assert [each.samples for each in read] == 2 * [2, 2, 2, 2, 2, 0]
     assert view.windows() == []
-
-
-def test_metrics_of_a_short_run_are_one_window() -> None:
-    _, _, loader = set_up(DataLoader(numbers(4)))
-    assert elche.metrics() == []
-    for _ in loader:
-        assert elche.metrics() == []
-    elche.shutdown()
-    assert [each.samples for each in elche.metrics()] == [4]
-    assert elche.metrics() == []
 
 
 def test_waiting_for_data_is_measured() -> None:
@@ -286,20 +241,6 @@ def test_a_broken_epoch_has_metrics() -> None:
     assert (elche.progress_samples(), elche.progress_steps()) == (6, 3.0)
 
 
-def test_a_peek_at_a_batch_disturbs_nothing() -> None:
-    _, _, loader = set_up(DataLoader(numbers(6), batch_size=2))
-    peek = iter(loader)
-    next(peek)
-    for number, _ in enumerate(loader):
-        elche.log_scalar("number", number)
-        if number == 1:
-            del peek
-            gc.collect()
-    assert elche.epoch_metrics(epoch=0).samples == 0
-    assert elche.epoch_metrics(epoch=1).samples == 6
-    assert elche.epoch_metrics().scalars == {"number": 1.0}
-
-
 def test_the_training_thread_cannot_wait_for_itself() -> None:
     _, _, loader = set_up(DataLoader(numbers(4)))
     with pytest.raises(ConfigError, match="metrics of an epoch are not there yet"):
@@ -342,15 +283,6 @@ def test_nobody_waits_for_a_run_that_has_ended(number: int | None) -> None:
     watcher.join(60.0)
     what = "an epoch" if number is None else "epoch 1"
     assert failures == [f"the run ended before {what} did"]
-
-
-def test_nobody_waits_for_a_training_thread_that_is_gone() -> None:
-    views: list[MetricsView] = []
-    trainer = threading.Thread(target=lambda: views.append(MetricsView(Source())))
-    trainer.start()
-    trainer.join()
-    with pytest.raises(CommunicationError, match="the run ended before an epoch did"):
-        views[0].epoch(None, None)
 
 
 def test_a_wait_has_a_deadline() -> None:

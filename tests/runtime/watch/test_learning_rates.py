@@ -67,18 +67,13 @@ def _warnings(task: Task, schedule: str) -> list[str]:
             if schedule == "by progress by hand":
                 done = elche.progress_steps() / (2 * len(loader))
                 optimizer.param_groups[0]["lr"] = 0.1 * (1 - done)
-        if schedule == "epoch":
-            torchs.step()
     elche.shutdown()
     logger.removeHandler(heard)
     return heard.lines
 
 
-@pytest.mark.parametrize("update", ["parameters", "gradients"])
-def test_a_rate_set_by_hand_in_windows_is_warned_of_once(
-    ranks2: RankPool, update: str
-) -> None:
-    task = Task(samples=64, batch_size=8, options={**WINDOWS, "update": update})
+def test_a_rate_set_by_hand_in_windows_is_warned_of_once(ranks2: RankPool) -> None:
+    task = Task(samples=64, batch_size=8, options=WINDOWS)
     for lines in ranks2.run(_warnings, task, "by hand", case_setup=serve_in_thread):
         assert len(lines) == 1
         assert "elche.progress_steps()" in lines[0]
@@ -105,12 +100,11 @@ def test_a_scheduler_that_was_not_handed_over_is_refused(
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
-        ("epoch", WINDOWS),
         ("progress", WINDOWS),
         ("by progress by hand", WINDOWS),
         ("batch", {}),
     ],
-    ids=["between epochs", "by progress", "by progress by hand", "default policy"],
+    ids=["by progress", "by progress by hand", "default policy"],
 )
 def test_rates_that_are_the_same_on_all_ranks_are_not_warned_of(
     ranks2: RankPool, schedule: str, options: dict[str, object]
@@ -186,12 +180,11 @@ def leaves_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     "options",
     [
         UNEVEN,
-        {**UNEVEN, "policy": "async"},
         {**UNEVEN, "update": "gradients"},
         {"policy": "async"},
         {"policy": "auto"},
     ],
-    ids=["cadence", "planned async", "gradients", "async", "auto"],
+    ids=["cadence", "gradients", "async", "auto"],
 )
 def test_schedules_end_where_one_device_ends(
     ranks2: RankPool, options: dict[str, Any]
@@ -202,32 +195,6 @@ def test_schedules_end_where_one_device_ends(
         assert rank.states == plain.states
         on_the_way = [plain.rates.index(rate) for rate in rank.rates]
         assert on_the_way == sorted(on_the_way)
-
-
-def _steps(steps: int) -> tuple[int, float]:
-    model, optimizer, loader = build(TASK)
-    schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, policy="async", schedulers=[schedule]
-    )
-    for x, y, *_ in loader.steps(steps):
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    elche.shutdown()
-    return schedule.last_epoch, schedule.get_last_lr()[0]
-
-
-def test_a_loop_of_steps_ends_its_schedule(ranks2: RankPool) -> None:
-    """Whose last epoch is cut."""
-    optimizer = build(TASK)[1]
-    plain = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=BATCHES + 3)
-    for _ in range(BATCHES + 3):
-        optimizer.step()
-        plain.step()
-    ended = ranks2.run(_steps, BATCHES + 3, case_setup=serve_in_thread)
-    assert ended == [(BATCHES + 3, plain.get_last_lr()[0])] * 2
 
 
 def test_what_is_no_scheduler_is_refused() -> None:

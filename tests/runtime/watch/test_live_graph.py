@@ -196,17 +196,6 @@ def test_what_no_hook_has_seen_is_refused_where_it_is_late(is_late: bool) -> Non
     assert all("torch.compile before elche.setup" in each for each in errors)
 
 
-@pytest.mark.slow
-def test_a_model_that_is_compiled_before_is_seen() -> None:
-    model = torch.compile(Returning(lambda y: y), backend="eager")
-    graphs, late = watched(model)  # type: ignore[arg-type]
-    graphs.begin(0)
-    loss = model(X).sum()
-    graphs.begin(1)
-    loss.backward()
-    assert late == [(0, None)]
-
-
 def test_a_batch_that_is_read_again_is_of_its_step_until_the_next_begins() -> None:
     """SAM, in a loop that fetches first; then the same batch beside the next."""
     graphs, late = LiveGraph(model := network()), []

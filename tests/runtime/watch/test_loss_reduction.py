@@ -54,14 +54,9 @@ SUMS: dict[str, Loss] = {
     "none, then sum": lambda out, y: ce(out, y, reduction="none").sum(),
     "squares": lambda out, y: ((out - one_hot(y)) ** 2).sum(),
     "target first": lambda out, y: F.mse_loss(one_hot(y), out, reduction="sum"),
-    "absolute": lambda out, y: F.l1_loss(out, one_hot(y), reduction="sum"),
     "vae": vae,
-    "double precision": lambda out, y: ce(out, y, reduction="sum").double(),
     "time steps": lambda out, y: sum(
         (ce(out, y, reduction="sum") for _ in range(2000)), torch.zeros(())
-    ),
-    "two heads": lambda out, y: (
-        ce(out, y, reduction="sum") + F.mse_loss(out, one_hot(y), reduction="sum")
     ),
     "regularised": lambda out, y: (
         ce(out, y, reduction="sum") + 0.1 * anchor.pow(2).sum()
@@ -70,17 +65,13 @@ SUMS: dict[str, Loss] = {
 OTHERS: dict[str, Loss] = {
     "cross entropy": lambda out, y: ce(out, y),
     "of one element": lambda out, y: ce(out, y).sum(),
-    "multiplied": lambda out, y: 3 * ce(out, y),
     "accumulated": lambda out, y: ce(out, y) / 4,
     "scaled": lambda out, y: torch.amp.GradScaler("cpu").scale(ce(out, y)),
-    "two heads": lambda out, y: ce(out, y) + F.mse_loss(out, one_hot(y)),
     "stacked means": lambda out, y: torch.stack([ce(out, y), ce(-out, y)]).sum(),
     "regularised": lambda out, y: ce(out, y) + anchor.pow(2).sum(),
-    "drawn to a point": lambda out, y: ce(out, y) + (anchor - 2).pow(2).sum(),
     "regulariser alone": lambda out, y: F.mse_loss(
         anchor, torch.ones(5, 3), reduction="sum"
     ),
-    "weights drawn to a point": lambda out, y: ((anchor - 2) ** 2).sum(),
     "divided by hand": lambda out, y: ce(out, y, reduction="sum") / len(y),
     "multiplied by hand": lambda out, y: ce(out, y, reduction="sum") * (1 / len(y)),
     "masked mean": lambda out, y: (
@@ -90,10 +81,6 @@ OTHERS: dict[str, Loss] = {
         torch.full((len(y),), 1 / len(y)) * ce(out, y, reduction="none")
     ).sum(),
     "mean, then sum": lambda out, y: ((out - one_hot(y)) ** 2).mean(0).sum(),
-    "sum, then mean": lambda out, y: ((out - one_hot(y)) ** 2).sum(1).mean(),
-    "batchmean": lambda out, y: F.kl_div(
-        out.log_softmax(1), one_hot(y), reduction="batchmean"
-    ),
     "by hand, and a regulariser": lambda out, y: (
         ce(out, y, reduction="sum") / len(y)
         + F.mse_loss(anchor, torch.ones(5, 3), reduction="sum")
@@ -213,11 +200,7 @@ GRADIENT_WINDOWS = {"policy": "cadence", "update": "gradients"}
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"policy": "cadence"}, GRADIENT_WINDOWS],
-    ids=["sync", "local batches", "gradient windows"],
-)
+@pytest.mark.parametrize("options", [{}, GRADIENT_WINDOWS], ids=["sync", "windows"])
 def test_a_sum_is_an_error_where_it_is_not_said(
     ranks2: RankPool, options: dict[str, str]
 ) -> None:
@@ -230,14 +213,6 @@ def test_a_sum_is_an_error_where_it_is_not_said(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("options", "reduction"),
-    [({"loss_reduction": "sum"}, "sum"), ({}, "mean")],
-    ids=["said", "mean"],
-)
-def test_other_losses_train(
-    ranks2: RankPool, options: dict[str, str], reduction: str
-) -> None:
-    task = Task(samples=64, batch_size=8, options=options)
-    ends = ranks2.run(_trained, task, reduction, case_setup=serve_in_thread)
-    assert sum(ends) >= 16
+def test_a_sum_that_is_said_trains(ranks2: RankPool) -> None:
+    task = Task(samples=64, batch_size=8, options={"loss_reduction": "sum"})
+    assert sum(ranks2.run(_trained, task, "sum", case_setup=serve_in_thread)) >= 16

@@ -123,30 +123,6 @@ def adversarial(loop: Loop) -> None:
         loop.optimizer.step()
 
 
-def looked_for_a_rate(loop: Loop) -> None:
-    """A finder of learning rates: some steps, and everything taken back."""
-    before = {k: v.clone() for k, v in loop.model.state_dict().items()}
-    for rate, batch in zip((0.1, 1.0, 10.0), loop.loader, strict=False):
-        loop.optimizer.param_groups[0]["lr"] = rate
-        loop.backward(*batch)
-        loop.optimizer.step()
-    loop.model.load_state_dict(before)
-    loop.optimizer.param_groups[0]["lr"] = 0.1
-    loop.optimizer.state.clear()
-    for parameter in loop.model.parameters():  # makes an optimizer's state
-        parameter.grad = torch.zeros_like(parameter)
-    loop.optimizer.step()
-    changed(loop)
-
-
-def looked_at_between(loop: Loop) -> None:
-    """A backward pass between epochs, to look at gradients, that no step follows."""
-    changed(loop)
-    loop.backward(*ELSEWHERE)
-    loop.optimizer.zero_grad()
-    changed(loop)
-
-
 def projected(loop: Loop) -> None:
     """PCGrad's: gradients of passes are kept, merged and assigned."""
     for x, y in loop.loader:
@@ -162,8 +138,7 @@ def projected(loop: Loop) -> None:
 
 
 EXACT = {each.__name__: each for each in (changed, accumulated, in_turn, adversarial)}
-LOOKED = looked_for_a_rate, looked_at_between
-EXACT |= {each.__name__: each for each in (projected, *LOOKED)}
+EXACT["projected"] = projected
 
 
 def assigned(loop: Loop, *, in_turn: bool = False) -> None:
@@ -232,18 +207,18 @@ UNREDUCED = r"optimizer\.step\(\) outside of the loop, under policy '\w+'"
 ASSIGNED = "has a gradient, but no backward pass of this loop"
 FOREIGN = r"SGD holds 1 parameters that are not the model's .*ModuleDict"
 REFUSED: dict[str, tuple[Callable[[Loop], None], str, str]] = {
-    "assigned": (assigned, ASSIGNED, "sync gradients auto"),
-    "assigned in turn": (partial(assigned, in_turn=True), ASSIGNED, "sync gradients"),
+    "assigned": (assigned, ASSIGNED, "sync auto"),
+    "assigned in turn": (partial(assigned, in_turn=True), ASSIGNED, "sync"),
     "assigned in a closure": (assigned_in_a_closure, ASSIGNED, "sync gradients"),
     "one part assigned": (one_part_assigned, ASSIGNED, "sync"),
-    "after": (after_the_loop, UNREDUCED, "sync cadence async gradients auto"),
+    "after": (after_the_loop, UNREDUCED, "sync async gradients"),
     "accumulated after": (
         partial(after_the_loop, accumulates=True),
         UNREDUCED,
-        "sync cadence",
+        "sync",
     ),
-    "before": (before_the_loop, UNREDUCED, "sync cadence gradients"),
-    "foreign": (foreign, FOREIGN, "sync cadence async auto"),
+    "before": (before_the_loop, UNREDUCED, "sync cadence"),
+    "foreign": (foreign, FOREIGN, "sync async"),
     "foreign, once": (foreign_once, FOREIGN, "sync cadence"),
 }
 

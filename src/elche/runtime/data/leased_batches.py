@@ -58,11 +58,7 @@ class LeasedBatches:
 
     @property
     def transfer_s(self) -> float:
-        """Seconds that the last :meth:`take` spent on moving batches to the device.
-
-        That is the training thread's time. A copy that runs beside the training costs
-        it nothing but its beginning.
-        """
+        """Seconds of the training thread that the last :meth:`take` spent on moving."""
         return self._prefetcher.transfer_s
 
     def start(self, positions: EpochPositions) -> None:

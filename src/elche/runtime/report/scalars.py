@@ -130,9 +130,7 @@ class ScalarLog:
         self._under_way.clear()
 
     def _add(self, name: str, value: float, weight: float) -> None:
-        mean = self._means.get(name)
-        if mean is None:
-            mean = self._means[name] = WeightedMean()
+        mean = self._means.setdefault(name, WeightedMean())
         product = value * weight
         if math.isfinite(product):
             mean.add(product, weight)

@@ -82,9 +82,8 @@ class CarriedState:
 
     def seen(self) -> str:
         """The same, where the loop may count its steps."""
-        return self._found or self._look()
-
-    def _look(self) -> str:
+        if self._found:
+            return self._found
         known = {id(each.optimizer) for each in self.carried_schedulers}
         optimizers = [o for o in self._optimizers() if id(o) not in known]
         if any(map(is_scheduled, optimizers)):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
-from itertools import chain, repeat
+from itertools import chain, repeat, zip_longest
 from typing import Any, final
 
 import torch
@@ -141,9 +140,8 @@ class FollowedSchedulers:
             ScheduleSteps(of_epoch, _steps_left(scheduler), before)
             for scheduler, before in zip(self.schedulers, ahead)  # noqa: B905 - endless
         ]
-        for at, steps in enumerate(self.steps):
-            state = self._resumed[at] if at < len(self._resumed) else None
-            if state is not None and state["calls"]:
+        for steps, state in zip_longest(self.steps, self._resumed[: len(self.steps)]):
+            if state and state["calls"]:
                 steps.load_state_dict(state)
             elif done_samples:
                 steps.skip(self._count.at(done_samples) - self._before)
@@ -214,7 +212,12 @@ class FollowedSchedulers:
     def _take(self, due: list[int]) -> None:
         for at, count in enumerate(due):
             for _ in range(count):
-                with _without_order(self.steps[at]):
+                if self.steps[at].has_called:
+                    self._step(at)
+                    continue
+                with warnings.catch_warnings():  # on a rank that has taken none
+                    advice = "Detected call of `lr_scheduler.step"
+                    warnings.filterwarnings("ignore", advice, UserWarning)
                     self._step(at)
 
     def _step(self, at: int, *args: Any, **named: Any) -> None:
@@ -231,9 +234,8 @@ class FollowedSchedulers:
         """The user's call."""
         scheduler, name = self.schedulers[at], self._kinds[at].__name__
         if self._place is LoopPlace.OUTSIDE:
-            if isinstance(scheduler, ReduceLROnPlateau):
-                args, named = self._with_mean(*args, **named)
-            self._step(at, *args, **named)
+            is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+            (self._step_plateau if is_plateau else self._step)(at, *args, **named)
             return
         if args or named:
             raise ConfigError(
@@ -250,11 +252,9 @@ class FollowedSchedulers:
         if self._place is LoopPlace.STEPS and self.steps[at].is_called_for:
             self._step(at)
 
-    def _with_mean(
-        self, metrics: Any, *args: Any, **named: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call with the mean of a metric over all ranks."""
-        return (self._mean(float(metrics)), *args), named
+    def _step_plateau(self, at: int, metrics: Any, *args: Any, **named: Any) -> None:
+        """The scheduler's own step, with the mean of a metric over all ranks."""
+        self._step(at, self._mean(float(metrics)), *args, **named)
 
 
 def check_scheduler(scheduler: object) -> None:
@@ -284,14 +284,3 @@ def _steps_left(scheduler: LRScheduler) -> int | None:
     if not isinstance(scheduler, OneCycleLR):
         return None
     return scheduler.total_steps - scheduler.last_epoch
-
-
-@contextlib.contextmanager
-def _without_order(steps: ScheduleSteps) -> Iterator[None]:
-    """Silences torch's advice on the order of steps on a rank that has taken none."""
-    if steps.has_called:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield

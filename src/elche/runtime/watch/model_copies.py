@@ -70,7 +70,7 @@ class ModelCopies:
         self._epoch = 1, 1
         self._updated: set[int] = set()
         self._handed_over = {id(copy) for copy in copies}
-        self._has_said = self._has_warned = False
+        self._has_warned = False
         self.is_in_steps = self.has_unknown = False
         self._original: Callable[[AveragedModel, Any], None] | None = None
 
@@ -171,12 +171,6 @@ class ModelCopies:
                 "know of: in windows each rank has a model of its own, so the copies "
                 "differ between ranks; hand it over: elche.setup(..., copies=[...]), "
                 "or use torch.optim.swa_utils.AveragedModel, which follows the run"
-            )
-        if self._others and not self._has_said and group.rank == 0:
-            self._has_said = True
-            logger.warning(
-                "copies of the model become their mean over the ranks at each epoch's "
-                "end; an AveragedModel follows the run instead"
             )
         for copy in self._others:
             for tensor in (*copy.parameters(), *copy.buffers()):

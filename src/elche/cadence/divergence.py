@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import final
 
 RECENT_WINDOWS = 3
@@ -72,26 +73,6 @@ class _Window:
         return self.level * longer * max(1.0, middle / self.middle)
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The divergences of one synchronisation.
-
-    ``level`` is the largest finite one, ``furthest`` its rank, ``broken`` are the ranks
-    whose contribution was not finite.
-    """
-
-    level: float
-    furthest: int
-    broken: tuple[int, ...]
-
-    def in_words(self, rises: float, usual: float) -> str:
-        """Description of the divergence; ``usual`` is 0.0 when nothing is known yet."""
-        if self.broken:
-            return f"the contribution of {_ranks(self.broken)} is not finite"
-        compared = f", {rises:.2f} times the usual {usual:.3g}" if usual > 0.0 else ""
-        return f"divergence {self.level:.3g} of rank {self.furthest}{compared}"
-
-
 @final
 class DivergenceGuard:
     """Shortens the windows when divergence rises well above what is usual.
@@ -149,30 +130,37 @@ class DivergenceGuard:
         Returns:
             What becomes of the anchor.
         """
-        batches = window_batches
-        seen = _read(divergences)
+        broken = tuple(r for r, d in enumerate(divergences) if not math.isfinite(d))
+        levels = [(d, -r) for r, d in enumerate(divergences) if r not in broken]
+        level, place = max([(NEGLIGIBLE, 0), *levels])
         held = self._hold_left > 0
-        if batches == 0:
+        if window_batches == 0:
             return Verdict(hold=held, nudge=None, reason="a window without batches")
-        window = _Window(seen.level, batches, self._batches + batches / 2)
+        window = _Window(level, window_batches, self._batches + window_batches / 2)
         usual = self._usual_level(window)
-        rises = seen.level / usual if usual > 0.0 else 1.0
-        above, too_far = self._judge(seen, rises)
+        rises = level / usual if usual > 0.0 else 1.0
+        above = level >= CEILING
+        too_far = bool(broken)
+        if self._windows >= SETTLE_WINDOWS:
+            too_far |= above or rises >= RISE
         suspect = too_far or above or rises >= math.sqrt(RISE)
-        recovers = not seen.broken and seen.level * RISE < self._last_level
+        recovers = not broken and level * RISE < self._last_level
         nudges = too_far and self._suspect and not recovers
 
         self._windows += 1
-        self._batches += batches
-        self._last_level = seen.level
+        self._batches += window_batches
+        self._last_level = level
         self._suspect = suspect and not nudges
         self._hold_left = self._next_hold(nudges)
-        if nudges and not seen.broken:
+        if nudges and not broken:
             self._usual = [window]
         elif not too_far:
             self._usual = [*self._usual, window][-MEMORY_WINDOWS:]
 
-        reason = seen.in_words(rises, usual)
+        compared = f", {rises:.2f} times the usual {usual:.3g}" if usual > 0.0 else ""
+        reason = f"divergence {level:.3g} of rank {-place}{compared}"
+        if broken:
+            reason = f"the contribution of {_ranks(broken)} is not finite"
         reason += f", above the ceiling {CEILING:g}" if above else ""
         if nudges:
             reason += f", the second such window in a row: windows × {NUDGE_FACTOR:g}"
@@ -188,14 +176,7 @@ class DivergenceGuard:
         if not self._usual:
             return 0.0
         levels = [w.predicts(window.batches, window.middle) for w in self._usual]
-        return min(_lower_median(levels), _lower_median(levels[-RECENT_WINDOWS:]))
-
-    def _judge(self, seen: _Seen, rises: float) -> tuple[bool, bool]:
-        """True if the level is above the ceiling, and whether the window is too far."""
-        above = seen.level >= CEILING
-        if self._windows < SETTLE_WINDOWS:
-            return above, bool(seen.broken)
-        return above, bool(seen.broken) or above or rises >= RISE
+        return min(median_low(levels), median_low(levels[-RECENT_WINDOWS:]))
 
     def _next_hold(self, nudges: bool) -> int:
         """Windows without growth from here on; counts the nudge."""
@@ -204,17 +185,6 @@ class DivergenceGuard:
         doubled = HOLD_WINDOWS << min(self._nudges, MAX_HOLD_WINDOWS.bit_length())
         self._nudges += 1
         return min(doubled, MAX_HOLD_WINDOWS)
-
-
-def _lower_median(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]
-
-
-def _read(divergences: Sequence[float]) -> _Seen:
-    broken = tuple(r for r, each in enumerate(divergences) if not math.isfinite(each))
-    levels = [(each, -r) for r, each in enumerate(divergences) if r not in broken]
-    level, place = max([(NEGLIGIBLE, 0), *levels])
-    return _Seen(level, -place, broken)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
 """Published schedules in loop placement: GPipe, 1F1B, ZB-H1, ZB-H2, interleaved.
 
-Those of one stage per rank differ in two numbers per rank: how many forwards run
-before the first backward (`warmup`), and by how many microbatches W follows I
-(`delay`; None is B, unsplit).
+Those of one stage per rank differ in two numbers per rank: how many forwards run before
+the first backward (`warmup`), and by how many microbatches W follows I (`delay`; None
+is B, unsplit).
 
 Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-flush, Narayanan et al. 2021), ZB-H1
 and ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, figures 2 and 3);

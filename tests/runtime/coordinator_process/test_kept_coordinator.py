@@ -32,6 +32,7 @@ from elche.runtime.coordinator_process.link import (
     Command,
     Copy,
     Fence,
+    Journal,
     Link,
     pack,
 )
@@ -253,3 +254,13 @@ def test_neither_side_keeps_what_the_other_has_taken() -> None:
             channel.store_get("last", WAIT_S)
             assert len(channel._outbox.rest()) < 2 * ACK_EVERY
         assert not channel._outbox  # which asks for the rest at its end
+
+
+@pytest.mark.parametrize("is_of_ranks", [False, True])
+def test_only_what_ranks_sent_counts_as_progress(is_of_ranks: bool) -> None:
+    """Else one that dies of its journal would be started for ever."""
+    with listen("127.0.0.1", 0) as listener:
+        kept = KeptCoordinator(2, b"k" * 32, listener, survives=True)
+        kept._barren = 3
+        kept._handle(Journal(b"", 0, is_of_ranks), None)  # type: ignore[arg-type]
+    assert kept._barren == (0 if is_of_ranks else 3)

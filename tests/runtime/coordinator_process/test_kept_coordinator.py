@@ -253,6 +253,7 @@ def test_neither_side_keeps_what_the_other_has_taken() -> None:
             channel.store_set("last", b"")
             channel.store_get("last", WAIT_S)
             assert len(channel._outbox.rest()) < 2 * ACK_EVERY
+            channel.store_set("one more", b"")
         assert not channel._outbox  # which asks for the rest at its end
 
 

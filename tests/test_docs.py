@@ -29,8 +29,6 @@ BLOCK = re.compile(
     r"^```(?P<language>.*)\n(?P<text>(?:.*\n)*?)^```$",
     re.M,
 )
-LANGUAGES = {"python", "sh", "text", "toml", "diff"}
-"""Output and drawings are ``text``."""
 
 
 class Block(NamedTuple):
@@ -90,13 +88,6 @@ def test_an_example_runs_on_one_device(
         exec(compile(given_and(EXAMPLES[name]), name, "exec"), {"__name__": "__main__"})
     finally:
         elche.shutdown()
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_every_block_names_its_language(path: Path) -> None:
-    text = path.read_text()
-    assert len(blocks(path)) == len(re.findall(r"^```", text, re.M)) / 2
-    assert {block.language for block in blocks(path)} <= LANGUAGES
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -128,18 +128,3 @@ def test_no_other_module_names_what_is_private_to_torch() -> None:
         if name not in ELSEWHERE.get(str(path.relative_to(SRC)), ())
     ]
     assert found == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch\ntorch._C._current_graph_task_id()",
-        "from torch.utils._pytree import tree_map",
-        "from torch.autograd.graph import _engine_run_backward",
-        "import torch._dynamo",
-        "module._parameters",
-        "getattr(parameter, '_post_accumulate_grad_hooks')",
-    ],
-)
-def test_a_private_name_is_found(source: str) -> None:
-    assert list(_foreign(ast.parse(source), {"_parameters"}))

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elche.cli.main import main
-from elche.schedule.formats import from_csv
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_devices.toml"
@@ -161,12 +160,6 @@ def test_the_format_in_the_help_is_one_that_can_be_read(tmp_path: Path) -> None:
     assert sum(figures(str(path))["partition"]) == 24
     path.write_text("microbatches = 4\n" + second.split("\n", 1)[1])
     assert sum(figures(str(path))["partition"]) == 26
-
-
-def test_the_schedule_as_a_file(layers: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.csv"
-    assert run(layers, "--schedule", "1f1b", "--csv", str(path)).exit_code == 0
-    assert from_csv(path.read_text()).num_microbatches == 8
 
 
 @pytest.mark.parametrize(

@@ -38,13 +38,12 @@ def setup(
 
     The loop below it stays plain PyTorch; the loss is the mean over the batch (or with
     ``loss_reduction="sum"`` the sum), and its backward runs before the next batch is
-    asked for, or under ``sync`` after that, once for each batch. On one device nothing
-    changes but
-    the placement: the model is moved to the device, the loader moves batches there. On
-    several, parameters and buffers are broadcast from rank 0, and the loader hands out
-    this rank's share of the data: each sample once, on one rank. Only of a batch with
-    fewer samples than ranks (than two for each with BatchNorm layers) some ranks are
-    handed samples of others under ``sync``, with `elche.batch_weight` being 0.
+    asked for, or under ``sync`` after that, once for each batch. On one device only
+    the placement changes: model and batches are moved to it. On several, parameters and
+    buffers are broadcast from rank 0, and the loader yields this rank's share of the
+    data: each sample once, on one rank. Of a batch with fewer samples than ranks (than
+    two for each with BatchNorm layers) some ranks receive samples of others under
+    ``sync``, with `elche.batch_weight` being 0.
 
     Args:
         model: the model; the same on every rank.
@@ -53,12 +52,10 @@ def setup(
         loader: a DataLoader. Its ``batch_size`` is the global batch under every
             policy: a local step of a window takes its part by the number of ranks
             (or ``local_batch_size``). Every process of several ranks that loads (each
-            rank, or each of its workers) reads all of an
-            IterableDataset and keeps its part. That is exact, every sample
-            once per epoch, as long as the stream yields the same samples in the same
-            order in every process. It does if it draws from Python's, torch's or
-            numpy's global generators, which are seeded at every sample; its own
-            generators it must seed alike everywhere, and it must not divide itself
+            rank, or each of its workers) reads all of an IterableDataset and keeps its
+            part. That is exact if the stream yields the same samples in the same order
+            in every process: Python's, torch's and numpy's global generators are seeded
+            at every sample, its own it must seed alike, and it must not divide itself
             by rank or in ``worker_init_fn``. The first samples are compared.
         config: the settings as one value; or give them as options.
         epochs: how many epochs the loop will run, if known. ``policy="auto"`` expects
@@ -66,19 +63,18 @@ def setup(
         samples_per_epoch: samples of an epoch of an IterableDataset (whole batches
             with ``batch_size=None``); what it yields beyond is left. None for its
             ``len()``, which several ranks need.
-        weight_of: what a batch weighs beside those of other ranks, where its samples do
-            not say it: what the loss is a mean over, such as the tokens that are not
-            padding, as in ``weight_of=lambda batch: (batch["labels"] != -100).sum()``.
-            Called with each batch as the loader makes it, before it is moved, and with
-            parts of one, on one device as on several; it returns one number (of Python,
-            torch or numpy), 0 for a batch that is to count nowhere.
+        weight_of: weight of a batch beside those of other ranks, where it is not its
+            samples: what the loss is a mean over, such as tokens that are not padding,
+            as in ``weight_of=lambda batch: (batch["labels"] != -100).sum()``. Called
+            with each batch as the loader makes it, and with parts of one; returns one
+            number (of Python, torch or numpy), 0 for a batch that counts nowhere.
             Means of gradients and what is logged are weighted by it; under ``cadence``
             and ``async`` ranks whose batches weigh 0 are left out. Samples stay what is
             counted, shared out and scheduled by. With ``loss_reduction="sum"`` it only
             leaves out what weighs 0.
         schedulers: learning rate schedulers; see `elche.follow`.
-        copies: of the model, which the loop updates (EMA). They matter under windows,
-            where each rank's loop sees other batches. A `torch.optim.swa_utils.
+        copies: of the model, which the loop updates (EMA); windows need them, where
+            each rank's loop sees other batches. A `torch.optim.swa_utils.
             AveragedModel` is recognised by itself, and needs this only where ``auto``
             may leave its rank out; its updates follow the run's global batches, and are
             made when a window is committed. Another module becomes its mean over the
@@ -96,9 +92,8 @@ def setup(
             took longer than ``timeout_s``.
 
     Asking the loader for a batch or an epoch raises these as well (ConfigError where
-    ``weight_of`` fails or returns what is no weight, naming rank and batch), and
-    NonFiniteError where what a rank learned was not finite again (see
-    `elche.WindowConfig.non_finite`).
+    ``weight_of`` fails or returns no weight, naming rank and batch), and NonFiniteError
+    where a rank's update was not finite again (see `elche.WindowConfig.non_finite`).
     An error that is met when the loop is left by ``break`` is raised at the next call.
     """
     asked = SetupConfig(

@@ -69,13 +69,13 @@ def test_after_a_part_all_stop_if_the_time_of_one_is_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("segments", "batches"), [(1, 8), (48, 6)])
+@pytest.mark.parametrize(("segments", "batches"), [(1, 11), (48, 8)])
 def test_sync_leaves_after_the_same_step_on_every_rank(
     ranks2: RankPool, tmp_path: Path, segments: int, batches: int
 ) -> None:
-    """The quicker clock counts 0.09 s a batch, and 0.03 a part: it decides.
+    """The quicker clock counts 0.06 s a batch, and 0.03 a part: it decides.
 
-    Its time is up after 7 batches; in parts of two batches with the third part, when
+    Its time is up after 10 batches; in parts of two batches with the fourth part, when
     the batch that it names belongs to a part that nobody begins.
     """
     spec = replace(SPEC, out=str(tmp_path), segments=segments)

@@ -124,18 +124,11 @@ class Hub:
             if self.deadly[rank] < 0:
                 self.kill(rank)
 
-    def form(
-        self,
-        channel: ThreadChannel,
-        place: int,
-        world_size: int,
-        name: int | str,
-        listen: str,
-        watch: Any,
-    ) -> Group:
-        """As `_form_watched` of `elche.runtime.process.rank_groups`."""
-        del listen
+    def form(self, groups: Any, ranks: Sequence[int], name: int | str) -> Group:
+        """As `RankGroups._form_watched`."""
+        channel, world_size = groups._channel, len(ranks)
         rank, meeting = channel.rank, self._meetings[name]
+        place = ranks.index(rank)
         if isinstance(name, int):  # of the next generation: all before are left
             for other in self._meetings.values():
                 other.left |= {rank} if other is not meeting else set()
@@ -149,9 +142,9 @@ class Hub:
 
         while not is_formed():
             self.turns.wait(rank, is_over, f"group {name} of {world_size}")
-            watch.check()
+            groups._check()
         members = Members(self, meeting, place)
-        return Group(members, place, world_size, watch.timeout_s)
+        return Group(members, place, world_size, groups._timeout_s)
 
 
 class ThreadChannel:

@@ -19,8 +19,8 @@ from elche.config import RunConfig
 from elche.coordination.protocol.events import Failed
 from elche.runtime import run as run_module
 from elche.runtime.data.stream_data import by_position
-from elche.runtime.process import rank_groups
 from elche.runtime.process.environment import Placement
+from elche.runtime.process.rank_groups import RankGroups
 from elche.runtime.run import Run
 from elche.runtime.training import Training
 from elche.runtime.watch import observer
@@ -148,7 +148,9 @@ def run_threads(
         return placement, ThreadChannel(hub, placement.rank)
 
     monkeypatch.setattr(run_module, "connect", connect)
-    monkeypatch.setattr(rank_groups, "_form_watched", hub.form)
+    monkeypatch.setattr(
+        RankGroups, "_form_watched", lambda groups, *of: hub.form(groups, *of)
+    )
     register = register_optimizer_step_pre_hook
 
     def of_thread(hook: Callable[..., Any]) -> Any:

@@ -87,14 +87,10 @@ class LaunchConfig:
     rejoin: int = 0
 
     def __post_init__(self) -> None:
-        given = [
-            name
-            for name in ("num_ranks", "devices", "speeds")
-            if getattr(self, name) is not None
-        ]
-        if len(given) > 1:
+        given = sum(x is not None for x in (self.num_ranks, self.devices, self.speeds))
+        if given > 1:
             raise ConfigError(
-                f"expected one of --nproc, --devices and --speeds, got {len(given)}"
+                f"expected one of --nproc, --devices and --speeds, got {given}"
             )
         if self.rejoin < 0:
             raise ConfigError(f"expected --rejoin from 0 on, got {self.rejoin}")
@@ -304,11 +300,8 @@ class _LaunchedRun:
 def _write_trace(
     path: Path, parts: Path, server: KeptCoordinator, codes: Sequence[int]
 ) -> None:
-    devices = dict(server.status.devices)
-    names = {
-        rank: f"rank {rank}: {devices[rank]}" if rank in devices else f"rank {rank}"
-        for rank in range(len(codes))
-    }
+    names = {rank: f"rank {rank}" for rank in range(len(codes))}
+    names |= {rank: f"rank {rank}: {name}" for rank, name in server.status.devices}
     facts: dict[str, Any] = {"exit codes": list(codes)}
     if any(codes):
         facts["ended by"] = server.aborted

@@ -373,17 +373,6 @@ def _nothing() -> None:
     """Nobody can end the run from outside."""
 
 
-def broadcast_tensors(group: Group, tensors: list[torch.Tensor], what: str) -> float:
-    """Copies rank 0's values into ``tensors`` on every rank; returns seconds."""
-    started_s = time.monotonic()
-    with torch.no_grad():
-        for tensor in tensors:
-            host = tensor.detach().to("cpu").contiguous()
-            group.broadcast(host, what)
-            tensor.copy_(host)
-    return time.monotonic() - started_s
-
-
 def gather_texts(group: Group, text: str, what: str) -> list[str]:
     """Every rank's text, in the order of ranks."""
     raw = text.encode()

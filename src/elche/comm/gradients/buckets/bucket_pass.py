@@ -308,7 +308,9 @@ class BucketPass(ABC):
         except CommunicationError as error:
             self._fail(error)
             raise
-        self._phase = Phase.IDLE
+        finally:
+            if self._phase is not Phase.BROKEN:
+                self._phase = Phase.IDLE
         if self._order.late:
             self._order.refuse_late()
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from elche.comm.transport.exchange import wait_until
+from elche.comm.transport.process_group import wait_until
 from elche.errors import CommunicationError
 
 DEADLINE_S = 60.0

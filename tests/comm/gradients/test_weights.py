@@ -12,7 +12,6 @@ from tests.comm.gradients.cases.weight_cases import (
     Ended,
     Job,
     alone,
-    fitted,
     on_ranks,
     weigh_by,
 )
@@ -104,25 +103,6 @@ def test_auto_switches_between_policies(
     assert identical([end.state for end in ends])
     assert difference(ends[0].state, reference.state) <= 1e-12
     assert ends[0].logged == pytest.approx(reference.logged, rel=1e-12)
-
-
-@pytest.mark.parametrize("loss", ["mean", "sum"])
-def test_micro_batches_weigh_their_tokens(ranks2: RankPool, loss: str) -> None:
-    """A device that holds four samples runs its share in parts, some of no token."""
-    env = [
-        {"ELCHE_MEMORY_SAMPLES": "4", "ELCHE_SPEED": "1"},
-        {"ELCHE_MEMORY_SAMPLES": None, "ELCHE_SPEED": "0.25"},
-    ]
-    for each in env:
-        each["ELCHE_MS_PER_SAMPLE"] = "0.2"
-    options = {"loss_reduction": loss, "speed_hints": (1.0, 0.25)}
-    ends = ranks2.run(fitted, options, case_setup=serve_in_thread, env=env)
-    state, trained, evaluated = fitted({"loss_reduction": loss})
-    assert identical([end[0] for end in ends])
-    assert difference(ends[0][0], state) <= 1e-12
-    for end in ends:
-        assert end[1] == pytest.approx(trained, rel=1e-9)
-        assert end[2] == pytest.approx(evaluated, rel=1e-9)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])

@@ -2,25 +2,53 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import elche
+from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
 from elche.session import start
-from tests.comm.norm.cases.sync_batch_norm_cases import train_with_setup
 from tests.distributed.cases.tasks import Task, build, difference, identical, plain
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
 TASK = Task(samples=200, batch_size=10, dtype="float64", model="norm")
 HINTS = {"policy": "sync", "speed_hints": (1.0, 0.25)}
+
+
+def train_with_setup(
+    task: Task, convert_at: int | None = None
+) -> dict[str, torch.Tensor]:
+    """A task in which `elche.setup` divides the batches, on converted layers.
+
+    They are before, or after so many batches.
+    """
+    model, optimizer, loader = build(task)
+    if convert_at is None:
+        convert_sync_batchnorm(model)
+    options = {"policy": "sync", **task.options}
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
+    if convert_at == 0:
+        convert_sync_batchnorm(model)
+    for _ in range(task.epochs):
+        for number, (x, y, *_) in enumerate(loader, 1):
+            F.cross_entropy(model(x), y).backward()
+            if convert_at == number:
+                convert_sync_batchnorm(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    elche.shutdown()
+    return copy.deepcopy(model.state_dict())
 
 
 @pytest.mark.parametrize(

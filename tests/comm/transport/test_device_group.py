@@ -187,39 +187,3 @@ def test_a_group_is_tried_by_all_and_given_up_by_all(
         else:
             assert said == ""
         assert not is_left
-
-
-def _refused() -> tuple[bool, bool]:
-    """Rank 1 fails: whether rank 0's trial and port are left."""
-    places: list[str] = []
-
-    def form(store: Any, rank: int, size: int, deadline: timedelta) -> Any:
-        places.append(f"{LISTEN} {store.port}")
-        if rank == 1:
-            raise RuntimeError("no such device")
-        store.get("what rank 1 would say")
-
-    before = device_group.TRIAL_S
-    with joined("gloo") as group:
-        group.host = "ab"[group.rank]
-        if group.rank == 0:  # the other one is not late, on a busy machine
-            device_group.TRIAL_S = 1.0
-        config = DeviceGroupConfig(60.0, LISTEN, form, lambda _: "gpu")
-        with pytest.raises(ConfigError, match="rank 1: no such device"):
-            open_device_group(group, CPU, config)
-    device_group.TRIAL_S = before
-    for thread in threading.enumerate():
-        if thread.name == device_group.TRIAL:
-            thread.join(60.0)
-    names = [thread.name for thread in threading.enumerate()]
-    return device_group.TRIAL in names, group.rank == 0 and _is_there(places[0])
-
-
-@pytest.mark.distributed
-def test_who_waits_in_the_store_is_woken_where_nccl_is_refused(
-    ranks2: RankPool,
-) -> None:
-    """Else the store's end, with rank 0's process, would wake it as its own ends."""
-    for is_under_way, is_left in ranks2.run(_refused, case_setup=meeting):
-        assert not is_under_way
-        assert not is_left

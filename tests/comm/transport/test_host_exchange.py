@@ -16,7 +16,6 @@ from tests.comm.joined import meeting
 from tests.comm.transport.cases.host_sums import (
     NUMEL,
     handed_over_twice,
-    kept_sum,
     kinds_of_buckets,
     late,
     messages_of,
@@ -92,15 +91,6 @@ def test_every_message_is_the_sum_on_every_rank(
             torch.testing.assert_close(
                 first.double(), sum(parts).double(), rtol=close, atol=close
             )
-
-
-def test_a_sum_stays_while_another_host_may_lack_it(ranks3: RankPool) -> None:
-    found = ranks3.run(kept_sum, case_setup=meeting, env=of("aab"))
-    sent = [messages_of(rank, 2, torch.float64) for rank in range(3)]
-    for first, ahead, last in found:
-        torch.testing.assert_close(first, sum(each[0] for each in sent))
-        assert torch.equal(ahead, first)
-        torch.testing.assert_close(last, sum(each[1] for each in sent))
 
 
 def test_who_was_handed_a_sum_can_hand_it_on(ranks3: RankPool) -> None:

@@ -18,6 +18,7 @@ from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import MismatchError
 
 VERSION = 1
+FLOAT = "float32"
 _GROUP_KEYS = {"dtype", "numel", "momentum", "base", "residual"}
 
 
@@ -78,45 +79,29 @@ def misfit_of(state: object, layouts: Sequence[tuple[str, int]]) -> str:
             f"{', '.join(dtype for dtype, _ in layouts)}; it belongs to another model"
         )
     for (dtype, numel), each in zip(layouts, groups, strict=True):
-        wrong = _other_keys(each, _GROUP_KEYS)
-        if wrong:
-            return f"expected groups of parameters with {wrong}"
+        is_mapping = isinstance(each, Mapping)
+        if not is_mapping or set(each) != _GROUP_KEYS:
+            got = sorted(map(str, each)) if is_mapping else type(each).__name__
+            return (
+                "expected groups of parameters with entries "
+                f"{sorted(_GROUP_KEYS)}, got {got}"
+            )
         if (each["dtype"], each["numel"]) != (dtype, numel):
             return (
                 f"expected {numel} elements of {dtype}, got {each['numel']} of "
                 f"{each['dtype']}; it belongs to other parameters"
             )
-        vectors = {
-            "momentum": (each["momentum"], dtype),
-            "base": (each["base"], dtype),
-            "residual": (each["residual"], "float32"),
-        }
-        for name, (value, kind) in vectors.items():
-            wrong = _misfit(value, kind, numel)
-            if wrong:
-                return f"expected a {name} of {numel} elements of {kind}, got {wrong}"
+        for name, kind in (("momentum", dtype), ("base", dtype), ("residual", FLOAT)):
+            got = _described(each[name])
+            if got not in ("None", f"[{numel}] of {kind}"):
+                return f"expected a {name} of {numel} elements of {kind}, got {got}"
     return ""
 
 
-def _other_keys(value: object, keys: set[str]) -> str:
-    """Expected and received entries; "" for a mapping with the expected keys."""
-    if not isinstance(value, Mapping):
-        return f"entries {sorted(keys)}, got {type(value).__name__}"
-    if set(value) == keys:
-        return ""
-    return f"entries {sorted(keys)}, got {sorted(map(str, value))}"
-
-
-def _misfit(value: Any, dtype: str, numel: int) -> str:
-    """Description of a value that is not a vector; "" for a vector and for None."""
-    if value is None:
-        return ""
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    found = dtype_name(value.dtype)
-    if found == dtype and value.shape == (numel,):
-        return ""
-    return f"{list(value.shape)} of {found}"
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} of {dtype_name(value.dtype)}"
+    return "None" if value is None else type(value).__name__
 
 
 def _digest(state: dict[str, Any]) -> str:

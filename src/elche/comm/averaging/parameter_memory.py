@@ -119,11 +119,6 @@ class ParameterMemory:
         group.all_reduce(torch.zeros(1, device="cpu"), RETIRING)
         exchange.flush(RETIRING)
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The parameters."""
-        return self._layout.tensors
-
     def rebase(self) -> None:
         """Takes the parameters' present values as θ_k."""
         layout = self._layout

@@ -142,8 +142,10 @@ class GradientWindow:
         """
         if self._is_reduced:
             self._forget()
-        message = self._message.contribution(0).zero_()
-        if counts:
+        message = self._message.contribution(0)
+        if not counts:
+            message.zero_()
+        else:
             foreach_copy_(shaped(message[: self._numel], self._sums), self._sums)
             used = torch.tensor(self._used, device="cpu")
             message[self._numel : -1] = used.to(self._dtype)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.comm.model_buffers.known_buffers import KnownBuffers, held, norm_buffers
+from elche.comm.model_buffers.known_buffers import KnownBuffers, norm_buffers
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
@@ -135,9 +135,8 @@ class BufferAverager:
                 self._travelling.update(filter(self._is_float, new))
                 self._reduce(buffers, new, written, divisor)
                 if self._group.rank == 0:
-                    own = {
-                        index: held(buffers[index]).reshape(-1).cpu() for index in new
-                    }
+                    present = ((index, buffers[index]) for index in new)
+                    own = {i: b.reshape(-1).cpu() for i, b in present if b is not None}
                     self._known.name_means(own, self._last)
             self._write(buffers, self._last)  # all of them or none: it may be redone
         except CommunicationError:
@@ -199,7 +198,8 @@ class BufferAverager:
     ) -> None:
         """The last means become the buffers; counts stay this rank's own."""
         for index in filter(self._is_float, indices):
-            buffer = held(buffers[index])
+            buffer = buffers[index]
+            assert buffer is not None
             buffer.copy_(self._last[index].view(buffer.shape))
 
     def _exchange_of(self, numel: int) -> Exchange:

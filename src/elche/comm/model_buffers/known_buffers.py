@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from elche.comm.transport.process_group import Group, gather_texts
-from elche.errors import ProtocolError
 from elche.torch_internals.held import NormBase
 
 AGREEING = "agreeing on buffers"
@@ -181,17 +180,6 @@ def shared_tensors(model: nn.Module, group: Group) -> list[tuple[str, torch.Tens
     known.agree(group)
     buffers = [(name, buffer) for name, _, buffer in known.common()]
     return [*model.named_parameters(), *buffers]
-
-
-def held(buffer: torch.Tensor | None) -> torch.Tensor:
-    """A buffer that must be there.
-
-    Raises:
-        ProtocolError: it is not.
-    """
-    if buffer is None:
-        raise ProtocolError("expected a buffer that this rank holds, got none")
-    return buffer
 
 
 def norm_buffers(model: nn.Module, *, is_training: bool = False) -> set[int]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from elche.comm.transport.process_group import Group, broadcast_tensors
+from elche.comm.transport.process_group import Group
 
 DIGEST_BYTES = 32
 _log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ def differing(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> list[i
     return [at for at, (form, values) in enumerate(is_same.tolist()) if form > values]
 
 
+@torch.no_grad()
 def make_equal(
     group: Group, named: Sequence[tuple[str, torch.Tensor]], what: str
 ) -> int:
@@ -75,7 +76,10 @@ def make_equal(
         CommunicationError: it failed, or a rank did not come in time.
     """
     chosen = [named[index][1].detach() for index in differing(group, named)]
-    broadcast_tensors(group, chosen, what)
+    for tensor in chosen:
+        host = tensor.to("cpu").contiguous()
+        group.broadcast(host, what)
+        tensor.copy_(host)
     sent_bytes = sum(tensor.numel() * tensor.element_size() for tensor in chosen)
     if group.rank == 0:
         _log.debug(

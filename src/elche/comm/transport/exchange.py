@@ -18,14 +18,14 @@ written.
 from __future__ import annotations
 
 import mmap
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from typing_extensions import override
 
+from elche.comm.transport.process_group import Group
 from elche.comm.transport.shared_memory import (
     aligned,
     map_together,
@@ -33,13 +33,7 @@ from elche.comm.transport.shared_memory import (
 )
 from elche.errors import ProtocolError
 
-if TYPE_CHECKING:
-    from elche.comm.transport.process_group import Group
-
 COUNTER_BYTES = 8
-SPIN_S = 20e-6
-SLEEP_S = 50e-6
-CHECK_EVERY_S = 0.05
 
 
 class Exchange(ABC):
@@ -404,32 +398,3 @@ def can_share(device_name: str) -> bool:
     Only on the CPU, and on processors that let other cores see writes in order.
     """
     return device_name.startswith("CPU") and may_share_memory()
-
-
-def wait_until(
-    ready: Callable[[], bool],
-    check: Callable[[], None],
-    on_timeout: Callable[[], Exception | None],
-    timeout_s: float,
-) -> None:
-    """Waits for other ranks without holding a core for long.
-
-    Args:
-        ready: what is waited for.
-        check: called now and then; raises if the run was ended.
-        on_timeout: makes the error at the deadline; None: it has come just now.
-        timeout_s: the deadline.
-    """
-    started_s = time.perf_counter()
-    checked_s = started_s
-    while not ready():
-        now_s = time.perf_counter()
-        if now_s - checked_s > CHECK_EVERY_S:
-            checked_s = now_s
-            check()
-            if now_s - started_s > timeout_s:
-                error = on_timeout()
-                if error is not None:
-                    raise error
-        if now_s - started_s > SPIN_S:
-            time.sleep(SLEEP_S)

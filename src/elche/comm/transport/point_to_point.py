@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from elche.comm.transport.device_messages import DeviceMessages
-from elche.comm.transport.exchange import SLEEP_S
 from elche.comm.transport.gloo_lines import (
     GlooLine,
     Mailbox,
@@ -22,6 +21,7 @@ from elche.comm.transport.gloo_lines import (
 )
 from elche.comm.transport.message_memory import IncomingMemory, OutgoingMemory
 from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message, Packed
+from elche.comm.transport.process_group import SLEEP_S
 from elche.errors import CommunicationError
 
 LOOK_EVERY_S = 0.05

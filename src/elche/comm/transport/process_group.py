@@ -17,7 +17,6 @@ import torch
 from torch import distributed as dist
 
 from elche.comm.control.addresses import host_name
-from elche.comm.transport.exchange import CHECK_EVERY_S, wait_until
 from elche.errors import CommunicationError, DeadlineError
 from elche.torch_internals.groups import gloo_options
 
@@ -29,6 +28,9 @@ FORK_MAY_DEADLOCK = sys.version_info < (3, 10, 15) or (
 python/cpython#112275: the lock of the list of threads stays locked in the child.
 """
 LOOK_S = 0.005
+SPIN_S = 20e-6
+SLEEP_S = 50e-6
+CHECK_EVERY_S = 0.05
 KEPT_TENSORS = 16
 """Collectives whose tensors are kept, so that gloo's threads do not free them."""
 
@@ -373,17 +375,6 @@ def _nothing() -> None:
     """Nobody can end the run from outside."""
 
 
-def broadcast_tensors(group: Group, tensors: list[torch.Tensor], what: str) -> float:
-    """Copies rank 0's values into ``tensors`` on every rank; returns seconds."""
-    started_s = time.monotonic()
-    with torch.no_grad():
-        for tensor in tensors:
-            host = tensor.detach().to("cpu").contiguous()
-            group.broadcast(host, what)
-            tensor.copy_(host)
-    return time.monotonic() - started_s
-
-
 def gather_texts(group: Group, text: str, what: str) -> list[str]:
     """Every rank's text, in the order of ranks."""
     raw = text.encode()
@@ -403,3 +394,32 @@ def gather_texts(group: Group, text: str, what: str) -> list[str]:
         bytes(row[:size].tolist()).decode()
         for row, size in zip(rows, sizes, strict=True)
     ]
+
+
+def wait_until(
+    ready: Callable[[], bool],
+    check: Callable[[], None],
+    on_timeout: Callable[[], Exception | None],
+    timeout_s: float,
+) -> None:
+    """Waits for other ranks without holding a core for long.
+
+    Args:
+        ready: what is waited for.
+        check: called now and then; raises if the run was ended.
+        on_timeout: makes the error at the deadline; None: it has come just now.
+        timeout_s: the deadline.
+    """
+    started_s = time.perf_counter()
+    checked_s = started_s
+    while not ready():
+        now_s = time.perf_counter()
+        if now_s - checked_s > CHECK_EVERY_S:
+            checked_s = now_s
+            check()
+            if now_s - started_s > timeout_s:
+                error = on_timeout()
+                if error is not None:
+                    raise error
+        if now_s - started_s > SPIN_S:
+            time.sleep(SLEEP_S)

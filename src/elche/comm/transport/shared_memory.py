@@ -13,14 +13,11 @@ import platform
 import secrets
 import struct
 import zlib
-from typing import TYPE_CHECKING
 
 import torch
 
 from elche.comm.control.addresses import host_name
-
-if TYPE_CHECKING:
-    from elche.comm.transport.process_group import Group
+from elche.comm.transport.process_group import Group
 
 ALIGN_BYTES = 64
 ORDERED_MACHINES = ("x86_64", "AMD64")

@@ -23,12 +23,12 @@ from elche.comm.transport.device_messages import (
     TwoWays,
     trial,
 )
-from elche.comm.transport.exchange import SLEEP_S, agree_to_share
+from elche.comm.transport.exchange import agree_to_share
 from elche.comm.transport.gloo_lines import end_waits
 from elche.comm.transport.message_memory import open_message_memory
 from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message
 from elche.comm.transport.point_to_point import LOOK_EVERY_S, PointToPoint
-from elche.comm.transport.process_group import Group, gather_texts
+from elche.comm.transport.process_group import SLEEP_S, Group, gather_texts
 from elche.coordination.protocol.events import Failed, Left
 from elche.errors import CommunicationError, ConfigError, RemoteRankError
 from elche.pipeline.peers.waits import Rendezvous, Waits

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from elche.comm.control.control_channel import ControlChannel
-from elche.comm.transport.exchange import CHECK_EVERY_S
+from elche.comm.transport.process_group import CHECK_EVERY_S
 from elche.errors import CommunicationError, DeadlineError, ElcheError, RemoteRankError
 
 TELL_S = 1.0

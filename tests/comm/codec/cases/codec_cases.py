@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -12,21 +11,6 @@ from elche.comm.codec.coded_exchange import CodedExchange
 from elche.comm.transport.process_group import Group
 from tests.comm.joined import joined
 from tests.harness.rank_main import this_place
-
-
-@dataclass
-class Seen:
-    """What a rank got.
-
-    Attributes:
-        sums: of each round.
-        error: how a reduction failed.
-        residual: in the end.
-    """
-
-    sums: list[torch.Tensor] = field(default_factory=list)
-    error: str = ""
-    residual: torch.Tensor | None = None
 
 
 def offered(rank: int, number: int, numel: int) -> torch.Tensor:
@@ -58,15 +42,16 @@ def leave(group: Group, exchange: CodedExchange) -> None:
     group.all_reduce(torch.zeros(1), "all ranks to be through")
 
 
-def many_sums(codec: str, numels: Sequence[int], rounds: int) -> list[Seen]:
+def many_sums(
+    codec: str, numels: Sequence[int], rounds: int
+) -> list[list[torch.Tensor]]:
     """Messages of several sizes, each through an exchange of its own."""
     found = []
     with joined("gloo") as group:
         for numel in numels:
-            exchange, seen = opened(group, codec, numel), Seen()
-            seen.sums = [reduced(exchange, number, numel) for number in range(rounds)]
+            exchange = opened(group, codec, numel)
+            found.append([reduced(exchange, number, numel) for number in range(rounds)])
             leave(group, exchange)
-            found.append(seen)
     return found
 
 

@@ -178,28 +178,6 @@ def _copied(model: nn.Module) -> State:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def fitted(options: dict[str, Any]) -> tuple[State, list[float], list[float]]:
-    """What a Trainer makes on this rank: state, losses of training and evaluation."""
-    loss = options.get("loss_reduction", "mean")
-    result = elche.Trainer(
-        network,
-        lambda parameters: torch.optim.SGD(
-            parameters, lr=0.5 if loss == "mean" else 0.005, momentum=0.9
-        ),
-        LOSSES[loss],
-        dataset=Padded(96),
-        eval_dataset=Padded(37),
-        eval_batch_size=5,
-        batch_size=16,
-        epochs=2,
-        weight_of=tokens_of,
-        **nested({"policy": "sync", "seed": 5, **options}),
-    ).fit()
-    trained = [record.train_loss for record in result.history]
-    evaluated = [record.eval_loss or 0.0 for record in result.history]
-    return result.model_state, trained, evaluated
-
-
 def weigh_by(kind: str, options: dict[str, Any]) -> None:
     """An epoch in which rank 1 weighs a batch by what no batch can weigh."""
     model, optimizer, loader = _build(Job())

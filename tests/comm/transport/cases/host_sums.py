@@ -72,36 +72,6 @@ def summed(count: int, dtype: torch.dtype, sums: int) -> list[torch.Tensor]:
     return found
 
 
-def kept_sum() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first sum, the last one when one host is a message ahead, and later."""
-    with joined_hosts() as group:
-        exchange = open_by_hosts(group, NUMEL, torch.float64, CPU, sums=2)
-        assert isinstance(exchange, HostExchange)
-        own = messages_of(group.rank, 2, torch.float64)
-        for number, message in enumerate(own):
-            exchange.reclaim("a test")
-            exchange.contribution(0).copy_(message)
-            is_ahead = group.hosts()[group.rank] == group.hosts()[0]
-            if number and not is_ahead:
-                group.all_reduce(torch.zeros(1), "the other host is ahead")
-            exchange.begin(0)
-            if number:
-                if is_ahead:
-                    group.wait_until(lambda: exchange.is_offered, "its host")
-                    exchange.poll()  # the leader has summed, in the other place
-                    assert not exchange.has_sum
-                    ahead = exchange.last_sum.clone()
-                    group.all_reduce(torch.zeros(1), "the other host is ahead")
-                else:
-                    ahead = exchange.last_sum.clone()
-                exchange.finish("a test")
-            else:
-                first = exchange.finish("a test").clone()
-        last = exchange.last_sum.clone()
-        group.all_reduce(torch.zeros(1), "the end")
-    return first, ahead, last
-
-
 def not_mapped(victim: int) -> bool:
     """Whether all ranks sum by gloo where one cannot map its host's memory."""
     if this_place().rank == victim:

@@ -87,7 +87,7 @@ class Bucket:
     @property
     def size_bytes(self) -> int:
         """Bytes of its gradients."""
-        return sum(size_bytes(parameter) for parameter in self.parameters)
+        return sum(parameter.nbytes for parameter in self.parameters)
 
     def extra_bytes(self, kept: int) -> int:
         """Bytes that it holds beside the gradients of plain training.
@@ -290,10 +290,10 @@ def make_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Buc
     Nothing hides the bucket that is reduced last, so the last parameters (up to a
     quarter of the cap, at least one) get one of their own.
     """
-    tail, tail_bytes = len(parameters) - 1, size_bytes(parameters[-1])
-    while tail > 0 and tail_bytes + size_bytes(parameters[tail - 1]) <= cap_bytes // 4:
+    tail, tail_bytes = len(parameters) - 1, parameters[-1].nbytes
+    while tail > 0 and tail_bytes + parameters[tail - 1].nbytes <= cap_bytes // 4:
         tail -= 1
-        tail_bytes += size_bytes(parameters[tail])
+        tail_bytes += parameters[tail].nbytes
     return [*_fill(parameters[:tail], cap_bytes), *_fill(parameters[tail:], cap_bytes)]
 
 
@@ -307,14 +307,9 @@ def _fill(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
             parameter.dtype,
             parameter.device,
         )
-        if not same or filled + size_bytes(parameter) > cap_bytes:
+        if not same or filled + parameter.nbytes > cap_bytes:
             buckets.append(Bucket([]))
             filled = 0
         buckets[-1].parameters.append(parameter)
-        filled += size_bytes(parameter)
+        filled += parameter.nbytes
     return buckets
-
-
-def size_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()

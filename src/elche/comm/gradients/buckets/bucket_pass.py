@@ -238,7 +238,8 @@ class BucketPass(ABC):
         order, (bucket, place) = self._order, self._queue.places[index]
         order.came[index] = order.came.get(index, 0) + 1
         if not order.is_agreed:
-            order.observe(index)
+            order.last.pop(index, None)  # of several gradients the last one counts
+            order.last[index] = None
         if place not in bucket.pending:
             if self._queue.has_sent(bucket):
                 order.late.add(index)
@@ -307,7 +308,9 @@ class BucketPass(ABC):
         except CommunicationError as error:
             self._fail(error)
             raise
-        self._phase = Phase.IDLE
+        finally:
+            if self._phase is not Phase.BROKEN:
+                self._phase = Phase.IDLE
         if self._order.late:
             self._order.refuse_late()
 

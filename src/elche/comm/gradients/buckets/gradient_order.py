@@ -28,13 +28,14 @@ class GradientOrder:
     Attributes:
         came: gradients of each parameter in this pass, in order of the first.
         late: parameters that got one in this pass after their bucket had gone.
+        last: the order of their last gradients in the first pass.
         several: parameters that got several in the first pass.
         is_agreed: all ranks follow one order, which is observed no more.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._last: dict[int, None] = {}
+        self.last: dict[int, None] = {}
         self.came: dict[int, int] = {}
         self.late: set[int] = set()
         self.several: frozenset[int] = frozenset()
@@ -43,11 +44,6 @@ class GradientOrder:
     def begin(self) -> None:
         """All gradients of a pass will come."""
         self.came, self.late = {}, set()
-
-    def observe(self, index: int) -> None:
-        """A gradient has come; of several of a parameter the last one counts."""
-        self._last.pop(index, None)
-        self._last[index] = None
 
     def agree(self, group: Group) -> tuple[list[int], list[int] | None]:
         """Compares what was observed in the first pass; with all ranks.
@@ -58,9 +54,9 @@ class GradientOrder:
         """
         count = len(self._names)
         rows = torch.zeros(group.world_size + 1, count, dtype=torch.int64, device="cpu")
-        if self._last:
-            unseen = [at for at in range(count) if at not in self._last]
-            rows[group.rank] = torch.tensor([*self._last, *unseen], device="cpu") + 1
+        if self.last:
+            unseen = [at for at in range(count) if at not in self.last]
+            rows[group.rank] = torch.tensor([*self.last, *unseen], device="cpu") + 1
         for index in self.late:
             rows[-1, index] = 1
         group.all_reduce(rows, "agreeing on the order of gradients")
@@ -79,7 +75,7 @@ class GradientOrder:
     def settle(self) -> None:
         """All ranks follow one order from now on."""
         self.is_agreed = True
-        self._last.clear()
+        self.last.clear()
 
     def is_alike(self, group: Group) -> bool:
         """True if all ranks of a group follow an agreed order, or none does."""

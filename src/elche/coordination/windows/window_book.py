@@ -111,12 +111,7 @@ class Part:
 
 
 class WindowBook:
-    """Parts of the window being collected, and of the next one where overlapped.
-
-    Args:
-        ranks: the members.
-        window: the first window's number.
-    """
+    """Parts of the window being collected, and of the next one where overlapped."""
 
     def __init__(self, ranks: Iterable[int], window: int) -> None:
         self.window = window

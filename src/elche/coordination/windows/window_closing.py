@@ -107,10 +107,6 @@ def resume_reduction(
 
     If one of them holds the result of the window that was being reduced, all adopt it,
     with the part of those who are gone. If none does, it is redone without them.
-
-    Args:
-        state: of the epoch.
-        reduced: the last window whose result each member holds.
     """
     state.is_paused = False
     running = state.running

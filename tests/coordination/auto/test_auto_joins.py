@@ -21,7 +21,6 @@ from elche.coordination.protocol.instructions import (
     GrantSteps,
     Instruction,
     OpenWindow,
-    PolicyChosen,
     Reduce,
     Welcome,
 )
@@ -251,12 +250,6 @@ def test_ranks_join_at_any_moment(
     meeting.check()
 
 
-def chosen(meeting: Meeting) -> list[str]:
-    """What was said of the choice, in order."""
-    told = [one for rank in meeting.told.values() for one in rank]
-    return [one.policy for one in told if isinstance(one, PolicyChosen)]
-
-
 def until(meeting: Growing, phase: str) -> None:
     """All train until the run is in this phase."""
     for _ in range(50 * LENGTH):
@@ -295,16 +288,3 @@ def test_what_follows_a_join(
     assert meeting.phase == then
     meeting.check()
     assert then == ALONE or meeting.members[2].seen  # type: ignore[attr-defined]
-
-
-def test_a_run_that_began_alone_is_measured_when_another_joins() -> None:
-    """It had nothing to choose from."""
-    meeting = Growing(1)
-    meeting.move(0)
-    assert meeting.phase == "FIXED"
-    meeting.come(1)
-    meeting.ready(1)
-    until(meeting, "MEASURING")
-    until(meeting, "STEPS")
-    assert chosen(meeting) == ["sync"]
-    meeting.check()

@@ -40,7 +40,7 @@ def judge_update(state: WindowState, closed: WindowClosed) -> None:
         return
     state.ledger.discard(rank)
     state.totals.discard(window, rank, part.samples)
-    part.discard()
+    part.samples, part.is_diverged = 0, True
     state.note(
         f"rank {rank}: its update of window {window} (batches {named(part.trained)}) "
         "is not finite: it is discarded"

@@ -105,3 +105,16 @@ def test_a_result_that_came_during_a_batch_is_dated_to_its_middle(
     driven.run_window()
     driven.reduced(0.35, adopted_at=adopted_at)
     assert driven.pacing.reduction_s == pytest.approx(reduction_s)
+
+
+@pytest.mark.parametrize(("reduced", "samples"), [(-1, 32), (0, 40)])
+def test_progress_counts_a_dead_ranks_part_where_a_survivor_holds_it(
+    reduced: int, samples: int
+) -> None:
+    driven = Driven("cadence", 200)
+    driven.run_window()
+    assert driven.policy.state.progress_samples == 40
+    driven.policy.remove(1)
+    driven.policy.regrouped({0: reduced}, driven.now_s)
+    driven.policy.check()
+    assert driven.policy.state.progress_samples == samples

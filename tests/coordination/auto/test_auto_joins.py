@@ -25,6 +25,7 @@ from elche.coordination.protocol.instructions import (
     Welcome,
 )
 from elche.coordination.sync import step_grants
+from tests.coordination.test_core import steps_done
 from tests.coordination.test_joining import FOUNDERS, Meeting, Member, plan_of
 from tests.harness.reached import reach
 
@@ -150,14 +151,12 @@ class Trainer(Member):
             self.passes += 1
         steps = grant.stop - grant.start
         is_warm, self.is_warm = self.is_warm, True
-        return StepsDone(
-            rank=self.rank,
-            epoch=0,
-            start=grant.start,
-            stop=grant.stop,
+        return steps_done(
+            self.rank,
+            grant.start,
+            grant.stop,
             samples=own * steps,
             busy_s=0.01 * steps,
-            data_wait_s=0.0,
             sync_wait_s=0.001 * steps,
             warm=is_warm,
             backward_passes=self.passes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.policy import Member
-from elche.coordination.protocol.events import BatchesDone, WindowClosed, WindowReduced
+from elche.coordination.protocol.events import BatchesDone
 from elche.coordination.windows.window_policy import WindowPolicy
+from tests.coordination.test_core import batch_done, closed, reduced
 
 RANKS = (0, 1)
 BATCH_S = (0.1, 0.4)
@@ -41,40 +43,20 @@ class Driven:
                 self._tell(self._done(rank, start))
         self.now_s += BATCH_S[1]
         for rank in RANKS:
-            self._tell(
-                WindowClosed(
-                    rank=rank,
-                    epoch=0,
-                    window=self.window,
-                    changed_buffers=(),
-                )
-            )
+            self._tell(closed(rank, self.window))
         self.window += 1
 
     def reduced(self, after_s: float, **said: Any) -> None:
         """Both have the result of the window that was closed last."""
         self.now_s += after_s
-        values = {"sync_s": 0.0, "wait_s": 0.0, "divergence": 0.0, "adopted_at": 0}
         for rank in RANKS:
-            self._tell(
-                WindowReduced(
-                    rank=rank, epoch=0, window=self.window - 1, **(values | said)
-                )
-            )
+            result = reduced(rank, self.window - 1)
+            self._tell(replace(result, **{"sync_s": 0.0, **said}))
 
     def _done(self, rank: int, batch: int) -> BatchesDone:
-        return BatchesDone(
-            rank=rank,
-            epoch=0,
-            window=self.window,
-            start=batch,
-            stop=batch + 1,
-            samples=8,
-            busy_s=BATCH_S[rank],
-            data_wait_s=0.0,
-            timed=1,
-            timed_s=BATCH_S[rank],
-        )
+        took_s = BATCH_S[rank]
+        times = {"window": self.window, "busy_s": took_s, "timed_s": took_s}
+        return batch_done(rank, batch, **times)
 
     def _tell(self, event: Any) -> None:
         self.policy.handle(event, self.now_s)

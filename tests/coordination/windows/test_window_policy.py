@@ -12,6 +12,7 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import BatchesDone
 from elche.coordination.windows.window_policy import WindowPolicy
+from elche.coordination.windows.window_state import FixedWindows
 from tests.coordination.test_core import batch_done, closed, reduced
 
 RANKS = (0, 1)
@@ -100,3 +101,18 @@ def test_progress_counts_a_dead_ranks_part_where_a_survivor_holds_it(
     driven.policy.regrouped({0: reduced}, driven.now_s)
     driven.policy.check()
     assert driven.policy.state.progress_samples == samples
+
+
+def test_a_fixed_plan_says_what_was_trained_before_each_window() -> None:
+    plan = FixedWindows(
+        sizes=BatchSizes(((4, 7),)),
+        ranks=[0, 2],
+        counts=[2, 1],
+        committed_samples=100,
+        first_window=5,
+    )
+    seen = [plan.window(number) for number in (5, 6, 7, 8)]
+    assert [each.committed_samples for each in seen] == [100, 112, 124, 128]
+    assert [each.planned_samples for each in seen] == [12, 12, 4, 0]
+    assert [each.parts[2] for each in seen] == [(2, 3), (5, 6), (7, 7), (7, 7)]
+    assert [each.batches(0) for each in seen] == [2, 2, 1, 0]

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import (
-    BatchesDone,
     EpochOpened,
     Event,
     Failed,
@@ -20,7 +19,6 @@ from elche.coordination.protocol.events import (
     Regrouped,
     Tick,
     WindowClosed,
-    WindowReduced,
 )
 from elche.coordination.protocol.instructions import (
     Abort,
@@ -37,6 +35,7 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.state import Coordinator
 from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of
+from tests.coordination.test_core import batch_done, closed, reduced
 from tests.harness.model_checks import checks_of
 from tests.harness.settings import nested
 
@@ -102,17 +101,7 @@ class Member:
             return [self.close()]
         if isinstance(told, Reduce):
             self.reduced = told.window
-            return [
-                WindowReduced(
-                    rank=rank,
-                    epoch=0,
-                    window=told.window,
-                    sync_s=0.1,
-                    wait_s=0.0,
-                    divergence=0.0,
-                    adopted_at=0,
-                )
-            ]
+            return [reduced(rank, told.window)]
         if isinstance(told, EndEpoch):
             if told.left and not told.is_early:
                 samples = sum(stop - start for start, stop in told.left)
@@ -135,9 +124,7 @@ class Member:
         return [self.opened]
 
     def close(self) -> WindowClosed:
-        return WindowClosed(
-            rank=self.rank, epoch=0, window=self.window, changed_buffers=()
-        )
+        return closed(self.rank, self.window)
 
     def move(self) -> list[Event]:
         """Trains a batch, if it may."""
@@ -146,20 +133,7 @@ class Member:
         batch = self.leases.pop(0)
         self.trained += 1
         self.batches.append((self.starts, batch))
-        return [
-            BatchesDone(
-                rank=self.rank,
-                epoch=0,
-                window=self.window,
-                start=batch,
-                stop=batch + 1,
-                samples=8,
-                busy_s=0.1,
-                data_wait_s=0.0,
-                timed=1,
-                timed_s=0.1,
-            )
-        ]
+        return [batch_done(self.rank, batch, window=self.window)]
 
 
 class Meeting:

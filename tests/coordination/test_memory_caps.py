@@ -12,9 +12,9 @@ from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member
-from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
 from elche.coordination.sync.sync_policy import SyncPolicy
+from tests.coordination.test_core import steps_done
 from tests.harness.settings import nested
 
 BATCH, HORIZON = 32, 3
@@ -52,17 +52,12 @@ def run_epoch(
             passes = passes_of(share, known or None) if rank == 0 else 1
             step_s = 0.01 * share + fixed_s * passes
             told += core.handle(
-                StepsDone(
-                    rank=rank,
-                    epoch=0,
-                    start=grant.start,
-                    stop=grant.stop,
+                steps_done(
+                    rank,
+                    grant.start,
+                    grant.stop,
                     samples=share * (grant.stop - grant.start),
                     busy_s=step_s * (grant.stop - grant.start),
-                    data_wait_s=0.0,
-                    sync_wait_s=0.0,
-                    warm=True,
-                    backward_passes=grant.stop,
                     max_samples=known if rank == 0 else 0,
                 ),
                 0.0,

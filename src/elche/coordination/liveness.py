@@ -18,9 +18,6 @@ class Liveness:
 
     So time in which the coordinator itself was stopped (Ctrl-Z, a suspended machine)
     is nobody's silence. A rank that has never beaten is not watched.
-
-    Args:
-        tick_s: time between two ticks.
     """
 
     def __init__(self, tick_s: float) -> None:

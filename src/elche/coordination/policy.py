@@ -31,13 +31,7 @@ A table for each of 10,000 ranks would be three gigabytes at every epoch's end.
 
 
 class EpochTotals:
-    """Work of the ranks in an epoch, for its reports.
-
-    Args:
-        epoch: the epoch.
-        world_size: ranks; more may come.
-        now_s: the time.
-    """
+    """Work of the ranks in an epoch, for its reports."""
 
     def __init__(self, epoch: int, world_size: int, now_s: float) -> None:
         self._epoch = epoch

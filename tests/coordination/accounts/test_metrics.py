@@ -141,6 +141,18 @@ def test_an_epoch_is_the_sum_of_its_windows() -> None:
     assert epoch.scalars == {"loss": 1.0, "rare": 1.0}
 
 
+def test_an_epoch_in_parts_is_all_of_them() -> None:
+    """The second one has a rank more."""
+    first, rest = opened(world_size=1), opened(now_s=20.0)
+    first.add(0, RankReport(rank=0, samples=1))
+    first.close_window(0, 11.0)
+    assert first.end_epoch(12.0).duration_s == 2.0
+    rest.add(1, RankReport(rank=1, samples=2))
+    whole = rest.end_epoch(24.0, first)
+    assert (whole.rank_samples, whole.synchronisations) == ((1, 2), 1)
+    assert (whole.duration_s, rest.samples) == (14.0, 2)
+
+
 def test_a_late_report_counts_in_the_next_window_or_the_epoch() -> None:
     book = opened()
     book.add(0, RankReport(rank=0, samples=1))

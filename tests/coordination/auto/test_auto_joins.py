@@ -21,11 +21,11 @@ from elche.coordination.protocol.instructions import (
     GrantSteps,
     Instruction,
     OpenWindow,
-    PolicyChosen,
     Reduce,
     Welcome,
 )
 from elche.coordination.sync import step_grants
+from tests.coordination.test_core import steps_done
 from tests.coordination.test_joining import FOUNDERS, Meeting, Member, plan_of
 from tests.harness.reached import reach
 
@@ -151,14 +151,12 @@ class Trainer(Member):
             self.passes += 1
         steps = grant.stop - grant.start
         is_warm, self.is_warm = self.is_warm, True
-        return StepsDone(
-            rank=self.rank,
-            epoch=0,
-            start=grant.start,
-            stop=grant.stop,
+        return steps_done(
+            self.rank,
+            grant.start,
+            grant.stop,
             samples=own * steps,
             busy_s=0.01 * steps,
-            data_wait_s=0.0,
             sync_wait_s=0.001 * steps,
             warm=is_warm,
             backward_passes=self.passes,
@@ -251,12 +249,6 @@ def test_ranks_join_at_any_moment(
     meeting.check()
 
 
-def chosen(meeting: Meeting) -> list[str]:
-    """What was said of the choice, in order."""
-    told = [one for rank in meeting.told.values() for one in rank]
-    return [one.policy for one in told if isinstance(one, PolicyChosen)]
-
-
 def until(meeting: Growing, phase: str) -> None:
     """All train until the run is in this phase."""
     for _ in range(50 * LENGTH):
@@ -295,16 +287,3 @@ def test_what_follows_a_join(
     assert meeting.phase == then
     meeting.check()
     assert then == ALONE or meeting.members[2].seen  # type: ignore[attr-defined]
-
-
-def test_a_run_that_began_alone_is_measured_when_another_joins() -> None:
-    """It had nothing to choose from."""
-    meeting = Growing(1)
-    meeting.move(0)
-    assert meeting.phase == "FIXED"
-    meeting.come(1)
-    meeting.ready(1)
-    until(meeting, "MEASURING")
-    until(meeting, "STEPS")
-    assert chosen(meeting) == ["sync"]
-    meeting.check()

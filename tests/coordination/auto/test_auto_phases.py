@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,7 @@ from elche.coordination.protocol.events import (
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
 from elche.coordination.sync import step_grants
 from elche.sim.cluster import Cluster as SimulatedCluster
+from tests.coordination.test_core import reduced, steps_done
 from tests.sim.checks import simulate
 from tests.sim.test_auto import changed_link, cluster_of
 
@@ -94,17 +96,14 @@ def granted(told: list[Instruction]) -> list[GrantSteps]:
 
 def done(grant: GrantSteps, rank: int, shown_s: float = 0.09) -> StepsDone:
     steps = grant.stop - grant.start
-    return StepsDone(
-        rank=rank,
-        epoch=0,
-        start=grant.start,
-        stop=grant.stop,
+    return steps_done(
+        rank,
+        grant.start,
+        grant.stop,
         samples=steps * grant.shares[rank],
         busy_s=0.01 * steps,
-        data_wait_s=0.0,
         sync_wait_s=shown_s * steps,
         warm=grant.start > 0,
-        backward_passes=grant.stop,
     )
 
 
@@ -194,15 +193,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> AutoChooser:
 
 def taken(rank: int, step: int) -> WindowReduced:
     """A rank holds the model after a step."""
-    return WindowReduced(
-        rank=rank,
-        epoch=0,
-        window=step,
-        sync_s=0.0,
-        wait_s=0.0,
-        divergence=0.0,
-        adopted_at=0,
-    )
+    return replace(reduced(rank, step), sync_s=0.0)
 
 
 def lose(auto: AutoChooser, rank: int, step: int, others: list[int]) -> None:

@@ -13,6 +13,7 @@ from elche.coordination.auto.first_choice import MOST_STEPS
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import GrantSteps
+from tests.coordination.test_core import steps_done
 
 BATCH = 32
 
@@ -21,18 +22,8 @@ def done(
     count: int, rank: int, samples: int, busy_s: float, wait_s: float
 ) -> StepsDone:
     """A rank's report of one step."""
-    return StepsDone(
-        rank=rank,
-        epoch=0,
-        start=count,
-        stop=count + 1,
-        samples=samples,
-        busy_s=busy_s,
-        data_wait_s=0.0,
-        sync_wait_s=wait_s,
-        warm=count > 0,
-        backward_passes=count + 1,
-    )
+    took = {"samples": samples, "busy_s": busy_s, "sync_wait_s": wait_s}
+    return steps_done(rank, count, count + 1, warm=count > 0, **took)
 
 
 def first_choice(

@@ -15,7 +15,7 @@ from elche.coordination.auto.measures import (
     Measures,
     RunLength,
 )
-from elche.coordination.protocol.events import StepsDone
+from tests.coordination.test_core import steps_done
 
 BATCH = 32
 
@@ -42,17 +42,14 @@ class Cluster:
         for rank in self.ranks if warm else ():
             self.times[rank].observe(samples[rank], step_s[rank])
         reports = [
-            StepsDone(
-                rank=rank,
-                epoch=0,
-                start=0,
-                stop=count,
+            steps_done(
+                rank,
+                0,
+                count,
                 samples=count * samples[rank],
                 busy_s=count * step_s[rank],
-                data_wait_s=0.0,
                 sync_wait_s=count * (last_s - step_s[rank] + exposed_s),
                 warm=warm,
-                backward_passes=count,
             )
             for rank in self.ranks
         ]

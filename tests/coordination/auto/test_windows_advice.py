@@ -12,13 +12,13 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.windows_advice import ADVICE_GRANTS, advice
 from elche.coordination.policy import Member, PolicyChooser
-from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import (
     GrantSteps,
     Instruction,
     PolicyChosen,
 )
 from elche.coordination.state import policy_chooser
+from tests.coordination.test_core import steps_done
 from tests.harness.reached import reach
 
 BATCH = 64
@@ -39,17 +39,14 @@ def run_steps(
         count = grant.stop - grant.start
         busy_s = [0.001 * (rank + 1) * n for rank, n in enumerate(grant.shares)]
         for rank, share in enumerate(grant.shares):
-            report = StepsDone(
-                rank=rank,
-                epoch=0,
-                start=grant.start,
-                stop=grant.stop,
+            report = steps_done(
+                rank,
+                grant.start,
+                grant.stop,
                 samples=share * count,
                 busy_s=count * busy_s[rank],
-                data_wait_s=0.0,
                 sync_wait_s=count * (max(busy_s) - busy_s[rank] + exposed_s),
                 warm=grant.start > 0,
-                backward_passes=grant.stop,
             )
             new = chooser.policy.handle(report, 0.0).instructions
             told += new

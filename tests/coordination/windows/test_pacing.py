@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +17,10 @@ from elche.cadence.goodput import (
 from elche.cadence.overlapped import ROOM, BatchTimes, best_anchor
 from elche.config import RunConfig
 from elche.config_parts import WindowConfig
-from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.windows.pacing import Pacing
 from elche.coordination.windows.reductions import Reduction
 from elche.coordination.windows.window_book import Part
+from tests.coordination.test_core import reduced
 from tests.coordination.windows.test_window_loop import reduction
 from tests.harness.reached import reach
 
@@ -95,16 +97,8 @@ def adopted(late: int, held_s: float) -> Reduction:
     """A reduction whose average the fast rank had after so many batches."""
     done = Reduction(reduction(), {0: Part(), 1: Part()})
     for rank in (0, 1):
-        report = WindowReduced(
-            rank=rank,
-            epoch=0,
-            window=0,
-            sync_s=held_s,
-            wait_s=0.0,
-            divergence=0.1,
-            adopted_at=late if rank == 0 else 1,
-        )
-        done.reduced(report)
+        at = late if rank == 0 else 1
+        done.reduced(replace(reduced(rank, 0), sync_s=held_s, adopted_at=at))
     return done
 
 
@@ -171,15 +165,8 @@ def test_the_guard_shortens_windows_where_ranks_come_apart(guard: bool) -> None:
     for window, divergence in enumerate([0.02] * 10 + [0.2, 0.4]):
         done = Reduction(reduction(window), {0: Part(), 1: Part()})
         for rank in (0, 1):
-            done.reports[rank] = WindowReduced(
-                rank=rank,
-                epoch=0,
-                window=window,
-                sync_s=0.1,
-                wait_s=0.0,
-                divergence=divergence,
-                adopted_at=0,
-            )
+            report = replace(reduced(rank, window), divergence=divergence)
+            done.reports[rank] = report
         said = made.watch(done, 16)
     assert made.el_che.anchor == (8 if guard else 16)
     assert said.startswith("anchor 16 -> 8: divergence") if guard else said == ""

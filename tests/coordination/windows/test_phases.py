@@ -8,54 +8,43 @@ from elche.config import RunConfig
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import WindowClosed
 from elche.coordination.windows.reductions import Reduction
-from elche.coordination.windows.window_book import Part, WindowBook
+from elche.coordination.windows.window_book import Part, PartPhase, Throttle, WindowBook
 from elche.coordination.windows.window_state import EpochLife, WindowState
 from elche.errors import ProtocolError, TransitionError
-from tests.coordination.windows.test_window_loop import opened, reduction
+from tests.coordination.windows.test_window_loop import reduction
 
 CLOSED = WindowClosed(rank=0, epoch=0, window=0, changed_buffers=())
 
 
-def follow(calls: str) -> Part:
-    """A rank's part of a window after these calls."""
+def follow(phases: str) -> Part:
+    """A rank's part of a window after these phases."""
     part = Part()
-    for call in calls.split():
-        if call == "open":
-            part.open(opened(), is_drained=False)
-        elif call == "close":
-            part.close(CLOSED)
-        else:
-            getattr(part, call)()
+    for phase in phases.split():
+        part.move(PartPhase[phase])
     return part
 
 
 @pytest.mark.parametrize(
-    ("calls", "phase"),
+    ("phases", "following"),
     [
-        ("", "UNOPENED"),
-        ("open", "OPEN"),
-        ("open tell_to_close", "CLOSING"),
-        ("open tell_to_close tell_again", "OPEN"),
-        ("open tell_to_close close", "CLOSED"),
-        ("open close", "CLOSED"),
+        ("", "OPEN"),
+        ("OPEN", "CLOSING CLOSED"),
+        ("OPEN CLOSING", "OPEN CLOSED"),
+        ("OPEN CLOSING CLOSED", ""),
     ],
 )
 def test_a_window_goes_from_phase_to_phase_and_no_other_way(
-    calls: str, phase: str
+    phases: str, following: str
 ) -> None:
-    assert follow(calls).phase.name == phase
-    following = {
-        "UNOPENED": {"open"},
-        "OPEN": {"tell_to_close", "close"},
-        "CLOSING": {"tell_again", "close"},
-        "CLOSED": set(),
-    }
-    for call in {"open", "tell_to_close", "tell_again", "close"} - following[phase]:
-        with pytest.raises(TransitionError, match=f"cannot go from {phase} to"):
-            follow(f"{calls} {call}")
+    for phase in ("OPEN", "CLOSING", "CLOSED"):
+        if phase in following.split():
+            assert follow(f"{phases} {phase}").phase.name == phase
+        else:
+            with pytest.raises(TransitionError, match=f"a window cannot go .*{phase}"):
+                follow(f"{phases} {phase}")
 
 
-@pytest.mark.parametrize("calls", ["", "open close"])
+@pytest.mark.parametrize("calls", ["", "OPEN CLOSED"])
 def test_a_rank_closes_an_open_window_once(calls: str) -> None:
     book = WindowBook([0, 1], 0)
     book.parts[0] = follow(calls)
@@ -95,3 +84,16 @@ def test_an_epoch_ends_and_goes_on_as_it_was(calls: str) -> None:
             life.leave(0)
         life.go_on()
     assert life.left == {1 for _ in calls.split()}
+
+
+def test_a_throttled_rank_is_held_for_good_once_the_slowest_has_stopped() -> None:
+    throttle = Throttle(2, [0, 1])
+    assert not throttle.done(0, 2)
+    assert not throttle.holds(2), "rank 1 may still catch up"
+    assert throttle.done(1, 1)
+    assert throttle.limit == 3
+    throttle.stop(1)
+    assert not throttle.done(1, 5), "it runs no more"
+    assert [throttle.holds(batches) for batches in (2, 3)] == [False, True]
+    throttle.remove(1)
+    assert (throttle.limit, throttle.is_final) == (4, False)

@@ -19,9 +19,9 @@ from elche.coordination.windows.reductions import (
     Reduction,
     ReductionPlanner,
 )
-from elche.coordination.windows.window_book import Part, WindowBook
+from elche.coordination.windows.window_book import Part, PartPhase, WindowBook
 from elche.errors import ProtocolError
-from tests.coordination.windows.test_window_loop import opened, reduction
+from tests.coordination.windows.test_window_loop import reduction
 from tests.harness.reached import reach
 from tests.harness.settings import nested
 
@@ -87,7 +87,7 @@ def test_drifts_of_ranks_that_count_weigh_the_same(
 def test_a_window_cannot_weigh_what_is_no_weight(weight: float) -> None:
     closed = WindowClosed(rank=1, epoch=0, window=0, changed_buffers=(), weight=weight)
     book = WindowBook([0, 1], 0)
-    book.part(1).open(opened(), is_drained=False)
+    book.part(1).move(PartPhase.OPEN)
     with pytest.raises(ProtocolError, match="rank 1 closes window 0 with a weight of"):
         book.close(closed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.policy import Member
-from elche.coordination.protocol.events import BatchesDone, WindowClosed, WindowReduced
+from elche.coordination.protocol.events import BatchesDone
 from elche.coordination.windows.window_policy import WindowPolicy
+from elche.coordination.windows.window_state import FixedWindows
+from tests.coordination.test_core import batch_done, closed, reduced
 
 RANKS = (0, 1)
 BATCH_S = (0.1, 0.4)
@@ -41,40 +44,20 @@ class Driven:
                 self._tell(self._done(rank, start))
         self.now_s += BATCH_S[1]
         for rank in RANKS:
-            self._tell(
-                WindowClosed(
-                    rank=rank,
-                    epoch=0,
-                    window=self.window,
-                    changed_buffers=(),
-                )
-            )
+            self._tell(closed(rank, self.window))
         self.window += 1
 
     def reduced(self, after_s: float, **said: Any) -> None:
         """Both have the result of the window that was closed last."""
         self.now_s += after_s
-        values = {"sync_s": 0.0, "wait_s": 0.0, "divergence": 0.0, "adopted_at": 0}
         for rank in RANKS:
-            self._tell(
-                WindowReduced(
-                    rank=rank, epoch=0, window=self.window - 1, **(values | said)
-                )
-            )
+            result = reduced(rank, self.window - 1)
+            self._tell(replace(result, **{"sync_s": 0.0, **said}))
 
     def _done(self, rank: int, batch: int) -> BatchesDone:
-        return BatchesDone(
-            rank=rank,
-            epoch=0,
-            window=self.window,
-            start=batch,
-            stop=batch + 1,
-            samples=8,
-            busy_s=BATCH_S[rank],
-            data_wait_s=0.0,
-            timed=1,
-            timed_s=BATCH_S[rank],
-        )
+        took_s = BATCH_S[rank]
+        times = {"window": self.window, "busy_s": took_s, "timed_s": took_s}
+        return batch_done(rank, batch, **times)
 
     def _tell(self, event: Any) -> None:
         self.policy.handle(event, self.now_s)
@@ -105,3 +88,31 @@ def test_a_result_that_came_during_a_batch_is_dated_to_its_middle(
     driven.run_window()
     driven.reduced(0.35, adopted_at=adopted_at)
     assert driven.pacing.reduction_s == pytest.approx(reduction_s)
+
+
+@pytest.mark.parametrize(("reduced", "samples"), [(-1, 32), (0, 40)])
+def test_progress_counts_a_dead_ranks_part_where_a_survivor_holds_it(
+    reduced: int, samples: int
+) -> None:
+    driven = Driven("cadence", 200)
+    driven.run_window()
+    assert driven.policy.state.progress_samples == 40
+    driven.policy.remove(1)
+    driven.policy.regrouped({0: reduced}, driven.now_s)
+    driven.policy.check()
+    assert driven.policy.state.progress_samples == samples
+
+
+def test_a_fixed_plan_says_what_was_trained_before_each_window() -> None:
+    plan = FixedWindows(
+        sizes=BatchSizes(((4, 7),)),
+        ranks=[0, 2],
+        counts=[2, 1],
+        committed_samples=100,
+        first_window=5,
+    )
+    seen = [plan.window(number) for number in (5, 6, 7, 8)]
+    assert [each.committed_samples for each in seen] == [100, 112, 124, 128]
+    assert [each.planned_samples for each in seen] == [12, 12, 4, 0]
+    assert [each.parts[2] for each in seen] == [(2, 3), (5, 6), (7, 7), (7, 7)]
+    assert [each.batches(0) for each in seen] == [2, 2, 1, 0]

@@ -34,10 +34,7 @@ class CopySamples:
     ) -> tuple[int, ...]:
         """All ranks have closed a window; returns what its commit brings each copy.
 
-        Args:
-            samples: of each rank by copy, of as many as it knows.
-            idle: ranks that are given no work.
-            is_last: the epoch ends with this window.
+        Each rank reports samples of as many copies as it knows.
         """
         for more in samples.values():
             pairs = zip_longest(self._waiting, more, fillvalue=0)
@@ -70,10 +67,7 @@ class DueUpdates:
     def take(self, samples: int, epoch_batches: int, epoch_samples: int) -> int:
         """Updates that are due after so many more samples.
 
-        Args:
-            samples: of batches that updated the copy.
-            epoch_batches: steps that a single process takes in this epoch.
-            epoch_samples: its samples.
+        The epoch has ``epoch_samples`` in as many steps of a single process.
         """
         self._rest += Fraction(samples * epoch_batches, epoch_samples)
         due = int(self._rest)

@@ -35,11 +35,8 @@ def check_local_batches(
 ) -> None:
     """Refuses local batches that cannot be as they were asked for.
 
-    Args:
-        windows: the run's settings.
-        world_size: ranks of the run.
-        least: samples that the model can train on.
-        batch_size: of the loader; None where its batches have none in common.
+    The model trains on ``least`` samples or more; ``batch_size`` is None where the
+    loader's batches have none in common.
 
     Raises:
         ConfigError: says what to set.

@@ -247,9 +247,6 @@ class MetricsBook:
     """Adds up what ranks report, per window and per epoch.
 
     Windows may overlap: a rank that is already in the next one reports for that.
-
-    Args:
-        world_size: number of ranks; more may join.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -311,9 +308,7 @@ class MetricsBook:
     ) -> EpochMetrics:
         """Ends the epoch; what came after its last window counts in it.
 
-        Args:
-            now_s: the time.
-            before: book of the epoch's earlier parts, which ends with it.
+        ``before`` is the book of its earlier parts, which ends with it.
         """
         for number in sorted(self._open):
             self._total.merge(self._open.pop(number))

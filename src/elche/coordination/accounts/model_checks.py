@@ -50,8 +50,7 @@ class ModelCheck(NamedTuple):
 def plan_slices(shapes: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
     """Cuts tensors into slices of about equal size: (tensor, first row, past the last).
 
-    Args:
-        shapes: rows of each tensor, and values in each row.
+    The shapes are rows of each tensor, and values in each row.
     """
     total = sum(rows * values for rows, values in shapes)
     most = min(MOST_VALUES, max(LEAST_VALUES, math.ceil(total / SLICES)))

@@ -75,12 +75,7 @@ class _Phase(Enum):
 
 @final
 class AutoChooser(PolicyChooser):
-    """Chooses by predicted goodput, and again as measurements change.
-
-    Args:
-        members: all ranks, in order.
-        settings: what the ranks agreed on.
-    """
+    """Chooses by predicted goodput, and again as measurements change."""
 
     policy: SyncPolicy | WindowPolicy
 

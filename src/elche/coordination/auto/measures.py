@@ -187,13 +187,7 @@ class Measures:
 @final
 @dataclass(slots=True)
 class RunLength:
-    """Batches of a whole run, if epochs stay as long as the one under way.
-
-    Args:
-        given_epochs: value of ``epochs=``, if it was given.
-        begun_epochs: epochs that have begun.
-        epoch_batches: batches of the one under way.
-    """
+    """Batches of a whole run, if epochs stay as long as the one under way."""
 
     given_epochs: int | None
     begun_epochs: int = 0

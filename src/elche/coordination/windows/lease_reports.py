@@ -17,12 +17,7 @@ from elche.coordination.protocol.instructions import GrantBatches
 
 @final
 class LeaseReports:
-    """One rank's leases of an epoch, oldest first, and what is not reported of them.
-
-    Args:
-        rank: whose.
-        epoch: the epoch.
-    """
+    """One rank's leases of an epoch, oldest first, and what is not reported of them."""
 
     def __init__(self, rank: int, epoch: int) -> None:
         self._rank = rank

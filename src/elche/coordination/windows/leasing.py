@@ -48,13 +48,6 @@ class _Pace:
 class Leasing:
     """Grants leases of one epoch.
 
-    Args:
-        ledger: the epoch's account.
-        horizons: batches that each rank's loader draws ahead.
-        epoch: the epoch.
-        now_s: the time.
-        most_ahead: most batches that a rank holds beside those.
-
     Attributes:
         hungry: ranks that were refused batches.
     """

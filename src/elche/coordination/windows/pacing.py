@@ -51,14 +51,7 @@ class Pace:
 
 
 class Pacing:
-    """El Che, alignment and divergence guard of one run.
-
-    Args:
-        config: the run's settings.
-        ranks: the members, in order.
-        overlapped: reductions overlap with the next window.
-        times: of the ranks, to go on with and to feed.
-    """
+    """El Che, alignment and divergence guard of one run."""
 
     def __init__(
         self,

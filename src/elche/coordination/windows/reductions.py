@@ -99,12 +99,7 @@ class Reduction:
 
 
 class ReductionPlanner:
-    """Plans the reduction of each window.
-
-    Args:
-        config: the run's settings.
-        epochs: epochs of the run if known; a short run averages plainly.
-    """
+    """Plans the reduction of each window."""
 
     def __init__(self, config: RunConfig, epochs: int | None) -> None:
         self._config = config

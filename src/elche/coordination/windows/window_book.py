@@ -7,27 +7,26 @@ window being collected is already in the next one, so there are two accounts. Pu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from elche.coordination.accounts.batch_ranges import Range, append_range
 from elche.coordination.protocol.events import BatchesDone, WindowClosed
-from elche.coordination.protocol.instructions import OpenWindow
 from elche.errors import ProtocolError, TransitionError
 
 
 class PartPhase(Enum):
     """Life of one rank's part of a window; any other transition is refused.
 
-    =================  =============  ========  ===================================
-    call               from           to        when
-    =================  =============  ========  ===================================
-    ``open``           UNOPENED       OPEN      an `OpenWindow` is sent
-    ``tell_to_close``  OPEN           CLOSING   a `CloseWindow` is sent
-    ``tell_again``     CLOSING        OPEN      it must be sent again, with ``drain``
-    ``close``          OPEN, CLOSING  CLOSED    the rank's `WindowClosed` has come
-    =================  =============  ========  ===================================
+    =============  ========  ===================================================
+    from           to        when
+    =============  ========  ===================================================
+    UNOPENED       OPEN      an `OpenWindow` is sent
+    OPEN           CLOSING   a `CloseWindow` is sent
+    CLOSING        OPEN      it must be sent again, with ``drain``
+    OPEN, CLOSING  CLOSED    the rank's `WindowClosed` has come
+    =============  ========  ===================================================
 
     *Overlapped*, a rank that has closed its window trains in the next one before that
     is opened.
@@ -37,6 +36,13 @@ class PartPhase(Enum):
     OPEN = auto()
     CLOSING = auto()
     CLOSED = auto()
+
+
+_BEFORE = {
+    PartPhase.OPEN: (PartPhase.UNOPENED, PartPhase.CLOSING),
+    PartPhase.CLOSING: (PartPhase.OPEN,),
+    PartPhase.CLOSED: (PartPhase.OPEN, PartPhase.CLOSING),
+}
 
 
 @dataclass(slots=True)
@@ -66,11 +72,6 @@ class Part:
         """True if its rank has been sent it, and has not closed it."""
         return self.phase in (PartPhase.OPEN, PartPhase.CLOSING)
 
-    def open(self, plan: OpenWindow, *, is_drained: bool) -> None:
-        """Opens the window as planned."""
-        self._move((PartPhase.UNOPENED,), PartPhase.OPEN)
-        self.permitted, self.is_drained = plan.hold_after, is_drained
-
     def train(self, event: BatchesDone) -> None:
         """Counts batches that its rank reports."""
         self.batches += event.stop - event.start
@@ -79,25 +80,13 @@ class Part:
         self.timed_s += event.timed_s
         append_range(self.trained, (event.start, event.stop))
 
-    def tell_to_close(self) -> None:
-        """Its rank is told to close it."""
-        self._move((PartPhase.OPEN,), PartPhase.CLOSING)
+    def move(self, to: PartPhase) -> None:
+        """Goes to another phase.
 
-    def tell_again(self) -> None:
-        """Its rank does not know yet that the epoch ends."""
-        self._move((PartPhase.CLOSING,), PartPhase.OPEN)
-
-    def close(self, event: WindowClosed) -> None:
-        """Its rank has closed it."""
-        self._move((PartPhase.OPEN, PartPhase.CLOSING), PartPhase.CLOSED)
-        self.closed = event
-
-    def discard(self) -> None:
-        """Its update is not finite: it has no weight."""
-        self.samples, self.is_diverged = 0, True
-
-    def _move(self, expected: Sequence[PartPhase], to: PartPhase) -> None:
-        if self.phase not in expected:
+        Raises:
+            TransitionError: it cannot be reached from this one.
+        """
+        if self.phase not in _BEFORE[to]:
             raise TransitionError(
                 f"a window cannot go from {self.phase.name} to {to.name}"
             )
@@ -111,12 +100,7 @@ class Part:
 
 
 class WindowBook:
-    """Parts of the window being collected, and of the next one where overlapped.
-
-    Args:
-        ranks: the members.
-        window: the first window's number.
-    """
+    """Parts of the window being collected, and of the next one where overlapped."""
 
     def __init__(self, ranks: Iterable[int], window: int) -> None:
         self.window = window
@@ -181,7 +165,8 @@ class WindowBook:
                 f"rank {event.rank} closes window {event.window} with a weight of "
                 f"{event.weight}, expected a finite one from 0 on"
             )
-        part.close(event)
+        part.move(PartPhase.CLOSED)
+        part.closed = event
         self._open -= 1
 
     def tell_again(self) -> None:
@@ -189,7 +174,7 @@ class WindowBook:
         for rank in self.parts:
             part = self.part(rank)
             if part.phase is PartPhase.CLOSING:
-                part.tell_again()
+                part.move(PartPhase.OPEN)
 
     def advance(self) -> None:
         """Begins to collect the next window."""

@@ -40,7 +40,7 @@ def judge_update(state: WindowState, closed: WindowClosed) -> None:
         return
     state.ledger.discard(rank)
     state.totals.discard(window, rank, part.samples)
-    part.discard()
+    part.samples, part.is_diverged = 0, True
     state.note(
         f"rank {rank}: its update of window {window} (batches {named(part.trained)}) "
         "is not finite: it is discarded"
@@ -107,10 +107,6 @@ def resume_reduction(
 
     If one of them holds the result of the window that was being reduced, all adopt it,
     with the part of those who are gone. If none does, it is redone without them.
-
-    Args:
-        state: of the epoch.
-        reduced: the last window whose result each member holds.
     """
     state.is_paused = False
     running = state.running

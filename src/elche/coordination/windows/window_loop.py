@@ -172,9 +172,8 @@ class WindowLoop:
     @property
     def in_flight(self) -> Reduce | None:
         """The overlapped reduction under way; in a group that is left it is void."""
-        is_void = self._regroup is not None
-        is_begun = self._result is ResultPhase.IN_FLIGHT
-        return self._reduce if is_begun and not is_void else None
+        is_begun = self._result is ResultPhase.IN_FLIGHT and self._regroup is None
+        return self._reduce if is_begun else None
 
     def handle(self, instruction: Instruction, now_s: float) -> None:
         """Takes an instruction of the epoch.
@@ -214,10 +213,9 @@ class WindowLoop:
 
         Args:
             now_s: the time.
-            has_work: whether a leased batch is at hand or being loaded.
-            is_reduced: whether the overlapped reduction's result is there.
-            is_live: whether a backward pass is still to come that a changed parameter
-                would break.
+            has_work: a leased batch is at hand or being loaded.
+            is_reduced: the overlapped reduction's result is there.
+            is_live: a changed parameter would break a backward pass still to come.
         """
         self._looked_s = now_s
         action = self._next(now_s, has_work, is_reduced)
@@ -255,11 +253,9 @@ class WindowLoop:
         """True if a batch may be trained on instead; a plan's counts are kept."""
         if self._plan is None or self._is_planned or self._is_diverged:
             return False
-        moves_model = Do.FINISH if self._overlapped else Do.CLOSE
-        if action.do is not moves_model:
-            return False
+        moves_model = action.do is (Do.FINISH if self._overlapped else Do.CLOSE)
         limit = HELD_WINDOWS * max(1, self._plan.planned_batches)
-        return self._held_batches < limit
+        return moves_model and self._held_batches < limit
 
     def trained(self, busy_s: float | None) -> None:
         """A batch is done; ``busy_s`` is its delivered time, None if not timed."""
@@ -412,10 +408,8 @@ class WindowLoop:
         if plan is None:
             return False
         if not self._is_open:  # overlapped, before the next window's plan has come
-            limit_s = plan.wall_s
-            if plan.adopt_at is not None or limit_s is None:
-                return True
-            return now_s - self._opened_s >= limit_s
+            is_planned = plan.adopt_at is not None or plan.wall_s is None
+            return is_planned or now_s - self._opened_s >= (plan.wall_s or 0.0)
         if plan.max_batches is not None and self.batches >= plan.max_batches:
             return True
         if plan.wall_s is None:

@@ -111,7 +111,7 @@ def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
 
 
 def _close_window(state: WindowState, rank: int) -> CloseWindow:
-    state.book.part(rank).tell_to_close()
+    state.book.part(rank).move(PartPhase.CLOSING)
     return CloseWindow(
         rank=rank,
         epoch=state.epoch,
@@ -156,7 +156,8 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
         planned_samples=planned,
         planned_batches=batches,
     )
-    part.open(opened, is_drained=state.life.is_draining)
+    part.move(PartPhase.OPEN)
+    part.permitted, part.is_drained = opened.hold_after, state.life.is_draining
     return opened
 
 

@@ -123,8 +123,7 @@ class Regrouping:
     def meet(self, *, wants_keys: bool) -> Group:
         """The members' group, formed; who lacks what all have gets it there.
 
-        Args:
-            wants_keys: this rank waits for the positions of an epoch that has begun.
+        ``wants_keys``: this rank waits for the positions of an epoch that has begun.
 
         Raises:
             RankLostError: another rank has died; to be called again.

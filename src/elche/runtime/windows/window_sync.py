@@ -110,8 +110,7 @@ class WindowSync(ABC):
     def close(self, *, begins: bool) -> bool:
         """The window ends; True if its update is finite, and has a weight.
 
-        Args:
-            begins: overlapped, the reduction may begin before its plan is there.
+        ``begins``: overlapped, the reduction may begin before its plan is there.
         """
 
     def reduce(self, plan: Reduce) -> SyncResult:

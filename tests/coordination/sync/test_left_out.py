@@ -48,7 +48,7 @@ class Core:
                 if rank not in self.left_out.ranks
             ]
             for each in done:
-                self.left_out.see(each)
+                self.left_out.unknown[each.rank] = each.unknown
             self.shares.measured(done, 1)
             told += self.left_out.measured(done, 1, steps - step - 1, self.now_s)
             self.now_s += max(each.busy_s for each in done)
@@ -102,18 +102,18 @@ def test_nobody_may_die_until_all_have_run_a_step_in_the_same_group() -> None:
     assert core.left_out.changing == ()
     core.epoch(0)
     assert core.left_out.changing == (1,)
-    core.left_out.completed()
+    core.left_out.changing = ()
     assert core.left_out.ranks == (1,)
     assert core.left_out.changing == ()
     core.left_out.begin_epoch(1, BatchSizes(((32, 100),)), core.now_s)
     assert core.left_out.changing == (1,)
-    core.left_out.completed()
+    core.left_out.changing = ()
     assert core.left_out.changing == ()
 
 
 def test_an_epoch_too_short_to_gain_by_it_keeps_all() -> None:
     core = Core()
-    core.left_out.carried(30.0)
+    core.left_out.carrying_s = 30.0
     assert core.epoch(0) + core.epoch(1) == []
 
 

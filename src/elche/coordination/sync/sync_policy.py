@@ -230,7 +230,7 @@ class SyncPolicy(Policy):
     def _adopted(self, event: WindowReduced) -> None:
         self._handover.take(event, is_paused=self._is_paused)
         if not self._lost:
-            self.exclusion.carried(event.sync_s)
+            self.exclusion.carrying_s = event.sync_s
 
     def _follow_members(self) -> None:
         self.grants.follow(self._members)
@@ -267,7 +267,7 @@ class SyncPolicy(Policy):
         self._left.done(event)
         self._numbers.take(event)
         self._numbers.check(event.epoch, self._active, is_last=False)
-        self.exclusion.see(event)
+        self.exclusion.unknown[event.rank] = event.unknown
         self.shares.limit(event.rank, event.max_samples)
 
     def _is_complete(self, grant: Granted) -> bool:
@@ -282,7 +282,7 @@ class SyncPolicy(Policy):
         for step, start, stop in grant.missing_parts():
             first = self.grants.ledger.sizes.position_of(step)
             self._returned.append((first + start, first + stop))
-        self.exclusion.completed()
+        self.exclusion.changing = ()
         self._left.completed(grant.stop)
         reports = [grant.reports[rank] for rank in sorted(grant.reports)]
         told: list[Instruction] = []

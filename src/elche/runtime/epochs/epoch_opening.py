@@ -30,13 +30,6 @@ BUILT: Final = "building what a policy needs"
 class EpochOpening:
     """Opens epochs with all ranks, and forms the next group outside of windows.
 
-    Args:
-        worker: this rank's shell.
-        training: what is trained.
-        synchroniser: brings it together with the other ranks.
-        observer: what is seen of this rank's loop.
-        emit: takes a line for the user.
-
     Attributes:
         order: of the samples.
         regrouping: forms groups in windows and between epochs.

@@ -45,16 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class WindowEpoch:
-    """Trains on leases from window to window.
-
-    Args:
-        worker: this rank's shell.
-        batches: the leased stream of batches.
-        positions: the epoch.
-        sync: reduces the windows.
-        loop: decides what is next.
-        hooks: where errors and metrics go, and what is checked.
-    """
+    """Trains on leases from window to window."""
 
     def __init__(
         self,

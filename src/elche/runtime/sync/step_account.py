@@ -24,11 +24,6 @@ from elche.runtime.watch.nonfinite_watch import NonFiniteWatch
 class StepAccount:
     """Measures steps, and reports those of a grant once the next one is under way.
 
-    Args:
-        worker: this rank's shell.
-        positions: the epoch.
-        hooks: where metrics come from.
-
     Attributes:
         reported: steps whose report is due or sent.
         is_early: steps were reported before their backward pass had come.

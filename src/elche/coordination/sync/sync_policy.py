@@ -129,12 +129,14 @@ class SyncPolicy(Policy):
         outcome.instructions += self._top_up()
         is_over = ledger.is_done or (self._is_cut and self.is_drained)
         if is_over and not self._is_carrying(outcome):
-            self._numbers.check(self._epoch, self._active, is_last=True)
-            outcome.instructions += self._totals.end_epoch(
-                sorted(self._members), now_s, anchor=1
-            )
-            outcome.epoch_over = True
+            self._end(outcome, now_s)
         return outcome
+
+    def _end(self, outcome: Outcome, now_s: float) -> None:
+        self._numbers.check(self._epoch, self._active, is_last=True)
+        ranks = sorted(self._members)
+        outcome.instructions += self._totals.end_epoch(ranks, now_s, anchor=1)
+        outcome.epoch_over = True
 
     def _is_carrying(self, outcome: Outcome) -> bool:
         """True if ranks left out have yet to take over the model of this epoch."""
@@ -362,11 +364,9 @@ class SyncPolicy(Policy):
         if source is not None:
             outcome.instructions += handover.tell(self._members, source, done - 1)
             return outcome
-        self._numbers.check(self._epoch, active, is_last=True)
-        ranks, steps = sorted(self._members), done - grants.committed_until
+        steps, first = done - grants.committed_until, min(self._members)
         if steps > 0:
-            part = self._totals.close_window(done - 1, now_s, ranks[0], 0.0, steps)
+            part = self._totals.close_window(done - 1, now_s, first, 0.0, steps)
             outcome.instructions.append(part)
-        outcome.instructions += self._totals.end_epoch(ranks, now_s, anchor=1)
-        outcome.epoch_over = True
+        self._end(outcome, now_s)
         return outcome

@@ -34,7 +34,8 @@ class EpochOpening:
         order: of the samples.
         regrouping: forms groups in windows and between epochs.
         steps: forms them under ``sync``, of those who take part.
-        epoch: the one that was opened last; -1 before the first.
+        epoch: the one that was opened last, or that a resumed run stands behind; -1
+            before the first.
     """
 
     def __init__(
@@ -71,10 +72,6 @@ class EpochOpening:
         self.epoch = -1
         self._probes = config.policy == "auto"
         self._probe_s = 0.0
-
-    def go_to(self, epoch: int) -> None:
-        """The next one to be opened, or that a resumed run stands behind."""
-        self.epoch = epoch
 
     def open(self, opened: EpochOpened, sizes: BatchSizes | None) -> BeginEpoch:
         """Waits until all ranks have opened the epoch, or its next part.

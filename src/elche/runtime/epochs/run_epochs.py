@@ -154,7 +154,7 @@ class RunEpochs:
         self.samples_before = counted
         if self._resumed is not None:
             self._resumed.rebase(counted)
-        self._opening.go_to(state["next"] - 1)
+        self._opening.epoch = state["next"] - 1
         self._is_resumed = True
         self._observer.schedulers.load_state_dict(state["schedules"])
         self._observer.copies.load_state_dict(state["copies"])
@@ -363,7 +363,7 @@ class RunEpochs:
         most = steps if steps >= 0 else None
         if is_new:
             self._notifications.scalars.clear()  # of an epoch that was left early
-            opening.go_to(self._epoch + 1 if course is None else course.number)
+            opening.epoch = self._epoch + 1 if course is None else course.number
         if course is None:
             opening.order.begin(self._epoch, most)
         changed = self._synchroniser.is_changed

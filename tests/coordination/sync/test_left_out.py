@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import pytest
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
+from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import LeaveOut
+from elche.coordination.sync import left_out
 from elche.coordination.sync.left_out import LeftOutRanks
+from elche.coordination.sync.model_handover import ModelHandover
 from elche.coordination.sync.step_shares import StepShares
 from tests.coordination.test_core import steps_done
 from tests.harness.settings import nested
@@ -19,14 +23,15 @@ SLOW_S = 0.2
 
 
 class Core:
-    """Two ranks whose steps are measured, the second one slow."""
+    """Ranks whose steps are measured, the last one slow."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, world: int = 2, wait_s: float = 0.0, **options: Any) -> None:
         settings = Settings(config=RunConfig(**nested(options)))
-        self.shares = StepShares(settings, [0, 1])
-        self.left_out = LeftOutRanks([0, 1], settings, self.shares)
+        self.ranks = list(range(world))
+        self.shares = StepShares(settings, self.ranks)
+        self.left_out = LeftOutRanks(self.ranks, settings, self.shares)
         self.now_s = 0.0
-        self.slow_s = SLOW_S
+        self.slow_s, self.wait_s = SLOW_S, wait_s
 
     def epoch(self, number: int, steps: int = 100, unknown: str = "") -> list[LeaveOut]:
         """An epoch of steps of 32 samples that take a millisecond each."""
@@ -35,20 +40,22 @@ class Core:
         for step in range(steps):
             if self.left_out.is_leaving:
                 told += self.left_out.leave()
-            parts = self.shares.of(32, 2)
-            busy_s = [0.001 * parts[0], 0.001 * parts[1] + self.slow_s]
+            parts = self.shares.of(32, len(self.ranks))
+            busy_s = [0.001 * part for part in parts]
+            busy_s[-1] += self.slow_s
             done = [
                 steps_done(
                     *(rank, step, step + 1),
                     samples=parts[rank],
                     busy_s=busy_s[rank],
+                    sync_wait_s=self.wait_s,
                     unknown=unknown,
                 )
-                for rank in (0, 1)
+                for rank in self.ranks
                 if rank not in self.left_out.ranks
             ]
             for each in done:
-                self.left_out.see(each)
+                self.left_out.unknown[each.rank] = each.unknown
             self.shares.measured(done, 1)
             told += self.left_out.measured(done, 1, steps - step - 1, self.now_s)
             self.now_s += max(each.busy_s for each in done)
@@ -96,24 +103,74 @@ def test_who_is_as_fast_again_comes_back() -> None:
     assert lines == ["rank 1 takes part again: 2.00 times as fast"]
 
 
+def test_a_trial_that_is_slower_ends_where_no_prediction_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(left_out, "TRIAL_COST", math.inf)
+    core = Core()
+    core.epoch(0)
+    monkeypatch.setattr(LeftOutRanks, "_shorter", lambda ranks, step_s: None)
+    lines = [line for number in range(1, 4) for line in reasons(core.epoch(number))]
+    assert core.left_out.ranks == (1,)
+    assert lines == []
+
+
+def test_later_predictions_are_as_far_off_as_the_last_one() -> None:
+    core = Core(3, wait_s=0.016)
+    core.epoch(0)
+    assert core.left_out.ranks == (2,)
+    step_s = core.left_out._chosen.without_s
+    assert step_s == pytest.approx(0.032)
+    core.left_out._recent.append(left_out._Measured(1, step_s, 0.0))
+    predicted = core.left_out._without((2,), step_s)
+    assert predicted.without_s == pytest.approx(step_s, rel=0.01)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_change_of_the_membership_forgets_who_brought_nothing(
+    is_changed: bool,
+) -> None:
+    core = Core()
+    core.epoch(0, steps=20)
+    if is_changed:
+        core.left_out.reset([0, 1])
+    core.left_out.begin_epoch(1, BatchSizes(((32, 100),)), core.now_s)
+    assert core.left_out.is_trying == (not is_changed)
+
+
+def test_who_was_left_out_lacks_the_model_until_it_is_brought() -> None:
+    """Also where another rank dies meanwhile, and all take part again."""
+    handover, members = ModelHandover(3), {0, 1, 2}
+    handover.follow(members, (2,))
+    assert handover.lacking(()) == {2}
+    told = handover.tell(members, 0, 9)
+    assert [(one.rank, one.source, one.window) for one in told] == [
+        *((0, 0, 9), (1, 0, 9), (2, 0, 9))
+    ]
+    for rank in members:
+        taken = WindowReduced(rank=rank, epoch=3, window=9)
+        handover.take(taken, is_paused=False)
+    assert handover.lacking(()) == handover.adopting == set()
+
+
 def test_nobody_may_die_until_all_have_run_a_step_in_the_same_group() -> None:
     """Some may not have heard yet that a rank is left out, or takes part again."""
     core = Core()
     assert core.left_out.changing == ()
     core.epoch(0)
     assert core.left_out.changing == (1,)
-    core.left_out.completed()
+    core.left_out.changing = ()
     assert core.left_out.ranks == (1,)
     assert core.left_out.changing == ()
     core.left_out.begin_epoch(1, BatchSizes(((32, 100),)), core.now_s)
     assert core.left_out.changing == (1,)
-    core.left_out.completed()
+    core.left_out.changing = ()
     assert core.left_out.changing == ()
 
 
 def test_an_epoch_too_short_to_gain_by_it_keeps_all() -> None:
     core = Core()
-    core.left_out.carried(30.0)
+    core.left_out.carrying_s = 30.0
     assert core.epoch(0) + core.epoch(1) == []
 
 

@@ -99,15 +99,12 @@ class _Exclusion:
 class LeftOutRanks:
     """Ranks that are excluded from steps, and the times of changes.
 
-    Args:
-        members: all ranks, in order.
-        settings: what the ranks agreed on.
-        shares: predicts steps, and gives ranks left out nothing.
-
     Attributes:
         ranks: who is left out now, in order.
         changing: ranks that are being left out, or take part again, until all who take
-            part are in one group.
+            part have run a step, and so are in one group.
+        unknown: of each rank, state that cannot be carried to another, or "".
+        carrying_s: seconds in which a rank takes over the model.
     """
 
     def __init__(
@@ -121,7 +118,7 @@ class LeftOutRanks:
         self._is_allowed = config.leave_out and len(members) > 1 and not is_fixed
         is_on = self._is_allowed and config.policy == "sync"
         self._phase = _Phase.MEASURING if is_on else _Phase.OFF
-        self._unknown: dict[int, str] = {}
+        self.unknown: dict[int, str] = {}
         self.ranks: tuple[int, ...] = ()
         self.changing: tuple[int, ...] = ()
         self._recent: list[_Measured] = []
@@ -130,7 +127,7 @@ class LeftOutRanks:
         self._chosen = _Exclusion((), 0.0, 0.0)
         self._epoch, self._samples, self._steps_left = -1, 0, 0
         self._bias = 0.0  # of predictions, once one was verified
-        self._carrying_s = CARRYING_S
+        self.carrying_s = CARRYING_S
         self._now_s = self._all_s = self._trial_due_s = 0.0
         self._announced: tuple[int, ...] = ()
         self._has_said_why = self._decides = False
@@ -173,10 +170,6 @@ class LeftOutRanks:
         """Steps are granted one by one."""
         return self._phase is _Phase.TRIAL
 
-    def completed(self) -> None:
-        """All who take part have run steps: they are in one group."""
-        self.changing = ()
-
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float
     ) -> list[LeaveOut]:
@@ -217,7 +210,7 @@ class LeftOutRanks:
         if self._phase in (_Phase.OFF, _Phase.LEAVING):
             return []
         self._steps_left, self._now_s = steps_left, now_s
-        if self.is_trying and any(self._unknown.values()):
+        if self.is_trying and any(self.unknown.values()):
             self._enter(_Phase.MEASURING)  # new in this epoch: nobody is behind yet
         elif self.is_trying and not self._decides:
             self._phase = _Phase.LEAVING
@@ -278,14 +271,6 @@ class LeftOutRanks:
             f"{_named(before.ranks)} {takes} part again: {gain:.2f} times as fast"
         )
 
-    def see(self, report: StepsDone) -> None:
-        """Takes in whether a rank has state that cannot be carried to another."""
-        self._unknown[report.rank] = report.unknown
-
-    def carried(self, cost_s: float) -> None:
-        """A rank has taken over the model, or given it, which took so long."""
-        self._carrying_s = cost_s
-
     def reset(self, members: Sequence[int]) -> None:
         """The members are others now, and all take part."""
         self.ranks = self.changing = ()
@@ -301,7 +286,7 @@ class LeftOutRanks:
 
     def _choose(self, found: _Exclusion) -> list[LeaveOut]:
         """Ranks are to be left out; all are kept where that would lose something."""
-        unknown = next(filter(None, self._unknown.values()), "")
+        unknown = next(filter(None, self.unknown.values()), "")
         if not unknown and self._first not in found.ranks:
             self._phase, self._chosen = _Phase.LEAVING, found
             if not self.ranks:  # else it is of steps without those
@@ -334,7 +319,7 @@ class LeftOutRanks:
     def _is_worth(self, found: _Exclusion) -> bool:
         """True if it saves more in the epoch than taking over the model costs."""
         saved_s = (self._steps_left - 1) * (found.with_s - found.without_s)
-        return saved_s > 2 * self._carrying_s
+        return saved_s > 2 * self.carrying_s
 
     @property
     def _first(self) -> int:

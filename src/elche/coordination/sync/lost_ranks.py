@@ -34,14 +34,13 @@ class StepPlace(NamedTuple):
     def at(
         passes: int, step: int, *, is_inside: bool, waits: int | None, passed: int
     ) -> StepPlace:
-        """Position of a loop that received a step last.
+        """Position of a loop that received a step last (-1: none yet).
 
         Args:
             passes: whose sums it has.
-            step: which; -1 before the first.
+            step: which it received.
             is_inside: the loop has not asked for the next one.
-            waits: an earlier one, or this, whose backward pass is under way or to come;
-                None: there is none, as far as is known.
+            waits: an earlier one, or this, whose backward pass is under way or to come.
             passed: the one that the last pass was of.
         """
         if waits is not None:

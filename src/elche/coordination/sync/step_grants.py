@@ -39,12 +39,6 @@ FIRST_STEPS = 2
 class StepGrants:
     """Steps of an epoch, from their grant to their commit.
 
-    Args:
-        members: all ranks, in order.
-        settings: what the ranks agreed on.
-        shares: the members' parts of each.
-        left_out: who takes no part in them.
-
     Attributes:
         world_size: ranks that there are numbers for.
         ledger: the place of every step.

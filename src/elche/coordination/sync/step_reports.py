@@ -114,14 +114,7 @@ class StepReports:
     ) -> EpochLeft:
         """The loop has broken off after so many steps: what was not said of them.
 
-        Args:
-            step: how many.
-            cost: of the last one, None if there was none.
-            scalars: what was logged since the last report.
-            passes: backward passes of the run so far.
-            apart: why this rank cannot take part in later ones, if it cannot.
-            checks: of the parameters.
-            stepped: steps of its optimizers so far.
+        ``cost`` is that of the last one, None if there was none; else see `EpochLeft`.
         """
         if cost is not None:
             self._times.add(cost)

@@ -129,12 +129,14 @@ class SyncPolicy(Policy):
         outcome.instructions += self._top_up()
         is_over = ledger.is_done or (self._is_cut and self.is_drained)
         if is_over and not self._is_carrying(outcome):
-            self._numbers.check(self._epoch, self._active, is_last=True)
-            outcome.instructions += self._totals.end_epoch(
-                sorted(self._members), now_s, anchor=1
-            )
-            outcome.epoch_over = True
+            self._end(outcome, now_s)
         return outcome
+
+    def _end(self, outcome: Outcome, now_s: float) -> None:
+        self._numbers.check(self._epoch, self._active, is_last=True)
+        ranks = sorted(self._members)
+        outcome.instructions += self._totals.end_epoch(ranks, now_s, anchor=1)
+        outcome.epoch_over = True
 
     def _is_carrying(self, outcome: Outcome) -> bool:
         """True if ranks left out have yet to take over the model of this epoch."""
@@ -230,7 +232,7 @@ class SyncPolicy(Policy):
     def _adopted(self, event: WindowReduced) -> None:
         self._handover.take(event, is_paused=self._is_paused)
         if not self._lost:
-            self.exclusion.carried(event.sync_s)
+            self.exclusion.carrying_s = event.sync_s
 
     def _follow_members(self) -> None:
         self.grants.follow(self._members)
@@ -267,7 +269,7 @@ class SyncPolicy(Policy):
         self._left.done(event)
         self._numbers.take(event)
         self._numbers.check(event.epoch, self._active, is_last=False)
-        self.exclusion.see(event)
+        self.exclusion.unknown[event.rank] = event.unknown
         self.shares.limit(event.rank, event.max_samples)
 
     def _is_complete(self, grant: Granted) -> bool:
@@ -282,7 +284,7 @@ class SyncPolicy(Policy):
         for step, start, stop in grant.missing_parts():
             first = self.grants.ledger.sizes.position_of(step)
             self._returned.append((first + start, first + stop))
-        self.exclusion.completed()
+        self.exclusion.changing = ()
         self._left.completed(grant.stop)
         reports = [grant.reports[rank] for rank in sorted(grant.reports)]
         told: list[Instruction] = []
@@ -362,11 +364,9 @@ class SyncPolicy(Policy):
         if source is not None:
             outcome.instructions += handover.tell(self._members, source, done - 1)
             return outcome
-        self._numbers.check(self._epoch, active, is_last=True)
-        ranks, steps = sorted(self._members), done - grants.committed_until
+        steps, first = done - grants.committed_until, min(self._members)
         if steps > 0:
-            part = self._totals.close_window(done - 1, now_s, ranks[0], 0.0, steps)
+            part = self._totals.close_window(done - 1, now_s, first, 0.0, steps)
             outcome.instructions.append(part)
-        outcome.instructions += self._totals.end_epoch(ranks, now_s, anchor=1)
-        outcome.epoch_over = True
+        self._end(outcome, now_s)
         return outcome

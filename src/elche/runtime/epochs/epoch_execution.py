@@ -63,13 +63,6 @@ class EpochPart:
 class EpochExecution:
     """Runs one part of an epoch after another, as the policy in force has it.
 
-    Args:
-        worker: this rank's shell, its group formed.
-        training: what is trained.
-        synchroniser: brings it together with the other ranks.
-        observer: what is seen of this rank's loop.
-        opening: builds what a policy needs, with all ranks.
-
     Attributes:
         generator: of the loader's randomness.
         under_way: the part that the loop is in.
@@ -96,7 +89,6 @@ class EpochExecution:
         self._lag_steps = int(training.delayed is not None)
         self._numbers = NonFiniteRecord(self._lag_steps)
         self._pending_error: ElcheError | None = None
-        self._part: EpochPart | None = None
         self._is_asked = False
         self.generator = torch.Generator()
         self.under_way: SyncEpoch | WindowEpoch | None = None
@@ -130,8 +122,8 @@ class EpochExecution:
 
     def check(self) -> None:
         """Raises what went wrong where nothing could be raised."""
-        if self._pending_error is not None:
-            error, self._pending_error = self._pending_error, None
+        error, self._pending_error = self._pending_error, None
+        if error is not None:
             raise error
 
     def regroup(self) -> None:
@@ -140,9 +132,8 @@ class EpochExecution:
             self.under_way.regroup()
             return
         self._opening.regroup()
-        reducer = self._synchroniser.reducer
-        has_lost = reducer is not None and self._opening.steps.has_lost
-        if reducer and has_lost and open_steps(reducer, self._observer.graphs):
+        reducer, graphs = self._synchroniser.reducer, self._observer.graphs
+        if reducer and self._opening.steps.has_lost and open_steps(reducer, graphs):
             raise CommunicationError(TOO_EARLY)
 
     def prepare(self, begin: BeginEpoch, *, is_changed: bool, wants_keys: bool) -> None:
@@ -190,16 +181,17 @@ class EpochExecution:
         place = list(group.ranks).index(source)
         broadcast_from(group, model, self._observer.optimizers(), place)
 
-    def begin(self, part: EpochPart) -> None:
-        """Begins a part, on all ranks together."""
+    def begin(self, part: EpochPart) -> SyncEpoch | WindowEpoch:
+        """Begins a part, on all ranks together; returns what runs it."""
         assert self._batches is not None
-        self._part, self._is_asked = part, False
+        self._is_asked = False
         if not part.is_first:
             self._numbers = NonFiniteRecord(self._lag_steps)  # it names steps of a part
         self._batches.start(part.positions)
         self._worker.name_samples = partial(with_samples, positions=part.positions)
-        self.under_way = self._made(part)
+        self.under_way = run = self._made(part)
         self._observer.begin_part()
+        return run
 
     def run(self) -> Generator[Any, None, None]:
         """Hands out this rank's batches of the part; a break ends the epoch."""
@@ -238,11 +230,6 @@ class EpochExecution:
             )
             raise
 
-    def leave(self) -> None:
-        """The loop had left the epoch before this part of it began."""
-        assert self.under_way is not None
-        self.under_way.leave()
-
     def end(self) -> SyncEpoch | WindowEpoch:
         """The part has ended, or was cut, or broken off; returns how."""
         run = self.under_way
@@ -270,8 +257,7 @@ class EpochExecution:
 
     def _end_by_exit(self) -> None:
         """Ends the run on all ranks if the loop was left by ``sys.exit``: no break."""
-        code = exit_watch.code
-        if code is not None:
+        if (code := exit_watch.code) is not None:
             rank, said = self._worker.rank, f"sys.exit({code}) inside the loop"
             ended = Failed(rank=rank, error=said, traceback="", exit_code=code)
             self._worker.close(ended)
@@ -280,12 +266,15 @@ class EpochExecution:
         """Executor of the part, under the policy in force."""
         training, reducer = self._training, self._synchroniser.reducer
         assert self._batches is not None
-        self._batches.marks_dynamic = reducer is not None and self._varies
+        config, modules = training.config, training.model.modules()
+        is_fixed = config.debug.deterministic or config.shares == "fixed"
+        # A compiled model gets shares of several sizes.
+        varies = reducer is not None and not is_fixed and any(map(is_compiled, modules))
+        self._batches.marks_dynamic = varies
         is_counted = training.epochs is not None or part.is_by_steps
-        is_counted &= training.config.leave_out
-        self._observer.carried.begin_epoch(is_counted=is_counted)
+        self._observer.carried.begin_epoch(is_counted=is_counted and config.leave_out)
         if reducer is None:
-            return self._windows(part.positions, part.window)
+            return self._windows(part)
         self._observer.copies.is_in_steps = True
         self._stepped = self._opening.epoch
         return SyncEpoch(
@@ -297,26 +286,22 @@ class EpochExecution:
             self._hooks(),
         )
 
-    @property
-    def _varies(self) -> bool:
-        """True if a compiled model gets shares of several sizes."""
-        config, modules = self._training.config, self._training.model.modules()
-        is_fixed = config.debug.deterministic or config.shares == "fixed"
-        return not is_fixed and any(map(is_compiled, modules))
-
-    def _windows(self, positions: EpochPositions, window: int) -> WindowEpoch:
-        sync, observer = self._synchroniser.windows, self._observer
+    def _windows(self, part: EpochPart) -> WindowEpoch:
+        sync, observer, batches = (
+            self._synchroniser.windows,
+            self._observer,
+            self._batches,
+        )
         assert sync is not None
-        assert self._batches is not None
-        assert self._part is not None
+        assert batches is not None
         sync.rebase()
         observer.schedulers.begin_windows()
-        observer.copies.begin_epoch(*self._copy_ratio(self._part))
+        observer.copies.begin_epoch(*self._copy_ratio(part))
         loop = WindowLoop(
-            self._batch_cost, overlapped=sync.is_overlapped, reduced=window - 1
+            self._batch_cost, overlapped=sync.is_overlapped, reduced=part.window - 1
         )
         hooks = self._hooks()
-        return WindowEpoch(self._worker, self._batches, positions, sync, loop, hooks)
+        return WindowEpoch(self._worker, batches, part.positions, sync, loop, hooks)
 
     def _copy_ratio(self, part: EpochPart) -> tuple[int, int]:
         """Steps and samples of the windows of this epoch, by which copies are updated.

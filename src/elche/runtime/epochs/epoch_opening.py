@@ -30,18 +30,12 @@ BUILT: Final = "building what a policy needs"
 class EpochOpening:
     """Opens epochs with all ranks, and forms the next group outside of windows.
 
-    Args:
-        worker: this rank's shell.
-        training: what is trained.
-        synchroniser: brings it together with the other ranks.
-        observer: what is seen of this rank's loop.
-        emit: takes a line for the user.
-
     Attributes:
         order: of the samples.
         regrouping: forms groups in windows and between epochs.
         steps: forms them under ``sync``, of those who take part.
-        epoch: the one that was opened last; -1 before the first.
+        epoch: the one that was opened last, or that a resumed run stands behind; -1
+            before the first.
     """
 
     def __init__(
@@ -78,10 +72,6 @@ class EpochOpening:
         self.epoch = -1
         self._probes = config.policy == "auto"
         self._probe_s = 0.0
-
-    def go_to(self, epoch: int) -> None:
-        """The next one to be opened, or that a resumed run stands behind."""
-        self.epoch = epoch
 
     def open(self, opened: EpochOpened, sizes: BatchSizes | None) -> BeginEpoch:
         """Waits until all ranks have opened the epoch, or its next part.

@@ -35,13 +35,6 @@ from elche.runtime.windows.synchroniser import Synchroniser
 class RunEpochs:
     """Opens epochs with all ranks, and hands out this rank's part of each.
 
-    Args:
-        worker: this rank's shell, its group formed.
-        training: what is trained.
-        synchroniser: brings it together with the other ranks.
-        notifications: receives the metrics of epochs.
-        observer: what is seen of this rank's loop.
-
     Attributes:
         groups: of those who take part in steps.
         execution: of the part of an epoch that the loop is in.
@@ -65,7 +58,7 @@ class RunEpochs:
         self._observer = observer
         self._course: EpochCourse | None = None
         self._resumed: EpochCourse | None = None
-        self._is_new = self._is_cut = self._is_resumed = self._is_closed = False
+        self._is_cut = self._is_resumed = self._is_closed = False
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self._iterations = 0
         parts = worker, training, synchroniser, observer
@@ -161,7 +154,7 @@ class RunEpochs:
         self.samples_before = counted
         if self._resumed is not None:
             self._resumed.rebase(counted)
-        self._opening.go_to(state["next"] - 1)
+        self._opening.epoch = state["next"] - 1
         self._is_resumed = True
         self._observer.schedulers.load_state_dict(state["schedules"])
         self._observer.copies.load_state_dict(state["copies"])
@@ -287,10 +280,11 @@ class RunEpochs:
         if not self._training.pauses.begin_pass():
             return
         self._course, self._resumed = self._resumed, None
-        self._is_new = True
+        is_new = True
         try:
-            while self._is_new or self._is_cut:
-                self.execution.begin(self._open_part(steps))
+            while is_new or self._is_cut:
+                self.execution.begin(self._open_part(steps, is_new=is_new))
+                is_new = False
                 try:
                     yield from self.execution.run()
                 finally:
@@ -337,8 +331,8 @@ class RunEpochs:
         """The loop has left an epoch that was cut meanwhile, and goes on elsewhere."""
         if self._pause():
             return
-        self.execution.begin(self._open_part(steps))
-        self.execution.leave()
+        part = self.execution.begin(self._open_part(steps))
+        part.leave()
         self._end_part()
 
     def _end_part(self) -> None:
@@ -361,14 +355,14 @@ class RunEpochs:
             self.reports.append(whole_end(course.ends))
         self._observer.schedulers.end_epoch(has_ended=end is not None)
 
-    def _open_part(self, steps: int) -> EpochPart:
+    def _open_part(self, steps: int, *, is_new: bool = False) -> EpochPart:
         """Agrees on the epoch, or on what is left of it."""
         self._worker.regroup_if_told()
-        course, is_new, opening = self._course, self._is_new, self._opening
+        course, opening = self._course, self._opening
         most = steps if steps >= 0 else None
         if is_new:
             self._notifications.scalars.clear()  # of an epoch that was left early
-            opening.go_to(self._epoch + 1 if course is None else course.number)
+            opening.epoch = self._epoch + 1 if course is None else course.number
         if course is None:
             opening.order.begin(self._epoch, most)
         changed = self._synchroniser.is_changed
@@ -376,7 +370,7 @@ class RunEpochs:
             self._opened(steps, is_changed=changed),
             None if course is None else course.part_sizes,
         )
-        self._is_new = self._is_cut = self._is_resumed = False
+        self._is_cut = self._is_resumed = False
         self._say_cut(begin)
         self.execution.prepare(begin, is_changed=changed, wants_keys=course is None)
         if course is None:
@@ -387,7 +381,10 @@ class RunEpochs:
                 self._epoch, shared, sizes, whole, self.samples_before, most
             )
         self._course = course
-        self._begin_count(course, is_new=is_new)
+        if is_new:
+            self._begin_count(course)
+        else:
+            self._observer.schedulers.begin_part()
         positions = course.positions(self._training.config.seed)
         return EpochPart(
             positions.cut_by(BatchCut(*begin.cut)),
@@ -422,12 +419,9 @@ class RunEpochs:
             continues=self._course is not None or self._is_resumed,
         )
 
-    def _begin_count(self, course: EpochCourse, *, is_new: bool) -> None:
+    def _begin_count(self, course: EpochCourse) -> None:
         """Steps are counted from here on, and schedulers follow them."""
         observer = self._observer
-        if not is_new:
-            observer.schedulers.begin_part()
-            return
         observer.steps.begin_epoch(course.sizes)
         before = course.samples_before
         done = self.resumed_samples = self.samples_before - before

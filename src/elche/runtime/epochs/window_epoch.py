@@ -45,16 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class WindowEpoch:
-    """Trains on leases from window to window.
-
-    Args:
-        worker: this rank's shell.
-        batches: the leased stream of batches.
-        positions: the epoch.
-        sync: reduces the windows.
-        loop: decides what is next.
-        hooks: where errors and metrics go, and what is checked.
-    """
+    """Trains on leases from window to window."""
 
     def __init__(
         self,
@@ -231,13 +222,10 @@ class WindowEpoch:
             self._report()
         self._worker.timeline.record(("batch", batch, *times_s, samples, 0.0))
 
-    def _report(self) -> None:
-        """Tells the coordinator what is done of a lease."""
-        self._worker.send(*self._done())
-
-    def _done(self) -> list[Event]:
+    def _report(self, *more: Event) -> None:
+        """Reports what is done of a lease, and something more."""
         done = self._reports.take(self._loop.window)
-        return [] if done is None else [done]
+        self._worker.send(*([] if done is None else [done]), *more)
 
     def _close_window(self) -> None:
         self._hooks.check()
@@ -249,8 +237,7 @@ class WindowEpoch:
         if not is_finite:
             warn_discarded(self._worker.rank, self._trained, self._positions)
         waits = not (self._sync.is_overlapped and self._leased.has_work)
-        self._worker.send(
-            *self._done(),
+        self._report(
             WindowClosed(
                 rank=self._worker.rank,
                 epoch=self._positions.epoch,
@@ -317,9 +304,8 @@ class WindowEpoch:
         if last is not None and lacks and self._sync.has_sum(last):
             self._reduce(last, is_begun=True)
             lacks = False
-        was_open = None
-        if last is not None:
-            was_open = OpenReduction(last, lacks, keeps=self._loop.batches > 0)
+        keeps = self._loop.batches > 0
+        was_open = None if last is None else OpenReduction(last, lacks, keeps)
         regrouping.form(was_open, self._taken_over)
         self._loop.regrouped()
         self._waited_s = self._held_s = 0.0

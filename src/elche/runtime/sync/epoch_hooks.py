@@ -27,14 +27,11 @@ class EpochHooks:
         parameter_norm: the L2 norm of what is trained; waits for the device.
         left_with: checks of the whole model, and steps of the optimizers so far.
         drain: takes the step that is still under way, with all ranks.
-        graphs: whose backward pass has not come.
         numbers: whether this rank's own gradients were numbers, in this epoch and
             before.
         schedulers: those that were handed over.
         copies: of the model, that the loop keeps.
         sums: of what is compared between ranks.
-        regrouping: forms the next group where ranks have died.
-        steps: the groups of those who take part in steps.
     """
 
     on_error: Callable[[ElcheError], None]

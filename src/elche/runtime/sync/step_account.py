@@ -24,11 +24,6 @@ from elche.runtime.watch.nonfinite_watch import NonFiniteWatch
 class StepAccount:
     """Measures steps, and reports those of a grant once the next one is under way.
 
-    Args:
-        worker: this rank's shell.
-        positions: the epoch.
-        hooks: where metrics come from.
-
     Attributes:
         reported: steps whose report is due or sent.
         is_early: steps were reported before their backward pass had come.
@@ -82,12 +77,7 @@ class StepAccount:
         )
 
     def step_ran(self, step: Step, reducer: GradientReducer) -> None:
-        """The loop has come back from a step; see :meth:`settle`.
-
-        Args:
-            step: which.
-            reducer: its wait for other ranks, and its backward passes so far.
-        """
+        """The loop has come back from a step; see :meth:`settle`."""
         passes = reducer.backward_passes, reducer.pass_steps
         if not (step.step + 1) % EVERY_STEPS:
             self._hooks.sums.step_ran(step.step + 1)
@@ -141,10 +131,7 @@ class StepAccount:
     def leave(self, in_hand: Step | None, reducer: GradientReducer, apart: str) -> None:
         """Sends the rest: the loop has broken off in a step, or before the first.
 
-        Args:
-            in_hand: the step; None: there is none.
-            reducer: its wait for other ranks, and its backward passes so far.
-            apart: why this rank cannot take part in later ones, if it cannot.
+        ``apart`` says why this rank cannot take part in later passes, if it cannot.
         """
         cost = None if in_hand is None else self._cost(in_hand, reducer.wait_s)
         self._numbers.report(final=True)

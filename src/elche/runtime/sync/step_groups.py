@@ -42,14 +42,6 @@ APART = StepPlace(-1, 0, -1)
 class StepGroups:
     """Forms the groups of those who take part, and brings the others up to date.
 
-    Args:
-        worker: this rank's shell.
-        training: what is trained.
-        synchroniser: reduces its gradients.
-        observer: what is seen of this rank's loop.
-        regrouping: what windows do; forms the group, and says who has died.
-        emit: takes a line for the user.
-
     Attributes:
         lost: who has died in the part of an epoch under way.
         is_apart: ranks that are left out of steps were among those who live.
@@ -189,10 +181,6 @@ class StepGroups:
     def form(self, place: StepPlace, alive: Callable[[StepPart], StepPart]) -> None:
         """Forms the group of those who live, and settles the pass under way.
 
-        Args:
-            place: where this rank is.
-            alive: its part of a step without those that have died.
-
         Raises:
             RankLostError: another rank has died; to be called again.
         """
@@ -208,6 +196,11 @@ class StepGroups:
 
         Where ranks have joined, between two parts of an epoch, nothing is under way:
         what reduces gradients is built anew with them.
+
+        Args:
+            group: the next one.
+            place: where this rank is.
+            alive: its part of a step without those that have died.
         """
         rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
         if self._synchroniser.is_left_out:

@@ -48,16 +48,7 @@ TOO_EARLY = (
 
 
 class SyncEpoch:
-    """Hands out this rank's share of every global batch.
-
-    Args:
-        worker: this rank's shell.
-        batches: the leased stream of batches.
-        positions: the epoch.
-        reducer: reduces gradients during backward.
-        min_share_samples: least samples that the model can train on.
-        hooks: where metrics go, and what is checked at every step.
-    """
+    """Hands out this rank's share of every global batch."""
 
     # A step, as its rank goes through it:
     #

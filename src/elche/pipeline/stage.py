@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -16,6 +17,34 @@ CACHE = "cache"
 """The argument by which a layer takes a dict that it keeps keys and values in."""
 LayerCaches: TypeAlias = dict[tuple[int, int, int], dict[str, Any]]
 """The caches of a rank by stage, layer in it and microbatch."""
+
+
+class OwnBackward(nn.Module):
+    """A layer that brings its own split backward; it makes a stage by itself.
+
+    Its forward runs under autograd as any other, so that its output is part of a graph,
+    and reads ``current_microbatch`` where it keeps something for later.
+    """
+
+    current_microbatch: int = 0
+
+    @abstractmethod
+    def backward_input(
+        self, microbatch: int, gradients: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Computes the gradients of the inputs from those of the outputs.
+
+        Args:
+            microbatch: which one.
+            gradients: one per output tensor that requires a gradient.
+
+        Returns:
+            One per input tensor that requires a gradient.
+        """
+
+    @abstractmethod
+    def backward_weight(self, microbatch: int) -> None:
+        """Adds the parameters' gradients of a microbatch to ``grad``."""
 
 
 @final
@@ -80,6 +109,12 @@ class Stage:
     def modules(self) -> list[nn.Module]:
         """The layers' modules."""
         return [layer.module for layer in self.layers]
+
+    @property
+    def own_backward(self) -> OwnBackward | None:
+        """The layer that brings its own backward, if it is one."""
+        only = self.layers[0].module if len(self.layers) == 1 else None
+        return only if isinstance(only, OwnBackward) else None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the model's names, each once."""

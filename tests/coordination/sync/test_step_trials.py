@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from elche.coordination.policy_chooser import PolicyChooser, policy_chooser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.policy import Member
+from elche.coordination.policy import Member, PolicyChooser
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
+from elche.coordination.state import policy_chooser
 from elche.coordination.sync.sync_policy import SyncPolicy
 from tests.coordination.test_core import steps_done
 from tests.harness.reached import reach

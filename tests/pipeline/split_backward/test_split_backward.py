@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +16,7 @@ from elche.errors import ConfigError, ProtocolError
 from elche.pipeline.split_backward import split_modules
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
-from elche.pipeline.stage import Layer, Stage
+from elche.pipeline.stage import Layer, OwnBackward, Stage
 from tests.pipeline.split_backward.split_cases import (
     DEFERRED,
     IMMEDIATE,
@@ -265,6 +266,44 @@ def test_a_transformer_block_defers_all_but_its_norms(training: bool) -> None:
     batches = [torch.randn(rows, 5, 8).double() for rows in (3, 2)]
     early = check_equal(block, runner, batches)
     assert early == {n for n, _ in block.named_parameters() if n.startswith("norm")}
+
+
+class Own(OwnBackward):
+    """A linear layer that splits its backward itself, or forgets to."""
+
+    def __init__(self, forgets: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6))
+        self.kept: dict[int, Any] = {}
+        self.forgets = forgets
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept[self.current_microbatch] = x.detach()
+        return F.linear(x, self.weight)
+
+    def backward_input(self, microbatch: int, gradients: Any) -> Any:
+        self.kept[microbatch] = (self.kept[microbatch], gradients[0])
+        return (gradients[0] @ self.weight.detach(),)
+
+    def backward_weight(self, microbatch: int) -> None:
+        x, grad = self.kept.pop(microbatch)
+        if not self.forgets:
+            made = grad.t() @ x
+            before = self.weight.grad
+            self.weight.grad = made if before is None else before + made
+
+
+def test_a_stage_brings_its_own_backward() -> None:
+    module = Own(forgets=False).double()
+    twin = nn.Linear(6, 4, bias=False).double()
+    with torch.no_grad():
+        twin.weight.copy_(module.weight)
+    batches = [torch.randn(3, 6).double() for _ in range(3)]
+    expected = plain(twin, batches)
+    found = split(runner_for(module), batches)
+    near(module.weight.grad, twin.weight.grad, "weight")
+    for mine, other in zip(found, expected, strict=True):
+        near(mine, other, "input")
 
 
 def test_actions_out_of_order_are_refused() -> None:

@@ -26,7 +26,7 @@ from elche.comm.transport.messages import Message, Packed
 from elche.comm.transport.shared_memory import may_share_memory
 from elche.pipeline.setup.building import LayerList
 from elche.pipeline.split_backward.backward import StageBackward
-from elche.pipeline.stage import Layer, Stage
+from elche.pipeline.stage import Layer, OwnBackward, Stage
 from elche.pipeline.trees import as_plain, as_tensors, flatten, unflatten
 
 WARM_RUNS = 1
@@ -159,7 +159,8 @@ def _measure(
     least = [max(_LEAST_S, min(column)) for column in columns]
     split_cost = sum(least[:3]) / sum(least[4:7])
     is_put_off = split[0].deferred > 0 and split_cost <= MOST_SPLIT_COST
-    if not is_put_off:
+    has_own = isinstance(layer.module, OwnBackward)
+    if not has_own and not is_put_off:
         forward_s, input_s, weight_s = whole_s, backward_s, 0.0
     message = whole[0].keep(0, as_plain(whole[0].forward(0, given, {}, False)))
     parameters = list(layer.module.parameters())

@@ -52,7 +52,8 @@ class StageBackward:
         self.guard = guard
         self._store = WeightGradients()
         self._modules = SplitModules(stage.split_modules, self._store)
-        self._splits = splits
+        self._own = stage.own_backward
+        self._splits = splits and self._own is None
         self._copies_input = changes_in_place(stage)
         self._flights: dict[int, _Flight] = {}
 
@@ -122,6 +123,8 @@ class StageBackward:
         if self._copies_input:
             inputs = [one.clone() if one.requires_grad else one for one in inputs]
         value = unflatten(given.structure, inputs)
+        if self._own is not None:
+            self._own.current_microbatch = microbatch
         try:
             with self._deferring(flight):
                 return self.stage.run(value, microbatch, keywords)
@@ -173,6 +176,11 @@ class StageBackward:
                 f"stage {self.stage.index}: microbatch {microbatch} had its backward"
             )
         flight.input_is_done = True
+        if self._own is not None:
+            own = list(self._own.backward_input(microbatch, tuple(gradients)))
+            if self.guard is not None:
+                self.guard.after_own_input(microbatch)
+            return own
         self._autograd(microbatch, flight, gradients)
         found = [one.grad for one in flight.inputs if one.requires_grad]
         flight.inputs, flight.outputs = [], []
@@ -191,7 +199,10 @@ class StageBackward:
                 f"{microbatch} before its input gradient"
             )
         del self._flights[microbatch]
-        self._store.compute(microbatch)
+        if self._own is not None:
+            self._own.backward_weight(microbatch)
+        else:
+            self._store.compute(microbatch)
         if self.guard is not None:
             self.guard.after_weight(microbatch)
 

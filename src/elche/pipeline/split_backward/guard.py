@@ -96,6 +96,10 @@ class ContributionGuard:
             self._complain(lost, microbatch, "got no contribution")
         self._owed[microbatch] = owed
 
+    def after_own_input(self, microbatch: int) -> None:
+        """Notes what a backward of a user's own still owes after its input gradient."""
+        self._owed[microbatch] = self._parameters.keys() - self._changed()
+
     def after_weight(self, microbatch: int) -> None:
         """Checks a microbatch whose weight gradients have been computed.
 

@@ -161,6 +161,7 @@ def test_an_epoch_of_two_passes_goes_on_in_the_second(tmp_path: Path) -> None:
     _, _, loader = set_up()
     elche.resume(tmp_path)
     assert [[len(list(loader)), len(list(loader))] for _ in elche.epochs(1)] == [[0, 2]]
+    assert elche.progress_steps() == 6.0
 
 
 def two_optimizers() -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:

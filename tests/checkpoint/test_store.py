@@ -188,12 +188,14 @@ def test_part_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
     first = CheckpointWriter(store, 0, 2, "alive", WAIT_S)
     begin(first, name, "first")
     assert first.is_busy
-    begin(alive, name, "alive")
+    layers = {"w": torch.ones(2)}
+    begin(alive, name, "alive", model=layers, model_file="model-rank1.safetensors")
     alive.close(WAIT_S)
     first.close(WAIT_S)
     newest = store.newest()
     assert newest is not None
     assert newest.of_rank(1) == "alive"
+    assert newest.model_parts({"w"})["w"].sum() == 2.0
 
 
 def test_a_flipped_byte_in_any_file(

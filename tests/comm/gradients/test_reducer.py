@@ -131,6 +131,21 @@ def test_what_weighs_nothing_is_not_multiplied_by_zero() -> None:
     check(on_ranks(2, run, nets(2)), alone(0, (5, 5), (1.0, 0.0)))
 
 
+def test_a_rank_without_samples_adds_nothing_where_losses_are_sums() -> None:
+    def run(group: ThreadGroup, model: Net) -> Gradients:
+        reducer = reducer_of(model, group, 300)
+        reducer.sum_losses()
+        reducer.attach()
+        reducer.begin_step(StepPart(float(group.rank == 0), 1))
+        model.losses(batch_of(group.rank, 0, 5)).sum().backward()
+        reducer.end_step()
+        return gradients_of(model)
+
+    means = alone(0, (5, 5), (1.0, 0.0))
+    sums = [None if mean is None else 5 * mean for mean in means]
+    check(on_ranks(2, run, nets(2)), sums)
+
+
 @pytest.mark.parametrize("cap_bytes", CAPS.values(), ids=CAPS)
 def test_a_parameter_that_only_one_rank_uses(cap_bytes: int) -> None:
     """It comes in other passes than its bucket expects, and from the other rank."""

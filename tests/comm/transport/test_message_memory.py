@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elche.comm.transport.gloo_lines import Inbox
 from elche.comm.transport.message_memory import (
     SLOTS,
     IncomingMemory,
@@ -193,6 +194,14 @@ def test_ranks_that_fill_each_others_slots_both_go_on(by_memory: bool) -> None:
         if by_memory:
             assert set(threading.enumerate()) <= before, "no thread carries them"
         assert [untaken(one) for one in made] == [0, 0]
+
+
+def test_of_messages_with_one_tag_the_oldest_is_taken() -> None:
+    inbox, sent = Inbox(), [Message((torch.ones(n),)) for n in range(3)]
+    for tag, message in zip((1, 2, 1), sent, strict=True):
+        inbox.append((tag, message))
+    assert [inbox.take(tag) for tag in (1, 1, 2)] == [sent[0], sent[2], sent[1]]
+    assert not inbox.has(1)
 
 
 @pytest.mark.parametrize("by_memory", [True, False])

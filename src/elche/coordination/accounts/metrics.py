@@ -22,11 +22,9 @@ WINDOWS_KEPT = EPOCHS_KEPT = 1000
 """Most metrics kept for a reader; the oldest are dropped."""
 
 Kind = TypeVar("Kind", bound="Metrics")
-_COUNTED = (
-    *("samples", "discarded_samples", "late_batches"),
-    *("busy_s", "data_wait_s", "transfer_s", "sync_wait_s"),
-)
-"""Fields of `RankReport` that are added up by rank; seconds end in ``_s``."""
+_TIMES = "busy_s", "data_wait_s", "transfer_s", "sync_wait_s"
+_COUNTED = ("samples", "discarded_samples", "late_batches", *_TIMES)
+"""Fields of `RankReport` that are added up by rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,11 +391,11 @@ def _field_of(name: str) -> str:
 
 
 def _total_of(name: str) -> Callable[[Iterable[float]], float]:
-    return math.fsum if name.endswith("_s") else sum
+    return math.fsum if name in _TIMES else sum
 
 
 def _zeros(name: str, world_size: int) -> list[float]:
-    return [0.0 if name.endswith("_s") else 0] * world_size
+    return [0.0 if name in _TIMES else 0] * world_size
 
 
 def _no_nan(value: float) -> float:

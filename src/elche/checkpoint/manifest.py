@@ -88,11 +88,14 @@ def read_manifest(folder: Path) -> Manifest | CheckpointError:
             )
         files = {name: FileRecord(**record) for name, record in body["files"].items()}
         manifest = Manifest(**{**body, "files": files})
+        texts = manifest.run_id, *(each.sha256 for each in files.values())
+        numbers = manifest.world_size, *(each.num_bytes for each in files.values())
+        is_own = manifest.name == folder.name and type(manifest.info) is dict
+        is_own &= {*map(type, texts)} == {str} and {*map(type, numbers)} == {int}
     except (AttributeError, KeyError, TypeError):
-        return CheckpointError(f"{MANIFEST} has fields that elche does not write there")
-    if manifest.name != folder.name:
-        return CheckpointError(f"{MANIFEST} is of {manifest.name}")
-    return manifest
+        is_own = False
+    other = CheckpointError(f"{MANIFEST} has fields that elche does not write there")
+    return manifest if is_own else other
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 
 import pytest
 
 from elche.cadence.el_che import ElChe, ElCheConfig
+from elche.errors import ConfigError
 
 
 def el_che(world_size: int = 2, **options: object) -> ElChe:
@@ -25,7 +27,7 @@ def report(che: ElChe, ms: list[float], sync_ms: float = 0.0) -> None:
 def test_the_first_window_is_equal_and_uncalibrated() -> None:
     che = el_che(3, anchor=7)
     assert che.batch_counts == (7, 7, 7)
-    assert (che.anchor, che.world_size) == (7, 3)
+    assert (che.anchor, che.total_batches, che.world_size) == (7, 21, 3)
     assert che.ms_per_batch == (0.0, 0.0, 0.0)
     assert che.anchor_wall_ms == 0.0
     assert not che.is_calibrated
@@ -53,6 +55,13 @@ def test_counts_fill_the_time_of_the_slowest(
     assert che.batch_counts == counts
     assert che.ms_per_batch == tuple(ms)
     assert che.anchor_wall_ms == anchor * max(ms)
+    assert [che.batches(rank) for rank in range(len(ms))] == list(counts)
+
+
+def test_the_divisor_is_what_was_run_not_what_was_planned() -> None:
+    che = el_che(2)
+    che.report_timing([400.0, 400.0], [40, 10], 0.0)
+    assert che.batch_counts == (40, 10)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +102,30 @@ def test_a_rank_without_batches_keeps_its_estimate() -> None:
     before = (che.anchor, che.batch_counts, che.ms_per_batch)
     che.report_timing([0.0, 0.0], [0, 0], 50.0)
     che.report_timing([70.0, 0.0], [0, 3], 50.0)
+    assert (che.anchor, che.batch_counts, che.ms_per_batch) == before
+
+
+@pytest.mark.parametrize(
+    ("wall_ms", "batches", "sync_ms", "message"),
+    [
+        ([1.0, math.nan], [1, 1], 0.0, "wall_ms of rank 1"),
+        ([-1.0, 1.0], [1, 1], 0.0, "wall_ms of rank 0"),
+        ([1.0, math.inf], [1, 0], 0.0, "wall_ms of rank 1"),
+        ([1.0, 1.0], [1, -1], 0.0, "actual_batches of rank 1"),
+        ([1.0], [1, 1], 0.0, "wall_ms must hold one value for each of 2 ranks"),
+        ([1.0, 1.0], [1], 0.0, "actual_batches must hold one value"),
+        ([1.0, 1.0], [1, 1], math.nan, "sync_ms must be finite"),
+        ([1.0, 1.0], [1, 1], -1.0, "sync_ms must be finite"),
+    ],
+)
+def test_impossible_timings_are_refused_whole(
+    wall_ms: list[float], batches: list[int], sync_ms: float, message: str
+) -> None:
+    che = el_che(2)
+    report(che, [10.0, 40.0])
+    before = (che.anchor, che.batch_counts, che.ms_per_batch)
+    with pytest.raises(ValueError, match=message):
+        che.report_timing(wall_ms, batches, sync_ms)
     assert (che.anchor, che.batch_counts, che.ms_per_batch) == before
 
 
@@ -145,6 +178,18 @@ def test_the_anchor_falls_to_half_the_target(
         assert che.anchor == anchor
 
 
+def test_two_stalls_in_a_row_are_soon_forgotten() -> None:
+    """As in the demo, where a reduction takes 7 ms of a window of five times 85 ms."""
+    che = el_che(2, anchor=1)
+    anchors = []
+    for sync_ms in [7.0] * 6 + [51.0] * 2 + [7.0] * 6:
+        report(che, [21.0, 85.0], sync_ms)
+        anchors.append(che.anchor)
+    assert anchors[5] == 3
+    assert max(anchors) == 12
+    assert anchors[-2:] == [6, 6]
+
+
 def test_the_anchor_keeps_to_its_limits() -> None:
     fixed = el_che(2, anchor=6, max_anchor=6)
     bounded = el_che(2, anchor=6, max_anchor=9)
@@ -172,6 +217,8 @@ def test_room_is_made_at_once_and_kept_until_less_is_asked() -> None:
     for _ in range(60):
         report(che, [10.0, 40.0], sync_ms=0.01)
     assert che.anchor == 50  # by one per report, as far as it may
+    with pytest.raises(ConfigError, match="least_ms must be"):
+        che.make_room(math.nan)
 
 
 def test_room_for_a_pause_is_given_back_at_once() -> None:
@@ -184,6 +231,16 @@ def test_room_for_a_pause_is_given_back_at_once() -> None:
     assert (che.anchor, che.batch_counts) == (30, (120, 30))
     che.make_room(40.0)
     assert che.anchor == 10  # what it was before any room was made
+
+
+def test_room_given_back_leaves_what_the_tuning_had_reached() -> None:
+    che = el_che(2, max_anchor=200, overhead_target=0.10)
+    for _ in range(6):
+        report(che, [10.0, 40.0], sync_ms=240.0)
+    assert che.anchor == 60
+    che.make_room(8_000.0)
+    che.make_room(40.0)
+    assert che.anchor == 60
 
 
 def test_room_is_given_back_to_another_membership_too() -> None:
@@ -208,6 +265,13 @@ def test_room_ends_at_the_limits() -> None:
     assert slowly.batch_counts == (48, 12)  # of 40 and 10
 
 
+def test_without_a_sync_time_the_anchor_stays() -> None:
+    che = el_che(2, anchor=20, min_anchor=5)
+    for _ in range(10):
+        report(che, [10.0, 40.0], sync_ms=0.0)
+    assert che.anchor == 20
+
+
 def test_the_dead_zone_works_at_small_anchors() -> None:
     """At a count of 2 the reference needs half again as much to react."""
     che = el_che(2, anchor=1)
@@ -216,6 +280,25 @@ def test_the_dead_zone_works_at_small_anchors() -> None:
     for _ in range(20):
         report(che, [7.5, 20.0])  # 2.67 instead of 2
     assert che.batch_counts == (3, 1)
+
+
+def test_the_dead_zone_leaves_no_rank_at_another_anchor() -> None:
+    che = el_che(3, anchor=20, min_anchor=1, overhead_target=0.50)
+    report(che, [10.0, 20.0, 40.0], sync_ms=190.0)
+    while che.anchor > 19:
+        report(che, [10.0, 20.0, 40.0], sync_ms=190.0)
+    assert che.batch_counts == (76, 38, 19)  # 5 % each, all of them
+
+
+def test_equal_ranks_do_not_flap_under_jitter() -> None:
+    for seed in range(10):
+        rng = random.Random(seed)
+        che = el_che(2)
+        report(che, [10.0, 10.0])
+        for _ in range(200):
+            report(che, [10.0 * rng.uniform(0.95, 1.05) for _ in range(2)])
+            assert che.batch_counts == (10, 10)
+            assert che.anchor_wall_ms == pytest.approx(100.0, rel=0.035)
 
 
 def test_nudges_shorten_at_once_and_the_tuning_recovers() -> None:
@@ -232,6 +315,25 @@ def test_nudges_shorten_at_once_and_the_tuning_recovers() -> None:
     for _ in range(30):
         report(che, [10.0, 40.0], sync_ms=36.0)
     assert (che.anchor, che.batch_counts) == (10, (40, 10))
+    with pytest.raises(ConfigError, match="factor must be finite"):
+        che.nudge_anchor_down(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("anchor", "factor", "expected"),
+    [(10, 0.5, 5), (10, 0.25, 3), (10, 0.01, 1), (30, 0.1, 3), (10, 2.0, 10)],
+)
+def test_a_nudge_rounds_up(anchor: int, factor: float, expected: int) -> None:
+    che = el_che(2, anchor=anchor)
+    che.nudge_anchor_down(factor)
+    assert che.anchor == expected
+    assert che.batch_counts == (expected, expected)
+
+
+def test_a_nudge_works_on_hints_before_calibration() -> None:
+    che = el_che(2, speed_hints={0: 4.0})
+    che.nudge_anchor_down(0.5)
+    assert che.batch_counts == (20, 5)
 
 
 def test_max_batch_diff_limits_each_move_and_keeps_one_scale() -> None:
@@ -249,6 +351,14 @@ def test_max_batch_diff_limits_each_move_and_keeps_one_scale() -> None:
         assert abs(new[0] - 4 * new[1]) <= 2.5  # rounding of one scale, no more
 
 
+def test_max_batch_diff_zero_freezes_the_counts_after_calibration() -> None:
+    che = el_che(2, max_batch_diff=0)
+    report(che, [10.0, 40.0])
+    for _ in range(5):
+        report(che, [40.0, 10.0], sync_ms=500.0)
+    assert che.batch_counts == (40, 10)
+
+
 def test_max_anchor_zero_switches_off() -> None:
     che = el_che(3, max_anchor=0, speed_hints={0: 4.0})
     assert not che.enabled
@@ -258,6 +368,56 @@ def test_max_anchor_zero_switches_off() -> None:
         che.nudge_anchor_down(0.5)
     assert che.ms_per_batch == (10.0, 20.0, 40.0)
     assert che.anchor_wall_ms == 40.0
+
+
+@pytest.mark.parametrize(
+    ("ms", "anchor", "total", "expected"),
+    [
+        ([1.0, 100.0, 100.0], 1, 50, (49, 1, 0)),  # the reference gives 51
+        ([1.0, 1.0, 1.0], 10, 2, (1, 1, 0)),  # the reference gives 3
+        ([1.0, 4.0], 10, 25, (20, 5)),
+        ([1.0, 4.0], 10, 7, (6, 1)),
+        ([1.0, 4.0], 10, 50, (40, 10)),
+        ([1.0, 4.0], 10, 99, (40, 10)),
+        ([1.0, 4.0], 10, 0, (0, 0)),
+    ],
+)
+def test_clamp_total_gives_out_what_is_left_exactly(
+    ms: list[float], anchor: int, total: int, expected: tuple[int, ...]
+) -> None:
+    che = el_che(len(ms), anchor=anchor)
+    report(che, ms)
+    assert che.clamp_total(total) == expected
+    with pytest.raises(ConfigError, match="max_total must be at least 0"):
+        che.clamp_total(-1)
+
+
+def test_one_rank_is_trivial() -> None:
+    che = el_che(1)
+    for _ in range(5):
+        report(che, [5.0])
+    assert (che.anchor, che.batch_counts, che.anchor_wall_ms) == (10, (10,), 50.0)
+    assert che.clamp_total(3) == (3,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 0}, "world_size must be at least 1"),
+        ({"anchor": 0}, "anchor must be at least 1"),
+        ({"anchor": 1.5}, "anchor must be an integer"),
+        ({"max_anchor": -1}, "max_anchor must be at least 0"),
+        ({"min_anchor": 0}, "min_anchor must be at least 1"),
+        ({"min_anchor": 20, "max_anchor": 10}, "min_anchor must be at most"),
+        ({"max_batch_diff": -1}, "max_batch_diff must be at least 0"),
+        ({"overhead_target": math.nan}, "overhead_target must be a finite"),
+        ({"overhead_target": math.inf}, "overhead_target must be a finite"),
+        ({"speed_hints": {1: -0.4}}, "speed_hints of rank 1"),
+    ],
+)
+def test_wrong_settings_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ElCheConfig(**{"world_size": 2, **options})  # type: ignore[arg-type]
 
 
 def test_settings_are_brought_into_range_and_fixed() -> None:
@@ -270,6 +430,12 @@ def test_settings_are_brought_into_range_and_fixed() -> None:
     assert hash(config) == hash(ElCheConfig(world_size=2, speed_hints=[2, 1]))
     with pytest.raises(dataclasses.FrozenInstanceError, match="anchor"):
         config.anchor = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_does_not_exist_has_no_count(rank: int) -> None:
+    with pytest.raises(ConfigError, match="rank must be 0 to 1"):
+        el_che(2).batches(rank)
 
 
 def test_another_membership_keeps_what_is_known_of_those_who_stay() -> None:

@@ -16,11 +16,13 @@ from elche.cadence.rank_time import RankTime
 from elche.cadence.throughput import (
     HeldRatios,
     SpeedHints,
+    check_int,
     check_measure,
     check_reports,
     complete_costs,
     relative_speeds,
 )
+from elche.errors import ConfigError
 
 MAX_LEAST = 10**9
 """More batches than this in a window are not asked for."""
@@ -29,7 +31,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElCheConfig:
-    """Settings of El Che; `WindowConfig` checks their ranges.
+    """Settings of El Che, checked when made.
 
     Attributes:
         world_size: number of ranks; 1 is legal and trivial.
@@ -49,7 +51,7 @@ class ElCheConfig:
             Kept as a tuple of one speed per rank.
 
     Raises:
-        ConfigError: speed_hints does not fit the ranks.
+        ConfigError: a value is of the wrong kind or out of its range.
     """
 
     world_size: int
@@ -61,6 +63,23 @@ class ElCheConfig:
     speed_hints: SpeedHints = None
 
     def __post_init__(self) -> None:
+        check_int("world_size", self.world_size, 1)
+        check_int("anchor", self.anchor, 1)
+        check_int("max_anchor", self.max_anchor, 0)
+        if self.min_anchor is not None:
+            check_int("min_anchor", self.min_anchor, 1)
+            if 0 < self.max_anchor < self.min_anchor:
+                raise ConfigError(
+                    f"min_anchor must be at most max_anchor ({self.max_anchor}), "
+                    f"got {self.min_anchor}"
+                )
+        if self.max_batch_diff is not None:
+            check_int("max_batch_diff", self.max_batch_diff, 0)
+        if not math.isfinite(self.overhead_target):
+            raise ConfigError(
+                "overhead_target must be a finite fraction such as 0.03, got "
+                f"{self.overhead_target!r}"
+            )
         target = min(max(float(self.overhead_target), 0.01), 0.50)
         object.__setattr__(self, "overhead_target", target)
         if self.speed_hints is not None:
@@ -171,6 +190,11 @@ class ElChe:
         return tuple(max(1, math.floor(count + 0.5)) for count in self._counts)
 
     @property
+    def total_batches(self) -> int:
+        """Batches of all ranks together in the coming window."""
+        return sum(self.batch_counts)
+
+    @property
     def is_calibrated(self) -> bool:
         """True if a rank has been measured."""
         return any(cost.is_measured for cost in self._costs)
@@ -202,6 +226,16 @@ class ElChe:
         if not self.is_calibrated:
             return 0.0
         return self.anchor * self._batch_ms()[self._ratios.reference]
+
+    def batches(self, rank: int) -> int:
+        """Batches of one rank in the coming window.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank must be 0 to {self.world_size - 1}, got {rank}")
+        return self.batch_counts[rank]
 
     def report_timing(
         self, wall_ms: Sequence[float], actual_batches: Sequence[int], sync_ms: float
@@ -253,7 +287,11 @@ class ElChe:
 
         Args:
             least_ms: milliseconds, not negative.
+
+        Raises:
+            ConfigError: the time is negative or not finite.
         """
+        check_measure("least_ms", least_ms)
         if not self.is_calibrated:
             return
         batch_ms = self._batch_ms()[self._ratios.reference]
@@ -269,9 +307,41 @@ class ElChe:
 
         Args:
             factor: what to multiply the anchor with; brought into 0.1 to 1.0.
+
+        Raises:
+            ConfigError: the factor is not finite.
         """
+        if not math.isfinite(factor):
+            raise ConfigError(f"factor must be finite, such as 0.5, got {factor!r}")
         if self._anchor.nudge_down(factor):
             self._apply(limit=None)
+
+    def clamp_total(self, max_total: int) -> tuple[int, ...]:
+        """Counts of a window that may not exceed what is left of an epoch.
+
+        Args:
+            max_total: batches that are left for all ranks together.
+
+        Returns:
+            ``batch_counts`` when they fit; otherwise counts in the same
+            proportions (largest remainders, the lower rank first) that sum to
+            ``max_total``. A count may be 0.
+
+        Raises:
+            ConfigError: ``max_total`` is negative or no integer.
+        """
+        limit = check_int("max_total", max_total, 0)
+        counts = self.batch_counts
+        total = sum(counts)
+        if total <= limit:
+            return counts
+        clamped = [count * limit // total for count in counts]
+        by_remainder = sorted(
+            range(len(counts)), key=lambda rank: -(counts[rank] * limit % total)
+        )
+        for rank in by_remainder[: limit - sum(clamped)]:
+            clamped[rank] += 1
+        return tuple(clamped)
 
     def resized(
         self, kept: Sequence[int | None], times: Sequence[RankTime] | None = None

@@ -29,7 +29,7 @@ from elche.coordination.state import Coordinator
 from elche.runtime.coordinator_process.serving import pack_piece, replay_piece
 from elche.sim.cluster import Cluster
 from elche.sim.simulation import Simulation, Watch
-from tests.coordination.sync.test_lost_ranks import World, check
+from tests.coordination.sync.step_world import World, check
 from tests.coordination.test_joining import FOUNDERS, Meeting, plan_of
 from tests.harness.reached import reach
 from tests.sim.checks import MOST_HAPPENINGS, check_all

@@ -26,7 +26,7 @@ from elche.coordination.protocol.outbox import Outbox
 from elche.coordination.state import Coordinator
 from elche.sim.cluster import Cluster
 from elche.sim.simulation import Simulation, Watch
-from tests.coordination.sync.test_lost_ranks import World, check
+from tests.coordination.sync.step_world import World, check
 from tests.coordination.test_joining import FOUNDERS, Meeting, plan_of
 from tests.harness.reached import reach
 from tests.sim.books import Books

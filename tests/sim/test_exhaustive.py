@@ -21,7 +21,7 @@ from elche.coordination.windows import window_policy
 from elche.coordination.windows.reductions import Reduction
 from elche.coordination.windows.window_state import WindowState
 from elche.sim.cluster import Cluster, Device, SimulatedRun
-from tests.coordination.sync import test_lost_ranks
+from tests.coordination.sync import step_world
 from tests.sim.exploring.explorer import Bounds, Explored, Explorer, ViolationError
 from tests.sim.exploring.rank_states import Script
 from tests.sim.exploring.window_rank import WindowRank
@@ -65,7 +65,7 @@ def explore(
     )
     device = Device(seconds_per_sample=0.25, count=ranks, prefetch=0, name="CPU")
     process, facts = (
-        (test_lost_ranks.Rank, of_steps) if is_sync else (WindowRank, of_windows)
+        (step_world.Rank, of_steps) if is_sync else (WindowRank, of_windows)
     )
     cluster = Cluster(run=run, devices=(device,))
     script = Script(cluster=cluster, process=process, facts=facts, keeps=keeps)
@@ -78,7 +78,7 @@ def of_windows(rank: WindowRank) -> tuple[Any, int]:
     return rank.common, rank.reduced
 
 
-def of_steps(rank: test_lost_ranks.Rank) -> tuple[Any, int]:
+def of_steps(rank: step_world.Rank) -> tuple[Any, int]:
     """Who lacks the sums of a pass may still read them, and nothing before."""
     return tuple(rank.model), rank.closed - 2
 
@@ -194,7 +194,7 @@ def ask_nobody(places: Any) -> lost_ranks.Settlement:
         ("cadence", Reduction, "again", commit_at_the_first),
         ("async", EpochLedger, "give_back", return_twice),
         ("cadence", window_policy, "resume_reduction", redo_always),
-        ("sync", test_lost_ranks, "settle", ask_nobody),
+        ("sync", step_world, "settle", ask_nobody),
     ],
 )
 def test_a_fault_is_found(

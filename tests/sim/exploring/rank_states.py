@@ -104,7 +104,7 @@ class Script:
 class Seat:
     """One rank's script, and all that it can see of the others.
 
-    Has what the ranks of `tests.coordination.sync.test_lost_ranks` ask of their world.
+    Has what the ranks of `tests.coordination.sync.step_world` ask of their world.
     """
 
     early = kills_source = False

@@ -61,8 +61,8 @@ class SyncPolicy(Policy):
         times: RankTimes | None = None,
     ) -> None:
         config = settings.config
-        self.watch: Callable[[Sequence[StepsDone], int], list[Instruction]]
-        self.watch = _watched_by_none
+        self.watch: Callable[[Sequence[StepsDone], int], list[Instruction]] | None
+        self.watch = None
         self._members = {member.rank: member.horizon_batches for member in members}
         self.shares = StepShares(settings, self._members, times)
         self.exclusion = LeftOutRanks([*self._members], settings, self.shares)
@@ -292,7 +292,8 @@ class SyncPolicy(Policy):
             self._checks.compare({report.rank: report.checks for report in reports})
             if not grant.left:
                 told += self._measure(grant, reports, now_s)
-                told += self.watch(reports, grant.steps)
+                if self.watch is not None:
+                    told += self.watch(reports, grant.steps)
         sync_s = max((report.sync_wait_s for report in reports), default=0.0)
         first, last, steps = min(self._members), grant.stop - 1, grant.steps
         return [*told, self._totals.close_window(last, now_s, first, sync_s, steps)]
@@ -370,8 +371,3 @@ class SyncPolicy(Policy):
             outcome.instructions.append(part)
         self._end(outcome, now_s)
         return outcome
-
-
-def _watched_by_none(reports: Sequence[StepsDone], steps: int) -> list[Instruction]:
-    """Not a lambda: the core is copied into the journal."""
-    return []

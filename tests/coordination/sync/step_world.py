@@ -12,7 +12,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Generator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 from elche.config import RunConfig
@@ -365,7 +365,8 @@ class Rank:
         shares = self.grants[step].shares
         start = sizes.position_of(step) + sum(shares[: self.rank])
         at = range(start, start + shares[self.rank])
-        return tuple(map(part.origin_of, at))
+        origins = [*chain.from_iterable(starmap(range, part.ranges))]
+        return tuple(origins[position] for position in at)
 
     def take(self, sums: dict[int, Positions]) -> None:
         """A pass is closed: for all its buckets."""

@@ -289,7 +289,7 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
     elif death.place == "meeting":
         before(Group, "all_reduce", lambda: visit() if meet.is_under_way else None)
     elif death.place == "agreed":
-        after(UserCollectives, "agree", visit)
+        after(UserCollectives, "barrier", visit)
     elif death.place == "sharing copies":
         before(model_copies, "_average", visit)
     elif death.place == "writing":

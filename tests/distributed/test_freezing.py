@@ -73,13 +73,13 @@ def _carried(options: dict[str, Any]) -> tuple[int, int, int]:
     run = current_run()
     assert run is not None
     held: Any = run._synchroniser.windows or run._synchroniser.reducer
-    if options["policy"] == "sync":
-        parts = held.buckets
-    elif options.get("update") == "gradients":
-        parts = held._window._sums
+    if options.get("update") == "gradients":
+        messages = [held._window._exchange]
     else:
-        parts = held._averager._groups
-    numel = sum(part.exchange.contribution(0).numel() for part in parts)
+        is_sync = options["policy"] == "sync"
+        parts = held.buckets if is_sync else held._averager._groups
+        messages = [part.exchange for part in parts]
+    numel = sum(message.contribution(0).numel() for message in messages)
     elche.shutdown()
     trained = [p for p in model.parameters() if p.requires_grad]
     return numel, sum(p.numel() for p in trained), len(trained)

@@ -56,9 +56,11 @@ def by_hosts(task: Task) -> tuple[Trace, set[str]]:
             kinds.update(type(bucket.exchange).__name__ for bucket in buckets)
         else:
             windows: Any = sync.windows
-            has_average = hasattr(windows, "_averager")
-            sums = windows._averager._groups if has_average else windows._window._sums
-            kinds.update(type(each.exchange).__name__ for each in sums)
+            if hasattr(windows, "_averager"):
+                sums = [each.exchange for each in windows._averager._groups]
+            else:
+                sums = [windows._window._exchange]
+            kinds.update(type(each).__name__ for each in sums)
 
     return shared(task, look), kinds
 

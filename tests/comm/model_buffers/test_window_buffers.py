@@ -146,6 +146,46 @@ def test_flags_become_what_most_ranks_have(
     assert [bool(model.seen) for model in models] == [becomes] * 3
 
 
+def test_what_has_travelled_is_sent_before_the_plan_is_there() -> None:
+    """Then only what changes for the first time waits for the plan."""
+    models, held = ranks(2)
+    for number in range(1, 4):
+        for rank, model in enumerate(models):
+            model.mean.fill_(float(number + rank))
+            model.count[1] += 1
+            if number == 3:
+                model.phase.fill_(complex(rank, number))
+        for each in held:
+            each.take()
+            each.begin_known(is_active=True)
+        changed = (COUNT, MEAN, PHASE) if number == 3 else (COUNT, MEAN)
+        assert held[0].changed() == changed
+        if number == 2:
+            assert all(each.poll() for each in held)  # nothing waits for the plan
+        begin(held, [True, True])
+        finish(held)
+        for model in models:
+            assert model.mean[0, 0].item() == number + 0.5
+            assert model.count.tolist() == [5, 2 * number]
+    assert [model.phase.item() for model in models] == [0.5 + 3j, 0.5 + 3j]
+
+
+def test_what_nobody_changed_stays_although_it_was_sent() -> None:
+    models, held = ranks(2)
+    for window in range(2):
+        if window == 0:
+            models[0].mean.fill_(2.0)
+        for each in held:
+            each.take()
+            each.begin_known(is_active=True)
+        if window == 1:
+            for model in models:
+                model.mean.data.view(-1)[0] = 7.0  # unseen, as a write by another name
+        begin(held, [True, True])
+        finish(held)
+    assert models[0].mean[0, 0].item() == 7.0
+
+
 def test_only_what_changed_travels() -> None:
     models, held = ranks(2)
     assert [each.changed() for each in held] == [(), ()]

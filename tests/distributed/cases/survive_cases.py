@@ -293,7 +293,7 @@ def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]
     elif death.place == "sharing copies":
         before(model_copies, "_average", visit)
     elif death.place == "writing":
-        before(writer, "write_part", visit)
+        before(writer, "_write_part", visit)
     elif death.place == "regrouping":
         before(Regrouping, "meet", visit)
     elif death.place == "regrouped":

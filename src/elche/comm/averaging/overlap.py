@@ -182,6 +182,7 @@ class OverlappedAverager(Averager):
     def _send(self) -> None:
         for group in self._groups:
             group.begin()
+        self._buffers.begin_known(is_active=self._counts)
         self._phase = _Phase.SENT
 
     def poll(self) -> bool:

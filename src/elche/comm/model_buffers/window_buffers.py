@@ -10,7 +10,8 @@ float buffers become again what they were after the last one.
 
 What is sent is taken at the window's end. Increments that come later stay, and count
 in the next window; a float buffer that is written meanwhile is overwritten all the
-same.
+same. Buffers that have travelled before can be sent before it is known which changed
+this time (:meth:`WindowBuffers.begin_known`).
 
 Behind a buffer's values travels a flag: a rank has resized it, or has it no more (a
 cache that grows with the longest sequence). Each rank keeps its own from then on.
@@ -18,7 +19,7 @@ cache that grows with the longest sequence). Each rank keeps its own from then o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,8 +60,10 @@ class WindowBuffers:
         self._common_floats: dict[int, torch.Tensor] = {}
         self._taken: dict[int, torch.Tensor] | None = None
         self._waiting: set[int] = set()
-        self._sent: _Sent | None = None
-        self._applied: _Sent | None = None
+        self._ever: set[int] = set()
+        self._sent_early: list[int] = []
+        self._sent: list[_Sent] = []
+        self._applied: list[_Sent] = []
         self._plan: Reduce | None = None
         self.rebase()
 
@@ -75,7 +78,9 @@ class WindowBuffers:
 
     def connect(self, group: Group) -> None:
         """Sends through another group from now on, whose ranks may know nothing."""
-        self._group, self._sent = group, None
+        self._group = group
+        self._sent, self._sent_early = [], []
+        self._ever.clear()
 
     @torch.no_grad()
     def rebase(self) -> None:
@@ -124,43 +129,60 @@ class WindowBuffers:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copies what :meth:`begin` may have to send: counters, and what changed.
+        """Copies what :meth:`begin` may have to send.
 
-        A buffer that only other ranks changed is read later.
+        These are counters, buffers that changed, and those that ever travelled. A
+        large buffer that only other ranks changed is read later, the first time.
         """
         self._waiting.update(self._written())
         self._watch.mark()
         self._taken = {
             index: _exact(buffer) if kind.is_averaged else _counted(buffer)
             for index, kind, buffer in self._present()
-            if not kind.is_averaged or index in self._waiting
+            if not kind.is_averaged or index in self._waiting | self._ever
         }
 
     @torch.no_grad()
+    def begin_known(self, *, is_active: bool) -> None:
+        """Begins the reduction of all that ever travelled, after :meth:`take`.
+
+        Args:
+            is_active: this rank has trained in the window.
+        """
+        self._sent_early = sorted(self._ever - self._known.own)
+        self._send(self._sent_early, is_active=is_active)
+
+    @torch.no_grad()
     def begin(self, plan: Reduce) -> None:
-        """Begins the reduction of ``plan.buffers``, after :meth:`take`."""
+        """Begins the rest of the reduction of ``plan.buffers``, after :meth:`take`."""
         self._plan = plan
-        indices = [at for at in plan.buffers if at not in self._known.own]
+        early = {*self._sent_early, *self._known.own}
+        new = [index for index in plan.buffers if index not in early]
+        self._send(new, is_active=plan.weight > 0)
+        self._ever.update(plan.buffers)
+
+    def _send(self, indices: list[int], *, is_active: bool) -> None:
         if not indices:
             return
-        message, buffers = self._message_of(indices), self._known.present()
-        for index, part in self._parts_of(_Sent(indices, message, None)):
+        buffers = self._known.present()
+        message = torch.zeros(
+            sum(map(self._size, indices)), dtype=torch.float64, device="cpu"
+        )
+        parts = message.split([*map(self._size, indices)])
+        for index, part in zip(indices, parts, strict=True):
             buffer = buffers[index]
             values = None if buffer is None else self._part(index, buffer)
             if values is None:
                 part[-1] = 1.0
-            elif plan.weight > 0:
+            elif is_active:
                 part[:-1] = values
-        self._sent = _Sent(indices, message, self._group.all_reduce_async(message))
-
-    def _message_of(self, indices: Sequence[int]) -> torch.Tensor:
-        size = sum(map(self._size, indices))
-        return torch.zeros(size, dtype=torch.float64, device="cpu")
+        work = self._group.all_reduce_async(message)
+        self._sent.append(_Sent(indices, message, work))
 
     @property
     def is_summed(self) -> bool:
         """True if all that was sent has been summed."""
-        return self._sent is None or succeeded(self._sent.work)
+        return all(succeeded(sent.work) for sent in self._sent)
 
     @torch.no_grad()
     def hand_over(
@@ -176,22 +198,22 @@ class WindowBuffers:
         """
         indices = list(plan.buffers)
         if lacks:
-            self._sent, self._plan = None, plan
+            self._sent, self._plan = [], plan
         if not indices:
             return
-        message = self._message_of(indices)
-        sent = _Sent(indices, message, None)
-        parts = dict(self._parts_of(sent))
+        size = sum(map(self._size, indices))
+        message = torch.zeros(size, dtype=torch.float64, device="cpu")
+        parts = dict(self._parts_of(_Sent(indices, message, None)))
         if group.rank == source:
-            if self._applied is not None:
-                held = dict(self._parts_of(self._applied))
+            for sent in self._applied:
+                held = dict(self._parts_of(sent))
                 for index in held.keys() & parts.keys():
                     parts[index].copy_(held[index])
             for index in self._known.own.intersection(indices):
                 parts[index][-1] = 1.0
         group.broadcast(message, WHAT, source)
         if lacks:
-            self._sent = sent
+            self._sent = [_Sent(indices, message, None)]
 
     def join_own(self) -> None:
         """Keeps as a rank's own what any rank of a new group keeps so."""
@@ -203,7 +225,7 @@ class WindowBuffers:
 
     def poll(self) -> bool:
         """True if :meth:`wait` would return, or raise, at once."""
-        return self._sent is None or bool(self._sent.work.is_completed())
+        return all(sent.work.is_completed() for sent in self._sent)
 
     def wait(self) -> None:
         """Waits for all ranks.
@@ -211,26 +233,30 @@ class WindowBuffers:
         Raises:
             CommunicationError: it failed.
         """
-        if self._sent is not None and self._sent.work is not None:
-            self._group.wait(self._sent.work, WHAT)
+        for sent in self._sent:
+            if sent.work is not None:
+                self._group.wait(sent.work, WHAT)
 
     @torch.no_grad()
     def apply(self) -> None:
         """After :meth:`wait`: writes means and sums of what the plan names.
 
         Where no rank has trained usably, the last common floats are written again. Only
-        a large buffer without a mean so far stays as it is then.
+        a large buffer that has never travelled stays as it is then.
         """
         plan = self._plan
         assert self._taken is not None
         assert plan is not None
         late = self._written()
         settled = set()
-        for index, part in self._parts_of(self._sent) if self._sent else ():
-            if bool(part[-1]):
-                self._known.keep_own([index])
-            elif self._write(index, part[:-1], plan.active_ranks):
-                settled.add(index)
+        for sent in self._sent:
+            for index, part in self._parts_of(sent):
+                if bool(part[-1]):
+                    self._known.keep_own([index])
+                elif index in plan.buffers and self._write(
+                    index, part[:-1], plan.active_ranks
+                ):
+                    settled.add(index)
         if plan.active_ranks > 0 and self._group.rank == 0:
             means = {i: m for i, m in self._common_floats.items() if i in settled}
             self._known.name_means(self._taken, means)
@@ -239,9 +265,9 @@ class WindowBuffers:
         self._waiting -= self._known.own
         self._watch.mark()
         self._taken = self._plan = None
-        # Without the work: it would keep a group's connections open.
-        self._applied = None if self._sent is None else replace(self._sent, work=None)
-        self._sent = None
+        # Without the works: they would keep a group's connections open.
+        self._applied = [replace(sent, work=None) for sent in self._sent]
+        self._sent, self._sent_early = [], []
 
     def _size(self, index: int) -> int:
         """Numbers in a message: the buffer's, and a flag."""

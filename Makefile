@@ -21,12 +21,12 @@ WORKERS ?= 2
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Of the pure tests, those of many simulated runs and searches for plans are left out.
 QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim \
-	tests/test_architecture.py tests/test_config.py tests/test_config_together.py \
+	tests/test_architecture.py tests/test_config.py \
 	tests/test_imports.py tests/test_layers.py \
 	$(addprefix --ignore=tests/,cadence/test_chooser.py \
-	cadence/test_shares_come_back.py monitor/test_plots.py \
+	cadence/test_shares_come_back.py \
 	schedule/generators/test_auto.py schedule/planning schedule/test_independent.py \
-	$(addprefix sim/test_,auto.py efficiency.py link.py membership.py non_finite.py \
+	$(addprefix sim/test_,auto.py efficiency.py membership.py non_finite.py \
 	properties.py runs.py slow_link.py) sim/golden)
 
 .DEFAULT_GOAL := help

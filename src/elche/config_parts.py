@@ -227,11 +227,8 @@ _FORMER = {
 REMOVED = {
     "micro_batches": "micro_batches= is no setting any more: elche.Trainer runs what "
     "exceeds max_samples in micro-batches, a loop of your own does not",
-    **{
-        name: f"{name}= was removed: checkpoint_dir= saves the run, on_epoch_end= is "
-        "called at the end of every epoch"
-        for name in ("on_checkpoint", "checkpoint_every_epochs")
-    },
+    "checkpoint_every_epochs": "checkpoint_every_epochs= was removed: on_checkpoint= "
+    "is called at the end of every epoch, with its number",
     "on_window_end": "on_window_end= was removed: elche.metrics() returns the windows "
     "that have ended, and so does the handle of Trainer.start()",
     "fragments": "fragments= was removed: short windows with an encoding "

@@ -136,8 +136,8 @@ class ThreadGroup:
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         self.wait(self.all_reduce_async(tensor), what)
 
-    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        mine = tensor.clone() if self.rank == 0 else torch.zeros_like(tensor)
+    def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
+        mine = tensor.clone() if self.rank == source else torch.zeros_like(tensor)
         self.wait(self._begin(tensor, mine), what)
 
     def wait(self, work: Work, what: str) -> None:

@@ -1,7 +1,8 @@
-"""Errors in a Trainer's callbacks end the run."""
+"""Errors in a Trainer's callbacks: a checkpoint's is logged, others end the run."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -44,6 +45,44 @@ def test_a_callback_that_raises_ends_the_run_on_every_rank(
     )
     assert "ValueError: a fault in a callback" in str(first.error)
     assert "RemoteRankError: rank 0 failed: ValueError" in str(second.error)
+
+
+def _fit_saving() -> tuple[list[int], list[str]]:
+    """Epochs whose model was handed out, and what was logged of a failure."""
+    saved: list[int] = []
+    logged: list[str] = []
+
+    def save(epoch: int, state: dict[str, torch.Tensor]) -> None:
+        assert state["weight"].device.type == "cpu"
+        saved.append(epoch)
+        raise OSError("no space left")
+
+    handler = logging.Handler(logging.ERROR)
+    setattr(handler, "emit", lambda r: logged.append(r.getMessage()))  # noqa: B010
+    logging.getLogger("elche").addHandler(handler)
+    try:
+        elche.Trainer(
+            lambda: nn.Linear(1, 1),
+            lambda parameters: torch.optim.SGD(parameters, lr=1e-9),
+            lambda model, batch: model(batch[0]).mean(),
+            dataset=TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1)),
+            batch_size=8,
+            epochs=EPOCHS,
+            on_checkpoint=save,
+        ).fit()
+    finally:
+        logging.getLogger("elche").removeHandler(handler)
+    return saved, logged
+
+
+def test_a_checkpoint_that_raises_costs_no_run(ranks2: RankPool) -> None:
+    first, second = ranks2.run(_fit_saving, case_setup=serve_in_thread)
+    assert first[0] == [*range(EPOCHS)]
+    assert first[1] == [
+        f"on_checkpoint failed after epoch {epoch}; training goes on"
+        for epoch in range(EPOCHS)
+    ]
+    assert second == ([], [])
 
 
 def _fit_and_evaluate() -> tuple[list[Any], Any, float]:

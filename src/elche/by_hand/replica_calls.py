@@ -61,7 +61,7 @@ class Structure:
         signature += [(0, False, b.dtype, _shape_of(b)) for b in model.buffers()]
         if signature == self._signature:
             return False
-        self.text = json.dumps(model_layout(model))
+        self.text = json.dumps(model_layout(model, has_strides=False))
         self.digest = zlib.crc32(self.text.encode())
         self._signature = signature
         return True

@@ -167,7 +167,7 @@ class CheckpointWriter:
     def _try(self, job: _Job) -> str | None:
         try:
             self._write(job)
-        except (OSError, ElcheError) as error:
+        except (OSError, TypeError, ValueError, ElcheError) as error:
             failure = f"rank {self.rank} could not write {job.name} to "
             failure += f"{self._store.folder}: {error}"
             logger.warning("%s; training goes on without it", failure)

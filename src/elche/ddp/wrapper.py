@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, final
+from typing import Any, Literal, NoReturn, final
 
 import torch
 from torch import distributed as dist
@@ -407,6 +407,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self._reduction.user_hook is not None:
             raise ConfigError("a communication hook was registered before")
         self._reduction.user_hook = state, hook
+
+    def _register_buffer_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: torch would call such a hook before a forward pass.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "buffers are broadcast after a backward pass, without hooks; give "
+            "forward_sync_buffers=False and broadcast them in the loop"
+        )
 
     def will_sync_module_buffers(self) -> bool:
         """Torch broadcasts buffers before a forward pass; here after a backward one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import time
@@ -137,9 +138,10 @@ class Fitting:
             if is_whole or record.samples:
                 epochs.records.append(record)
             is_enough = is_judged and epochs.judge(record, self._state)
-            tell = config.on_epoch_end
-            if is_whole and tell is not None and ranks.is_main_process():
-                tell(record)
+            if is_whole and ranks.is_main_process():
+                if config.on_epoch_end is not None:
+                    config.on_epoch_end(record)
+                self._checkpoint(epoch)
             if stopped_by:
                 process.checkpoints.end()
                 break
@@ -240,6 +242,16 @@ class Fitting:
             ProgressLR(optimizer, lambda _: 1.0, total_samples, factor).step()
         return None
 
+    def _checkpoint(self, epoch: int) -> None:
+        if (save := self._config.on_checkpoint) is None:
+            return
+        try:
+            save(epoch, self._state())
+        except Exception:
+            logger.exception(
+                "on_checkpoint failed after epoch %d; training goes on", epoch
+            )
+
     def _state(self) -> dict[str, Any]:
         """The consensus, copied to the CPU."""
         return {
@@ -289,6 +301,9 @@ class Fitting:
             synchronisations=sum(end.windows for end in ends),
             anchor=ends[-1].anchor if ends else 1,
         )
+
+
+logger = logging.getLogger(__name__)
 
 
 @final

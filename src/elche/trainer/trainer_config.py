@@ -73,6 +73,9 @@ class TrainerConfig:
         on_epoch_end: called on rank 0 with each `EpochRecord`, in the training thread.
             What it raises ends the run on every rank and leaves `Trainer.fit`, as from
             a loop that the user owns: a way to stop, and no fault in it goes unseen.
+        on_checkpoint: called on rank 0 at the end of each epoch with its number and the
+            consensus' state dict, on the CPU. What it raises is logged, and training
+            goes on: a full disk does not cost the run.
         checkpoint_dir: folder for checkpoints of the whole run, from which it can go
             on; see `elche.save_every`. One that the launcher names
             (``elche run --checkpoint-dir``) goes before it.
@@ -98,6 +101,7 @@ class TrainerConfig:
     lr_schedule: Callable[[float], float] | None = None
     lr_scale: float = 1.0
     on_epoch_end: Callable[[EpochRecord], None] | None = None
+    on_checkpoint: Callable[[int, dict[str, Any]], None] | None = None
     checkpoint_dir: str | Path | None = None
     checkpoint_every_s: float = 600.0
     resume: bool = False
@@ -120,9 +124,10 @@ class TrainerConfig:
                 f"drop_last leaves nothing of {length} samples in batches of "
                 f"{self.batch_size}"
             )
-        tell = self.on_epoch_end
-        if tell is not None and not callable(tell):
-            raise ConfigError(f"expected on_epoch_end to be callable, got {tell!r}")
+        for name in ("on_epoch_end", "on_checkpoint"):
+            call = getattr(self, name)
+            if call is not None and not callable(call):
+                raise ConfigError(f"expected {name} to be callable, got {call!r}")
         if self.resume and self.checkpoint_dir is None:
             raise ConfigError(
                 "resume=True needs checkpoint_dir=, the folder to look in"
@@ -202,6 +207,7 @@ class TrainerOptions(RunOptions, total=False):
     lr_schedule: Callable[[float], float] | None
     lr_scale: float
     on_epoch_end: Callable[[EpochRecord], None] | None
+    on_checkpoint: Callable[[int, dict[str, Any]], None] | None
     checkpoint_dir: str | Path | None
     checkpoint_every_s: float
     resume: bool

@@ -127,3 +127,17 @@ def test_no_file_stays_open_where_a_rank_dies_while_memory_is_shared() -> None:
     with pytest.raises(CommunicationError, match="a rank has died"):
         map_together(group, 64)
     assert len(os.listdir("/proc/self/fd")) <= files  # of others may be closed
+
+
+def test_a_sum_may_be_asked_for_again_when_another_rank_has_gone_on() -> None:
+    """It was summed once more then, from slots that hold the next message."""
+    ends = shared(2, 4)
+    for value, end in enumerate(ends, 1):
+        end.contribution(0).fill_(value)
+        end.begin(0)
+    for end in ends:
+        assert torch.equal(end.finish("a test"), torch.full((4,), 3.0))
+    ends[1].reclaim("a test")
+    ends[1].contribution(0).fill_(9.0)
+    ends[1].begin(0)
+    assert torch.equal(ends[0].finish("a test"), torch.full((4,), 3.0))

@@ -131,7 +131,7 @@ def test_a_change_of_the_membership_forgets_who_brought_nothing(
     is_changed: bool,
 ) -> None:
     core = Core()
-    core.epoch(0, steps=20)
+    core.epoch(0, steps=40)
     if is_changed:
         core.left_out.reset([0, 1])
     core.left_out.begin_epoch(1, BatchSizes(((32, 100),)), core.now_s)
@@ -182,3 +182,13 @@ def test_an_epoch_too_short_to_gain_by_it_keeps_all() -> None:
 def test_nobody_is_ever_left_out(options: dict[str, Any]) -> None:
     core = Core(**options)
     assert core.epoch(0) + core.epoch(1) == []
+
+
+def test_a_trial_that_is_due_ends_in_short_epochs_too() -> None:
+    """It went on over epochs once more, so every second one was a trial."""
+    core, tried = Core(), []
+    for number in range(1200):
+        core.epoch(number, steps=6)
+        tried.append(core.left_out.is_trying)
+    assert any(tried[:600]), "no trial was due"
+    assert sum(tried) < 0.05 * len(tried)

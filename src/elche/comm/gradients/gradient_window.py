@@ -205,7 +205,7 @@ class GradientWindow:
 def _lying_as(parameter: nn.Parameter, mean: torch.Tensor) -> torch.Tensor:
     """A gradient in the memory format of its parameter: fused optimizers rely on it."""
     if mean.is_complex() and not parameter.is_complex():
-        mean = mean.real  # complex parameters are in the same message
+        mean = mean.real.contiguous()  # complex parameters are in the same message
     if parameter.is_contiguous():
         return mean.to(parameter)
     return torch.empty_like(parameter).copy_(mean)

@@ -75,8 +75,15 @@ def why_not_plain(tensor: torch.Tensor) -> str:
     return ""
 
 
-def model_layout(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, str]:
+def model_layout(
+    model: nn.Module, ignored: Collection[str] = (), *, has_strides: bool = True
+) -> dict[str, str]:
     """Shape, dtype and role of a model's tensors by name, and the parameters' order.
+
+    Args:
+        model: the model.
+        ignored: names to leave out.
+        has_strides: memory formats must be equal as well.
 
     Raises:
         ConfigError: a tensor cannot be shared between ranks.
@@ -90,7 +97,7 @@ def model_layout(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, s
             raise ConfigError(f"{name} {why}")
         dtype = str(tensor.dtype).removeprefix("torch.")
         text = f"{list(tensor.shape)} {dtype}"
-        if not tensor.is_contiguous():
+        if has_strides and not tensor.is_contiguous():
             text += f" strides {list(tensor.stride())}"
         layout[f"place {len(layout)}"] = name
         if name in parameters:

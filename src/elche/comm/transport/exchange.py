@@ -299,8 +299,9 @@ class MemoryExchange(Exchange):
     @torch.no_grad()
     def _collected(self) -> torch.Tensor:
         result = self.result(self._side)
-        self.sum_into(0, result.numel(), result)
-        self.release()
+        if self._read[self._place] < self._number:  # asked again: others may write
+            self.sum_into(0, result.numel(), result)
+            self.release()
         return result
 
 

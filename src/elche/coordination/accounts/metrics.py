@@ -360,8 +360,8 @@ class _Account:
     def grow(self, world_size: int) -> None:
         """Makes room for ranks that have joined."""
         for name, values in self.counted.items():
-            values += _zeros(name, world_size - self.world_size)
-        self.world_size = world_size
+            values += _zeros(name, world_size - len(values))
+        self.world_size = max(self.world_size, world_size)
 
     def as_fields(self) -> dict[str, Any]:
         """Fields of `Metrics`, except time and place."""

@@ -130,7 +130,7 @@ class LeftOutRanks:
         self.carrying_s = CARRYING_S
         self._now_s = self._all_s = self._trial_due_s = 0.0
         self._announced: tuple[int, ...] = ()
-        self._has_said_why = self._decides = False
+        self._has_said_why = self._decides = self._is_sure = False
 
     def allow(
         self, ranks: tuple[int, ...], with_s: float, without_s: float
@@ -177,14 +177,15 @@ class LeftOutRanks:
         self._epoch, self._samples = epoch, sizes.runs[0][0]
         self._steps_left, self._now_s = sizes.num_batches, now_s
         told: list[LeaveOut] = []
-        self._decides = False
+        decides, found = False, self._suspects
         if self._phase is _Phase.APART:
             is_worth = self._is_worth(self._chosen)
-            self._decides = now_s >= self._trial_due_s or not is_worth
-        elif (found := self._suspects) is not None and self._is_worth(found):
+            decides = now_s >= self._trial_due_s or not is_worth
+        elif self._is_sure and found is not None and self._is_worth(found):
             told = self._choose(found)
         if self._phase in (_Phase.LEAVING, _Phase.APART):
-            self._enter(_Phase.TRIAL)
+            self._enter(_Phase.TRIAL)  # one that is under way goes on
+            self._decides = decides
             return self._set(())
         return told
 
@@ -255,6 +256,7 @@ class LeftOutRanks:
             self._announced = ()
             return self._say_again(before, step_s)
         suspects, self._suspects = self._suspects, found
+        self._is_sure = found is not None and suspects is not None
         if found is None and self._phase is _Phase.MEASURING:
             self._phase = _Phase.TOGETHER
         if self._phase is _Phase.TOGETHER or found is None or suspects is None:
@@ -282,7 +284,7 @@ class LeftOutRanks:
         """Another phase begins, in which steps are measured anew."""
         self._phase = phase
         self._recent.clear()
-        self._settling, self._suspects = SETTLING_GRANTS, None
+        self._settling, self._suspects, self._is_sure = SETTLING_GRANTS, None, False
 
     def _choose(self, found: _Exclusion) -> list[LeaveOut]:
         """Ranks are to be left out; all are kept where that would lose something."""

@@ -247,7 +247,8 @@ class KeptCoordinator:
             if self.on_message is not None:
                 self.on_message(message.message)
         elif isinstance(message, logging.LogRecord):
-            logging.getLogger(message.name).handle(message)
+            if (log := logging.getLogger(message.name)).isEnabledFor(message.levelno):
+                log.handle(message)
         elif isinstance(message, Stopped):
             self._story = message.story
 

@@ -7,9 +7,7 @@ state is not: the other ranks took no step.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import pickle
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +16,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from elche.checkpoint.files import packed_tensors, unpacked_tensors
+from elche.checkpoint.handed_over import send
+from elche.checkpoint.state_tree import decode, encode
 from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
@@ -164,7 +165,10 @@ def _take_state(group: Group, optimizer: torch.optim.Optimizer, source: int) -> 
             if held or parameter in optimizer.state:
                 is_beside = mine.get("capturable") or mine.get("fused")
                 counts_on = parameter.device if is_beside else _CPU
-                _fill(optimizer.state[parameter], held, parameter.device, counts_on)
+                own = optimizer.state[parameter]
+                for name in own.keys() - held.keys():
+                    del own[name]
+                _fill(own, held, parameter.device, counts_on)
 
 
 def _fill(
@@ -188,28 +192,29 @@ def _sent(group: Group, value: Any, source: int) -> Any:
     """One rank's numbers, texts and tensors on all ranks, to the bit.
 
     Raises:
-        ConfigError: there is something else among them.
+        ConfigError: there is something else among them; on every rank.
     """
-    packed = io.BytesIO()
-    if group.rank == source:
-        torch.save(value, packed)
-    length = torch.tensor([packed.tell()], device=_CPU)
-    group.all_reduce(length, WHAT)
-    message = torch.zeros(int(length), dtype=torch.uint8, device=_CPU)
-    if group.rank == source:
-        message.copy_(torch.frombuffer(packed.getbuffer(), dtype=torch.uint8))
-    group.all_reduce(message, WHAT)
+    messages = _packed(value) if group.rank == source else None
+    text, raw = send(group, source, messages, keeps=True)
+    said = json.loads(text)
+    if "error" in said:
+        raise ConfigError(
+            "expected numbers, texts and tensors as an optimizer's state on the rank "
+            f"that trained: {said['error']}; keep all ranks in every step with "
+            "leave_out=False"
+        )
     if group.rank == source:
         return value
-    packed = io.BytesIO(message.numpy().tobytes())
+    tensors = unpacked_tensors(raw)
+    return decode(said["state"], lambda name, _: tensors[name])
+
+
+def _packed(value: Any) -> list[bytearray]:
     try:
-        return torch.load(packed, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ConfigError(
-            "expected numbers, texts and tensors as an optimizer's state, got "
-            f"something else on the rank that trained ({error}); keep all ranks in "
-            "every step with leave_out=False"
-        ) from error
+        tree, tensors = encode(value)
+    except ConfigError as error:
+        return [bytearray(json.dumps({"error": str(error)}).encode()), bytearray()]
+    return [bytearray(json.dumps({"state": tree}).encode()), packed_tensors(tensors)]
 
 
 @torch.no_grad()

@@ -14,9 +14,11 @@ from torch.optim.swa_utils import AveragedModel
 from elche.torch_internals.held import version
 
 
-def optimizers_made() -> weakref.WeakSet[torch.optim.Optimizer]:
-    """Every optimizer of this process."""
-    return weakref.WeakSet(_instances(torch.optim.Optimizer))
+def parameters_in_optimizers() -> Iterator[torch.Tensor]:
+    """Parameters of every optimizer of this process."""
+    for optimizer in _instances(torch.optim.Optimizer):
+        for group in getattr(optimizer, "param_groups", ()):
+            yield from group["params"]
 
 
 @final
@@ -54,11 +56,15 @@ class CopiesMade:
         self, holder: Any, parameters: list[nn.Parameter], owned: set[int]
     ) -> list[torch.Tensor]:
         if isinstance(holder, nn.Module):
-            values: list[Any] = [*holder.parameters()]
-        elif isinstance(holder, dict):
-            values = [holder.get(name) for name in self._names]
+            is_made = "_parameters" in vars(holder)
+            values: list[Any] = [*holder.parameters()] if is_made else []
+        elif isinstance(holder, dict):  # a subclass may mean something else by get()
+            is_like = len(holder) >= len(self._names) and dict.__contains__(
+                holder, self._names[0]
+            )
+            values = [dict.get(holder, n) for n in self._names] if is_like else []
         else:
-            values = holder
+            values = list.copy(holder)  # other threads may append
         is_copy = len(values) == len(parameters) > 0 and all(
             _is_copy(value, parameter) and id(value) not in owned
             for value, parameter in zip(values, parameters, strict=True)
@@ -68,8 +74,9 @@ class CopiesMade:
 
 def _is_copy(value: Any, parameter: torch.Tensor) -> bool:
     return (
-        isinstance(value, torch.Tensor)
-        and not value.is_inference()
+        type(value) in (torch.Tensor, nn.Parameter)  # not fake, not wrapped
+        and value.layout is torch.strided
+        and not (value.is_meta or value.is_inference())
         and value.shape == parameter.shape
         and value.untyped_storage().nbytes() == value.nbytes
         and torch.equal(value.detach(), parameter.detach().to(value))

@@ -3,8 +3,8 @@
 Every step is asked, inside of epochs and outside: were its gradients reduced? Those
 that were changed or replaced after their reduction pass: what all ranks do alike is
 exact. Parameters that are not the model's nobody reduces: what a loop makes anew for
-each batch is its own; what is stepped in two batches, or by an optimizer older than
-the loop, is refused.
+each batch is its own; what is stepped in two batches, or was in an optimizer before the
+loop, is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from elche.coordination.accounts.step_count import StepCount
 from elche.errors import ConfigError
 from elche.runtime.rank_settings import foreign_parameters
-from elche.runtime.watch.made_before import optimizers_made
+from elche.runtime.watch.made_before import parameters_in_optimizers
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.passes import graph_task_id
 
@@ -41,16 +41,17 @@ class StepGuard:
     def __init__(self, steps: StepCount) -> None:
         self._steps = steps
         self._stepped = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
-        self._older: weakref.WeakSet[torch.optim.Optimizer] | None = None
-        self._foreign: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._foreign: dict[int, tuple[weakref.ref[torch.Tensor], int]] | None = None
         self.is_inside = False
         self.stepped = 0
 
     def begin_part(self) -> None:
         """The loop begins, in which optimizers step."""
         self.is_inside = True
-        if self._older is None:
-            self._older = optimizers_made()
+        if self._foreign is None:
+            self._foreign = {
+                id(p): (weakref.ref(p), -1) for p in parameters_in_optimizers()
+            }
 
     def check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """A hook before the step; where that has a closure, after each call of it.
@@ -104,10 +105,9 @@ class StepGuard:
         self, foreign: list[torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
         """Refuses parameters older than the batch in hand."""
-        now, is_older = self._steps.taken, optimizer in (self._older or ())
-        seen = {at: s for at, s in self._foreign.items() if s[0]() is not None}
+        now, known = self._steps.taken, self._foreign or {}
+        seen = {at: s for at, s in known.items() if s[0]() is not None}
         old = [p for p in foreign if id(p) in seen and seen[id(p)][1] < now]
-        old = foreign if is_older else old
         if any(_moves(p.grad) for p in old):
             why = foreign_parameters(type(optimizer).__name__, old)
             raise ConfigError(

@@ -13,6 +13,7 @@ NCCL's place.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import tempfile
 import threading
@@ -216,6 +217,8 @@ class _Meeting:
         if self._is_one_host:
             store = dist.FileStore(self.place, self._size)
             store.set_timeout(timedelta(seconds=self._config.timeout_s))
+            # Never freed: the end of one whose file is gone aborts the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
             return store
         address, _, port = self.place.partition(" ")
         return self._at(address, int(port))

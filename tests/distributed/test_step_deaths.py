@@ -272,7 +272,7 @@ def test_a_death_where_others_come_back_to_steps_ends_the_run_by_name(
     outcomes, lost = run_fenced(4, train, loop)
     assert lost == [0]
     said = str(outcomes[1].error)
-    assert "were left out, and take part again" in said
+    assert "are being excluded from steps, or come back" in said
     assert "left out: steps of" in said, "the first rank that lives says so"
 
 

@@ -96,10 +96,8 @@ def test_no_split_within_the_caps_is_faster(fleet: Fleet) -> None:
     assert fleet.time(parts) <= min(map(fleet.time, allowed)) * SLACK
 
 
-@given(fleets(4, 9))
-@settings(max_examples=300)
-def test_no_split_in_micro_batches_is_faster(fleet: Fleet) -> None:
-    parts = split_for_makespan(
+def _micro_batched(fleet: Fleet) -> tuple[int, ...]:
+    return split_for_makespan(
         fleet.total,
         fleet.cost,
         fleet.fixed,
@@ -107,6 +105,12 @@ def test_no_split_in_micro_batches_is_faster(fleet: Fleet) -> None:
         fleet.caps,
         accumulates=True,
     )
+
+
+@given(fleets(4, 9))
+@settings(max_examples=300)
+def test_no_split_in_micro_batches_is_faster(fleet: Fleet) -> None:
+    parts = _micro_batched(fleet)
     assert sum(parts) == fleet.total
     assert min(parts) >= fleet.minimum
     best = min(fleet.time(split, accumulates=True) for split in fleet.all_splits())
@@ -116,14 +120,7 @@ def test_no_split_in_micro_batches_is_faster(fleet: Fleet) -> None:
 @given(fleets(40, 5000))
 def test_large_micro_batched_splits_are_exact(fleet: Fleet) -> None:
     """No sample would end earlier elsewhere, and no cap makes no micro-batches."""
-    parts = split_for_makespan(
-        fleet.total,
-        fleet.cost,
-        fleet.fixed,
-        fleet.minimum,
-        fleet.caps,
-        accumulates=True,
-    )
+    parts = _micro_batched(fleet)
     assert sum(parts) == fleet.total
     ranks = [
         (c, f, cap, n)

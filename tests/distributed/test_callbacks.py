@@ -20,10 +20,7 @@ pytestmark = pytest.mark.distributed
 SAMPLES, EPOCHS = 96, 2
 
 
-def _fit(policy: str) -> None:
-    def fail(*_: Any) -> None:
-        raise ValueError("a fault in a callback")
-
+def _train(**options: Any) -> None:
     elche.Trainer(
         lambda: nn.Linear(1, 1),
         lambda parameters: torch.optim.SGD(parameters, lr=1e-9),
@@ -31,9 +28,15 @@ def _fit(policy: str) -> None:
         dataset=TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1)),
         batch_size=8,
         epochs=EPOCHS,
-        policy=policy,
-        on_epoch_end=fail,
+        **options,
     ).fit()
+
+
+def _fit(policy: str) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("a fault in a callback")
+
+    _train(policy=policy, on_epoch_end=fail)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
@@ -61,15 +64,7 @@ def _fit_saving() -> tuple[list[int], list[str]]:
     setattr(handler, "emit", lambda r: logged.append(r.getMessage()))  # noqa: B010
     logging.getLogger("elche").addHandler(handler)
     try:
-        elche.Trainer(
-            lambda: nn.Linear(1, 1),
-            lambda parameters: torch.optim.SGD(parameters, lr=1e-9),
-            lambda model, batch: model(batch[0]).mean(),
-            dataset=TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1)),
-            batch_size=8,
-            epochs=EPOCHS,
-            on_checkpoint=save,
-        ).fit()
+        _train(on_checkpoint=save)
     finally:
         logging.getLogger("elche").removeHandler(handler)
     return saved, logged

@@ -110,7 +110,7 @@ class TorchGroup(Group):
         )
 
     def _silent(self, ranks: Sequence[int]) -> list[int]:
-        """Those that have not reported a failure too, soon after this one."""
+        """Ranks that have not reported a failure too, soon after this one."""
         missing = [rank for rank in ranks if rank != self.rank]
         name = f"elche/{self.torch_group.group_name}/failed"
         try:

@@ -1,4 +1,4 @@
-"""What ranks share beside gradients: rank 0's evaluation, and mean losses for a log."""
+"""Figures shared beside gradients: rank 0's evaluation, and mean losses for a log."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class SingleRun:
 
     @property
     def _samples_kept(self) -> int:
-        """Those that the model has: not of a batch whose backward pass is to come."""
+        """Samples that the model has: not of a batch whose backward pass is to come."""
         course = self._course
         return self.progress_samples - (0 if course is None else course.open_samples)
 

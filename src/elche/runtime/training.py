@@ -44,7 +44,7 @@ class RunParts:
 
 
 def generators_of(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
-    """Those that the order of a loader is drawn from, by name."""
+    """Generators that the order of a loader is drawn from, by name."""
     inner = getattr(loader.batch_sampler, "sampler", None)
     holders = {
         "loader": loader,

@@ -240,7 +240,7 @@ class MemoryExchange(Exchange):
         return counters + aligned(numel * dtype.itemsize) * places
 
     def _slots(self, side: int) -> Sequence[torch.Tensor]:
-        """What the ranks have written."""
+        """Contributions of the ranks, as written."""
         count = len(self._members)
         return self._places[side * count : (side + 1) * count]
 

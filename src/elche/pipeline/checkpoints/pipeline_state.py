@@ -162,7 +162,7 @@ class PipelineState:
         return join_states(parts) if parts else {}
 
     def _agree(self, what: str, rank: int | None, make: Callable[[], Any]) -> list[Any]:
-        """What all ranks make, which want the state on the same rank.
+        """Answers of all ranks, which want the state on the same rank.
 
         Raises:
             MismatchError: they want it on different ones.

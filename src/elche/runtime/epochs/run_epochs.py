@@ -104,7 +104,7 @@ class RunEpochs:
 
     @property
     def samples_kept(self) -> int:
-        """Those before this part that the model has: not of an `open_batch`."""
+        """Samples before this part that the model has: not of an `open_batch`."""
         course = self._course
         return self.samples_before - (0 if course is None else course.open_samples)
 

@@ -42,7 +42,7 @@ class Timeline:
         return self._spans_of(self._records)
 
     def newest(self, most: int) -> list[Span]:
-        """Those of the last so many records."""
+        """Spans of the last so many records."""
         skipped = max(0, len(self._records) - most)
         return self._spans_of(islice(self._records, skipped, None))
 

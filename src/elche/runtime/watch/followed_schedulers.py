@@ -72,7 +72,7 @@ class FollowedSchedulers:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those whose rates they set."""
+        """Optimizers whose rates they set."""
         return [scheduler.optimizer for scheduler in self.schedulers]
 
     @property

@@ -35,7 +35,7 @@ _TOLERANCE = 1e-9
 NEVER = (math.inf, math.inf)
 
 Measure = tuple[float, float]
-"""What is to be least: bytes that the worst rank lacks, and the step's seconds."""
+"""The cost to minimise: bytes that the worst rank lacks, and the step's seconds."""
 
 
 class Evaluator:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from elche.runtime.process.torch_store import HOST, TorchStore
+from elche.comm.transport.torch_store import HOST, TorchStore
 
 pytestmark = pytest.mark.distributed
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from elche.comm.transport import torch_store
 from elche.ddp.group import _has_ended
-from elche.runtime.process import rank_processes, torch_store
+from elche.runtime.process import rank_processes
 from elche.runtime.process.launch import (
     LaunchConfig,
     LaunchResult,

@@ -23,6 +23,7 @@ from elche.errors import CommunicationError, ElcheError, NonFiniteError
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.epoch_opening import EpochOpening
+from elche.runtime.epochs.statistics_pass import batches_tracked, refuse_statistics
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.shutdown import exit_watch
 from elche.runtime.process.worker import Worker
@@ -35,7 +36,6 @@ from elche.runtime.sync.sync_epoch import TOO_EARLY, SyncEpoch
 from elche.runtime.training import Training
 from elche.runtime.watch.model_sums import ModelSums, kind_of
 from elche.runtime.watch.observer import LoopObserver
-from elche.runtime.watch.statistics_pass import batches_tracked, refuse_statistics
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.passes import is_compiled
 

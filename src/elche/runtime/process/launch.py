@@ -21,12 +21,12 @@ from typing import Any, Protocol, final
 
 from elche.comm.control.addresses import listen
 from elche.comm.control.key_file import KEY_BYTES
+from elche.comm.transport.torch_store import TorchStore
 from elche.errors import ConfigError
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.process.launchers import LAUNCH, LaunchFacts, rank_environments
 from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
-from elche.runtime.process.torch_store import TorchStore
 from elche.runtime.report.files import write_story
 from elche.runtime.report.trace_parts import TRACE, join_parts
 

@@ -86,13 +86,13 @@ class CheckpointKeeper(Pauses):
     """Makes checkpoints of the run under way, and resumes from one."""
 
     def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self._registered: dict[str, Any] = {}
         self._config: CheckpointConfig | None = None
         self._stores: dict[Path, CheckpointStore] = {}
         self._writers: dict[Path, CheckpointWriter] = {}
-        self._clear()
-
-    def _clear(self) -> None:
         self._run: SavedRun | None = None
         self._several: Run | None = None
         self._contents_of: Callable[[Mapping[str, Any]], SavedContents] | None = None
@@ -134,7 +134,6 @@ class CheckpointKeeper(Pauses):
                 registered=registered,
             )
 
-        self._clear()
         self._cuts_at_stop = cuts_at_stop
         self._several = run if isinstance(run, Run) else None
         self._schedulers, self._stops = list(schedulers), stops
@@ -152,16 +151,12 @@ class CheckpointKeeper(Pauses):
         self._run, self._contents_of = run, contents_of
         self.configure(CheckpointConfig.from_environment())
 
-    def end_run(self, *, has_failed: bool = False) -> None:
+    def end_run(self, has_failed: bool = False) -> None:
         """The run ends when what is being written is written, or takes too long."""
         for writer in self._writers.values():
             writer.close(FAILED_S if has_failed else AT_EXIT_S)
         if self._asked:
             logger.warning("no checkpoint was made: the run ended before its epoch")
-        self._writers.clear()
-        self._stores.clear()
-        self._registered.clear()
-        self._config = None
         if self._signals is not None:
             self._signals.close()
         self._clear()

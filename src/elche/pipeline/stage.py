@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import nn
 
-from elche.pipeline.trees import map_tensors
+from elche.torch_internals.batches import tree_leaves
 
 CACHE = "cache"
 """The argument by which a layer takes a dict that it keeps keys and values in."""
@@ -162,9 +162,8 @@ class Stage:
         """
         if self._seed is None:
             return self._run(value, microbatch, keywords, caches, ())
-        found: list[torch.device] = []
-        map_tensors(value, lambda one: found.append(one.device))
-        cuda = {one for one in found if one.type == "cuda"}
+        tensors = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
+        cuda = {one.device for one in tensors if one.is_cuda}
         with torch.random.fork_rng(cuda):
             return self._run(value, microbatch, keywords, caches, cuda)
 

@@ -312,7 +312,8 @@ def test_actions_out_of_order_are_refused() -> None:
     runner.keep(0, forward(runner, 0, torch.randn(2, 6)))
     with pytest.raises(ProtocolError, match="before its input gradient"):
         runner.backward_weight(0)
-    runner.full_backward(0, [torch.ones(2, 4)])
+    runner.backward_input(0, [torch.ones(2, 4)])
+    runner.backward_weight(0)
     with pytest.raises(ProtocolError, match="has been through already"):
         runner.backward_weight(0)
     runner.keep(1, forward(runner, 1, torch.randn(2, 6)))

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -41,7 +42,7 @@ class Work:
         assert self.is_completed()
 
 
-@dataclass
+@dataclass(eq=False)
 class Transfer:
     """One end of a message from rank to rank."""
 
@@ -92,6 +93,8 @@ class ThreadGroup:
         self.ranks = range(shared.world_size)
         self.timeout_s = shared.deadline_s
         self.sent_bytes = 0
+        self.transfers: dict[Any, torch.Tensor] = {}
+        self.exchanges: WeakSet[Any] = WeakSet()
         self._begun = 0
         self._shared = shared
 

@@ -36,7 +36,7 @@ from elche.errors import (
     ProtocolError,
     RemoteRankError,
 )
-from elche.pipeline.peers.waits import Rendezvous
+from elche.pipeline.peers.waits import Waits
 from elche.runtime.process import coordinator
 from elche.runtime.process.coordinator import CoordinatorServer
 from elche.sim.cluster import Cluster, Device, SimulatedRun
@@ -403,7 +403,7 @@ def test_a_wait_for_a_value_ends_with_the_connection() -> None:
         assert not isinstance(caught.value, DeadlineError)
         assert channel.store_published(["a"], WAIT_S) == set()
         with pytest.raises(RemoteRankError, match="rank 1 failed"):
-            Rendezvous(channel, 0, WAIT_S).store_get("a", WAIT_S)
+            Waits(channel, 0, "").store_get("a", WAIT_S)
 
 
 def test_a_wait_for_a_value_ends_with_the_run() -> None:

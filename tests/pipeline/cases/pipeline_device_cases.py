@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 
 from elche.comm.transport import device_group
-from elche.comm.transport.device_messages import DeviceWay
 from elche.pipeline.peers import peers
 from tests.comm.transport.thread_link import Beside
 from tests.harness.rank_main import this_place
@@ -88,14 +88,12 @@ def devices(fails: bool = False) -> Iterator[tuple[list[Wire], list[str]]]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger(device_group.__name__)
     logger.addHandler(handler)
-    name = f"gpu {place.rank}"
-    kept = peers.DeviceWay
-    peers.DeviceWay = lambda: DeviceWay(form, lambda _: name, lambda _: Beside())  # type: ignore[misc, assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_group, "device_name", lambda _: f"gpu {place.rank}")
+        patch.setattr(peers, "nccl_group", form)
+        patch.setattr(peers, "SideStream", lambda _: Beside())
         yield wires, said
-    finally:
-        peers.DeviceWay = kept  # type: ignore[misc]
-        logger.removeHandler(handler)
+    logger.removeHandler(handler)
 
 
 def by_devices(work: Work, fails: bool = False) -> tuple[Trained, list[int], str]:

@@ -11,7 +11,7 @@ from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.protocol.events import Failed
 from elche.errors import DeadlineError, RemoteRankError
 from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.peers.waits import Rendezvous, Waits
+from elche.pipeline.peers.waits import BEYOND_S, Waits
 from elche.runtime.process.environment import read_placement
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -137,13 +137,13 @@ def test_a_wait_for_an_address_ends_with_the_run() -> None:
         ends = [ControlChannel.connect((host, int(port)), key, r, 20.0) for r in (0, 1)]
         try:
             ends[1].store_set("there", b"1")
-            store = Rendezvous(ends[0], 0, 20.0)
-            assert store.store_get("there", 20.0) == b"1"
+            store = Waits(ends[0], 0, "pipeline/1")
+            assert store.store_get("there", 20.0 + BEYOND_S) == b"1"
             with pytest.raises(DeadlineError, match=r"rank 0 waited 0 s for the other"):
-                Rendezvous(ends[0], 0, 0.0).store_get("never", 20.0)
+                store.store_get("never", BEYOND_S)
             ends[1].send(Failed(rank=1, error="no data", traceback=""))
             with pytest.raises(RemoteRankError, match="rank 1 failed: no data"):
-                store.store_get("never", 20.0)
+                store.store_get("never", 20.0 + BEYOND_S)
         finally:
             for end in ends:
                 end.close()

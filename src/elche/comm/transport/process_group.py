@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import distributed as dist
@@ -110,6 +111,8 @@ class Group:
         host_leaders: sums between hosts (`host_exchange`), where all ranks may share
             memory with others of their hosts; else None.
         ranks: of the run, in the order of the group's; errors name these.
+        transfers: memory of messages from rank to rank that gloo may be working on.
+        exchanges: of encoded messages, those with a message under way.
     """
 
     def __init__(
@@ -128,6 +131,8 @@ class Group:
         self.host = host_name()
         self._hosts: tuple[str, ...] | None = None
         self._at_close: list[Callable[[], None]] = []
+        self.transfers: dict[Any, torch.Tensor] = {}
+        self.exchanges: WeakSet[Any] = WeakSet()
         self._works: list[Any] = []
         self._kept: deque[torch.Tensor] = deque(maxlen=KEPT_TENSORS)
 

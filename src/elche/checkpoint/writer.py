@@ -114,8 +114,6 @@ class CheckpointWriter:
             parts[SHARED] = encode(held.shared, SHARED, held.model)
         job = _Job(name, parts, held, dict(info) if is_first else None)
         with self._changed:
-            if self._is_closed:
-                raise CheckpointError(f"{name} was begun after the run's last one")
             self._jobs.append(job)
             self._changed.notify_all()
             if self._thread is None:
@@ -230,7 +228,7 @@ def _write_part(
     run_id: str,
     tree: Any,
     tensors: Mapping[str, Tensor],
-    before: Mapping[str, FileRecord] | None = None,
+    before: Records,
 ) -> Records:
     """Writes one part: its tensors, and then the rest, which says that it is there.
 
@@ -245,8 +243,7 @@ def _write_part(
         OSError: it cannot be written.
     """
     name = f"{path.name}.safetensors"
-    files: Records = dict(before or {})
-    files[name] = write_tensors(path.with_name(name), tensors)
+    files = {**before, name: write_tensors(path.with_name(name), tensors)}
     named = {name: asdict(each) for name, each in files.items()}
     content = {"run_id": run_id, "files": named, "tree": tree}
     rest = f"{path.name}.json"

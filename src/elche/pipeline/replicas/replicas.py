@@ -127,8 +127,14 @@ class Replicas:
             for index, layer in parts.built.items()
             for own, one in layer.module.named_parameters()
         }
+        places = {
+            layer.prefixed(own): (layer.module, own)
+            for layer in parts.built.values()
+            for own, _ in layer.module.named_buffers()
+        }
         with communicator.ending_on_failure():
-            tensors: dict[str, torch.Tensor] = {**_buffers(parts), **parameters}
+            tensors = {name: one.get_buffer(own) for name, (one, own) in places.items()}
+            tensors |= parameters
             for unit in (*learning, *frozen, *kept):
                 _make_equal(unit, groups, tensors, peers, timeout_s)
             wanted = [unit.ranks for unit in (*learning, *kept)]
@@ -142,7 +148,9 @@ class Replicas:
             # Each replica has its own dropout: that of later microbatches.
             runner.stage.first_microbatch = sum(counts[: groups.index])
         shared = [
-            SharedBuffers(formed[unit.ranks], unit.ranks, _places(unit, parts))
+            SharedBuffers(
+                formed[unit.ranks], unit.ranks, [places[name] for name in unit.names]
+            )
             for unit in kept
             if peers.rank in unit.ranks
         ]
@@ -219,16 +227,6 @@ def _agree_on_layers(
     return held, [count for count, _ in told]
 
 
-def _places(unit: Unit, parts: Parts) -> list[tuple[nn.Module, str]]:
-    """Modules and names of the buffers of a unit."""
-    places = {
-        layer.prefixed(own): (layer.module, own)
-        for layer in parts.built.values()
-        for own, _ in layer.module.named_buffers()
-    }
-    return [places[name] for name in unit.names]
-
-
 def _canonical_names(parts: Parts) -> dict[tuple[int, str], str]:
     """The name of the first use of shared parameters, by layer and own name."""
     layers = parts.given.layers
@@ -255,14 +253,6 @@ def _describe(
         for own, one, role in held
     ]
     return HeldLayer(index, stage, parts.executor.finished_at(stage), tensors)
-
-
-def _buffers(parts: Parts) -> dict[str, torch.Tensor]:
-    return {
-        layer.prefixed(own): one
-        for layer in parts.built.values()
-        for own, one in layer.module.named_buffers()
-    }
 
 
 def _make_equal(

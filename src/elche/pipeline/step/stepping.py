@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any, final
 
 import torch
@@ -157,7 +158,7 @@ class Stepping:
         compares = is_step and self.steps < COMPARED_STEPS
         may_rest, trouble = self.groups.are_several, self.replicas.late_learner()
         given = read_call(call, self.parts, may_rest, trouble, compares)
-        report, what = given.report.as_message(), f"the begin of {call.what}"
+        report, what = list(astuple(given.report)), f"the begin of {call.what}"
         told = self.communicator.exchange(report, what)
         check_same_call(told, call.what)
         if given.raised is not None and not isinstance(given.raised, ConfigError):

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, final
 
 from elche.coordination.protocol.events import Event, Failed, Input, RankLost
@@ -29,8 +30,6 @@ from elche.runtime.coordinator_process.link import (
     Journal,
     Seen,
     Status,
-    Stop,
-    Stopped,
     pack,
 )
 
@@ -53,6 +52,7 @@ class KeptCoordinator:
         key: the run's secret.
         survives: the launcher fences ranks that are lost.
         listener: where ranks connect to.
+        story_path: file for the event log of the run, if it is wanted.
 
     Attributes:
         address: of that.
@@ -72,6 +72,7 @@ class KeptCoordinator:
         listener: socket.socket,
         *,
         survives: bool,
+        story_path: Path | None = None,
     ) -> None:
         self._world_size = world_size
         self._key = key
@@ -90,8 +91,8 @@ class KeptCoordinator:
         self._given = self._taken = 0
         self._writer: asyncio.StreamWriter | None = None
         self._barren = 0  # coordinators in a row that took nothing from a rank
-        self._story: tuple[str, ...] = ()
-        self._is_stopping = self._wants_story = False
+        self._story_path = story_path
+        self._is_stopping = False
         self._gave_up = ""
         self._running: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -111,27 +112,23 @@ class KeptCoordinator:
         """Starts the process; ranks may connect from now on."""
         self._running = asyncio.ensure_future(self._run())
 
-    async def stop(self, *, wants_story: bool = False) -> tuple[str, ...]:
-        """Ends the process, and nobody can connect any more.
-
-        Returns:
-            The log of messages and decisions, as far as it is kept, if it is wanted.
-        """
-        self._is_stopping, self._wants_story = True, wants_story
+    async def stop(self) -> None:
+        """Ends the process, and nobody can connect any more."""
+        self._is_stopping = True
         self._end_process()
         if self._running is not None:
             _, late = await asyncio.wait([self._running], timeout=STOP_S)
             if late:
-                self._wants_story = False
+                self._story_path = None
                 self._end_process()
                 await self._running
         self._listener.close()
-        return self._story
 
     def _end_process(self) -> None:
         """No rank runs any more: it has nothing to keep but the story."""
-        if self._wants_story:
-            self._send(Stop())
+        if self._story_path is not None:
+            if self._writer is not None:
+                self._writer.write_eof()
         elif self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -202,7 +199,8 @@ class KeptCoordinator:
         self._writer = writer
         shows, journal = self.on_message is not None, tuple(self._journal)
         run = self._world_size, self._key, self._survives
-        self._send(Begin(*run, shows=shows, copy=self._copy, journal=journal))
+        kept = self._copy, journal, self._story_path
+        self._send(Begin(*run, shows, *kept))
         for what in self._commands.rest():
             self._send(Command(what))
         if self._is_stopping:
@@ -246,11 +244,10 @@ class KeptCoordinator:
         elif isinstance(message, Seen):
             if self.on_message is not None:
                 self.on_message(message.message)
-        elif isinstance(message, logging.LogRecord):
-            if (log := logging.getLogger(message.name)).isEnabledFor(message.levelno):
-                log.handle(message)
-        elif isinstance(message, Stopped):
-            self._story = message.story
+        elif isinstance(message, logging.LogRecord) and (
+            log := logging.getLogger(message.name)
+        ).isEnabledFor(message.levelno):
+            log.handle(message)
 
     def _take_status(self, status: Status) -> None:
         before, self.status = self.status, status

@@ -11,6 +11,7 @@ import pickle
 import socket
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, final
 
 from elche.coordination.protocol.events import Event, Input
@@ -31,6 +32,7 @@ class Begin:
         shows: every message is wanted, for a display.
         copy: of the record, pickled; None: the run begins.
         journal: pieces since then.
+        story_path: file to which the event log is written when the link ends.
     """
 
     world_size: int
@@ -39,6 +41,7 @@ class Begin:
     shows: bool
     copy: bytes | None
     journal: tuple[bytes, ...]
+    story_path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,6 @@ class Command:
     """To it: an input of the launcher's own."""
 
     what: Input
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """To it: the run is over, and its story is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +117,6 @@ class Seen:
     """From it, for a display: an event or an instruction."""
 
     message: Event | Instruction
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """From it, at its end: the story of the run."""
-
-    story: tuple[str, ...]
 
 
 def pack(message: object) -> bytes:

@@ -72,7 +72,7 @@ class Contents:
             return Captured(own=copied(own), shared={}, model={})
         held = parts.model.state_dict()
         shared = {
-            "model": {n: v for n, v in held.items() if not _is_tensor(v)},
+            "model": {n: v for n, v in held.items() if not isinstance(v, Tensor)},
             "bound": bound if parts.is_common else None,
             "copies": [each.state_dict() for each in parts.copies],
             "run": {**parts.state, "averaging": None},
@@ -148,9 +148,8 @@ class Contents:
 
     def _load_model(self, found: SavedState, more: Mapping[str, Any]) -> None:
         model, saved = self.parts.model, found.model()
-        names = [
-            name for name, value in model.state_dict().items() if _is_tensor(value)
-        ]
+        held = model.state_dict().items()
+        names = [name for name, value in held if isinstance(value, Tensor)]
         bare = list(bare_state(model))
         if set(bare) != set(saved):
             others = sorted(set(bare) ^ set(saved))
@@ -213,10 +212,6 @@ def load_registered(
     for name, state in states.items():
         with fitting(found, name):
             registered[name].load_state_dict(state)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def is_bound(each: Any) -> bool:

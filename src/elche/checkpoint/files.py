@@ -117,10 +117,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
 
 def packed_tensors(tensors: Mapping[str, Tensor]) -> bytearray:
     """The bytes that `write_tensors` would write."""
-    whole = bytearray()
-    for chunk in _tensor_chunks(tensors):
-        whole += chunk
-    return whole
+    return bytearray().join(_tensor_chunks(tensors))
 
 
 def unpacked_tensors(raw: bytearray) -> dict[str, Tensor]:

@@ -94,7 +94,6 @@ class CheckpointKeeper(Pauses):
         self._stores: dict[Path, CheckpointStore] = {}
         self._writers: dict[Path, CheckpointWriter] = {}
         self._run: SavedRun | None = None
-        self._several: Run | None = None
         self._contents_of: Callable[[Mapping[str, Any]], SavedContents] | None = None
         self._schedulers: list[LRScheduler] = []
         self._run_id = ""
@@ -135,7 +134,6 @@ class CheckpointKeeper(Pauses):
             )
 
         self._cuts_at_stop = cuts_at_stop
-        self._several = run if isinstance(run, Run) else None
         self._schedulers, self._stops = list(schedulers), stops
         self.begin_saved(run, contents_of)
 
@@ -254,8 +252,8 @@ class CheckpointKeeper(Pauses):
 
     @override
     def hand_over(self, group: Group, source: int, is_new: bool) -> None:
-        run, messages = self._several, None
-        assert run is not None
+        run, messages = self._run, None
+        assert isinstance(run, Run), "ranks join a run of several"
         if group.rank == source:
             loop = {"epoch": self._epoch, "passes": self._passes_before}
             loop["count"] = self._count
@@ -298,8 +296,8 @@ class CheckpointKeeper(Pauses):
         """Numbers of the epochs that are left; see `elche.epochs`."""
         self.is_active = self.counts_epochs = True
         self._count = count
-        if self._several is not None and self._several.is_new:
-            self._several.join()
+        if isinstance(self._run, Run) and self._run.is_new:
+            self._run.join()
         folder = os.environ.get("ELCHE_RESUME")
         if folder and not self._is_resumed:
             self.resume(Path(folder))
@@ -412,7 +410,7 @@ class CheckpointKeeper(Pauses):
     def resume(self, folder: Path) -> bool:
         """Goes on from the newest checkpoint; see `elche.resume`."""
         run, self.is_active, self._is_resumed = self._current, True, True
-        if self._several is not None and self._several.is_new:
+        if isinstance(run, Run) and run.is_new:
             return False  # it goes on from where the others are, once its loop begins
         found = self._newest(folder)
         if found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -116,15 +116,6 @@ class Stage:
         only = self.layers[0].module if len(self.layers) == 1 else None
         return only if isinstance(only, OwnBackward) else None
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the model's names, each once."""
-        seen: set[int] = set()
-        for layer in self.layers:
-            for name, one in layer.module.named_parameters():
-                if id(one) not in seen:
-                    seen.add(id(one))
-                    yield layer.prefixed(name), one
-
     def named_modules(self) -> dict[str, nn.Module]:
         """The layers' modules, and those inside of them, under the model's names."""
         return {
@@ -226,6 +217,15 @@ def _keywords(module: nn.Module) -> _Keywords:
     # Containers pass on what they get; a compiled module hides its signature.
     takes_all = any(one.kind is one.VAR_KEYWORD for one in found)
     return _Keywords(frozenset(named), takes_all)
+
+
+def named_parameters(layers: Sequence[Layer]) -> dict[str, nn.Parameter]:
+    """Parameters of layers under the model's names, each once."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for layer in layers:
+        for name, one in layer.module.named_parameters():
+            found.setdefault(id(one), (layer.prefixed(name), one))
+    return dict(found.values())
 
 
 def changes_in_place(stage: Stage) -> bool:

@@ -385,7 +385,7 @@ def test_what_could_not_be_sent_is_raised_when_the_last_word_is_read() -> None:
         why = r"lost the coordinator: timed out \(StoreSet was not sent\)"
         for wait in (
             lambda: channel.receive(WAIT_S, "anything"),
-            channel.ready,
+            lambda: next(channel.ready(), None),
             lambda: channel.send(Left(rank=0)),
         ):
             with pytest.raises(CommunicationError, match=why):

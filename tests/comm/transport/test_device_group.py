@@ -6,7 +6,6 @@ Another backend stands in NCCL's place, and the CPU in the devices'.
 from __future__ import annotations
 
 import ipaddress
-import logging
 import socket
 import threading
 from datetime import timedelta
@@ -27,6 +26,7 @@ from elche.comm.transport.device_group import (
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import CommunicationError, ConfigError
 from tests.comm.joined import joined, meeting
+from tests.harness.log_lines import logged
 from tests.harness.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -103,14 +103,9 @@ def _is_there(place: str) -> bool:
 
 def _opened(fault: str, hosts: str) -> tuple[list[float], str, bool]:
     """The sums of a group that is formed under a fault, what was said, what is left."""
-    said: list[str] = []
     places: list[str] = []
     released = threading.Event()
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(device_group.__name__)
-    logger.addHandler(handler)
-    with joined("gloo") as group:
+    with logged(device_group.__name__) as said, joined("gloo") as group:
         group.host = hosts[group.rank]
 
         def form(store: Any, rank: int, size: int, deadline: timedelta) -> Any:
@@ -149,7 +144,6 @@ def _opened(fault: str, hosts: str) -> tuple[list[float], str, bool]:
         for thread in threading.enumerate():
             if thread.name == device_group.TRIAL:
                 thread.join(60.0)
-    logger.removeHandler(handler)
     is_left = bool(places) and group.rank == 0 and _is_there(places[0])
     return tensor.tolist(), "; ".join(said), is_left
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import distributed as dist
 from elche.comm.transport import device_group
 from elche.pipeline.peers import peers
 from tests.comm.transport.thread_link import Beside
+from tests.harness.log_lines import logged
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import (
     Trained,
@@ -71,7 +71,6 @@ class Wire:
 def devices(fails: bool = False) -> Iterator[tuple[list[Wire], list[str]]]:
     """Ranks with a device each; both ways, once they are formed, and what is logged."""
     wires: list[Wire] = []
-    said: list[str] = []
     place = this_place()
 
     def form(store: dist.Store, rank: int, size: int, deadline: timedelta) -> Wire:
@@ -84,16 +83,14 @@ def devices(fails: bool = False) -> Iterator[tuple[list[Wire], list[str]]]:
         wires.append(Wire(dist.ProcessGroupGloo(store, rank, size, options)))
         return wires[-1]
 
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(device_group.__name__)
-    logger.addHandler(handler)
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        logged(device_group.__name__) as said,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(device_group, "device_name", lambda _: f"gpu {place.rank}")
         patch.setattr(peers, "nccl_group", form)
         patch.setattr(peers, "SideStream", lambda _: Beside())
         yield wires, said
-    logger.removeHandler(handler)
 
 
 def by_devices(work: Work, fails: bool = False) -> tuple[Trained, list[int], str]:

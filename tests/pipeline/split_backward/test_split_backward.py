@@ -16,7 +16,7 @@ from elche.errors import ConfigError, ProtocolError
 from elche.pipeline.split_backward import split_modules
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
-from elche.pipeline.stage import Layer, OwnBackward, Stage
+from elche.pipeline.stage import Layer, OwnBackward, Stage, named_parameters
 from tests.pipeline.split_backward.split_cases import (
     DEFERRED,
     IMMEDIATE,
@@ -62,7 +62,7 @@ def split_early(
         runner.backward_input(number, [gradients[number]])
         for number in range(len(batches))
     ]
-    named = runner.stage.named_parameters()
+    named = named_parameters(runner.stage.layers).items()
     early = {name for name, one in named if one.grad is not None}
     for number in reversed(range(len(batches))):
         runner.backward_weight(number)
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_plain_backward(name: str) -> None:
     if name in DEFERRED:
         assert early == set()
     else:
-        learning = runner.stage.named_parameters()
+        learning = named_parameters(runner.stage.layers).items()
         assert early == {n for n, one in learning if one.requires_grad}
         assert runner.deferred == 0
 

@@ -93,7 +93,7 @@ class PipelineContents:
         }
         missing = [
             name
-            for name, one in self.pipe.parts.named_parameters()
+            for name, one in self.pipe.parts.named_parameters().items()
             if one.requires_grad and id(one) not in held
         ]
         if missing:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -104,11 +105,6 @@ class Stage:
             layer.module for place, layer in enumerate(layers) if place not in unsplit
         ]
         self._keywords = [_keywords(layer.module) for layer in layers]
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The layers' modules."""
-        return [layer.module for layer in self.layers]
 
     @property
     def own_backward(self) -> OwnBackward | None:
@@ -228,10 +224,21 @@ def named_parameters(layers: Sequence[Layer]) -> dict[str, nn.Parameter]:
     return dict(found.values())
 
 
+@contextmanager
+def modes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Sets all modules, and those inside of them, back to their modes afterwards."""
+    modes = [(one, one.training) for top in modules for one in top.modules()]
+    try:
+        yield
+    finally:
+        for one, mode in modes:
+            one.training = mode
+
+
 def changes_in_place(stage: Stage) -> bool:
     """True if a stage has layers that say so, such as ``nn.ReLU(inplace=True)``."""
     return any(
         getattr(one, "inplace", False) is True
-        for top in stage.modules
-        for one in top.modules()
+        for layer in stage.layers
+        for one in layer.module.modules()
     )

@@ -255,24 +255,25 @@ class Group:
             CommunicationError: the deadline passed; other errors say why the run ended.
         """
 
-        def not_there() -> list[int]:
-            late = missing() if missing is not None else ()
-            return [self.ranks[each] for each in late]
+        def late() -> list[int]:
+            return [self.ranks[each] for each in (missing() if missing else ())]
 
-        def check() -> None:
-            try:
-                self.check()
-            except DeadlineError as error:  # who is late is seen here
-                raise late_error(f"{error}; {what}", not_there()) from error
-
-        def too_late() -> Exception | None:
-            late = not_there()
-            if missing is not None and not late:
-                return None
-            said = f"{what} did not end within {self.timeout_s:g} s"
-            return self.on_failure(f"{said} on rank {self.ranks[self.rank]}", late)
-
-        wait_until(ready, check, too_late, self.timeout_s)
+        started_s = checked_s = time.perf_counter()
+        while not ready():
+            now_s = time.perf_counter()
+            if now_s - checked_s > CHECK_EVERY_S:
+                checked_s = now_s
+                try:
+                    self.check()
+                except DeadlineError as error:  # who is late is seen here
+                    raise late_error(f"{error}; {what}", late()) from error
+                is_over = now_s - started_s > self.timeout_s
+                if is_over and (missing is None or late()):  # else it has just come
+                    said = f"{what} did not end within {self.timeout_s:g} s"
+                    said += f" on rank {self.ranks[self.rank]}"
+                    raise self.on_failure(said, late())
+            if now_s - started_s > SPIN_S:  # holds no core for long
+                time.sleep(SLEEP_S)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Sums ``tensor`` over all ranks, in place."""
@@ -399,32 +400,3 @@ def gather_texts(group: Group, text: str, what: str) -> list[str]:
         bytes(row[:size].tolist()).decode()
         for row, size in zip(rows, sizes, strict=True)
     ]
-
-
-def wait_until(
-    ready: Callable[[], bool],
-    check: Callable[[], None],
-    on_timeout: Callable[[], Exception | None],
-    timeout_s: float,
-) -> None:
-    """Waits for other ranks without holding a core for long.
-
-    Args:
-        ready: what is waited for.
-        check: called now and then; raises if the run was ended.
-        on_timeout: makes the error at the deadline; None: it has come just now.
-        timeout_s: the deadline.
-    """
-    started_s = time.perf_counter()
-    checked_s = started_s
-    while not ready():
-        now_s = time.perf_counter()
-        if now_s - checked_s > CHECK_EVERY_S:
-            checked_s = now_s
-            check()
-            if now_s - started_s > timeout_s:
-                error = on_timeout()
-                if error is not None:
-                    raise error
-        if now_s - started_s > SPIN_S:
-            time.sleep(SLEEP_S)

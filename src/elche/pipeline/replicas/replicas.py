@@ -36,7 +36,6 @@ from elche.pipeline.replicas.replica_units import (
     FROZEN,
     LEARNS,
     HeldLayer,
-    HeldTensor,
     Unit,
     check_equal,
     plan_units,
@@ -218,7 +217,7 @@ def _agree_on_layers(
     ]
     said = [parts.plan.schedule.num_microbatches, mine]
     told = communicator.exchange(said, "comparing the replicas")
-    held = [[HeldLayer.read(one) for one in layers] for _, layers in told]
+    held = [[HeldLayer(*one) for one in layers] for _, layers in told]
     try:
         check_equal(held, groups)
     except MismatchError:
@@ -245,13 +244,12 @@ def _describe(
         (n, p, LEARNS if p.requires_grad else FROZEN) for n, p in parameters
     ]
     held += [(n, b, BUFFER) for n, b in layer.module.named_buffers()]
-    tensors = [
-        HeldTensor(
-            names.get((index, own), layer.prefixed(own)),
-            *(role, f"{list(one.shape)} {one.dtype}"),
+    tensors = {
+        names.get((index, own), layer.prefixed(own)): (
+            f"{role} {list(one.shape)} {one.dtype}"
         )
         for own, one, role in held
-    ]
+    }
     return HeldLayer(index, stage, parts.executor.finished_at(stage), tensors)
 
 

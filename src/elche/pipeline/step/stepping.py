@@ -18,7 +18,7 @@ from elche.pipeline.replicas.replica_groups import (
 )
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.stage import LayerCaches
+from elche.pipeline.stage import LayerCaches, modes_kept
 from elche.pipeline.step.executor import Executor, StepInput, StepResults
 from elche.pipeline.step.inputs import (
     COMPARED_STEPS,
@@ -119,19 +119,13 @@ class Stepping:
         carry_out: Callable[[StepInput], StepResults] = _nothing
         if shares.mine:
             carry_out = (executor or self.parts.executor).evaluate
-        layers = [
-            top for one in self.parts.stages.values() for top in one.stage.modules
-        ]
-        modes = [(one, one.training) for top in layers for one in top.modules()]
-        try:
-            for top in layers:
-                top.train(False)
+        layers = [layer.module for layer in self.parts.layers]
+        with modes_kept(layers):
+            for layer in layers:
+                layer.train(False)
             results, told, _ = self.communicator.run(
                 carry_out, self._input(given, shares, caches=caches)
             )
-        finally:
-            for module, mode in modes:
-                module.training = mode
         return EvaluationOutput(
             loss=shares.loss(self.replicas.losses(told)),
             outputs=self._outputs(results, shares, call.outputs),

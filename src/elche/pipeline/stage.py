@@ -147,34 +147,22 @@ class Stage:
             keywords: for the layers.
             caches: of layers that take `cache=`; None runs them without.
         """
-        if self._seed is None:
-            return self._run(value, microbatch, keywords, caches, ())
         tensors = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
         cuda = {one.device for one in tensors if one.is_cuda}
-        with torch.random.fork_rng(cuda):
-            return self._run(value, microbatch, keywords, caches, cuda)
-
-    def _run(
-        self,
-        value: Any,
-        microbatch: int,
-        keywords: dict[str, Any],
-        caches: LayerCaches | None,
-        cuda: Collection[torch.device],
-    ) -> Any:
-        for number, layer in enumerate(self.layers):
-            if self._seed is not None:
-                self._reseed(number, microbatch, cuda)
-            given = self._keywords[number].of(keywords)
-            if caches is not None and CACHE in self._keywords[number].names:
-                place = (self.index, number, microbatch)
-                given = {**given, CACHE: caches.setdefault(place, {})}
-            if self._unpacks and isinstance(value, tuple):
-                value = layer.module(*value, **given)
-            elif self._unpacks and isinstance(value, dict):
-                value = layer.module(**value, **given)
-            else:
-                value = layer.module(value, **given)
+        with torch.random.fork_rng(cuda, enabled=self._seed is not None):
+            for number, layer in enumerate(self.layers):
+                if self._seed is not None:
+                    self._reseed(number, microbatch, cuda)
+                given = self._keywords[number].of(keywords)
+                if caches is not None and CACHE in self._keywords[number].names:
+                    place = (self.index, number, microbatch)
+                    given = {**given, CACHE: caches.setdefault(place, {})}
+                if self._unpacks and isinstance(value, tuple):
+                    value = layer.module(*value, **given)
+                elif self._unpacks and isinstance(value, dict):
+                    value = layer.module(**value, **given)
+                else:
+                    value = layer.module(value, **given)
         return value
 
     def _reseed(

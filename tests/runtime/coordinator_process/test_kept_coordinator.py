@@ -14,7 +14,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,8 +62,7 @@ def until(condition: Callable[[], bool]) -> None:
 class Launcher:
     """What a launcher does for its coordinator, in a thread of this process."""
 
-    def __init__(self, story_path: Path | None) -> None:
-        self.story_path = story_path
+    def __init__(self) -> None:
         self.key = secrets.token_bytes(32)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
@@ -73,8 +71,7 @@ class Launcher:
         self.kills = 0
 
     async def _start(self) -> KeptCoordinator:
-        listener, story = listen("127.0.0.1", 0), self.story_path
-        kept = KeptCoordinator(2, self.key, listener, survives=True, story_path=story)
+        kept = KeptCoordinator(2, self.key, listen("127.0.0.1", 0), survives=True)
         kept.start()
         return kept
 
@@ -97,8 +94,8 @@ class Launcher:
 
 
 @contextmanager
-def launcher(story_path: Path | None = None) -> Iterator[Launcher]:
-    one = Launcher(story_path)
+def launcher() -> Iterator[Launcher]:
+    one = Launcher()
     try:
         yield one
     finally:
@@ -136,7 +133,7 @@ def both(run: Launcher, rounds: int, at: Callable[[int, int], None]) -> list[lis
 
 
 def test_ranks_go_on_with_the_next_one_where_they_stand(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each message is taken once, whether it was lost with the last one or not."""
     moments = {(0, 0), (1, 70), (0, 71), (0, 150)}
@@ -145,14 +142,12 @@ def test_ranks_go_on_with_the_next_one_where_they_stand(
         if (rank, number) in moments:
             run.kill()
 
-    story_path = tmp_path / "story"
-    with launcher(story_path) as run:
+    with launcher() as run:
         told = both(run, 200, at)
         until(lambda: run.kept.status.is_finished)
         assert run.kills == 4
         assert caplog.text.count("another one goes on with the run") == 4
-        run.call(run.kept.stop())
-    story = story_path.read_text().splitlines()
+        story = run.call(run.kept.stop(wants_story=True))
     assert told == [[str(number) for number in range(200)]] * 2
     assert sum("<- BarrierReached" in line for line in story) == 400
     assert sum("-> BarrierPassed" in line for line in story) == 400

@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final, final
 
 from elche.coordination.protocol.events import Event, Failed, Input, RankLost
@@ -30,6 +29,8 @@ from elche.runtime.coordinator_process.link import (
     Journal,
     Seen,
     Status,
+    Stop,
+    Stopped,
     pack,
 )
 
@@ -52,7 +53,6 @@ class KeptCoordinator:
         key: the run's secret.
         survives: the launcher fences ranks that are lost.
         listener: where ranks connect to.
-        story_path: file for the event log of the run, if it is wanted.
 
     Attributes:
         address: of that.
@@ -72,7 +72,6 @@ class KeptCoordinator:
         listener: socket.socket,
         *,
         survives: bool,
-        story_path: Path | None = None,
     ) -> None:
         self._world_size = world_size
         self._key = key
@@ -88,11 +87,10 @@ class KeptCoordinator:
         self._copy: bytes | None = None
         self._journal: list[bytes] = []
         self._commands: Outbox[Input] = Outbox()
-        self._given = self._taken = 0
         self._writer: asyncio.StreamWriter | None = None
         self._barren = 0  # coordinators in a row that took nothing from a rank
-        self._story_path = story_path
-        self._is_stopping = False
+        self._story: tuple[str, ...] = ()
+        self._is_stopping = self._wants_story = False
         self._gave_up = ""
         self._running: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -112,23 +110,27 @@ class KeptCoordinator:
         """Starts the process; ranks may connect from now on."""
         self._running = asyncio.ensure_future(self._run())
 
-    async def stop(self) -> None:
-        """Ends the process, and nobody can connect any more."""
-        self._is_stopping = True
+    async def stop(self, *, wants_story: bool = False) -> tuple[str, ...]:
+        """Ends the process, and nobody can connect any more.
+
+        Returns:
+            The log of messages and decisions, as far as it is kept, if it is wanted.
+        """
+        self._is_stopping, self._wants_story = True, wants_story
         self._end_process()
         if self._running is not None:
             _, late = await asyncio.wait([self._running], timeout=STOP_S)
             if late:
-                self._story_path = None
+                self._wants_story = False
                 self._end_process()
                 await self._running
         self._listener.close()
+        return self._story
 
     def _end_process(self) -> None:
         """No rank runs any more: it has nothing to keep but the story."""
-        if self._story_path is not None:
-            if self._writer is not None:
-                self._writer.write_eof()
+        if self._wants_story:
+            self._send(Stop())
         elif self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -136,7 +138,6 @@ class KeptCoordinator:
     def take(self, what: Input) -> None:
         """Hands the coordinator what this launcher saw."""
         self._commands.add(what)
-        self._given += 1
         self._send(Command(what))
 
     def _send(self, message: object) -> None:
@@ -156,12 +157,12 @@ class KeptCoordinator:
             self.take(Failed(rank=rank, error=error, traceback=""))
         else:
             self.take(RankLost(rank=rank))
-        number, has_begun = self._given, self._journal or self._copy
+        given = self._commands.taken + len(self._commands.rest())
+        waits = bool(self._journal or self._copy)  # one has served
         deadline_s = time.monotonic() + ANSWER_S
-        while has_begun and not self._gave_up and self._taken < number:
-            if time.monotonic() > deadline_s:
-                break
+        while waits and not self._gave_up and time.monotonic() < deadline_s:
             await asyncio.sleep(LOOK_S)
+            waits = self._commands.taken < given
 
     def is_outlived(self, rank: int) -> bool:
         """True if the run has gone on without a rank: it died, or never joined."""
@@ -199,8 +200,7 @@ class KeptCoordinator:
         self._writer = writer
         shows, journal = self.on_message is not None, tuple(self._journal)
         run = self._world_size, self._key, self._survives
-        kept = self._copy, journal, self._story_path
-        self._send(Begin(*run, shows, *kept))
+        self._send(Begin(*run, shows=shows, copy=self._copy, journal=journal))
         for what in self._commands.rest():
             self._send(Command(what))
         if self._is_stopping:
@@ -230,7 +230,6 @@ class KeptCoordinator:
     def _handle(self, message: Any, writer: asyncio.StreamWriter) -> None:
         if isinstance(message, Journal):
             self._journal.append(message.data)
-            self._taken = message.commands
             self._barren = 0 if message.is_of_ranks else self._barren
             self._commands.acknowledge(message.commands)
         elif isinstance(message, Copy):
@@ -244,10 +243,11 @@ class KeptCoordinator:
         elif isinstance(message, Seen):
             if self.on_message is not None:
                 self.on_message(message.message)
-        elif isinstance(message, logging.LogRecord) and (
-            log := logging.getLogger(message.name)
-        ).isEnabledFor(message.levelno):
-            log.handle(message)
+        elif isinstance(message, logging.LogRecord):
+            if (log := logging.getLogger(message.name)).isEnabledFor(message.levelno):
+                log.handle(message)
+        elif isinstance(message, Stopped):
+            self._story = message.story
 
     def _take_status(self, status: Status) -> None:
         before, self.status = self.status, status

@@ -11,7 +11,6 @@ import pickle
 import socket
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, final
 
 from elche.coordination.protocol.events import Event, Input
@@ -32,7 +31,6 @@ class Begin:
         shows: every message is wanted, for a display.
         copy: of the record, pickled; None: the run begins.
         journal: pieces since then.
-        story_path: file to which the event log is written when the link ends.
     """
 
     world_size: int
@@ -41,7 +39,6 @@ class Begin:
     shows: bool
     copy: bytes | None
     journal: tuple[bytes, ...]
-    story_path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +46,11 @@ class Command:
     """To it: an input of the launcher's own."""
 
     what: Input
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """To it: the run is over, and its story is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,13 @@ class Seen:
     """From it, for a display: an event or an instruction."""
 
     message: Event | Instruction
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """From it, at its end: the story of the run."""
+
+    story: tuple[str, ...]
 
 
 def pack(message: object) -> bytes:

@@ -38,6 +38,8 @@ from elche.runtime.coordinator_process.link import (
     Link,
     Seen,
     Status,
+    Stop,
+    Stopped,
 )
 from elche.runtime.process.coordinator import CoordinatorServer
 from elche.runtime.process.launcher_watch import ignore_signals, wake_with_parent
@@ -64,10 +66,10 @@ class CoordinatorChild:
     def __init__(self, link: Link, begin: Begin, more: Sequence[object] = ()) -> None:
         self._link = link
         self._pending = deque(more)
+        self._is_over = asyncio.Event()
         self._status = Status()
         self._entries = len(begin.journal)  # a copy is due, however soon they die
         self._serves = False
-        self._story_path = begin.story_path
         if begin.copy is None:
             record = RunRecord(begin.world_size, survives=begin.survives)
         else:
@@ -83,7 +85,7 @@ class CoordinatorChild:
         self._server = server
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serves ranks until the link ends: the run is over, or the launcher gone."""
+        """Serves ranks until the launcher says that the run is over, or ends."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._link.fileno(), self._receive)
         self._server.fence_lost()
@@ -91,15 +93,16 @@ class CoordinatorChild:
         await self._server.start(listener)
         self._serves = True
         self._handle_pending()
-        await loop.create_future()
+        await self._is_over.wait()
+        await self._server.stop()
+        with contextlib.suppress(OSError):
+            self._link.send(Stopped(tuple(self._server.core.story())))
 
     def _receive(self) -> None:
         try:
             # What it was called for may have been read already, with a `Fence`.
             self._pending.extend(self._link.receive(waits=False))
         except (EOFError, OSError):
-            if self._story_path is not None:
-                write_story(self._story_path, self._server.core.story())
             os._exit(0)  # the launcher's ranks end by themselves
         # After what ranks have sent by now: their last words, before their end.
         asyncio.get_running_loop().call_soon(self._handle_pending)
@@ -109,6 +112,8 @@ class CoordinatorChild:
             message = self._pending.popleft()
             if isinstance(message, Command):
                 self._server.take_from(LAUNCHER, None, [message.what])
+            elif isinstance(message, Stop):
+                self._is_over.set()
 
     def _have_fenced(self, rank: int) -> None:
         """Waits for the launcher: nobody is told before."""

@@ -27,6 +27,7 @@ from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.process.launchers import LAUNCH, LaunchFacts, rank_environments
 from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
+from elche.runtime.report.files import write_story
 from elche.runtime.report.trace_parts import TRACE, join_parts
 
 LOOPBACK = "127.0.0.1"
@@ -200,7 +201,6 @@ class _LaunchedRun:
             key,
             listen(LOOPBACK, 0) if network is None else network.listener(),
             survives=network is None,
-            story_path=config.story_path,
         )
         if display is not None:
             server.on_message = display.see
@@ -270,7 +270,9 @@ class _LaunchedRun:
         self._output.close()
         for end in self._pipe:
             os.close(end)
-        await server.stop()
+        story = await server.stop(wants_story=config.story_path is not None)
+        if config.story_path is not None:
+            write_story(config.story_path, story)
         if config.trace_path is not None and self._parts is not None:
             codes = self.processes.exit_codes()
             _write_trace(config.trace_path, Path(self._parts), server, codes)

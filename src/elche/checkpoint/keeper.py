@@ -104,7 +104,7 @@ class CheckpointKeeper(Pauses):
         self._has_ended = False
         self._epoch = self._passes = self._passes_done = self._count = 0
         self.is_active = self.counts_epochs = self._is_resumed = False
-        self._has_begun = self._cuts_at_stop = False
+        self._cuts_at_stop = False
 
     def begin_run(
         self,
@@ -229,8 +229,7 @@ class CheckpointKeeper(Pauses):
         """The loop goes over the loader; False for a pass that is done already."""
         self._passes += 1
         self._has_ended = False
-        is_first, self._has_begun = not self._has_begun, True
-        folder = os.environ.get("ELCHE_RESUME") if is_first else None
+        folder = os.environ.get("ELCHE_RESUME") if self._passes == 1 else None
         if folder and not self._is_resumed and self._current.rank == 0:
             logger.warning(
                 "nothing is resumed from %s: this run begins anew; loop over "

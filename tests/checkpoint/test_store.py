@@ -255,10 +255,6 @@ def test_another_folder_than_one_of_checkpoints(tmp_path: Path) -> None:
         CheckpointError, match=r"00000009: manifest.json cannot be read"
     ):
         CheckpointStore(tmp_path).open("checkpoint-00000009")
-    with pytest.raises(CheckpointError, match="expected a rank below 1"):
-        CheckpointStore(tmp_path).open("checkpoint-00000001").of_rank(1)
-    with pytest.raises(ConfigError, match="to keep at least 1"):
-        CheckpointStore(tmp_path, keep=0)
 
 
 def test_unwritable_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,7 +34,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[QuickOs], None]:
 
 def begin(writer: CheckpointWriter, name: str, own: Any, **held: Any) -> None:
     info = held.pop("info", {})
-    writer.begin(name, Captured(**{"own": own, "shared": {}, "model": {}} | held), info)
+    captured = Captured.of(own, held.pop("shared", {}), held.pop("model", {}), **held)
+    writer.begin(name, captured, info)
 
 
 def outcome_of(writer: CheckpointWriter) -> str | None:

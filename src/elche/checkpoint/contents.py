@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche.checkpoint.capture import Captured, copied, random_state, restore_random
+from elche.checkpoint.capture import Captured, random_state, restore_random
 from elche.errors import ConfigError, ElcheError, MismatchError
 from elche.runtime.training import RunParts
 from elche.runtime.watch.rate_watch import is_scheduled
@@ -69,7 +69,7 @@ class Contents:
             "random": random_state(parts.generators),
         }
         if not is_first:
-            return Captured(own=copied(own), shared={}, model={})
+            return Captured.of(own, {}, {})
         held = parts.model.state_dict()
         shared = {
             "model": {n: v for n, v in held.items() if not isinstance(v, Tensor)},
@@ -79,8 +79,7 @@ class Contents:
             "epochs": {**parts.epochs, "schedules": None},
             "loop": dict(loop),
         }
-        model = copied(bare_state(parts.model))
-        return Captured(own=copied(own), shared=copied(shared), model=model)
+        return Captured.of(own, shared, bare_state(parts.model))
 
     def _refuse_unknown(self) -> None:
         registered = list(self.registered.values())

@@ -112,13 +112,13 @@ class _Encoder:
             return _kind("complex", [repr(value.real), repr(value.imag)])
         if kind is bytes:
             return _kind("bytes", base64.b64encode(value).decode())
-        if kind is list or kind in _LISTS:
+        if isinstance(value, list) or kind in _LISTS:
             items = [
                 self.node(item, f"{path}[{index}]", depth + 1)
                 for index, item in enumerate(value)
             ]
-            return items if kind is list else _kind(_LISTS[kind], items)
-        if kind in _DICTS:
+            return _kind(_LISTS[kind], items) if kind in _LISTS else items
+        if isinstance(value, Mapping):
             return self._dict(value, path, depth)
         if isinstance(value, torch.dtype | torch.device):
             return _kind(kind.__name__, name_of(value))
@@ -167,7 +167,7 @@ class _Encoder:
         self.tensors[name] = value
         return name
 
-    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Json:
+    def _dict(self, value: Mapping[Any, Any], path: str, depth: int) -> Json:
         for key in value:
             if type(key) not in _PLAIN_KEYS:
                 raise ConfigError(
@@ -179,10 +179,11 @@ class _Encoder:
             for key, item in value.items()
         }
         is_plain = KIND not in items and all(type(key) is str for key in items)
-        if type(value) is dict and is_plain:
+        kind = _DICTS.get(type(value), "dict")  # of another mapping, a plain dict
+        if kind == "dict" and is_plain:
             return items
         pairs = [[self.node(key, path, depth), item] for key, item in items.items()]
-        return _kind(_DICTS[type(value)], pairs)
+        return _kind(kind, pairs)
 
 
 def _decode(node: Json, tensor: Callable[[str, bool], Tensor]) -> Any:

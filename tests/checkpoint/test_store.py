@@ -34,7 +34,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[QuickOs], None]:
 
 def begin(writer: CheckpointWriter, name: str, own: Any, **held: Any) -> None:
     info = held.pop("info", {})
-    writer.begin(name, Captured(**{"own": own, "shared": {}, "model": {}} | held), info)
+    captured = Captured.of(own, held.pop("shared", {}), held.pop("model", {}), **held)
+    writer.begin(name, captured, info)
 
 
 def outcome_of(writer: CheckpointWriter) -> str | None:
@@ -176,8 +177,6 @@ def test_a_rank_that_never_writes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1's part did not come within 0.1"):
         writer.wait(WAIT_S)
     writer.close(WAIT_S)
-    with pytest.raises(CheckpointError, match="begun after the run's last one"):
-        begin(writer, store.next_name(), 1)
 
 
 def test_part_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
@@ -257,10 +256,6 @@ def test_another_folder_than_one_of_checkpoints(tmp_path: Path) -> None:
         CheckpointError, match=r"00000009: manifest.json cannot be read"
     ):
         CheckpointStore(tmp_path).open("checkpoint-00000009")
-    with pytest.raises(CheckpointError, match="expected a rank below 1"):
-        CheckpointStore(tmp_path).open("checkpoint-00000001").of_rank(1)
-    with pytest.raises(ConfigError, match="to keep at least 1"):
-        CheckpointStore(tmp_path, keep=0)
 
 
 def test_unwritable_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -213,6 +213,11 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
             LAYER + "name = 3\n" + DEVICE,
             "0: expected a string for name, got 3",
         ),
+        (
+            LAYER + DEVICE.replace("'a'", "''"),
+            "[[device]] 0: expected a name of at least one character",
+        ),
+        (LAYER + "name = ''\n" + DEVICE, "[[layer]] 0: expected a name of at least"),
         (LAYER + "backward_s = 'x'\n" + DEVICE, "a number for backward_s"),
         (LAYER + "activation_bytes = -1\n" + DEVICE, "activation_bytes of at least 0"),
         ("[[layer]]\ntimes_s = [1, 1]\n" + DEVICE, "expected times_s = [F, I, W]"),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
-from elche.comm.transport.process_group import wait_until
+from elche.comm.transport.process_group import SLEEP_S
 from elche.errors import CommunicationError
 
 DEADLINE_S = 60.0
@@ -41,7 +43,7 @@ class Work:
         assert self.is_completed()
 
 
-@dataclass
+@dataclass(eq=False)
 class Transfer:
     """One end of a message from rank to rank."""
 
@@ -92,6 +94,8 @@ class ThreadGroup:
         self.ranks = range(shared.world_size)
         self.timeout_s = shared.deadline_s
         self.sent_bytes = 0
+        self.transfers: dict[Any, torch.Tensor] = {}
+        self.exchanges: WeakSet[Any] = WeakSet()
         self._begun = 0
         self._shared = shared
 
@@ -156,13 +160,11 @@ class ThreadGroup:
         what: str,
         missing: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        error = CommunicationError(f"{what}: a rank has not come")
-
-        def check() -> None:
-            if self._shared.has_failed:
-                raise error
-
-        wait_until(ready, check, lambda: error, self._shared.deadline_s)
+        until_s = time.monotonic() + self._shared.deadline_s
+        while not ready():
+            if self._shared.has_failed or time.monotonic() > until_s:
+                raise CommunicationError(f"{what}: a rank has not come")
+            time.sleep(SLEEP_S)
 
     def _begin(self, tensor: torch.Tensor, mine: torch.Tensor) -> Work:
         shared = self._shared

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche.comm.codec import codec_peers
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Task, build, identical
@@ -124,10 +123,9 @@ def _sent_and_held(policy: str) -> tuple[int, list[int]]:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-        traffic = codec_peers._traffic.values()
-        pending = [each for group in traffic for each in group.pending]
-        sent += [weakref.ref(each.memory) for each in pending]
-        del traffic, pending
+        run = current_run()
+        assert run is not None
+        sent += map(weakref.ref, run.worker.group.transfers.values())
         first.requires_grad_(not first.weight.requires_grad)
     elche.shutdown()
     return len(sent), held

@@ -6,12 +6,16 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from elche.checkpoint.manifest import MODEL_FILE
+from elche.checkpoint.manifest import MODEL_FILE, SHARED
+from elche.checkpoint.state_tree import Json, StateTree, encode
+
+Encoded: TypeAlias = tuple[Json, dict[str, Tensor]]
+"""State as `encode` makes it, with copies of its tensors on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,43 +29,38 @@ class Captured:
         model_file: where that goes.
     """
 
-    own: dict[str, Any]
-    shared: dict[str, Any]
+    own: Encoded
+    shared: Encoded
     model: dict[str, Tensor]
     model_file: str = MODEL_FILE
 
+    @staticmethod
+    def of(
+        own: StateTree,
+        shared: StateTree,
+        model: Mapping[str, Tensor],
+        model_file: str = MODEL_FILE,
+    ) -> Captured:
+        """Encodes state and copies its tensors: nothing of it moves on.
 
-def copied(tree: Any) -> Any:
-    """The same state with tensors of its own, on the CPU; nothing of it moves on.
+        A tensor of the shared state that is the model's is stored once.
 
-    A tensor that occurs twice is copied once.
-    """
-    return _copied(tree, {})
-
-
-def _copied(tree: Any, done: dict[tuple[Any, ...], torch.Tensor]) -> Any:
-    if isinstance(tree, torch.Tensor):
-        where = tree.data_ptr(), tree.shape, tree.stride(), tree.dtype, tree.device
-        key = (*where, id(tree) if not tree.numel() else 0)
-        if key not in done:
-            done[key] = tree.detach().to("cpu", copy=True)
-        return done[key]
-    if isinstance(tree, Mapping):
-        held = {name: _copied(value, done) for name, value in tree.items()}
-        return held if type(tree) is dict else _same_kind(tree, held)
-    if isinstance(tree, list):
-        return [_copied(value, done) for value in tree]
-    if type(tree) is tuple:
-        return tuple(_copied(value, done) for value in tree)
-    copy = getattr(tree, "copy", None)  # of numpy
-    return copy() if callable(copy) and hasattr(tree, "dtype") else tree
+        Raises:
+            ConfigError: something in it cannot be stored; the message says what.
+        """
+        own_tree, own_tensors = encode(own, "own")
+        tree, tensors = encode(shared, SHARED, model)
+        return Captured(
+            own=(own_tree, on_host(own_tensors)),
+            shared=(tree, on_host(tensors)),
+            model=on_host(model),
+            model_file=model_file,
+        )
 
 
-def _same_kind(tree: Mapping[Any, Any], held: dict[Any, Any]) -> Any:
-    try:
-        return type(tree)(held)  # type: ignore[call-arg]
-    except TypeError:
-        return held
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors on the CPU."""
+    return {name: one.detach().to("cpu", copy=True) for name, one in tensors.items()}
 
 
 def random_state(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche.checkpoint.capture import Captured, copied, random_state, restore_random
+from elche.checkpoint.capture import Captured, random_state, restore_random
 from elche.errors import ConfigError, ElcheError, MismatchError
 from elche.runtime.training import RunParts
 from elche.runtime.watch.rate_watch import is_scheduled
@@ -69,18 +69,17 @@ class Contents:
             "random": random_state(parts.generators),
         }
         if not is_first:
-            return Captured(own=copied(own), shared={}, model={})
+            return Captured.of(own, {}, {})
         held = parts.model.state_dict()
         shared = {
-            "model": {n: v for n, v in held.items() if not _is_tensor(v)},
+            "model": {n: v for n, v in held.items() if not isinstance(v, Tensor)},
             "bound": bound if parts.is_common else None,
             "copies": [each.state_dict() for each in parts.copies],
             "run": {**parts.state, "averaging": None},
             "epochs": {**parts.epochs, "schedules": None},
             "loop": dict(loop),
         }
-        model = copied(bare_state(parts.model))
-        return Captured(own=copied(own), shared=copied(shared), model=model)
+        return Captured.of(own, shared, bare_state(parts.model))
 
     def _refuse_unknown(self) -> None:
         registered = list(self.registered.values())
@@ -148,9 +147,8 @@ class Contents:
 
     def _load_model(self, found: SavedState, more: Mapping[str, Any]) -> None:
         model, saved = self.parts.model, found.model()
-        names = [
-            name for name, value in model.state_dict().items() if _is_tensor(value)
-        ]
+        held = model.state_dict().items()
+        names = [name for name, value in held if isinstance(value, Tensor)]
         bare = list(bare_state(model))
         if set(bare) != set(saved):
             others = sorted(set(bare) ^ set(saved))
@@ -213,10 +211,6 @@ def load_registered(
     for name, state in states.items():
         with fitting(found, name):
             registered[name].load_state_dict(state)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def is_bound(each: Any) -> bool:

@@ -117,10 +117,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
 
 def packed_tensors(tensors: Mapping[str, Tensor]) -> bytearray:
     """The bytes that `write_tensors` would write."""
-    whole = bytearray()
-    for chunk in _tensor_chunks(tensors):
-        whole += chunk
-    return whole
+    return bytearray().join(_tensor_chunks(tensors))
 
 
 def unpacked_tensors(raw: bytearray) -> dict[str, Tensor]:
@@ -212,26 +209,15 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path.name} is cut off or no JSON") from None
 
 
-class StoredTensors:
-    """Tensors of a file of safetensors, each of which is read when it is asked for.
-
-    Args:
-        path: of the file.
+def open_tensors(path: Path) -> Any:
+    """A file of safetensors, whose `get_tensor` reads a tensor when it is asked for.
 
     Raises:
-        CheckpointError: there is none, or it is none.
+        CheckpointError: the file is missing, or is not one of safetensors.
     """
+    from safetensors import SafetensorError, safe_open
 
-    def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self._path = path
-        try:
-            file: Any = safe_open(path, framework="pt")
-            self._file, self.names = file, set(file.keys())
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path.name} cannot be read: {error}") from None
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from None

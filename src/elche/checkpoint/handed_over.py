@@ -14,7 +14,7 @@ from torch import Tensor
 from elche.checkpoint.capture import Captured
 from elche.checkpoint.files import packed_tensors, unpacked_tensors
 from elche.checkpoint.manifest import Manifest
-from elche.checkpoint.state_tree import StateTree, decode, encode
+from elche.checkpoint.state_tree import MODEL, StateTree, decode, encode
 from elche.comm.transport.process_group import Group
 from elche.errors import MismatchError
 
@@ -52,14 +52,11 @@ class HandedOver:
 
 
 def packed(held: Captured, info: Mapping[str, Any]) -> list[bytearray]:
-    """Messages that carry one rank's captured state.
-
-    Raises:
-        ConfigError: something in it cannot be stored.
-    """
-    state = {"own": held.own, "shared": held.shared, "model": held.model}
-    tree, tensors = encode(state)
-    said = {"state": tree, "info": dict(info), "error": ""}
+    """Messages that carry one rank's captured state."""
+    parts = {"own": held.own, "shared": held.shared, MODEL: encode(held.model, MODEL)}
+    trees = {name: tree for name, (tree, _) in parts.items()}
+    tensors = {name: one for _, own in parts.values() for name, one in own.items()}
+    said = {"state": trees, "info": dict(info), "error": ""}
     return [bytearray(json.dumps(said).encode()), packed_tensors(tensors)]
 
 
@@ -78,10 +75,14 @@ def unpacked(messages: list[bytearray]) -> HandedOver:
     if said["error"]:
         raise MismatchError(f"this rank cannot join the run: {said['error']}")
     tensors = unpacked_tensors(messages[1])
+
+    def tensor(name: str, in_model: bool) -> Tensor:
+        return tensors[f"{MODEL}.{name}" if in_model else name]
+
     return HandedOver(
         Path("the state of the ranks that train"),
         Manifest(name="", run_id="", world_size=1, info=said["info"], files={}),
-        decode(said["state"], lambda name, _: tensors[name]),
+        decode(said["state"], tensor),
     )
 
 

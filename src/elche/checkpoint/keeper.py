@@ -86,15 +86,14 @@ class CheckpointKeeper(Pauses):
     """Makes checkpoints of the run under way, and resumes from one."""
 
     def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self._registered: dict[str, Any] = {}
         self._config: CheckpointConfig | None = None
         self._stores: dict[Path, CheckpointStore] = {}
         self._writers: dict[Path, CheckpointWriter] = {}
-        self._clear()
-
-    def _clear(self) -> None:
         self._run: SavedRun | None = None
-        self._several: Run | None = None
         self._contents_of: Callable[[Mapping[str, Any]], SavedContents] | None = None
         self._schedulers: list[LRScheduler] = []
         self._run_id = ""
@@ -105,7 +104,7 @@ class CheckpointKeeper(Pauses):
         self._has_ended = False
         self._epoch = self._passes = self._passes_done = self._count = 0
         self.is_active = self.counts_epochs = self._is_resumed = False
-        self._has_begun = self._cuts_at_stop = False
+        self._cuts_at_stop = False
 
     def begin_run(
         self,
@@ -134,9 +133,7 @@ class CheckpointKeeper(Pauses):
                 registered=registered,
             )
 
-        self._clear()
         self._cuts_at_stop = cuts_at_stop
-        self._several = run if isinstance(run, Run) else None
         self._schedulers, self._stops = list(schedulers), stops
         self.begin_saved(run, contents_of)
 
@@ -152,16 +149,12 @@ class CheckpointKeeper(Pauses):
         self._run, self._contents_of = run, contents_of
         self.configure(CheckpointConfig.from_environment())
 
-    def end_run(self, *, has_failed: bool = False) -> None:
+    def end_run(self, has_failed: bool = False) -> None:
         """The run ends when what is being written is written, or takes too long."""
         for writer in self._writers.values():
             writer.close(FAILED_S if has_failed else AT_EXIT_S)
         if self._asked:
             logger.warning("no checkpoint was made: the run ended before its epoch")
-        self._writers.clear()
-        self._stores.clear()
-        self._registered.clear()
-        self._config = None
         if self._signals is not None:
             self._signals.close()
         self._clear()
@@ -236,8 +229,7 @@ class CheckpointKeeper(Pauses):
         """The loop goes over the loader; False for a pass that is done already."""
         self._passes += 1
         self._has_ended = False
-        is_first, self._has_begun = not self._has_begun, True
-        folder = os.environ.get("ELCHE_RESUME") if is_first else None
+        folder = os.environ.get("ELCHE_RESUME") if self._passes == 1 else None
         if folder and not self._is_resumed and self._current.rank == 0:
             logger.warning(
                 "nothing is resumed from %s: this run begins anew; loop over "
@@ -259,8 +251,8 @@ class CheckpointKeeper(Pauses):
 
     @override
     def hand_over(self, group: Group, source: int, is_new: bool) -> None:
-        run, messages = self._several, None
-        assert run is not None
+        run, messages = self._run, None
+        assert isinstance(run, Run), "ranks join a run of several"
         if group.rank == source:
             loop = {"epoch": self._epoch, "passes": self._passes_before}
             loop["count"] = self._count
@@ -303,8 +295,8 @@ class CheckpointKeeper(Pauses):
         """Numbers of the epochs that are left; see `elche.epochs`."""
         self.is_active = self.counts_epochs = True
         self._count = count
-        if self._several is not None and self._several.is_new:
-            self._several.join()
+        if isinstance(self._run, Run) and self._run.is_new:
+            self._run.join()
         folder = os.environ.get("ELCHE_RESUME")
         if folder and not self._is_resumed:
             self.resume(Path(folder))
@@ -417,7 +409,7 @@ class CheckpointKeeper(Pauses):
     def resume(self, folder: Path) -> bool:
         """Goes on from the newest checkpoint; see `elche.resume`."""
         run, self.is_active, self._is_resumed = self._current, True, True
-        if self._several is not None and self._several.is_new:
+        if isinstance(run, Run) and run.is_new:
             return False  # it goes on from where the others are, once its loop begins
         found = self._newest(folder)
         if found is None:

@@ -62,25 +62,27 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_json(folder / MANIFEST, {"manifest": body, "sha256": _digest(body)})
 
 
-def read_manifest(folder: Path) -> Manifest | CheckpointError:
-    """Reads what is in a checkpoint, or says how it is damaged.
+class OtherFormatError(CheckpointError):
+    """Another version of elche wrote the checkpoint."""
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: another version of elche wrote it.
+        OtherFormatError: another version of elche wrote it.
+        CheckpointError: it is damaged.
     """
-    try:
-        whole = read_json(folder / MANIFEST)
-    except CheckpointError as error:
-        return error
+    whole = read_json(folder / MANIFEST)
     if not isinstance(whole, dict) or not isinstance(whole.get("manifest"), dict):
-        return CheckpointError(f"{MANIFEST} is none of elche")
+        raise CheckpointError(f"{MANIFEST} is none of elche")
     body = whole["manifest"]
     if whole.get("sha256") != _digest(body):
-        return CheckpointError(f"{MANIFEST} has another checksum than when written")
+        raise CheckpointError(f"{MANIFEST} has another checksum than when written")
     try:
         if body.get("format") != FORMAT:
             own = metadata.version("elche")
-            raise CheckpointError(
+            raise OtherFormatError(
                 f"expected a checkpoint of format {FORMAT}, which elche {own} reads, "
                 f"got format {body.get('format')} by elche "
                 f"{body.get('versions', {}).get('elche', 'of unknown version')} in "
@@ -94,8 +96,9 @@ def read_manifest(folder: Path) -> Manifest | CheckpointError:
         is_own &= {*map(type, texts)} == {str} and {*map(type, numbers)} == {int}
     except (AttributeError, KeyError, TypeError):
         is_own = False
-    other = CheckpointError(f"{MANIFEST} has fields that elche does not write there")
-    return manifest if is_own else other
+    if not is_own:
+        raise CheckpointError(f"{MANIFEST} has fields that elche does not write there")
+    return manifest
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import base64
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 
 from elche.checkpoint.files import name_of
 from elche.errors import CheckpointError, ConfigError
-from elche.torch_internals.groups import STATE_VERSIONS
 
 StateTree: TypeAlias = Any
 """Dicts, lists, tuples, numbers, strings, bytes, None, tensors, arrays; nested."""
@@ -39,6 +39,7 @@ _DICTS: Final[dict[type, str]] = {
     Counter: "counter",
 }
 _LISTS: Final[dict[type, str]] = {tuple: "tuple", torch.Size: "size"}
+_CONTAINERS: Final = {name: kind for kind, name in {**_DICTS, **_LISTS}.items()}
 
 
 def encode(
@@ -111,13 +112,13 @@ class _Encoder:
             return _kind("complex", [repr(value.real), repr(value.imag)])
         if kind is bytes:
             return _kind("bytes", base64.b64encode(value).decode())
-        if kind is list or kind in _LISTS:
+        if isinstance(value, list) or kind in _LISTS:
             items = [
                 self.node(item, f"{path}[{index}]", depth + 1)
                 for index, item in enumerate(value)
             ]
-            return items if kind is list else _kind(_LISTS[kind], items)
-        if kind in _DICTS:
+            return _kind(_LISTS[kind], items) if kind in _LISTS else items
+        if isinstance(value, Mapping):
             return self._dict(value, path, depth)
         if isinstance(value, torch.dtype | torch.device):
             return _kind(kind.__name__, name_of(value))
@@ -166,7 +167,7 @@ class _Encoder:
         self.tensors[name] = value
         return name
 
-    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Json:
+    def _dict(self, value: Mapping[Any, Any], path: str, depth: int) -> Json:
         for key in value:
             if type(key) not in _PLAIN_KEYS:
                 raise ConfigError(
@@ -177,15 +178,12 @@ class _Encoder:
             key: self.node(item, f"{path}.{key}", depth + 1)
             for key, item in value.items()
         }
-        about = getattr(value, STATE_VERSIONS, None)  # of a module's state_dict
         is_plain = KIND not in items and all(type(key) is str for key in items)
-        if type(value) is dict and is_plain:
+        kind = _DICTS.get(type(value), "dict")  # of another mapping, a plain dict
+        if kind == "dict" and is_plain:
             return items
         pairs = [[self.node(key, path, depth), item] for key, item in items.items()]
-        node = _kind(_DICTS[type(value)], pairs)
-        if about is not None:
-            node["about"] = self.node(about, f"{path}.{STATE_VERSIONS}", depth + 1)
-        return node
+        return _kind(kind, pairs)
 
 
 def _decode(node: Json, tensor: Callable[[str, bool], Tensor]) -> Any:
@@ -197,13 +195,11 @@ def _decode(node: Json, tensor: Callable[[str, bool], Tensor]) -> Any:
         return {key: _decode(item, tensor) for key, item in node.items()}
     kind, value = node[KIND], node["value"]
     if kind in _LISTS.values():
-        return _made(_LISTS, kind)([_decode(item, tensor) for item in value])
+        return _CONTAINERS[kind]([_decode(item, tensor) for item in value])
     if kind in _DICTS.values():
-        whole = _made(_DICTS, kind)()
+        whole = _CONTAINERS[kind]()
         for key, item in value:
             whole[_decode(key, tensor)] = _decode(item, tensor)
-        if "about" in node:
-            setattr(whole, STATE_VERSIONS, _decode(node["about"], tensor))
         return whole
     if kind == "tensor":
         found = tensor(value, node.get("in") == MODEL)
@@ -214,25 +210,7 @@ def _decode(node: Json, tensor: Callable[[str, bool], Tensor]) -> Any:
         flat = tensor(value, False).numpy().view(np.dtype(node["dtype"]))
         array = flat.reshape(node["shape"])
         return array[()] if node.get("scalar") else array
-    return _scalar(kind, value)
-
-
-def _made(kinds: Mapping[type, str], name: str) -> Any:
-    return next(kind for kind, known in kinds.items() if known == name)
-
-
-def _scalar(kind: str, value: Any) -> Any:
-    if kind == "float":
-        return float(value)
-    if kind == "complex":
-        return complex(*map(float, value))
-    if kind == "bytes":
-        return base64.b64decode(value, validate=True)
-    if kind == "dtype":
-        return _dtype(value)
-    if kind == "device":
-        return torch.device(value)
-    raise ValueError(f"a node of kind {kind!r}")
+    return _SCALARS[kind](value)
 
 
 def _kind(kind: str, value: Json) -> dict[str, Json]:
@@ -253,3 +231,13 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype {name!r}")
     return dtype
+
+
+_SCALARS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "float": float,
+    "complex": lambda value: complex(*map(float, value)),
+    "bytes": partial(base64.b64decode, validate=True),
+    "dtype": _dtype,
+    "device": torch.device,
+}
+"""Decoders of values that JSON has no word for, by kind."""

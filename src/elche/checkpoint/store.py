@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 from elche.checkpoint.files import (
-    StoredTensors,
     check_file,
     make_folder,
+    open_tensors,
     read_json,
     remove,
     sync_folder,
@@ -36,11 +36,12 @@ from elche.checkpoint.manifest import (
     MODEL_PART,
     SHARED,
     Manifest,
+    OtherFormatError,
     part_of_rank,
     read_manifest,
     write_manifest,
 )
-from elche.errors import CheckpointError, ConfigError
+from elche.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +92,9 @@ class Checkpoint:
             self._model = {}
             if MODEL_FILE in self.manifest.files:
                 stored = self._stored(MODEL_FILE)
-                self._model = {name: stored[name] for name in stored.names}
+                self._model = {
+                    name: stored.get_tensor(name) for name in sorted(stored.keys())
+                }
         return self._model
 
     def model_parts(self, wanted: Collection[str]) -> dict[str, Tensor]:
@@ -108,7 +111,10 @@ class Checkpoint:
             if not name.startswith(MODEL_PART):
                 continue
             part = self._stored(name)
-            found |= {n: part[n] if n in wanted else nothing for n in part.names}
+            found |= {
+                n: part.get_tensor(n) if n in wanted else nothing
+                for n in sorted(part.keys())
+            }
         return found
 
     def shared(self) -> StateTree:
@@ -121,17 +127,12 @@ class Checkpoint:
         """State of one rank.
 
         Args:
-            rank: it.
+            rank: below the manifest's world size.
             pick: takes of the tree what is wanted; the rest of its tensors is not read.
 
         Raises:
-            CheckpointError: there was no such rank, or its file is damaged.
+            CheckpointError: its file is damaged.
         """
-        if not 0 <= rank < self.manifest.world_size:
-            raise CheckpointError(
-                f"expected a rank below {self.manifest.world_size}, whose run wrote "
-                f"{self.name}, got {rank}"
-            )
         return self._part(part_of_rank(rank), pick)
 
     def _part(
@@ -144,13 +145,13 @@ class Checkpoint:
         own = self._stored(f"{part}.safetensors")
 
         def tensor(name: str, in_model: bool) -> Tensor:
-            return (self.model() if in_model else own)[name]
+            return self.model()[name] if in_model else own.get_tensor(name)
 
         return decode(pick(content["tree"]), tensor)
 
-    def _stored(self, name: str) -> StoredTensors:
+    def _stored(self, name: str) -> Any:
         self._check(name)
-        return StoredTensors(self.path / name)
+        return open_tensors(self.path / name)
 
     def _check(self, name: str) -> None:
         if name not in self._checked:
@@ -174,8 +175,6 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
-        if keep < 1:
-            raise ConfigError(f"expected to keep at least 1 checkpoint, got {keep}")
         self.folder = folder
         self._keep = keep
         self._damaged: set[int] = set()
@@ -193,12 +192,11 @@ class CheckpointStore:
             if not (path / MANIFEST).exists():
                 logger.info("%s is not complete, passed over", path)
                 continue
-            manifest = read_manifest(path)
             try:
-                if isinstance(manifest, CheckpointError):
-                    raise manifest
-                checkpoint = Checkpoint(path, manifest)
+                checkpoint = Checkpoint(path, read_manifest(path))
                 checkpoint.check()
+            except OtherFormatError:
+                raise
             except CheckpointError as error:
                 logger.warning("%s is damaged, passed over: %s", path, error)
                 self._damaged.add(number)
@@ -212,10 +210,10 @@ class CheckpointStore:
         Raises:
             CheckpointError: it is not there, damaged, or of another version.
         """
-        manifest = read_manifest(self.folder / name)
-        if isinstance(manifest, CheckpointError):
-            raise CheckpointError(f"{self.folder / name}: {manifest}")
-        return Checkpoint(self.folder / name, manifest)
+        try:
+            return Checkpoint(self.folder / name, read_manifest(self.folder / name))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.folder / name}: {error}") from error
 
     def newest_name(self) -> str | None:
         """The newest that was completed, unread: it may have been damaged since."""
@@ -289,9 +287,4 @@ class CheckpointStore:
 
 
 def _number(name: str) -> int:
-    found = _NAME.fullmatch(name)
-    if found is None:
-        raise ConfigError(
-            f"expected a checkpoint's name as next_name() gives, got {name!r}"
-        )
-    return int(found[1])
+    return int(name.rpartition("-")[2])

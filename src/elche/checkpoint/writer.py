@@ -28,7 +28,6 @@ from elche.checkpoint.files import (
     write_tensors,
 )
 from elche.checkpoint.manifest import SHARED, Manifest, part_of_rank
-from elche.checkpoint.state_tree import Json, encode
 from elche.checkpoint.store import CheckpointStore
 from elche.errors import CheckpointError, DeadlineError, ElcheError
 
@@ -45,13 +44,11 @@ class _Job:
 
     Attributes:
         name: of the checkpoint.
-        parts: JSON and tensors by the part's name.
-        held: the model, and where it goes.
+        held: what is written.
         info: on rank 0, for the manifest; None elsewhere.
     """
 
     name: str
-    parts: Mapping[str, tuple[Json, dict[str, Tensor]]]
     held: Captured
     info: Mapping[str, Any] | None
 
@@ -101,21 +98,11 @@ class CheckpointWriter:
 
         Args:
             name: of the checkpoint, from rank 0's `CheckpointStore.next_name`.
-            held: what is written. Tensors of the shared state that are the model's as
-                well are stored once.
+            held: what is written.
             info: what a run reads before the rest, for rank 0's manifest; plain JSON.
-
-        Raises:
-            ConfigError: something in it cannot be stored; the message says what.
         """
-        is_first = self.rank == 0
-        parts = {part_of_rank(self.rank): encode(held.own, "own")}
-        if is_first:
-            parts[SHARED] = encode(held.shared, SHARED, held.model)
-        job = _Job(name, parts, held, dict(info) if is_first else None)
+        job = _Job(name, held, None if self.rank else dict(info))
         with self._changed:
-            if self._is_closed:
-                raise CheckpointError(f"{name} was begun after the run's last one")
             self._jobs.append(job)
             self._changed.notify_all()
             if self._thread is None:
@@ -190,7 +177,9 @@ class CheckpointWriter:
             name = job.held.model_file
             files[name] = write_tensors(folder / name, job.held.model)
         before = dict(files)
-        for part, (tree, tensors) in job.parts.items():
+        parts = {part_of_rank(self.rank): job.held.own}
+        parts |= {} if self.rank else {SHARED: job.held.shared}
+        for part, (tree, tensors) in parts.items():
             files |= _write_part(folder / part, self._run_id, tree, tensors, before)
         if job.info is None:
             return
@@ -230,7 +219,7 @@ def _write_part(
     run_id: str,
     tree: Any,
     tensors: Mapping[str, Tensor],
-    before: Mapping[str, FileRecord] | None = None,
+    before: Records,
 ) -> Records:
     """Writes one part: its tensors, and then the rest, which says that it is there.
 
@@ -245,8 +234,7 @@ def _write_part(
         OSError: it cannot be written.
     """
     name = f"{path.name}.safetensors"
-    files: Records = dict(before or {})
-    files[name] = write_tensors(path.with_name(name), tensors)
+    files = {**before, name: write_tensors(path.with_name(name), tensors)}
     named = {name: asdict(each) for name, each in files.items()}
     content = {"run_id": run_id, "files": named, "tree": tree}
     rest = f"{path.name}.json"

@@ -159,11 +159,11 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's names, each once."""
-        return self._parts.named_parameters()
+        return iter(self._parts.named_parameters().items())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, for its optimizer."""
-        return (one for _, one in self.named_parameters())
+        return iter(self._parts.named_parameters().values())
 
     def zero_grad(self) -> None:
         """Drops the gradients of this rank."""

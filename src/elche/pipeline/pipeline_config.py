@@ -91,51 +91,56 @@ class PipelineConfig:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        if self.loss_reduction not in ("mean", "sum"):
-            raise ConfigError(
-                f"expected loss_reduction 'mean' or 'sum', got {self.loss_reduction!r}"
-            )
-        if self.transport not in ("auto", "gloo"):
-            raise ConfigError(
-                f"expected transport 'auto' or 'gloo', got {self.transport!r}"
-            )
-        counts = isinstance(self.replicas, int)
-        if isinstance(self.replicas, (bool, str)) or (counts and self.replicas < 1):  # type: ignore[operator]
-            raise ConfigError(
+        replicas, limits, partition = self.replicas, self.memory_bytes, self.partition
+        stages, timeout_s = self.stages_per_rank, self.timeout_s
+        checks = (
+            (
+                self.loss_reduction in ("mean", "sum"),
+                f"expected loss_reduction 'mean' or 'sum', got {self.loss_reduction!r}",
+            ),
+            (
+                self.transport in ("auto", "gloo"),
+                f"expected transport 'auto' or 'gloo', got {self.transport!r}",
+            ),
+            (
+                not isinstance(replicas, (bool, str))
+                and (not isinstance(replicas, int) or replicas >= 1),
                 "expected replicas of at least 1, or the ranks of each replica such as "
-                f"[[0, 1], [2, 3]], got {self.replicas!r}"
-            )
-        if isinstance(self.costs, str) and self.costs != "measure":
-            raise ConfigError(
-                f"expected costs of the stages or 'measure', got {self.costs!r}"
-            )
-        if self.memory_bytes is not None:
-            self._check_memory(self.memory_bytes)
-        if self.partition is not None and any(n < 1 for n in self.partition):
-            raise ConfigError(
-                "expected at least one layer in each stage of the partition, got "
-                f"{list(self.partition)}"
-            )
-        if self.stages_per_rank is not None and self.stages_per_rank < 1:
-            raise ConfigError(
-                f"expected stages_per_rank of at least 1, got {self.stages_per_rank}"
-            )
-        if not math.isfinite(self.timeout_s) or self.timeout_s <= 0:
-            raise ConfigError(f"expected a positive timeout_s, got {self.timeout_s!r}")
-
-    def _check_memory(self, limits: Sequence[float]) -> None:
-        if self.costs != "measure":
-            raise ConfigError(
+                f"[[0, 1], [2, 3]], got {replicas!r}",
+            ),
+            (
+                not isinstance(self.costs, str) or self.costs == "measure",
+                f"expected costs of the stages or 'measure', got {self.costs!r}",
+            ),
+            (
+                limits is None or self.costs == "measure",
                 'memory_bytes= is for costs="measure"; with given costs set their '
-                "memory"
-            )
-        is_list = isinstance(limits, (tuple, list))
-        if not is_list or not all(
-            isinstance(one, (int, float)) and one > 0 for one in limits
-        ):
-            raise ConfigError(
-                f"expected bytes above 0 for each rank as memory_bytes, got {limits!r}"
-            )
+                "memory",
+            ),
+            (
+                limits is None
+                or (
+                    isinstance(limits, (tuple, list))
+                    and all(isinstance(one, (int, float)) and one > 0 for one in limits)
+                ),
+                f"expected bytes above 0 for each rank as memory_bytes, got {limits!r}",
+            ),
+            (
+                partition is None or all(count >= 1 for count in partition),
+                f"expected at least one layer in each stage, got partition={partition}",
+            ),
+            (
+                stages is None or stages >= 1,
+                f"expected stages_per_rank of at least 1, got {stages}",
+            ),
+            (
+                math.isfinite(timeout_s) and timeout_s > 0,
+                f"expected a positive timeout_s, got {timeout_s!r}",
+            ),
+        )
+        for is_right, message in checks:
+            if not is_right:
+                raise ConfigError(message)
 
 
 def pipeline_config(

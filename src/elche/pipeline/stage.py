@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
 
-from elche.pipeline.trees import map_tensors
+from elche.torch_internals.batches import tree_leaves
 
 CACHE = "cache"
 """The argument by which a layer takes a dict that it keeps keys and values in."""
@@ -106,24 +107,10 @@ class Stage:
         self._keywords = [_keywords(layer.module) for layer in layers]
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """The layers' modules."""
-        return [layer.module for layer in self.layers]
-
-    @property
     def own_backward(self) -> OwnBackward | None:
         """The layer that brings its own backward, if it is one."""
         only = self.layers[0].module if len(self.layers) == 1 else None
         return only if isinstance(only, OwnBackward) else None
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the model's names, each once."""
-        seen: set[int] = set()
-        for layer in self.layers:
-            for name, one in layer.module.named_parameters():
-                if id(one) not in seen:
-                    seen.add(id(one))
-                    yield layer.prefixed(name), one
 
     def named_modules(self) -> dict[str, nn.Module]:
         """The layers' modules, and those inside of them, under the model's names."""
@@ -160,35 +147,22 @@ class Stage:
             keywords: for the layers.
             caches: of layers that take `cache=`; None runs them without.
         """
-        if self._seed is None:
-            return self._run(value, microbatch, keywords, caches, ())
-        found: list[torch.device] = []
-        map_tensors(value, lambda one: found.append(one.device))
-        cuda = {one for one in found if one.type == "cuda"}
-        with torch.random.fork_rng(cuda):
-            return self._run(value, microbatch, keywords, caches, cuda)
-
-    def _run(
-        self,
-        value: Any,
-        microbatch: int,
-        keywords: dict[str, Any],
-        caches: LayerCaches | None,
-        cuda: Collection[torch.device],
-    ) -> Any:
-        for number, layer in enumerate(self.layers):
-            if self._seed is not None:
-                self._reseed(number, microbatch, cuda)
-            given = self._keywords[number].of(keywords)
-            if caches is not None and CACHE in self._keywords[number].names:
-                place = (self.index, number, microbatch)
-                given = {**given, CACHE: caches.setdefault(place, {})}
-            if self._unpacks and isinstance(value, tuple):
-                value = layer.module(*value, **given)
-            elif self._unpacks and isinstance(value, dict):
-                value = layer.module(**value, **given)
-            else:
-                value = layer.module(value, **given)
+        tensors = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
+        cuda = {one.device for one in tensors if one.is_cuda}
+        with torch.random.fork_rng(cuda, enabled=self._seed is not None):
+            for number, layer in enumerate(self.layers):
+                if self._seed is not None:
+                    self._reseed(number, microbatch, cuda)
+                given = self._keywords[number].of(keywords)
+                if caches is not None and CACHE in self._keywords[number].names:
+                    place = (self.index, number, microbatch)
+                    given = {**given, CACHE: caches.setdefault(place, {})}
+                if self._unpacks and isinstance(value, tuple):
+                    value = layer.module(*value, **given)
+                elif self._unpacks and isinstance(value, dict):
+                    value = layer.module(**value, **given)
+                else:
+                    value = layer.module(value, **given)
         return value
 
     def _reseed(
@@ -229,10 +203,30 @@ def _keywords(module: nn.Module) -> _Keywords:
     return _Keywords(frozenset(named), takes_all)
 
 
+def named_parameters(layers: Sequence[Layer]) -> dict[str, nn.Parameter]:
+    """Parameters of layers under the model's names, each once."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for layer in layers:
+        for name, one in layer.module.named_parameters():
+            found.setdefault(id(one), (layer.prefixed(name), one))
+    return dict(found.values())
+
+
+@contextmanager
+def modes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Sets all modules, and those inside of them, back to their modes afterwards."""
+    modes = [(one, one.training) for top in modules for one in top.modules()]
+    try:
+        yield
+    finally:
+        for one, mode in modes:
+            one.training = mode
+
+
 def changes_in_place(stage: Stage) -> bool:
     """True if a stage has layers that say so, such as ``nn.ReLU(inplace=True)``."""
     return any(
         getattr(one, "inplace", False) is True
-        for top in stage.modules
-        for one in top.modules()
+        for layer in stage.layers
+        for one in layer.module.modules()
     )

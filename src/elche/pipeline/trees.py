@@ -7,12 +7,15 @@ msgpack can write; nothing is ever unpickled.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from elche.errors import ConfigError
+from elche.torch_internals.batches import tree_leaves, tree_map
 
 _PLAIN = (bool, int, float, str, bytes)
 
@@ -125,25 +128,15 @@ def _rebuild(structure: Any, tensors: Any) -> Any:
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """The same nesting with a function of each tensor; other values stay."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if type(value) in (tuple, list):
-        return type(value)(map_tensors(one, function) for one in value)
-    if type(value) is dict:
-        return {key: map_tensors(one, function) for key, one in value.items()}
-    return value
+    return tree_map(
+        lambda one: function(one) if isinstance(one, torch.Tensor) else one, value
+    )
 
 
 def batch_samples(value: Any) -> int | None:
     """Samples in a batch: the first dimension of its first tensor that has one."""
-    if isinstance(value, torch.Tensor):
-        return value.shape[0] if value.dim() else None
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        found = (batch_samples(one) for one in value)
-        return next((one for one in found if one is not None), None)
-    return None
+    tensors = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
+    return next((one.shape[0] for one in tensors if one.dim()), None)
 
 
 def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
@@ -155,20 +148,16 @@ def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
         sizes: samples of each microbatch.
     """
     total = sum(sizes)
-    parts: list[Any] = []
-    begin = 0
-    for size in sizes:
 
-        def part(tensor: torch.Tensor, begin: int = begin, size: int = size) -> Any:
-            if tensor.dim() == 0 or not _is_dense(tensor):
-                return tensor
-            if tensor.shape[0] != total:
-                return tensor
-            return tensor[begin : begin + size]
+    def part(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        is_cut = tensor.dim() and _is_dense(tensor) and tensor.shape[0] == total
+        return tensor[begin:end] if is_cut else tensor
 
-        parts.append(map_tensors(value, part))
-        begin += size
-    return parts
+    ends = itertools.accumulate(sizes)
+    return [
+        map_tensors(value, partial(part, begin=end - size, end=end))
+        for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def as_plain(value: Any) -> Any:
@@ -183,11 +172,11 @@ def as_plain(value: Any) -> Any:
 
 def join_batches(parts: Sequence[Any]) -> Any:
     """Puts microbatches of one structure together, as `as_plain` gives them."""
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        return torch.stack(list(parts)) if first.dim() == 0 else torch.cat(list(parts))
-    if type(first) in (tuple, list):
-        return type(first)(join_batches(one) for one in zip(*parts, strict=True))
-    if type(first) is dict:
-        return {key: join_batches([part[key] for part in parts]) for key in first}
-    return first
+
+    def joined(first: Any, *others: Any) -> Any:
+        if not isinstance(first, torch.Tensor):
+            return first
+        join = torch.cat if first.dim() else torch.stack
+        return join([first, *others])
+
+    return tree_map(joined, *parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,8 @@ def _needs_run(call: str) -> None:
     has_failed = isinstance(run, Run) and run.worker.is_closed
     if run is not None and not has_failed:
         return
+    from elche.pipeline.checkpoints.pipeline_contents import PipelineContents
     from elche.pipeline.checkpoints.pipeline_state import PipelineState
-    from elche.pipeline.checkpoints.saved_pipeline import begin_saving
 
     pipe = PipelineState.only_open()
     if pipe is None:
@@ -132,4 +133,6 @@ def _needs_run(call: str) -> None:
         shutdown()  # what comes is of the pipeline
     if pipe.passes.pauses is not process.checkpoints:
         process.checkpoints.end_run(has_failed=True)  # of a run that has failed
-        begin_saving(pipe, process.checkpoints)
+        process.checkpoints.begin_saved(pipe, partial(PipelineContents, pipe))
+        pipe.passes.pauses = process.checkpoints
+        pipe.on_close = process.checkpoints.end_run

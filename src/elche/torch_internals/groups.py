@@ -63,6 +63,3 @@ STEPPED_IN_BACKWARD = "_in_backward_optimizers"
 
 COMPILED_MODULE = "_orig_mod"
 """Attribute with the module that `torch.compile` was given; state dicts name it."""
-
-STATE_VERSIONS = "_metadata"
-"""On a module's state dict: versions of its layers' formats."""

@@ -36,7 +36,7 @@ from elche.errors import (
     ProtocolError,
     RemoteRankError,
 )
-from elche.pipeline.peers.waits import Rendezvous
+from elche.pipeline.peers.waits import Waits
 from elche.runtime.process import coordinator
 from elche.runtime.process.coordinator import CoordinatorServer
 from elche.sim.cluster import Cluster, Device, SimulatedRun
@@ -385,7 +385,7 @@ def test_what_could_not_be_sent_is_raised_when_the_last_word_is_read() -> None:
         why = r"lost the coordinator: timed out \(StoreSet was not sent\)"
         for wait in (
             lambda: channel.receive(WAIT_S, "anything"),
-            channel.ready,
+            lambda: next(channel.ready(), None),
             lambda: channel.send(Left(rank=0)),
         ):
             with pytest.raises(CommunicationError, match=why):
@@ -403,7 +403,7 @@ def test_a_wait_for_a_value_ends_with_the_connection() -> None:
         assert not isinstance(caught.value, DeadlineError)
         assert channel.store_published(["a"], WAIT_S) == set()
         with pytest.raises(RemoteRankError, match="rank 1 failed"):
-            Rendezvous(channel, 0, WAIT_S).store_get("a", WAIT_S)
+            Waits(channel, 0, "").store_get("a", WAIT_S)
 
 
 def test_a_wait_for_a_value_ends_with_the_run() -> None:

@@ -51,8 +51,7 @@ def test_one_bit_of_one_rank_is_seen(
     bit = 0 if dtype == torch.bool else data.draw(st.integers(0, 7))
     bits[place] = int(bits[place]) ^ (1 << bit)
     assert on_ranks(ranks, differing, models) == [[1]] * ranks
-    sent = on_ranks(ranks, make_equal, models, ["a test"] * ranks)
-    assert sent == [changed.nbytes] * ranks
+    on_ranks(ranks, make_equal, models, ["a test"] * ranks)
     assert on_ranks(ranks, differing, models) == [[]] * ranks
 
 

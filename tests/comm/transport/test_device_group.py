@@ -6,11 +6,9 @@ Another backend stands in NCCL's place, and the CPU in the devices'.
 from __future__ import annotations
 
 import ipaddress
-import logging
 import socket
 import threading
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,13 +20,13 @@ from elche.comm.transport import device_group
 from elche.comm.transport.device_group import (
     DeviceGroupConfig,
     DeviceWork,
-    _Meeting,
     open_device_group,
     serves,
 )
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import CommunicationError, ConfigError
 from tests.comm.joined import joined, meeting
+from tests.harness.log_lines import logged
 from tests.harness.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -82,11 +80,8 @@ def test_what_does_not_end_among_devices_has_the_deadline() -> None:
 
 
 def test_ranks_of_other_hosts_are_told_an_address_and_not_a_name() -> None:
-    meeting = _Meeting(("a", "b"), DeviceGroupConfig(5.0, "localhost"))
-    meeting.open()
-    address, _, _ = meeting.place.partition(" ")
-    assert ipaddress.ip_address(address).is_loopback
-    meeting.close()
+    _, place = device_group.serve_store("localhost", 5.0)
+    assert ipaddress.ip_address(place.split()[0]).is_loopback
 
 
 def _gloo(store: dist.Store, rank: int, world_size: int, deadline: timedelta) -> Any:
@@ -97,9 +92,7 @@ def _gloo(store: dist.Store, rank: int, world_size: int, deadline: timedelta) ->
 
 
 def _is_there(place: str) -> bool:
-    """Whether ranks can meet in this file, or at this address and port."""
-    if place.startswith("/"):
-        return Path(place).parent.exists()
+    """Whether ranks can meet at this address and port."""
     address, port = place.split()
     try:
         socket.create_connection((address, int(port)), 5.0).close()
@@ -110,20 +103,13 @@ def _is_there(place: str) -> bool:
 
 def _opened(fault: str, hosts: str) -> tuple[list[float], str, bool]:
     """The sums of a group that is formed under a fault, what was said, what is left."""
-    said: list[str] = []
     places: list[str] = []
     released = threading.Event()
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(device_group.__name__)
-    logger.addHandler(handler)
-    with joined("gloo") as group:
+    with logged(device_group.__name__) as said, joined("gloo") as group:
         group.host = hosts[group.rank]
 
         def form(store: Any, rank: int, size: int, deadline: timedelta) -> Any:
-            is_file = isinstance(store, dist.FileStore)
-            assert is_file == (hosts == "aa")
-            places.append(store.path if is_file else f"{LISTEN} {store.port}")
+            places.append(f"{store.host} {store.port}")
             if rank == 1 and fault == "fails":
                 raise RuntimeError("no such device")
             if rank == 1 and fault == "hangs":
@@ -136,17 +122,18 @@ def _opened(fault: str, hosts: str) -> tuple[list[float], str, bool]:
                 return SimpleNamespace(allreduce=lambda _: nothing, held=made)
             return made
 
-        name = f"gpu {group.rank}"
         waits = fault == "hangs" or (fault == "fails" and group.rank == 0)
         timeout_s = 0.5 if waits else 60.0  # who fails is not late, on a busy machine
         listen = LISTEN if hosts == "ab" else ""
-        config = DeviceGroupConfig(timeout_s, listen, form, lambda _: name)
+        config = DeviceGroupConfig(timeout_s, listen, form)
         group.ranks = [3, 5]
         found = None
-        try:
-            found = open_device_group(group, CPU, config)
-        except ConfigError as error:
-            said.append(str(error))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device_group, "device_name", lambda _: f"gpu {group.rank}")
+            try:
+                found = open_device_group(group, CPU, config)
+            except ConfigError as error:
+                said.append(str(error))
         tensor = torch.full((3,), 2.0 + group.rank)
         if found is not None:
             group.wait(found.all_reduce_async(tensor), "a test")
@@ -157,7 +144,6 @@ def _opened(fault: str, hosts: str) -> tuple[list[float], str, bool]:
         for thread in threading.enumerate():
             if thread.name == device_group.TRIAL:
                 thread.join(60.0)
-    logger.removeHandler(handler)
     is_left = bool(places) and group.rank == 0 and _is_there(places[0])
     return tensor.tolist(), "; ".join(said), is_left
 

@@ -19,7 +19,12 @@ from elche.comm.transport.device_group import TRIED_ELEMENTS
 from elche.comm.transport.device_messages import TwoWays, trial
 from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message
 from elche.errors import CommunicationError, DeadlineError
-from tests.comm.transport.thread_link import Cable, transports
+from tests.comm.transport.thread_link import (
+    TENSORS,
+    Cable,
+    check_whole,
+    transports,
+)
 
 DEADLINE_S = 30.0
 NEVER = 10**9
@@ -51,17 +56,6 @@ def passed(
     return found
 
 
-TENSORS = (
-    torch.randn(3, 4, dtype=torch.float64).t(),
-    torch.tensor([1 + 2j, 3 - 1j]).conj(),
-    torch.tensor([True, False]),
-    torch.tensor(7, dtype=torch.int16),
-    torch.empty(0, 3),
-    torch.randn(5, dtype=torch.bfloat16, requires_grad=True),
-    torch.tensor([1 + 2j]).conj().imag,
-)
-
-
 @pytest.mark.parametrize("by", ["host", "devices"])
 def test_every_kind_of_tensor_comes_whole(by: str) -> None:
     cables = [Cable(), Cable()]
@@ -71,11 +65,7 @@ def test_every_kind_of_tensor_comes_whole(by: str) -> None:
         expected = len(TENSORS) if by == "devices" else 0
         assert second.devices.stream.handed_over == len(TENSORS)
     assert len(cables[0].carried) == max(0, expected - 1), "an empty one needs no way"
-    assert found.structure == ["t"]
-    for one, other in zip(found.tensors, TENSORS, strict=True):
-        assert torch.equal(one, other.resolve_conj().resolve_neg())
-        assert one.dtype == other.dtype
-        assert not one.requires_grad
+    check_whole(found)
 
 
 def test_tensors_elsewhere_and_ranks_that_were_not_tried_take_the_host() -> None:

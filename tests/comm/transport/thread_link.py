@@ -22,10 +22,30 @@ from typing import Any
 import torch
 
 from elche.comm.transport.device_messages import DeviceMessages, TwoWays
+from elche.comm.transport.messages import Message
 from elche.comm.transport.point_to_point import PointToPoint
 from elche.errors import CommunicationError, DeadlineError, ElcheError
 
 DEADLINE_S = 60.0
+TENSORS = (
+    torch.randn(3, 4, dtype=torch.float64)[:, ::2].t(),
+    torch.randn(2, 2, dtype=torch.complex64).conj(),
+    torch.tensor([True, False]),
+    torch.tensor(7, dtype=torch.int16),
+    torch.empty(0, 3),
+    torch.randn(5, dtype=torch.bfloat16, requires_grad=True),
+    torch.tensor([1 + 2j]).conj().imag,
+)
+"""Of every kind that may travel."""
+
+
+def check_whole(found: Message) -> None:
+    """A message of `TENSORS` with the structure ``["t"]`` has come as it was sent."""
+    assert found.structure == ["t"]
+    for one, other in zip(found.tensors, TENSORS, strict=True):
+        assert torch.equal(one, other.resolve_conj().resolve_neg())
+        assert one.dtype == other.dtype
+        assert not one.requires_grad
 
 
 @dataclass

@@ -15,18 +15,9 @@ from torch import nn
 from elche.pipeline.peers import waits
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
-from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, Scaled, loss_of
+from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, Scaled, loss_of, told
 
 SAMPLES = 8
-
-
-def told(call: Callable[[], Any]) -> str:
-    """What a call came to; "" where all was well."""
-    try:
-        call()
-    except (Exception, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:

@@ -494,8 +494,8 @@ def troubled(kind: str, schedule: str = "zb-h1") -> list[str]:
         middle.pipe = pipe
         if kind == "hangs":
             lose_patience(pipe, 5.0)
-        for batch, target in batches:
-            found.append(_told(pipe, batch, target))
+        for batch in batches:
+            found.append(told(lambda batch=batch: pipe.step(*batch)))
     except Exception as error:
         found.append(f"{type(error).__name__}: {error}")
     finally:
@@ -504,10 +504,11 @@ def troubled(kind: str, schedule: str = "zb-h1") -> list[str]:
     return found
 
 
-def _told(pipe: Pipeline, batch: Any, target: Any) -> str:
+def told(call: Callable[[], Any]) -> str:
+    """What a call came to; "" where all was well."""
     try:
-        pipe.step(batch, target)
-    except Exception as error:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

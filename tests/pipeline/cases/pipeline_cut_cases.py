@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -160,32 +159,6 @@ class Cut:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class Pause(torch.autograd.Function):
-    """Takes its time, as long again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, pause_s: float) -> torch.Tensor:
-        ctx.pause_s = pause_s
-        time.sleep(pause_s)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        time.sleep(2 * ctx.pause_s)
-        return grad, None
-
-
-def slow_down(module: nn.Module, pause_s: float) -> None:
-    """Emulates a device: a module's passes take at least so long."""
-
-    def pause(_: nn.Module, given: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return Pause.apply(output[0], pause_s), *output[1:]  # type: ignore[no-untyped-call]
-        return Pause.apply(output, pause_s)  # type: ignore[no-untyped-call]
-
-    module.register_forward_hook(pause)
-
-
 def model_for(work: Cut) -> nn.Module:
     torch.manual_seed(5)
     return MODELS[work.model]().double()
@@ -246,9 +219,6 @@ def alone(work: Cut, micro_batches: int) -> Trained:
         output = model(**x) if isinstance(x, dict) else model(x)
         evaluated = loss_of(output, y).item()
     return Trained(model.state_dict(), losses, evaluated=evaluated)
-
-
-"""Of one sequence, and of more than there are microbatches."""
 
 
 @dataclass

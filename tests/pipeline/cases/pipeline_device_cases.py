@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +9,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 
 from elche.comm.transport import device_group
-from elche.comm.transport.device_messages import DeviceWay
 from elche.pipeline.peers import peers
 from tests.comm.transport.thread_link import Beside
+from tests.harness.log_lines import logged
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import (
     Trained,
@@ -71,7 +71,6 @@ class Wire:
 def devices(fails: bool = False) -> Iterator[tuple[list[Wire], list[str]]]:
     """Ranks with a device each; both ways, once they are formed, and what is logged."""
     wires: list[Wire] = []
-    said: list[str] = []
     place = this_place()
 
     def form(store: dist.Store, rank: int, size: int, deadline: timedelta) -> Wire:
@@ -84,18 +83,14 @@ def devices(fails: bool = False) -> Iterator[tuple[list[Wire], list[str]]]:
         wires.append(Wire(dist.ProcessGroupGloo(store, rank, size, options)))
         return wires[-1]
 
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(device_group.__name__)
-    logger.addHandler(handler)
-    name = f"gpu {place.rank}"
-    kept = peers.DeviceWay
-    peers.DeviceWay = lambda: DeviceWay(form, lambda _: name, lambda _: Beside())  # type: ignore[misc, assignment]
-    try:
+    with (
+        logged(device_group.__name__) as said,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(device_group, "device_name", lambda _: f"gpu {place.rank}")
+        patch.setattr(peers, "nccl_group", form)
+        patch.setattr(peers, "SideStream", lambda _: Beside())
         yield wires, said
-    finally:
-        peers.DeviceWay = kept  # type: ignore[misc]
-        logger.removeHandler(handler)
 
 
 def by_devices(work: Work, fails: bool = False) -> tuple[Trained, list[int], str]:

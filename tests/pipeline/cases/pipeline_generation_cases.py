@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.pipeline.pipeline import Pipeline
+from tests.harness.log_lines import logged
 from tests.harness.rank_main import this_place
-from tests.pipeline.cases.pipeline_cases import CALM
+from tests.pipeline.cases.pipeline_cases import CALM, told
 
 WIDTH, HEADS, VOCABULARY, LENGTH, BLOCKS = 8, 2, 11, 16, 4
 PROMPTS = (
@@ -248,48 +249,31 @@ def run(
     return logits[:, -1]
 
 
-class Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.told: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.told.append(record.getMessage())
-
-
 def generated(work: GenerationWork) -> Generated:
     """On one rank of a pipeline, each prompt twice."""
     layers = layers_of(work.kind)
-    handler, logger = Told(), logging.getLogger("elche.pipeline.step.generation")
-    logger.addHandler(handler)
-    try:
-        with Pipeline(
-            layers,
-            F.mse_loss,
-            micro_batches=2,
-            schedule=work.schedule,
-            partition=work.partition,
-            **CALM,
-        ) as pipe:
-            mine = _attention(pipe)
-            options: dict[str, Any] = dict(work.options)
-            if work.kind == "masked":
-                options["batch_of"] = with_mask
-            found, lengths = [], []
-            for prompt in (*PROMPTS, *PROMPTS):
-                mine.lengths.clear()
-                tokens = pipe.generate(
-                    prompt if pipe.is_first else None,
-                    max_new_tokens=NEW,
-                    end_token=work.end_token,
-                    **options,
-                )
-                found.append(tokens)
-                lengths.append(list(mine.lengths))
-            left = sum(one() is not None for one in mine.kept)
-            return Generated(found, lengths[2:], left, handler.told)
-    finally:
-        logger.removeHandler(handler)
+    cut = {"schedule": work.schedule, "partition": work.partition}
+    with (
+        logged("elche.pipeline.step.generation") as warnings,
+        Pipeline(layers, F.mse_loss, micro_batches=2, **cut, **CALM) as pipe,
+    ):
+        mine = _attention(pipe)
+        options: dict[str, Any] = dict(work.options)
+        if work.kind == "masked":
+            options["batch_of"] = with_mask
+        found, lengths = [], []
+        for prompt in (*PROMPTS, *PROMPTS):
+            mine.lengths.clear()
+            tokens = pipe.generate(
+                prompt if pipe.is_first else None,
+                max_new_tokens=NEW,
+                end_token=work.end_token,
+                **options,
+            )
+            found.append(tokens)
+            lengths.append(list(mine.lengths))
+        left = sum(one() is not None for one in mine.kept)
+        return Generated(found, lengths[2:], left, warnings)
 
 
 def _attention(pipe: Pipeline) -> Attention:
@@ -304,29 +288,22 @@ def _attention(pipe: Pipeline) -> Attention:
 
 def failing(kind: str, rank: int) -> tuple[list[str], int]:
     """What calls come to of which the first fails in a layer of one rank."""
-    told: list[str] = []
-    pipe = None
+    layers, found = layers_of("all"), []
+    pipe = Pipeline(layers, F.mse_loss, micro_batches=1, partition=(3, 3), **CALM)
     try:
-        pipe = Pipeline(
-            layers_of("all"), F.mse_loss, micro_batches=1, partition=(3, 3), **CALM
-        )
         mine = _attention(pipe)
         batch_of = _raise_behind if kind == "batch_of" else _same
         if this_place().rank == rank and kind != "batch_of":
             # Two calls of each of the first tokens, which are compared; then one.
             mine.fails_at[7] = {"raises": _raise, "dies": lambda: os._exit(7)}[kind]
         for _ in range(2):
-            try:
-                pipe.generate(PROMPTS[0], max_new_tokens=NEW, batch_of=batch_of)
-                told.append("")
-            except Exception as error:
-                told.append(f"{type(error).__name__}: {error}")
+            generate = partial(pipe.generate, PROMPTS[0], max_new_tokens=NEW)
+            found.append(told(partial(generate, batch_of=batch_of)))
             batch_of = _same
         gc.collect()
-        return told, sum(one() is not None for one in mine.kept)
+        return found, sum(one() is not None for one in mine.kept)
     finally:
-        if pipe is not None:
-            pipe.close()
+        pipe.close()
 
 
 def _same(tokens: torch.Tensor) -> torch.Tensor:

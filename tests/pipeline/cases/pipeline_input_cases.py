@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,8 +13,9 @@ from torch import nn
 from elche.pipeline.pipeline import Pipeline
 from elche.schedule.actions import loop_placement
 from elche.schedule.costs import RankTimes, equal_costs
+from tests.harness.log_lines import logged
 from tests.harness.rank_main import this_place
-from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, loss_of
+from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, loss_of, told
 
 SAMPLES = 8
 
@@ -140,39 +140,29 @@ def mistaken(kind: str) -> str:
         target=torch.arange(SAMPLES) % 3,
     )
     MISTAKES[kind](given, this_place().rank)
-    try:
+
+    def call() -> None:
         with Pipeline(given.layers, given.loss_fn, **given.options, **CALM) as pipe:
             getattr(pipe, given.call)(given.batch, given.target)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+
+    return told(call)
 
 
 def shuffled(kind: str) -> list[str]:
     """What this rank is warned of in three steps over a loader's batches."""
     place = this_place()
     torch.manual_seed(0 if kind == "alike" else place.rank)
-    warned: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("elche.pipeline")
-    logger.addHandler(handler)
     data = [(torch.full((WIDTH,), float(n)), n % 3) for n in range(24)]
     loader = torch.utils.data.DataLoader(data, batch_size=SAMPLES, shuffle=True)  # type: ignore[arg-type, var-annotated]
-    try:
-        with Pipeline(
-            _layers(WIDTH, WIDTH, 3),
-            loss_of,
-            micro_batches=4,
-            schedule="1f1b",
-            **CALM,
-        ) as pipe:
-            for x, y in loader:
-                keeps_all = kind != "only what it reads"
-                pipe.step(
-                    x if keeps_all or pipe.is_first else None,
-                    y if keeps_all or pipe.is_last else None,
-                )
-    finally:
-        logger.removeHandler(handler)
+    layers, options = _layers(WIDTH, WIDTH, 3), {"schedule": "1f1b", **CALM}
+    with (
+        logged("elche.pipeline") as warned,
+        Pipeline(layers, loss_of, micro_batches=4, **options) as pipe,
+    ):
+        for x, y in loader:
+            keeps_all = kind != "only what it reads"
+            pipe.step(
+                x if keeps_all or pipe.is_first else None,
+                y if keeps_all or pipe.is_last else None,
+            )
     return warned

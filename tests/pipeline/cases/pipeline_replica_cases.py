@@ -17,8 +17,10 @@ from tests.pipeline.cases.pipeline_cases import (
     CALM,
     MODELS,
     WIDTH,
+    Trouble,
     call,
     loss_of,
+    told,
 )
 
 Groups = list[list[int]]
@@ -225,28 +227,15 @@ def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(free, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-class Stumbling(nn.Module):
-    """A layer whose second forward fails, on one rank."""
-
-    def __init__(self, fails: bool) -> None:
-        super().__init__()
-        self.body, self.fails, self.calls = nn.Linear(WIDTH, WIDTH), fails, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.fails and self.calls == 2:
-            raise ValueError("a layer's own trouble")
-        return self.body(x)
-
-
 def stumbles() -> list[str]:
     """The last rank of two replicas fails; what two steps came to."""
-    middle = Stumbling(this_place().rank == this_place().world_size - 1)
+    is_last = this_place().rank == this_place().world_size - 1
+    middle = Trouble("raises" if is_last else "")
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), middle, nn.Linear(WIDTH, CLASSES)]
     x, y = torch.randn(8, WIDTH), torch.randint(CLASSES, (8,))
     options = {"micro_batches": 4, "schedule": "zb-h1", "replicas": 2}
     with Pipeline(layers, loss_of, **options, **CALM) as pipe:
-        return [_told(lambda: pipe.step(x, y)) for _ in range(2)]
+        return [told(lambda: pipe.step(x, y)) for _ in range(2)]
 
 
 def bad_batches() -> list[str]:
@@ -260,12 +249,12 @@ def bad_batches() -> list[str]:
         (x[:3], y[:3]) if rank else (x, y),
     ]
     with Pipeline(layers, loss_of, micro_batches=4, replicas=2, **CALM) as pipe:
-        found = [_told(lambda b=b: pipe.step(*b)) for b in batches]
-        found.append(_told(lambda: pipe.evaluate(x, None if rank else y)))
+        found = [told(lambda b=b: pipe.step(*b)) for b in batches]
+        found.append(told(lambda: pipe.evaluate(x, None if rank else y)))
         layers[0].requires_grad_(True)
-        found.append(_told(lambda: pipe.step(x, y)))
+        found.append(told(lambda: pipe.step(x, y)))
         layers[0].requires_grad_(False)
-        found.append(_told(lambda: pipe.step(x, y)))
+        found.append(told(lambda: pipe.step(x, y)))
         return found
 
 
@@ -286,7 +275,7 @@ def not_built(kind: str) -> str:
         options["schedule"] = "gpipe"
     if kind == "uneven":
         options["replicas"] = 3
-    return _told(
+    return told(
         lambda: Pipeline(layers, loss_of, micro_batches=4, **CALM, **options).close()
     )
 
@@ -375,11 +364,3 @@ def normed() -> tuple[int, dict[str, torch.Tensor], list[dict[str, torch.Tensor]
         pipe.evaluate(x)
         states.append(pipe.state_dict())
         return replica, own, states
-
-
-def _told(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

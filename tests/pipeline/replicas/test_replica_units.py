@@ -24,7 +24,6 @@ from elche.pipeline.replicas.replica_units import (
     FROZEN,
     LEARNS,
     HeldLayer,
-    HeldTensor,
     check_equal,
     plan_units,
 )
@@ -137,13 +136,13 @@ def held(layers: list[int], stage: int, finished_at: int) -> list[HeldLayer]:
     made = []
     for layer in layers:
         tied = layer in (0, NUM_LAYERS - 1)
-        tensors = [
-            HeldTensor(f"{layer}.weight", LEARNS, "[2, 2] torch.float32"),
-            HeldTensor(f"{layer}.frozen", FROZEN, "[2] torch.float32"),
-            HeldTensor("mean", BUFFER, "[2] torch.float32"),
-        ]
+        tensors = {
+            f"{layer}.weight": f"{LEARNS} [2, 2] torch.float32",
+            f"{layer}.frozen": f"{FROZEN} [2] torch.float32",
+            "mean": f"{BUFFER} [2] torch.float32",
+        }
         if tied:
-            tensors.append(HeldTensor("0.tied", LEARNS, "[2, 2] torch.float32"))
+            tensors["0.tied"] = f"{LEARNS} [2, 2] torch.float32"
         made.append(HeldLayer(layer, stage, finished_at, tensors))
     return made
 
@@ -177,11 +176,7 @@ def test_every_parameter_is_reduced_once_by_all_that_hold_it(
     for unit in units:
         for name in unit.names:
             holders = {
-                rank: {
-                    layer.stage
-                    for layer in layers
-                    if name in [one.name for one in layer.tensors]
-                }
+                rank: {layer.stage for layer in layers if name in layer.tensors}
                 for rank, layers in enumerate(flat)
             }
             assert unit.ranks == tuple(r for r, stages in holders.items() if stages)
@@ -222,7 +217,7 @@ def test_equal_partitions_make_a_unit_of_each_stage() -> None:
 
 def test_descriptions_travel() -> None:
     (layer,) = held([3], 1, 8)
-    assert HeldLayer.read(msgpack.unpackb(msgpack.packb(astuple(layer)))) == layer
+    assert HeldLayer(*msgpack.unpackb(msgpack.packb(astuple(layer)))) == layer
 
 
 def test_differences_between_replicas_are_named() -> None:

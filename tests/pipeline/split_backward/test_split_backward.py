@@ -16,7 +16,7 @@ from elche.errors import ConfigError, ProtocolError
 from elche.pipeline.split_backward import split_modules
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
-from elche.pipeline.stage import Layer, OwnBackward, Stage
+from elche.pipeline.stage import Layer, OwnBackward, Stage, named_parameters
 from tests.pipeline.split_backward.split_cases import (
     DEFERRED,
     IMMEDIATE,
@@ -62,7 +62,7 @@ def split_early(
         runner.backward_input(number, [gradients[number]])
         for number in range(len(batches))
     ]
-    named = runner.stage.named_parameters()
+    named = named_parameters(runner.stage.layers).items()
     early = {name for name, one in named if one.grad is not None}
     for number in reversed(range(len(batches))):
         runner.backward_weight(number)
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_plain_backward(name: str) -> None:
     if name in DEFERRED:
         assert early == set()
     else:
-        learning = runner.stage.named_parameters()
+        learning = named_parameters(runner.stage.layers).items()
         assert early == {n for n, one in learning if one.requires_grad}
         assert runner.deferred == 0
 
@@ -312,7 +312,8 @@ def test_actions_out_of_order_are_refused() -> None:
     runner.keep(0, forward(runner, 0, torch.randn(2, 6)))
     with pytest.raises(ProtocolError, match="before its input gradient"):
         runner.backward_weight(0)
-    runner.full_backward(0, [torch.ones(2, 4)])
+    runner.backward_input(0, [torch.ones(2, 4)])
+    runner.backward_weight(0)
     with pytest.raises(ProtocolError, match="has been through already"):
         runner.backward_weight(0)
     runner.keep(1, forward(runner, 1, torch.randn(2, 6)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
@@ -11,7 +13,7 @@ from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.protocol.events import Failed
 from elche.errors import DeadlineError, RemoteRankError
 from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.peers.waits import Rendezvous, Waits
+from elche.pipeline.peers.waits import BEYOND_S, Waits
 from elche.runtime.process.environment import read_placement
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -130,37 +132,37 @@ def test_a_rank_that_comes_after_the_end_is_told_why() -> None:
             StagePeers.join(place, 5.0)
 
 
+@contextmanager
+def two_channels() -> Iterator[list[ControlChannel]]:
+    """Of the ranks of a run, in one process."""
+    with serve_in_thread(2) as environments, ExitStack() as ends:
+        place = read_placement(environments[0])
+        assert place.coordinator is not None
+        yield [
+            ends.enter_context(
+                closing(ControlChannel.connect(place.coordinator, place.key, r, 20.0))
+            )
+            for r in (0, 1)
+        ]
+
+
 def test_a_wait_for_an_address_ends_with_the_run() -> None:
-    with serve_in_thread(2) as environments:
-        host, _, port = environments[0]["ELCHE_COORDINATOR"].rpartition(":")
-        key = bytes.fromhex(environments[0]["ELCHE_KEY"])
-        ends = [ControlChannel.connect((host, int(port)), key, r, 20.0) for r in (0, 1)]
-        try:
-            ends[1].store_set("there", b"1")
-            store = Rendezvous(ends[0], 0, 20.0)
-            assert store.store_get("there", 20.0) == b"1"
-            with pytest.raises(DeadlineError, match=r"rank 0 waited 0 s for the other"):
-                Rendezvous(ends[0], 0, 0.0).store_get("never", 20.0)
-            ends[1].send(Failed(rank=1, error="no data", traceback=""))
-            with pytest.raises(RemoteRankError, match="rank 1 failed: no data"):
-                store.store_get("never", 20.0)
-        finally:
-            for end in ends:
-                end.close()
+    with two_channels() as ends:
+        ends[1].store_set("there", b"1")
+        store = Waits(ends[0], 0, "pipeline/1")
+        assert store.store_get("there", 20.0 + BEYOND_S) == b"1"
+        with pytest.raises(DeadlineError, match=r"rank 0 waited 0 s for the other"):
+            store.store_get("never", BEYOND_S)
+        ends[1].send(Failed(rank=1, error="no data", traceback=""))
+        with pytest.raises(RemoteRankError, match="rank 1 failed: no data"):
+            store.store_get("never", 20.0 + BEYOND_S)
 
 
 def test_the_present_wait_of_a_rank_is_read_and_not_the_last_one() -> None:
-    with serve_in_thread(2) as environments:
-        host, _, port = environments[0]["ELCHE_COORDINATOR"].rpartition(":")
-        key = bytes.fromhex(environments[0]["ELCHE_KEY"])
-        ends = [ControlChannel.connect((host, int(port)), key, r, 20.0) for r in (0, 1)]
+    with two_channels() as ends:
         waits = [Waits(end, rank, "pipeline/1") for rank, end in enumerate(ends)]
-        try:
-            for wait in ("0 the gradient", "", "0 the begin of step"):
-                waits[1]._publish(wait)
-                until_s = time.monotonic() + 20.0
-                while waits[0]._waits_of(1) != wait:
-                    assert time.monotonic() < until_s
-        finally:
-            for end in ends:
-                end.close()
+        for wait in ("0 the gradient", "", "0 the begin of step"):
+            waits[1]._publish(wait)
+            until_s = time.monotonic() + 20.0
+            while waits[0]._waits_of(1) != wait:
+                assert time.monotonic() < until_s

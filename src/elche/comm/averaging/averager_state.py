@@ -36,9 +36,8 @@ def check_alike(group: Group, state: dict[str, Any], problem: str) -> None:
         MismatchError: names the first rank that cannot go on, and why.
     """
     word = f"!{problem}" if problem else _digest(state)
-    if group.world_size == 1:
-        words = [word]
-    else:
+    words = [word]
+    if group.world_size > 1:  # a rank by itself may have left its group
         words = gather_texts(group, word, "comparing what ranks load")
     for rank, each in enumerate(words):
         if each.startswith("!"):

@@ -199,7 +199,7 @@ class Averager:
                     "between epochs, on every rank"
                 )
 
-    def _described(self, changed: nn.Parameter) -> str:
+    def _described(self, changed: torch.Tensor) -> str:
         named = self._model.named_parameters()
         name = next((name for name, p in named if p is changed), "a parameter")
         dtype = str(changed.dtype).removeprefix("torch.")

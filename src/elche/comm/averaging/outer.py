@@ -55,23 +55,20 @@ class OuterOptimizer:
 
     Args:
         base: the common parameters, flat, which the steps move.
+
+    Attributes:
+        momentum: flat; None before the first step that has one.
     """
 
     def __init__(self, base: torch.Tensor) -> None:
         self._base = base
-        self._momentum: torch.Tensor | None = None
-
-    @property
-    def momentum(self) -> torch.Tensor | None:
-        """The momentum, flat; None before the first step that has one."""
-        return self._momentum
+        self.momentum: torch.Tensor | None = None
 
     def load_momentum(self, momentum: torch.Tensor | None) -> None:
         """Goes on from a saved momentum, which is copied; None forgets it."""
-        if momentum is None:
-            self._momentum = None
-        else:
-            self._momentum = torch.empty_like(self._base).copy_(momentum)
+        self.momentum = None
+        if momentum is not None:
+            self.momentum = torch.empty_like(self._base).copy_(momentum)
 
     def step(self, start: int, mean_drift: torch.Tensor, rule: OuterStep) -> None:
         """Moves one part of the base from θ_k to θ_{k+1}, in place.
@@ -86,9 +83,9 @@ class OuterOptimizer:
         if rule.part != 1.0:
             mean_drift.mul_(rule.part)
         if rule.kind != "average":
-            if self._momentum is None:
-                self._momentum = torch.zeros_like(self._base)
-            momentum = self._momentum[start:stop]
+            if self.momentum is None:
+                self.momentum = torch.zeros_like(self._base)
+            momentum = self.momentum[start:stop]
             torch.add(mean_drift, momentum, alpha=rule.momentum, out=momentum)
             if rule.kind == "slowmo":
                 mean_drift.copy_(momentum)

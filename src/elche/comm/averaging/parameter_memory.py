@@ -131,14 +131,9 @@ class ParameterMemory:
         for index in range(len(self._layout.segments)):
             self._layout.read(index, self._base)
 
-    def changed(self) -> nn.Parameter | None:
+    def changed(self) -> torch.Tensor | None:
         """A parameter with another shape, dtype, device or strides than before."""
-        index = self._layout.changed()
-        if index is None:
-            return None
-        changed = self._layout.tensors[index]
-        assert isinstance(changed, nn.Parameter)
-        return changed
+        return self._layout.changed()
 
     def becomes_another(self) -> bool:
         """True if that makes messages of another dtype or length of the parameters."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, MutableSet, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -20,28 +18,6 @@ from elche.errors import CommunicationError
 
 POLL_S = 5e-4
 """Pause between two polls of a wait."""
-
-
-@dataclass(eq=False, slots=True)
-class _Pending:
-    """A transfer that gloo may still be working on, and the memory that it needs."""
-
-    work: Any
-    memory: torch.Tensor
-
-
-@dataclass(slots=True)
-class _Traffic:
-    """Transfers and exchanges of a group. Lives as long as the group.
-
-    gloo's threads must not find the memory of a pending transfer freed.
-    """
-
-    pending: set[_Pending] = field(default_factory=set)
-    under_way: MutableSet[Any] = field(default_factory=WeakSet)
-
-
-_traffic: WeakKeyDictionary[Group, _Traffic] = WeakKeyDictionary()
 
 
 class Peers:
@@ -58,10 +34,8 @@ class Peers:
     """
 
     def __init__(self, group: Group) -> None:
-        traffic = _traffic.setdefault(group, _Traffic())
         self._group = group
-        self._pending = traffic.pending
-        self.under_way: MutableSet[Any] = traffic.under_way
+        self.under_way: MutableSet[Any] = group.exchanges
         self.rank = group.rank
         self.world_size = group.world_size
         self.ranks: Sequence[int] = group.ranks
@@ -81,12 +55,12 @@ class Peers:
     def wait(self, work: Any, what: str) -> None:
         """Waits inside gloo, at most as long as the group's deadline."""
         try:
-            work.work.wait(timedelta(seconds=self._group.timeout_s))
+            work.wait(timedelta(seconds=self._group.timeout_s))
         except RuntimeError as error:
             raise CommunicationError(
                 f"{what} failed on rank {self.ranks[self.rank]}: {error}"
             ) from error
-        self._pending.discard(work)
+        self._group.transfers.pop(work, None)
 
     def poll_until(self, ready: Callable[[], bool], what: str) -> None:
         """Waits outside of gloo, whose own wait ends with the connection alone.
@@ -107,7 +81,7 @@ class Peers:
         """The same error with its reason, as the group finds out."""
         return self._group.on_failure(str(error), ())
 
-    def _begun(self, call: str, memory: torch.Tensor, peer: int, tag: int) -> _Pending:
+    def _begun(self, call: str, memory: torch.Tensor, peer: int, tag: int) -> Any:
         try:
             work = getattr(self._group.point_to_point, call)([memory], peer, tag)
         except RuntimeError as error:
@@ -115,6 +89,5 @@ class Peers:
                 f"{call} between ranks {self.ranks[self.rank]} and "
                 f"{self.ranks[peer]} failed: {error}"
             ) from error
-        pending = _Pending(work, memory)
-        self._pending.add(pending)
-        return pending
+        self._group.transfers[work] = memory
+        return work

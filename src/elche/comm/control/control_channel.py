@@ -48,7 +48,6 @@ MOST_REFUSALS = 3
 """Most connections ended by coordinators before this rank counts as rejected."""
 FLUSH_S = 5.0
 """Deadline (s) for the coordinator to receive a rank's last messages."""
-_NOTHING: Iterator[Instruction] = iter(())
 Waiting = TypeVar("Waiting")
 
 
@@ -137,10 +136,11 @@ class ControlChannel:
         self._send(*(to_wire(event) for event in events))
 
     def ready(self) -> Iterator[Instruction]:
-        """Instructions that have come by now."""
+        """Instructions that have come by now, and while they are taken."""
         if not self._inbox:
             self._read(0.0)
-        return self._taken() if self._inbox else _NOTHING
+        while self._inbox:
+            yield self._inbox.popleft()
 
     def receive(self, timeout_s: float, waiting_for: str) -> Instruction:
         """Waits for the next instruction.
@@ -190,14 +190,9 @@ class ControlChannel:
             self._inbox.remove(each)  # type: ignore[arg-type]
         return found
 
-    def await_kinds(self, kinds: tuple[type[Any], ...], timeout_s: float) -> bool:
+    def await_kinds(self, kinds: tuple[type[Any], ...], timeout_s: float) -> None:
         """Waits until an instruction of these kinds has come; all stays in line."""
-
-        def is_there() -> bool:
-            return any(isinstance(message, kinds) for message in self._inbox)
-
-        self._await(is_there, timeout_s)
-        return is_there()
+        self._await(lambda: any(isinstance(m, kinds) for m in self._inbox), timeout_s)
 
     def beat(self, stack: str, *, waits: bool) -> None:
         """Says that this process lives; from its heartbeat's thread."""
@@ -275,10 +270,6 @@ class ControlChannel:
         deadline_s = time.monotonic() + FLUSH_S
         while self._outbox and (left_s := deadline_s - time.monotonic()) > 0:
             self._fill(left_s)
-
-    def _taken(self) -> Iterator[Instruction]:
-        while self._inbox:
-            yield self._inbox.popleft()
 
     def _send(self, *messages: dict[str, Any]) -> None:
         with self._sending:

@@ -8,7 +8,6 @@ parameters behind 10 Mbit/s: 32 s), so digests are compared first.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,6 @@ import torch
 from elche.comm.transport.process_group import Group
 
 DIGEST_BYTES = 32
-_log = logging.getLogger(__name__)
 
 
 def digest_of(name: str, tensor: torch.Tensor) -> bytes:
@@ -60,7 +58,7 @@ def differing(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> list[i
 @torch.no_grad()
 def make_equal(
     group: Group, named: Sequence[tuple[str, torch.Tensor]], what: str
-) -> int:
+) -> None:
     """Gives every rank rank 0's values; what is equal on all does not travel.
 
     Args:
@@ -69,27 +67,14 @@ def make_equal(
             every rank.
         what: what this is, for errors.
 
-    Returns:
-        Bytes of the tensors that travelled.
-
     Raises:
         CommunicationError: it failed, or a rank did not come in time.
     """
-    chosen = [named[index][1].detach() for index in differing(group, named)]
-    for tensor in chosen:
+    for index in differing(group, named):
+        tensor = named[index][1].detach()
         host = tensor.to("cpu").contiguous()
         group.broadcast(host, what)
         tensor.copy_(host)
-    sent_bytes = sum(tensor.numel() * tensor.element_size() for tensor in chosen)
-    if group.rank == 0:
-        _log.debug(
-            "%s: %d of %d tensors differed between ranks, %d bytes sent",
-            what,
-            len(chosen),
-            len(named),
-            sent_bytes,
-        )
-    return sent_bytes
 
 
 @torch.no_grad()

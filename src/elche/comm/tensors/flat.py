@@ -122,12 +122,10 @@ class FlatLayout:
         """True if these tensors lie like those that the layout was made for."""
         return self._key == _key(tensors)
 
-    def changed(self) -> int | None:
+    def changed(self) -> torch.Tensor | None:
         """The first tensor that lies otherwise than the layout was made for."""
-        if self.fits(self.tensors):
-            return None
-        pairs = zip(self._key, _key(self.tensors), strict=True)
-        return next(index for index, (old, new) in enumerate(pairs) if old != new)
+        found = zip(self._key, _key(self.tensors), self.tensors, strict=True)
+        return next((tensor for old, new, tensor in found if old != new), None)
 
     def over(self, flat: torch.Tensor) -> FlatImage:
         """The segments of existing memory of ``numel`` elements."""

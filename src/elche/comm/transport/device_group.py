@@ -13,14 +13,11 @@ NCCL's place.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -34,6 +31,7 @@ from elche.torch_internals.groups import nccl_options
 TRIAL_S = 60.0
 """Deadline (s) of forming and trying a group, less than any deadline of a run."""
 TRIED_ELEMENTS = 1024
+LOOPBACK = "127.0.0.1"
 TRIAL = "elche device trial"
 LATE = "it did not form in time"
 Former = Callable[[dist.Store, int, int, timedelta], Any]
@@ -94,14 +92,12 @@ class DeviceGroupConfig:
         listen: where rank 0 has ranks of other hosts meet it, and NCCL was asked for;
             "": all are on one host, or none sums so.
         form: makes torch's group from a store, rank, world size and deadline.
-        name: see :func:`device_name`.
         attempt: tries what was formed and returns what went wrong, "" if nothing did.
     """
 
     timeout_s: float
     listen: str = ""
     form: Former = nccl_group
-    name: Callable[[torch.device], str] = device_name
     attempt: Attempt = sum_of_ranks
 
 
@@ -123,18 +119,18 @@ def open_device_group(
         CommunicationError: the ranks did not come together on the host.
     """
     hosts = group.hosts()
-    named = gather_texts(group, config.name(device), "naming devices")
+    named = gather_texts(group, device_name(device), "naming devices")
     places = list(zip(hosts, named, strict=True))
     if not serves(places, between_hosts=bool(config.listen)):
         return None
-    meeting = _Meeting(hosts, config)
+    served, place = None, ""
     if group.rank == 0:
-        meeting.open()
-    meeting.place = gather_texts(group, meeting.place, "meeting for devices")[0]
-    made, error = _tried(group, device, config, meeting)
+        served, place = serve_store(config.listen or LOOPBACK, config.timeout_s)
+    place = gather_texts(group, place, "meeting for devices")[0]
+    made, error = _tried(group, device, config, place)
     errors = gather_texts(group, error, "trying devices")
     failed = [rank for rank, each in enumerate(errors) if each]
-    found = DeviceGroup(made, group, meeting)
+    found = DeviceGroup(made, group, served)
     if not failed:
         return found
     found.close()
@@ -157,13 +153,13 @@ class DeviceGroup:
     Args:
         made: torch's group, or what was formed in its place; or None.
         group: the same ranks on the host.
-        meeting: where they have met, ended with the group.
+        served: on rank 0, the store in which they have met; ended with the group.
     """
 
-    def __init__(self, made: Any, group: Group, meeting: _Meeting) -> None:
+    def __init__(self, made: Any, group: Group, served: dist.Store | None) -> None:
         self.made = made
         self._group = group
-        self._meeting = meeting
+        self._served = served
 
     def all_reduce_async(self, tensor: torch.Tensor) -> DeviceWork:
         """Begins the sum of ``tensor`` over all ranks, in place, on their devices."""
@@ -173,7 +169,7 @@ class DeviceGroup:
         """Ends it at once: what is under way is not waited for."""
         made, self.made = self.made, None
         end_at_once(made)
-        self._meeting.close()
+        self._served = None
 
 
 def end_at_once(made: Any) -> None:
@@ -185,68 +181,33 @@ def end_at_once(made: Any) -> None:
             break
 
 
-@final
-class _Meeting:
-    """Rendezvous of the ranks: a file of rank 0's, or between hosts a port of it.
+def serve_store(host: str, timeout_s: float) -> tuple[dist.Store, str]:
+    """A store of torch's on one address alone, and that address with its port.
 
-    Attributes:
-        place: of the file, or address and port; the others hear it from rank 0.
+    Left to bind by itself it would listen on all addresses of the host.
     """
+    listening = listen(host, 0)
+    address, port = listening.getsockname()[:2]  # the host may be given by a name
+    store = _store_at(address, port, timeout_s, listening.detach())
+    return store, f"{address} {port}"
 
-    def __init__(self, hosts: Sequence[str], config: DeviceGroupConfig) -> None:
-        self._config = config
-        self._is_one_host = len(set(hosts)) == 1
-        self._size = len(hosts)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._served: dist.Store | None = None
-        self.place = ""
 
-    def open(self) -> None:
-        """Opens it, on rank 0."""
-        if self._is_one_host:
-            self._folder = tempfile.TemporaryDirectory()
-            self.place = str(Path(self._folder.name, "store"))
-            return
-        listening = listen(self._config.listen, 0)
-        address, port = listening.getsockname()[:2]  # which may be set as a name
-        self._served = self._at(address, port, listening.detach())
-        self.place = f"{address} {port}"
-
-    def store(self) -> dist.Store:
-        """Comes to it, on rank 0 as well: who waits there is woken by its end."""
-        if self._is_one_host:
-            store = dist.FileStore(self.place, self._size)
-            store.set_timeout(timedelta(seconds=self._config.timeout_s))
-            # Never freed: the end of one whose file is gone aborts the process.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
-            return store
-        address, _, port = self.place.partition(" ")
-        return self._at(address, int(port))
-
-    def _at(self, address: str, port: int, listening: int | None = None) -> dist.Store:
-        """A store of torch's at a port, which it serves where it is given the socket.
-
-        Left to bind by itself it would listen on all addresses of the host.
-        """
-        return dist.TCPStore(
-            address,
-            port,
-            world_size=self._size,
-            is_master=listening is not None,
-            timeout=timedelta(seconds=self._config.timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listening,
-        )
-
-    def close(self) -> None:
-        """Ends what rank 0 has opened."""
-        self._served = None
-        if self._folder is not None:
-            self._folder.cleanup()
+def _store_at(
+    address: str, port: int, timeout_s: float, listening: int | None = None
+) -> dist.Store:
+    """A store at a port, which this process serves if it has the listening socket."""
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=listening is not None,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
 
 
 def _tried(
-    group: Group, device: torch.device, config: DeviceGroupConfig, meeting: _Meeting
+    group: Group, device: torch.device, config: DeviceGroupConfig, place: str
 ) -> tuple[Any, str]:
     """A group formed and tried, and what went wrong, "" if nothing did.
 
@@ -260,7 +221,8 @@ def _tried(
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             deadline = timedelta(seconds=config.timeout_s)
-            store = meeting.store()
+            address, port = place.split()
+            store = _store_at(address, int(port), config.timeout_s)
             made[0] = config.form(store, group.rank, group.world_size, deadline)
             errors[0] = config.attempt(made[0], group, device)
         except (RuntimeError, ElcheError, OSError) as error:

@@ -24,9 +24,7 @@ from torch import distributed as dist
 from elche.comm.transport.device_group import (
     TRIED_ELEMENTS,
     Former,
-    device_name,
     end_at_once,
-    nccl_group,
 )
 from elche.comm.transport.process_group import Group
 
@@ -51,21 +49,6 @@ class SideStream:
     def hand_over(self, tensor: torch.Tensor) -> None:
         """Marks a tensor allocated in `beside` as used by the computation."""
         tensor.record_stream(torch.cuda.current_stream(self._device))
-
-
-@dataclass(frozen=True)
-class DeviceWay:
-    """Backend of messages between devices.
-
-    Attributes:
-        form: makes torch's group for one direction.
-        name: names a device; "" for one that is not supported.
-        stream: makes the stream beside a device's computation.
-    """
-
-    form: Former = nccl_group
-    name: Callable[[torch.device], str] = device_name
-    stream: Callable[[torch.device], SideStream] = SideStream
 
 
 @final

@@ -108,12 +108,29 @@ class GlooLine:
         self.pending: deque[Callable[[], None]] = deque()
         self.devices: DeviceMessages | None = None
         self._wake = threading.Condition(mailbox.lock)
+        inbox = mailbox.inboxes[rank]
         self._threads = [
-            threading.Thread(target=run, name=f"elche-{what}-{rank}", daemon=True)
-            for what, run in (("receive", self._receive_all), ("send", self._send_all))
+            self._started(
+                "receive",
+                mailbox.room,
+                lambda: mailbox.is_waiting or len(inbox) < SLOTS,
+                lambda: self._receive,
+                inbox.append,
+            ),
+            self._started(
+                "send",
+                self._wake,
+                lambda: bool(self.pending),
+                lambda: self.pending[0],
+                self._has_left,
+            ),
         ]
-        for each in self._threads:
-            each.start()
+
+    def _started(self, what: str, *way: Any) -> threading.Thread:
+        name = f"elche-{what}-{self._rank}"
+        thread = threading.Thread(target=self._run, name=name, args=way, daemon=True)
+        thread.start()
+        return thread
 
     def send(self, tag: int, packed: Packed) -> bool:
         """Begins to send a message; False if too many are under way.
@@ -150,43 +167,40 @@ class GlooLine:
         for each in self._threads:
             each.join(JOIN_S)
 
-    def _send_all(self) -> None:
+    def _run(
+        self,
+        wake: threading.Condition,
+        is_due: Callable[[], bool],
+        following: Callable[[], Callable[[], Any]],
+        keep: Callable[[Any], object],
+    ) -> None:
+        """Carries one message after the other, until the connections are closed.
+
+        Args:
+            wake: notified when one may be due.
+            is_due: whether there is one.
+            following: function that carries it.
+            keep: takes what that has returned.
+        """
         mailbox = self._mailbox
         while True:
             with mailbox.lock:
-                while not mailbox.is_closed and not self.pending:
-                    self._wake.wait()
+                wake.wait_for(lambda: mailbox.is_closed or is_due())
                 if mailbox.is_closed:
                     return
-                transfer = self.pending[0]
+                carry = following()
             try:
-                transfer()
+                carried = carry()
             except (RuntimeError, ElcheError) as error:
                 mailbox.fail(self._rank, error)
                 return
             with mailbox.lock:
-                if self.pending:
-                    self.pending.popleft()
+                keep(carried)
                 mailbox.changed.notify_all()
 
-    def _receive_all(self) -> None:
-        mailbox, inbox = self._mailbox, self._mailbox.inboxes[self._rank]
-        while True:
-            with mailbox.lock:
-                while not (
-                    mailbox.is_closed or mailbox.is_waiting or len(inbox) < SLOTS
-                ):
-                    mailbox.room.wait()
-                if mailbox.is_closed:
-                    return
-            try:
-                tag, message = self._receive()
-            except (RuntimeError, ElcheError) as error:
-                mailbox.fail(self._rank, error)
-                return
-            with mailbox.lock:
-                inbox.append((tag, message))
-                mailbox.changed.notify_all()
+    def _has_left(self, _: None) -> None:
+        if self.pending:
+            self.pending.popleft()
 
     def _receive(self) -> tuple[int, Message]:
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device="cpu")

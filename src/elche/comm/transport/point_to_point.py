@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 from elche.comm.transport.device_messages import DeviceMessages
@@ -134,11 +135,8 @@ class PointToPoint:
     def _wait(
         self, ready: Callable[[], bool], rank: int, what: str, timeout_s: float
     ) -> None:
-        def look() -> bool:
-            return self._look(ready, rank)
-
         try:
-            self._wait_for(look, [rank], what, timeout_s)
+            self._wait_for(partial(self._look, ready, rank), [rank], what, timeout_s)
         finally:
             self._mailbox.is_waiting = False
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import distributed as dist
@@ -110,6 +111,8 @@ class Group:
         host_leaders: sums between hosts (`host_exchange`), where all ranks may share
             memory with others of their hosts; else None.
         ranks: of the run, in the order of the group's; errors name these.
+        transfers: memory of messages from rank to rank that gloo may be working on.
+        exchanges: of encoded messages, those with a message under way.
     """
 
     def __init__(
@@ -128,6 +131,8 @@ class Group:
         self.host = host_name()
         self._hosts: tuple[str, ...] | None = None
         self._at_close: list[Callable[[], None]] = []
+        self.transfers: dict[Any, torch.Tensor] = {}
+        self.exchanges: WeakSet[Any] = WeakSet()
         self._works: list[Any] = []
         self._kept: deque[torch.Tensor] = deque(maxlen=KEPT_TENSORS)
 
@@ -250,24 +255,25 @@ class Group:
             CommunicationError: the deadline passed; other errors say why the run ended.
         """
 
-        def not_there() -> list[int]:
-            late = missing() if missing is not None else ()
-            return [self.ranks[each] for each in late]
+        def late() -> list[int]:
+            return [self.ranks[each] for each in (missing() if missing else ())]
 
-        def check() -> None:
-            try:
-                self.check()
-            except DeadlineError as error:  # who is late is seen here
-                raise late_error(f"{error}; {what}", not_there()) from error
-
-        def too_late() -> Exception | None:
-            late = not_there()
-            if missing is not None and not late:
-                return None
-            said = f"{what} did not end within {self.timeout_s:g} s"
-            return self.on_failure(f"{said} on rank {self.ranks[self.rank]}", late)
-
-        wait_until(ready, check, too_late, self.timeout_s)
+        started_s = checked_s = time.perf_counter()
+        while not ready():
+            now_s = time.perf_counter()
+            if now_s - checked_s > CHECK_EVERY_S:
+                checked_s = now_s
+                try:
+                    self.check()
+                except DeadlineError as error:  # who is late is seen here
+                    raise late_error(f"{error}; {what}", late()) from error
+                is_over = now_s - started_s > self.timeout_s
+                if is_over and (missing is None or late()):  # else it has just come
+                    said = f"{what} did not end within {self.timeout_s:g} s"
+                    said += f" on rank {self.ranks[self.rank]}"
+                    raise self.on_failure(said, late())
+            if now_s - started_s > SPIN_S:  # holds no core for long
+                time.sleep(SLEEP_S)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Sums ``tensor`` over all ranks, in place."""
@@ -394,32 +400,3 @@ def gather_texts(group: Group, text: str, what: str) -> list[str]:
         bytes(row[:size].tolist()).decode()
         for row, size in zip(rows, sizes, strict=True)
     ]
-
-
-def wait_until(
-    ready: Callable[[], bool],
-    check: Callable[[], None],
-    on_timeout: Callable[[], Exception | None],
-    timeout_s: float,
-) -> None:
-    """Waits for other ranks without holding a core for long.
-
-    Args:
-        ready: what is waited for.
-        check: called now and then; raises if the run was ended.
-        on_timeout: makes the error at the deadline; None: it has come just now.
-        timeout_s: the deadline.
-    """
-    started_s = time.perf_counter()
-    checked_s = started_s
-    while not ready():
-        now_s = time.perf_counter()
-        if now_s - checked_s > CHECK_EVERY_S:
-            checked_s = now_s
-            check()
-            if now_s - started_s > timeout_s:
-                error = on_timeout()
-                if error is not None:
-                    raise error
-        if now_s - started_s > SPIN_S:
-            time.sleep(SLEEP_S)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elche.checkpoint.capture import Captured, copied
+from elche.checkpoint.capture import Captured
 from elche.checkpoint.contents import fitting, is_bound, load_registered
 from elche.checkpoint.store import Checkpoint
 from elche.errors import ConfigError, MismatchError
@@ -66,7 +66,7 @@ class PipelineContents:
         }
         if pipe.replica:  # replica 0 has the same
             own["optimizers"] = []
-            return Captured(own=copied(own), shared={}, model={})
+            return Captured.of(own, {}, {})
         shared = {}
         if pipe.rank == 0:
             bound = {n: o.state_dict() for n, o in others.items() if is_bound(o)}
@@ -77,12 +77,8 @@ class PipelineContents:
                 "registered": bound,
                 "optimizers": [type(one).__name__ for one in self.optimizers],
             }
-        return Captured(
-            own=copied(own),
-            shared=copied(shared),
-            model=copied(pipe.local_model()),
-            model_file=f"model-rank{pipe.rank}.safetensors",
-        )
+        model_file = f"model-rank{pipe.rank}.safetensors"
+        return Captured.of(own, shared, pipe.local_model(), model_file)
 
     def _refuse_unknown(self) -> None:
         held = {
@@ -93,7 +89,7 @@ class PipelineContents:
         }
         missing = [
             name
-            for name, one in self.pipe.parts.named_parameters()
+            for name, one in self.pipe.parts.named_parameters().items()
             if one.requires_grad and id(one) not in held
         ]
         if missing:

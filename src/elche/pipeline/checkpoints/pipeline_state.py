@@ -1,7 +1,11 @@
-"""State of a pipeline under the model's names: of model, optimizers and loop."""
+"""State of a pipeline under the model's names: of model, optimizers and loop.
+
+`CheckpointKeeper` sees it as a run (`elche.checkpoint.saved_run`).
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -22,6 +26,7 @@ from elche.pipeline.checkpoints.named_states import (
 )
 from elche.pipeline.step.stepping import Stepping
 from elche.pipeline.trees import flatten, unflatten
+from elche.runtime.report.notifications import RunNotifications
 
 
 @final
@@ -42,8 +47,11 @@ class PipelineState:
         parts: this rank's.
         passes: of this rank over the loader.
         optimizers: those that were registered.
+        notifications: lines for the user.
         on_close: called with whether the run has failed, when the pipeline closes.
     """
+
+    can_cut = True
 
     def __init__(self, stepping: Stepping) -> None:
         self.stepping, self.communicator = stepping, stepping.communicator
@@ -54,6 +62,8 @@ class PipelineState:
         self.parts, self.passes = stepping.parts, stepping.passes
         self.on_close: Callable[[bool], None] | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self.notifications = RunNotifications(self.rank)
+        self.notifications.emit = lambda line: print(line, file=sys.stderr, flush=True)
         _open.append(weakref.ref(self))
 
     @staticmethod
@@ -201,6 +211,43 @@ class PipelineState:
         """Loads this rank's part; see `Pipeline.load_optimizer_state_dict`."""
         given = only_optimizer(optimizer)
         load_named_state(given, self.parameter_names(), state)
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """True if an epoch of `elche.epochs` has steps, and is not known to be over."""
+        counts_epochs = self.passes.pauses.counts_epochs
+        return self.passes.is_open or (counts_epochs and self.passes.steps_outside > 0)
+
+    def check_cut(self) -> None:
+        """Refuses a checkpoint where nobody knows what is left of the epoch.
+
+        Raises:
+            ConfigError: the loop is not over `Pipeline.batches`.
+        """
+        if not self.passes.is_open:
+            raise ConfigError(
+                "elche.save() inside this loop could not say what is left of the "
+                "epoch: write `for batch in pipe.batches(loader)`, or leave saving to "
+                "elche.save_every, or count epochs by yourself and register the count"
+            )
+
+    def agree(self, make: Callable[[], str], what: str) -> str:
+        """Text of rank 0, on every rank; all call it between epochs or at a cut."""
+        told = self.communicator.agree(lambda: "" if self.rank else make(), what)
+        self.passes.steps_outside = 0
+        return str(told[0])
+
+    def heeds_signals(self, heeds: bool) -> None:
+        """Tells the launcher whether this rank ends by itself after a signal."""
+        if self.communicator.peers is not None:
+            self.communicator.peers.heeds_signals(heeds)
+
+    def described(self) -> dict[str, Any]:
+        """Progress for a checkpoint's manifest."""
+        return {"kind": "pipeline", "steps": self.stepping.steps}
+
+    def resume(self, state: Mapping[str, Any], epochs: Mapping[str, Any]) -> None:
+        """Does nothing: the contents have been loaded with their state."""
 
 
 _open: list[weakref.ref[PipelineState]] = []

@@ -170,7 +170,7 @@ def _cut(
     called = {node.args[0] for node in trace.graph.nodes if node.target is call_whole}
     for name in choice.whole:
         if name not in called:  # forward has no use for it, the model's state has
-            _mount(body, name, model.get_submodule(name))
+            body.add_submodule(name, model.get_submodule(name))
     return made
 
 
@@ -305,33 +305,20 @@ def _root(
     used: Mapping[str, torch.Tensor | None],
     graph: fx.Graph,
     nodes: Sequence[fx.Node],
-) -> nn.Module:
-    """Holds what a layer's graph uses: the model's own objects."""
-    root = nn.Module()
+) -> dict[str, Any]:
+    """What a layer's graph uses, by its names: the model's own objects."""
+    root: dict[str, Any] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            value = used[node.target]
-            if value is None:
+            if used[node.target] is None:
                 raise ConfigError(
                     f"forward makes a tensor of constants {where(nodes[0])} or later "
                     f"in that layer; register it as a buffer of the model, or {REMEDY}"
                 )
-            if isinstance(value, nn.Parameter):
-                root.register_parameter(node.target, value)
-            else:
-                root.register_buffer(node.target, value)
+            root[node.target] = used[node.target]
         elif node.op == "call_module":
-            _mount(root, node.target, model.get_submodule(node.target))
+            root[node.target] = model.get_submodule(node.target)
     return root
-
-
-def _mount(root: nn.Module, name: str, module: nn.Module) -> None:
-    *owners, own = name.split(".")
-    for one in owners:
-        if one not in dict(root.named_children()):
-            root.add_module(one, nn.Module())
-        root = root.get_submodule(one)
-    root.add_module(own, module)
 
 
 def _keep_out_of_state(body: fx.GraphModule, model: nn.Module) -> None:

@@ -27,6 +27,7 @@ from elche.errors import ConfigError
 from elche.pipeline.cutting.arguments import Arguments
 from elche.pipeline.cutting.caching import cached_arguments, traced_forward
 from elche.pipeline.cutting.whole_calls import REMEDY, ModuleCalls, call_whole
+from elche.pipeline.stage import modes_kept
 from elche.torch_internals.batches import tree_leaves, tree_map
 from elche.torch_internals.held import held_buffers, held_parameters, version
 from elche.torch_internals.passes import FakeTensorMode
@@ -71,7 +72,7 @@ def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Call
             else in evaluation than in training.
     """
     device = _device_of(model)
-    with _modes_kept(model):
+    with modes_kept([model]):
         found, evaluated = (
             _trace(model.train(mode), whole, Arguments.read(model, sample, device))
             for mode in (True, False)
@@ -94,19 +95,9 @@ def trace_cached(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Cal
     """
     devices = {one.device for one in (*model.parameters(), *model.buffers())}
     device = devices.pop() if len(devices) == 1 else torch.device("meta")
-    with _modes_kept(model):
+    with modes_kept([model]):
         arguments = cached_arguments(model, sample, device)
         return _trace(model.eval(), whole, arguments, is_cached=True)
-
-
-@contextmanager
-def _modes_kept(model: nn.Module) -> Iterator[None]:
-    modes = [(one, one.training) for one in model.modules()]
-    try:
-        yield
-    finally:
-        for one, mode in modes:
-            one.training = mode
 
 
 def _device_of(model: nn.Module) -> torch.device:

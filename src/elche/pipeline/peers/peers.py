@@ -15,11 +15,12 @@ from elche.comm.control.control_channel import ControlChannel, heeds_key
 from elche.comm.transport.device_group import (
     DeviceGroup,
     DeviceGroupConfig,
+    nccl_group,
     open_device_group,
 )
 from elche.comm.transport.device_messages import (
     DeviceMessages,
-    DeviceWay,
+    SideStream,
     TwoWays,
     trial,
 )
@@ -31,14 +32,12 @@ from elche.comm.transport.point_to_point import LOOK_EVERY_S, PointToPoint
 from elche.comm.transport.process_group import SLEEP_S, Group, gather_texts
 from elche.coordination.protocol.events import Failed, Left
 from elche.errors import CommunicationError, ConfigError, RemoteRankError
-from elche.pipeline.peers.waits import Rendezvous, Waits
+from elche.pipeline.peers.waits import BEYOND_S, Waits
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 
 _LEAVE_S = 5.0
 _DECLINE_S = 30.0
-_BEYOND_S = 60.0
-"""gloo's own timeout (s) beyond every deadline of ours, whose errors name ranks."""
 _joined: Counter[tuple[tuple[str, int], bytes]] = Counter()
 
 
@@ -84,19 +83,20 @@ class StagePeers:
         assert placement.coordinator is not None
         number = _joined[placement.coordinator, placement.key] + 1
         _joined[placement.coordinator, placement.key] = number
+        name = f"pipeline/{number}"
         try:
             group = Group.form(
-                Rendezvous(channel, placement.rank, timeout_s),
+                Waits(channel, placement.rank, name),
                 placement.rank,
                 placement.world_size,
                 -number,  # generations of a data-parallel run count up
                 placement.listen,
-                timeout_s + _BEYOND_S,
+                timeout_s + BEYOND_S,
             )
         except BaseException:
             channel.close()
             raise
-        peers = StagePeers(placement, channel, group, f"pipeline/{number}")
+        peers = StagePeers(placement, channel, group, name)
         group.check = peers.waits.check
         try:  # memory to the ranks of this host, gloo to the others
             memory = open_message_memory(
@@ -190,12 +190,12 @@ class StagePeers:
                 continue
             named = ",".join(map(str, ranks))
             groups[ranks] = Group.form(
-                Rendezvous(self._channel, self.rank, timeout_s),
+                self.waits,
                 ranks.index(self.rank),
                 len(ranks),
                 f"{self._name}/{named}",
                 self._listen,
-                timeout_s + _BEYOND_S,
+                timeout_s + BEYOND_S,
             )
             groups[ranks].shares_host = agree_to_share(groups[ranks], shares)
             groups[ranks].check = self.waits.check
@@ -221,19 +221,17 @@ class StagePeers:
             CommunicationError: the ranks did not come together.
             RemoteRankError: the run has ended.
         """
-        way = DeviceWay()
         self._devices = open_device_group(
             self._group,
             device,
             DeviceGroupConfig(
                 timeout_s,
-                form=TwoWays.former(way.form),
-                name=way.name,
+                form=TwoWays.former(nccl_group),
                 attempt=trial(partners),
             ),
         )
         if self._devices is not None:
-            ways, stream = self._devices.made, way.stream(device)
+            ways, stream = self._devices.made, SideStream(device)
             messages = DeviceMessages(ways, self.rank, partners, device, stream)
             self.transport.connect(self.transport.memory, messages)
 

@@ -12,6 +12,8 @@ from elche.comm.control.control_channel import ControlChannel
 from elche.comm.transport.process_group import CHECK_EVERY_S
 from elche.errors import CommunicationError, DeadlineError, ElcheError, RemoteRankError
 
+BEYOND_S = 60.0
+"""gloo's own timeout (s) beyond every deadline of ours, whose errors name ranks."""
 TELL_S = 1.0
 """Most time (s) for another rank's wait to come by the coordinator."""
 NAMED_AFTER_S = 10.0
@@ -24,65 +26,12 @@ REASON_WITHIN_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-def check_for_abort(channel: ControlChannel) -> None:
-    """Raises when the run has been ended.
-
-    Raises:
-        RemoteRankError: it has; says why.
-        CommunicationError: the coordinator is gone.
-    """
-    abort = channel.find_abort()
-    if abort is not None:
-        raise RemoteRankError(abort.reason, abort.failed_rank, abort.traceback)
-
-
-@final
-class Rendezvous:
-    """The coordinator's store, in which a process group's ranks find each other.
-
-    A wait in it ends when the run does.
-
-    Args:
-        channel: to the coordinator.
-        rank: this rank.
-        timeout_s: the longest wait.
-    """
-
-    def __init__(self, channel: ControlChannel, rank: int, timeout_s: float) -> None:
-        self._channel = channel
-        self._rank = rank
-        self._timeout_s = timeout_s
-
-    def store_set(self, key: str, value: bytes) -> None:
-        """Publishes a value for other ranks."""
-        self._channel.store_set(key, value)
-
-    def store_get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for a value that a rank publishes.
-
-        Raises:
-            RemoteRankError: another rank has failed meanwhile.
-            CommunicationError: the coordinator is gone.
-            DeadlineError: the value was not published in time.
-        """
-        timeout_s = min(timeout_s, self._timeout_s)
-        try:
-            return self._channel.store_get(key, timeout_s)
-        except CommunicationError as error:
-            check_for_abort(self._channel)  # it may have the reason
-            if not isinstance(error, DeadlineError):
-                raise
-            raise DeadlineError(
-                f"rank {self._rank} waited {timeout_s:g} s for the other ranks to make "
-                "the same Pipeline; start all of them, and look at their own output"
-            ) from error
-
-
 @final
 class Waits:
     """This rank's waits for others. The coordinator holds the long ones of all ranks.
 
-    A rank that is waited for and has published no wait is late.
+    A rank that is waited for and has published no wait is late. Process groups find
+    their ranks by it, see `RendezvousChannel`.
 
     Args:
         channel: to the coordinator.
@@ -97,8 +46,43 @@ class Waits:
         self._longest_s = 0.0
 
     def check(self) -> None:
-        """Raises when the run has been ended; see `check_for_abort`."""
-        check_for_abort(self._channel)
+        """Raises when the run has been ended.
+
+        Raises:
+            RemoteRankError: it has; says why.
+            CommunicationError: the coordinator is gone.
+        """
+        abort = self._channel.find_abort()
+        if abort is not None:
+            raise RemoteRankError(abort.reason, abort.failed_rank, abort.traceback)
+
+    def store_set(self, key: str, value: bytes) -> None:
+        """Publishes a value for other ranks."""
+        self._channel.store_set(key, value)
+
+    def store_get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for a value that a rank publishes; ends when the run does.
+
+        Args:
+            key: of the value.
+            timeout_s: gloo's deadline, which is later than ours.
+
+        Raises:
+            RemoteRankError: another rank has failed meanwhile.
+            CommunicationError: the coordinator is gone.
+            DeadlineError: the value was not published in time.
+        """
+        timeout_s -= BEYOND_S
+        try:
+            return self._channel.store_get(key, timeout_s)
+        except CommunicationError as error:
+            self.check()  # it may have the reason
+            if not isinstance(error, DeadlineError):
+                raise
+            raise DeadlineError(
+                f"rank {self._rank} waited {timeout_s:g} s for the other ranks to make "
+                "the same Pipeline; start all of them, and look at their own output"
+            ) from error
 
     def until(
         self,

@@ -9,28 +9,14 @@ parameter that several stages share is a unit of its own, with all ranks that ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from elche.errors import MismatchError
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 
 LEARNS, FROZEN, BUFFER = "learns", "is frozen", "is a buffer"
-
-
-class HeldTensor(NamedTuple):
-    """A parameter or buffer as its rank describes it.
-
-    Attributes:
-        name: the model's; of a shared parameter that of its first use.
-        role: "learns", "is frozen" or "is a buffer".
-        form: shape and type.
-    """
-
-    name: str
-    role: str
-    form: str
 
 
 @dataclass(frozen=True)
@@ -41,19 +27,14 @@ class HeldLayer:
         index: in the model.
         stage: that it belongs to.
         finished_at: place of the stage's last weight gradient in the rank's list.
-        tensors: parameters and buffers.
+        tensors: role, shape and type of each parameter and buffer, by the model's name;
+            of a shared parameter that of its first use.
     """
 
     index: int
     stage: int
     finished_at: int
-    tensors: Sequence[HeldTensor]
-
-    @staticmethod
-    def read(received: Sequence[Any]) -> HeldLayer:
-        """The layer that another rank has described."""
-        index, stage, finished_at, tensors = received
-        return HeldLayer(index, stage, finished_at, [HeldTensor(*t) for t in tensors])
+    tensors: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -106,10 +87,7 @@ def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> N
 
 
 def _difference(first: tuple[int, HeldLayer], other: tuple[int, HeldLayer]) -> str:
-    mine, theirs = (
-        {one.name: f"{one.role} {one.form}" for one in layer.tensors}
-        for _, layer in (first, other)
-    )
+    mine, theirs = first[1].tensors, other[1].tensors
     nothing = "is not there"
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):
@@ -137,12 +115,11 @@ def plan_units(held: Sequence[Sequence[HeldLayer]], role: str = LEARNS) -> list[
     for rank, layers in enumerate(held):
         for layer in layers:
             finished_at[rank, layer.stage] = layer.finished_at
-            for one in layer.tensors:
-                if one.role == role:
-                    stages = users.setdefault(one.name, {}).setdefault(rank, set())
+            for name, described in layer.tensors.items():
+                if described.startswith(role):
+                    stages = users.setdefault(name, {}).setdefault(rank, set())
                     stages.add(layer.stage)
-                    before = layer_of.get(one.name, layer.index)
-                    layer_of[one.name] = min(before, layer.index)
+                    layer_of[name] = min(layer_of.get(name, layer.index), layer.index)
     together: dict[tuple[Any, Any], list[str]] = {}
     for name in sorted(users, key=lambda name: (layer_of[name], name)):
         ranks = tuple(sorted(users[name]))

@@ -36,7 +36,6 @@ from elche.pipeline.replicas.replica_units import (
     FROZEN,
     LEARNS,
     HeldLayer,
-    HeldTensor,
     Unit,
     check_equal,
     plan_units,
@@ -127,8 +126,14 @@ class Replicas:
             for index, layer in parts.built.items()
             for own, one in layer.module.named_parameters()
         }
+        places = {
+            layer.prefixed(own): (layer.module, own)
+            for layer in parts.built.values()
+            for own, _ in layer.module.named_buffers()
+        }
         with communicator.ending_on_failure():
-            tensors: dict[str, torch.Tensor] = {**_buffers(parts), **parameters}
+            tensors = {name: one.get_buffer(own) for name, (one, own) in places.items()}
+            tensors |= parameters
             for unit in (*learning, *frozen, *kept):
                 _make_equal(unit, groups, tensors, peers, timeout_s)
             wanted = [unit.ranks for unit in (*learning, *kept)]
@@ -142,7 +147,9 @@ class Replicas:
             # Each replica has its own dropout: that of later microbatches.
             runner.stage.first_microbatch = sum(counts[: groups.index])
         shared = [
-            SharedBuffers(formed[unit.ranks], unit.ranks, _places(unit, parts))
+            SharedBuffers(
+                formed[unit.ranks], unit.ranks, [places[name] for name in unit.names]
+            )
             for unit in kept
             if peers.rank in unit.ranks
         ]
@@ -210,23 +217,13 @@ def _agree_on_layers(
     ]
     said = [parts.plan.schedule.num_microbatches, mine]
     told = communicator.exchange(said, "comparing the replicas")
-    held = [[HeldLayer.read(one) for one in layers] for _, layers in told]
+    held = [[HeldLayer(*one) for one in layers] for _, layers in told]
     try:
         check_equal(held, groups)
     except MismatchError:
         communicator.close()
         raise
     return held, [count for count, _ in told]
-
-
-def _places(unit: Unit, parts: Parts) -> list[tuple[nn.Module, str]]:
-    """Modules and names of the buffers of a unit."""
-    places = {
-        layer.prefixed(own): (layer.module, own)
-        for layer in parts.built.values()
-        for own, _ in layer.module.named_buffers()
-    }
-    return [places[name] for name in unit.names]
 
 
 def _canonical_names(parts: Parts) -> dict[tuple[int, str], str]:
@@ -247,22 +244,13 @@ def _describe(
         (n, p, LEARNS if p.requires_grad else FROZEN) for n, p in parameters
     ]
     held += [(n, b, BUFFER) for n, b in layer.module.named_buffers()]
-    tensors = [
-        HeldTensor(
-            names.get((index, own), layer.prefixed(own)),
-            *(role, f"{list(one.shape)} {one.dtype}"),
+    tensors = {
+        names.get((index, own), layer.prefixed(own)): (
+            f"{role} {list(one.shape)} {one.dtype}"
         )
         for own, one, role in held
-    ]
-    return HeldLayer(index, stage, parts.executor.finished_at(stage), tensors)
-
-
-def _buffers(parts: Parts) -> dict[str, torch.Tensor]:
-    return {
-        layer.prefixed(own): one
-        for layer in parts.built.values()
-        for own, one in layer.module.named_buffers()
     }
+    return HeldLayer(index, stage, parts.executor.finished_at(stage), tensors)
 
 
 def _make_equal(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from elche.pipeline.setup.building import LayerList, join_ties
 from elche.pipeline.setup.planning import PipelinePlan
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
-from elche.pipeline.stage import Layer, Stage
+from elche.pipeline.stage import Layer, Stage, named_parameters
 from elche.pipeline.step.executor import Executor
 from elche.schedule.actions import Kind
 from elche.schedule.formats import to_text
@@ -99,14 +99,9 @@ class Parts:
             layer for one in self.stages.values() for layer in one.stage.layers
         )
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters under the model's names, each once."""
-        seen: set[int] = set()
-        for runner in self.stages.values():
-            for name, one in runner.stage.named_parameters():
-                if id(one) not in seen:
-                    seen.add(id(one))
-                    yield name, one
+        return named_parameters(self.layers)
 
     def detach(self) -> None:
         """Takes the guards' hooks off the parameters."""
@@ -207,7 +202,8 @@ def _seed(given: Blueprint, plan: PipelinePlan) -> int | None:
 
 
 def _runner(stage: Stage, plan: PipelinePlan, config: PipelineConfig) -> StageBackward:
-    learning = {n: p for n, p in stage.named_parameters() if p.requires_grad}
+    named = named_parameters(stage.layers).items()
+    learning = {name: one for name, one in named if one.requires_grad}
     guard = ContributionGuard(stage.index, learning, plan.schedule.name)
     return StageBackward(stage, guard if config.guard else None, config.split_backward)
 

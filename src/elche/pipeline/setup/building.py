@@ -89,10 +89,9 @@ class LayerList:
             ConfigError: a factory makes no module, or a meta layer has no
                 initialisation.
         """
-        if seed is None:
-            return [self._build(index, device, None, init) for index in indices]
+        devices = [device] if device.type == "cuda" else []
         # Afterwards every rank's script draws the same again, whatever it built.
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices, enabled=seed is not None):
             return [self._build(index, device, seed, init) for index in indices]
 
     def _build(

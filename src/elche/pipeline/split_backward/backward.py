@@ -1,4 +1,4 @@
-"""Forward, input gradient, weight gradient and full backward of a stage.
+"""Forward, input gradient and weight gradient of a stage.
 
 The input gradient (I) is an ordinary backward through the stage's graph, in which known
 modules of torch put their weight gradients off
@@ -205,14 +205,6 @@ class StageBackward:
             self._store.compute(microbatch)
         if self.guard is not None:
             self.guard.after_weight(microbatch)
-
-    def full_backward(
-        self, microbatch: int, gradients: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """Both at once; see :meth:`backward_input`."""
-        found = self.backward_input(microbatch, gradients)
-        self.backward_weight(microbatch)
-        return found
 
     def _flight(self, microbatch: int) -> _Flight:
         flight = self._flights.get(microbatch)

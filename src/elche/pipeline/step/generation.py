@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -48,22 +49,20 @@ class CachedLayers:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._offer: tuple[bool, str] | None = None
         self.executor = parts.executor
         self.proven: set[str] = set()
         self.refused = ""
 
+    @cached_property
     def offer(self) -> tuple[bool, str]:
         """True if a layer of this rank takes a cache, and why that is not known.
 
         Makes the layers anew that were cut of a model: that may take seconds.
         """
-        if self._offer is None:
-            try:
-                self._offer = self._make(), ""
-            except Exception as error:  # without a cache it is slow, not wrong
-                self._offer = False, f"{type(error).__name__}: {error}"
-        return self._offer
+        try:
+            return self._make(), ""
+        except Exception as error:  # without a cache it is slow, not wrong
+            return False, f"{type(error).__name__}: {error}"
 
     def _make(self) -> bool:
         """Makes the executor; True if a layer takes a cache."""
@@ -146,7 +145,7 @@ class Generation:
                     f"expected max_new_tokens of at least 0, got {most!r}"
                 )
             settings = [most, self.end_token, use_cache]
-            offer = self.layers.offer() if use_cache else (False, "")
+            offer = self.layers.offer if use_cache else (False, "")
             if self._communicator.rank != first:
                 return [settings, *offer]
             listed = _listed(self.tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,10 +74,6 @@ class InputReport:
     keywords: Mapping[str, bool] = field(default_factory=dict)
     outputs: int | str = "last"
     batch: int | None = None
-
-    def as_message(self) -> list[Any]:
-        """Fields that the ranks exchange."""
-        return list(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)

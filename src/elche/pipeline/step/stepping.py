@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any, final
 
 import torch
@@ -17,7 +18,7 @@ from elche.pipeline.replicas.replica_groups import (
 )
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.stage import LayerCaches
+from elche.pipeline.stage import LayerCaches, modes_kept
 from elche.pipeline.step.executor import Executor, StepInput, StepResults
 from elche.pipeline.step.inputs import (
     COMPARED_STEPS,
@@ -118,19 +119,13 @@ class Stepping:
         carry_out: Callable[[StepInput], StepResults] = _nothing
         if shares.mine:
             carry_out = (executor or self.parts.executor).evaluate
-        layers = [
-            top for one in self.parts.stages.values() for top in one.stage.modules
-        ]
-        modes = [(one, one.training) for top in layers for one in top.modules()]
-        try:
-            for top in layers:
-                top.train(False)
+        layers = [layer.module for layer in self.parts.layers]
+        with modes_kept(layers):
+            for layer in layers:
+                layer.train(False)
             results, told, _ = self.communicator.run(
                 carry_out, self._input(given, shares, caches=caches)
             )
-        finally:
-            for module, mode in modes:
-                module.training = mode
         return EvaluationOutput(
             loss=shares.loss(self.replicas.losses(told)),
             outputs=self._outputs(results, shares, call.outputs),
@@ -157,7 +152,7 @@ class Stepping:
         compares = is_step and self.steps < COMPARED_STEPS
         may_rest, trouble = self.groups.are_several, self.replicas.late_learner()
         given = read_call(call, self.parts, may_rest, trouble, compares)
-        report, what = given.report.as_message(), f"the begin of {call.what}"
+        report, what = list(astuple(given.report)), f"the begin of {call.what}"
         told = self.communicator.exchange(report, what)
         check_same_call(told, call.what)
         if given.raised is not None and not isinstance(given.raised, ConfigError):

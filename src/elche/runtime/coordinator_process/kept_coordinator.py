@@ -87,7 +87,6 @@ class KeptCoordinator:
         self._copy: bytes | None = None
         self._journal: list[bytes] = []
         self._commands: Outbox[Input] = Outbox()
-        self._given = self._taken = 0
         self._writer: asyncio.StreamWriter | None = None
         self._barren = 0  # coordinators in a row that took nothing from a rank
         self._story: tuple[str, ...] = ()
@@ -139,7 +138,6 @@ class KeptCoordinator:
     def take(self, what: Input) -> None:
         """Hands the coordinator what this launcher saw."""
         self._commands.add(what)
-        self._given += 1
         self._send(Command(what))
 
     def _send(self, message: object) -> None:
@@ -159,12 +157,12 @@ class KeptCoordinator:
             self.take(Failed(rank=rank, error=error, traceback=""))
         else:
             self.take(RankLost(rank=rank))
-        number, has_begun = self._given, self._journal or self._copy
+        given = self._commands.taken + len(self._commands.rest())
+        waits = bool(self._journal or self._copy)  # one has served
         deadline_s = time.monotonic() + ANSWER_S
-        while has_begun and not self._gave_up and self._taken < number:
-            if time.monotonic() > deadline_s:
-                break
+        while waits and not self._gave_up and time.monotonic() < deadline_s:
             await asyncio.sleep(LOOK_S)
+            waits = self._commands.taken < given
 
     def is_outlived(self, rank: int) -> bool:
         """True if the run has gone on without a rank: it died, or never joined."""
@@ -232,7 +230,6 @@ class KeptCoordinator:
     def _handle(self, message: Any, writer: asyncio.StreamWriter) -> None:
         if isinstance(message, Journal):
             self._journal.append(message.data)
-            self._taken = message.commands
             self._barren = 0 if message.is_of_ranks else self._barren
             self._commands.acknowledge(message.commands)
         elif isinstance(message, Copy):

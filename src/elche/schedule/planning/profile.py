@@ -76,6 +76,7 @@ class LayerProfile:
     parameter_bytes: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_name(self.name)
         for name in ("activation_bytes", "output_bytes", "parameter_bytes"):
             _check_amount(name, getattr(self, name))
         if not self.times:
@@ -120,6 +121,7 @@ class DeviceProfile:
     memory_bytes: float = math.inf
 
     def __post_init__(self) -> None:
+        _check_name(self.name)
         if not 0 < self.speed < math.inf:
             raise ConfigError(
                 f"device {self.name}: expected a speed above 0, got {self.speed}"
@@ -203,6 +205,11 @@ class PipelineProfile:
     def link_between(self, one: int, other: int) -> LinkProfile:
         """The link of two devices, by index."""
         return self.links.get((min(one, other), max(one, other)), self.link)
+
+
+def _check_name(name: str) -> None:
+    if not name:
+        raise ConfigError("expected a name of at least one character, got ''")
 
 
 def _check_amount(name: str, value: float) -> None:

@@ -114,7 +114,6 @@ class Contender:
         self._loss_scale = 1.0
         self._done_samples = 0
         self._train_s = 0.0
-        self._batches = 0
         self._curve: list[tuple[float, float, float]] = []
         self._reported_s = 0.0
 
@@ -228,7 +227,6 @@ class Contender:
                 optimizer.step()
                 optimizer.zero_grad()
             self._count(len(batch[0]))
-            self._batches += 1
             if self._is_last(self._train_s + self._clock() - began_s):
                 break
         if self._placement.device.type == "cuda":

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.errors import ConfigError
-from elche.monitor import progress as bars
-from elche.monitor.progress import LogProgress
+from elche.monitor.progress import TaskProgress
+from elche.session import output
 from tests.distributed.test_gather import fake_tqdm
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -79,7 +79,7 @@ def test_without_tqdm_the_log_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
-    monkeypatch.setattr(bars, "LogProgress", lambda: LogProgress(0.0))
+    monkeypatch.setattr(output, "TaskProgress", lambda: TaskProgress(interval_s=0.0))
     with caplog.at_level(logging.INFO):
         for _ in elche.progress(iter("ab"), desc="letters"):
             elche.print("seen")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from elche.monitor.progress import open_progress
+from elche.monitor.progress import TaskProgress
 from elche.runtime.loader import RunLoader
 from elche.session import ranks
 from elche.session.process import process
@@ -88,7 +88,7 @@ def _open(
     if (tqdm := _tqdm()) is not None:
         bar = tqdm(**options)
         return lambda done: bar.update(int(done) - bar.n), bar.close
-    task, reporter = str(options.get("desc") or "training"), open_progress()
+    task, reporter = str(options.get("desc") or "training"), TaskProgress()
     reporter.start(task, options["total"])
 
     def close() -> None:

@@ -66,7 +66,7 @@ def to_chrome_trace(
     origin_s = ordered[0].start_s if ordered else 0.0
     names = dict(rank_names or {})
     ends_us = {(rank, 0): 0 for rank in names}
-    events = []
+    events: list[dict[str, Any]] = []
     for span in ordered:
         row = span.rank, int(span.category in (SYNC, SYNC_WAIT))
         start_s = span.start_s - origin_s

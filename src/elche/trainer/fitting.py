@@ -29,7 +29,7 @@ from elche.session.gather import gather_rows
 from elche.session.learning_rate import ProgressLR
 from elche.session.metrics import current_metrics
 from elche.session.process import current_run, process
-from elche.session.start import set_up
+from elche.session.setup import set_up
 from elche.trainer.evaluation import evaluate_by
 from elche.trainer.micro_batches import MicroBatches
 from elche.trainer.recipe import Recipe

@@ -17,7 +17,6 @@ from benchmarks.hetero.contender import MODULE, BenchSpec
 from benchmarks.hetero.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, BenchVerdict
 from benchmarks.hetero.workloads import OPTIMIZERS, WORKLOADS, batch_size_of
 from elche.config import POLICIES
-from elche.demo.batches import split_edges
 from elche.demo.compare import (
     MS_PER_SAMPLE,
     ContenderRun,
@@ -26,6 +25,7 @@ from elche.demo.compare import (
     run_contender,
     whole_batches,
 )
+from elche.demo.workload import split_edges
 from elche.errors import ConfigError
 from elche.monitor.progress import TaskProgress
 from elche.monitor.results import check_writable, print_table, to_json_text

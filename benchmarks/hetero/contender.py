@@ -17,9 +17,8 @@ from torch.utils.data import RandomSampler
 
 import elche
 from benchmarks.hetero.workloads import build_workload, optimizers_of
-from elche.demo.batches import Order
 from elche.demo.contender import KINDS, Contender, ContenderSpec, main
-from elche.demo.workload import Workload
+from elche.demo.workload import Order, Workload
 from elche.runtime.run import Run
 
 MODULE = "benchmarks.hetero.contender"

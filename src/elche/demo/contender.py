@@ -25,10 +25,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from elche.config import PolicyName
-from elche.demo.batches import Order, SegmentSampler, SplitBatches
 from elche.demo.workload import (
     BATCH_SIZE,
     GPT_MODEL,
+    Order,
+    SegmentSampler,
+    SplitBatches,
     Workload,
     language_workload,
     learning_rate_scale,
@@ -39,8 +41,8 @@ from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
 from elche.session.process import current_emulation, current_run, shutdown
+from elche.session.progress import progress_samples
 from elche.session.setup import setup
-from elche.session.state import progress_samples
 
 KINDS = ("solo", "ddp", "elche")
 DDP_TIMEOUT_S = 120.0

@@ -25,10 +25,10 @@ from elche.runtime.rank_settings import min_share_samples
 from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.training import SetupConfig
 from elche.session import ranks
-from elche.session.gather import gather_rows
-from elche.session.learning_rate import ProgressLR
 from elche.session.metrics import current_metrics
 from elche.session.process import current_run, process
+from elche.session.progress import ProgressLR
+from elche.session.ranks import gather_rows
 from elche.session.setup import set_up
 from elche.trainer.evaluation import evaluate_by
 from elche.trainer.micro_batches import MicroBatches

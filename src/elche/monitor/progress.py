@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import final
 
 from rich.console import Console
 from rich.progress import (
@@ -22,12 +21,12 @@ from typing_extensions import Self
 logger = logging.getLogger(__name__)
 
 
-@final
 class TaskProgress:
     """Progress of named tasks: bars that rich draws, or lines in the log.
 
-    On standard error, if that is a terminal. Elsewhere each task has a line in the log
-    at its beginning, now and then, and at its end. A context manager, for one thread.
+    On standard error, if that is a terminal, or in a notebook. Elsewhere each task has
+    a line in the log at its beginning, now and then, and at its end. A context manager,
+    for one thread.
 
     Args:
         console: to draw on, whatever standard error is.
@@ -37,7 +36,8 @@ class TaskProgress:
     def __init__(
         self, console: Console | None = None, interval_s: float = 10.0
     ) -> None:
-        self._is_drawn = console is not None or sys.stderr.isatty()
+        shown = console or Console(stderr=True)
+        self._is_drawn = bool(console) or sys.stderr.isatty() or shown.is_jupyter
         self._interval_s = interval_s
         self._ids: dict[str, TaskID] = {}
         self._bars = Progress(
@@ -47,8 +47,9 @@ class TaskProgress:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[detail]}", style="dim"),
-            console=console or Console(stderr=True),
+            console=shown,
             get_time=time.monotonic,
+            redirect_stdout=sys.stdout.isatty(),  # else lines of a file would go there
         )
         if self._is_drawn:
             self._bars.start()

@@ -50,7 +50,6 @@ class Process:
     evaluation_speeds: tuple[float, ...] = ()
     """Samples per second of each rank in the last evaluation."""
     hooked = False
-    has_bar = False
     place: int | None = None
     """Position of this rank among the survivors when the run ended."""
 

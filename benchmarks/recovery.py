@@ -7,8 +7,7 @@ until it has trained on its next batch.
 
 ``--beside`` measures others instead, from the kill to the first step of the last rank.
 All ranks start anew under torchrun, with torch's DistributedDataParallel from nothing,
-and under `elche run --max-restarts`, from its last checkpoint. torchft's survivors go
-on, where ``--torchft PYTHON`` has it: see `recovery_torchft.py`.
+and under `elche run --max-restarts`, from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -52,15 +51,11 @@ from tests.harness.serving import serve_in_thread
 ON_S = 1.0
 """So long survivors train on, so that each has trained before one breaks off."""
 TORCHRUN = "-m", "torch.distributed.run", "--standalone"
-TORCHFT_RUN = Path(__file__).with_name("recovery_torchft.py")
 ELCHE_RUN = (
     *("-m", "elche", "run"),
     *("--checkpoint-every", "0.5", "--checkpoint-dir"),
 )
-TORCHFT = "torchft"
 BESIDE_S = 300.0
-ENDS_S = 10.0
-"""Of those, for `recovery_torchft` to end its ranks."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # Else torch 2.13 starts gloo anew with the addresses of ranks that have ended.
@@ -148,30 +143,27 @@ def one(
 
 
 def beside(
-    kind: str, ranks: int, draws: random.Random, folder: Path, torchft: str = ""
+    kind: str, ranks: int, draws: random.Random, folder: Path
 ) -> dict[str, float]:
     """One kill of a run of another kind; seconds from it to the last first step.
 
     Args:
-        kind: ``"torch"``, `TORCHFT`, or elche's policy where all are started anew.
+        kind: ``"torch"``, or elche's policy.
         ranks: how many.
         draws: who dies, and when.
         folder: an empty one.
-        torchft: the interpreter that has it.
     """
     victim, delay_s = draws.randrange(1, ranks), draws.uniform(0.0, 0.3)
-    python, many = sys.executable, str(ranks)
+    many = str(ranks)
     anew = [many, "--max-restarts", "1", recovery_rank.__file__, kind]
-    if kind == TORCHFT:
-        python, command = torchft, [str(TORCHFT_RUN), repr(BESIDE_S - ENDS_S), many]
-    elif kind == "torch":
+    if kind == "torch":
         command = [*TORCHRUN, "--nproc-per-node", *anew]
     else:
         (folder / CHECKPOINTS).mkdir()  # nobody dies before the first one is written
         command = [*ELCHE_RUN, str(folder / CHECKPOINTS), "--nproc", *anew]
     with (folder / "output").open("w+") as output:
         ended = subprocess.run(
-            [python, *command, str(folder), str(victim), repr(delay_s)],
+            [sys.executable, *command, str(folder), str(victim), repr(delay_s)],
             env={**os.environ, **ENVIRONMENT},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -180,7 +172,7 @@ def beside(
         )
         output.seek(0)
         trained = [float(path.read_text()) for path in folder.glob("trained*")]
-        if ended.returncode or len(trained) != ranks - (kind == TORCHFT):
+        if ended.returncode or len(trained) != ranks:
             raise SystemExit(f"{kind} was lost:\n{output.read()}")
     return {"total_s": max(trained) - float((folder / KILLED).read_text())}
 
@@ -202,16 +194,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policy", nargs="+", default=["sync", "cadence", "async"])
     parser.add_argument("--transport", nargs="+", default=["auto", "gloo"])
     parser.add_argument("--beside", action="store_true", help="others, alone")
-    parser.add_argument(
-        "--torchft", metavar="PYTHON", help="with torchft, for --beside"
-    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
-    if asked.torchft and not asked.beside:
-        parser.error("--torchft is a row of --beside; give both")
     names = [(kind, "anew") for kind in ("torch", *asked.policy)]
-    names += [(TORCHFT, "gloo")] * bool(asked.torchft)
     if not asked.beside:
         names = [*itertools.product(asked.policy, asked.transport)]
     cells = []
@@ -221,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 if asked.beside:
-                    runs.append(beside(policy, ranks, draws, folder, asked.torchft))
+                    runs.append(beside(policy, ranks, draws, folder))
                 else:
                     runs.append(one(ranks, policy, transport, draws, folder / KILLED))
         cell = {"ranks": ranks, "policy": policy, "transport": transport}

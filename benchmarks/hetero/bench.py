@@ -17,7 +17,6 @@ from benchmarks.hetero.contender import MODULE, BenchSpec
 from benchmarks.hetero.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, BenchVerdict
 from benchmarks.hetero.workloads import OPTIMIZERS, WORKLOADS, batch_size_of
 from elche.config import POLICIES
-from elche.demo.batches import split_edges
 from elche.demo.compare import (
     MS_PER_SAMPLE,
     ContenderRun,
@@ -26,8 +25,9 @@ from elche.demo.compare import (
     run_contender,
     whole_batches,
 )
+from elche.demo.workload import split_edges
 from elche.errors import ConfigError
-from elche.monitor.progress import LogProgress, open_progress
+from elche.monitor.progress import TaskProgress
 from elche.monitor.results import check_writable, print_table, to_json_text
 from elche.runtime.process.launch import Network
 
@@ -280,7 +280,7 @@ def run_bench(
     """
     if json_path is not None and json_path != "-":
         check_writable(Path(json_path))
-    with open_progress() as progress:
+    with TaskProgress() as progress:
         runs = _run_all(config, progress, network)
     verdict = BenchVerdict(
         runs,
@@ -303,7 +303,7 @@ def run_bench(
 
 
 def _run_all(
-    config: BenchConfig, progress: LogProgress, network: Network | None
+    config: BenchConfig, progress: TaskProgress, network: Network | None
 ) -> dict[str, list[ContenderRun]]:
     """For every seed all contenders in turn; each seed begins with another one."""
     runs: dict[str, list[ContenderRun]] = {name: [] for name in config.names}
@@ -322,7 +322,7 @@ def _run_one(
     seed: int,
     task: str,
     devices: Devices,
-    progress: LogProgress,
+    progress: TaskProgress,
 ) -> ContenderRun:
     spec = config.spec(name, seed)
     total = float(spec.samples)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from elche.cadence.split import best_step_s, given_step_s
-from elche.demo.batches import split_edges
+from elche.demo.workload import split_edges
 
 
 @dataclass(frozen=True, kw_only=True)

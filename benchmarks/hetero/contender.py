@@ -10,18 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import distributed as dist
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import RandomSampler
 
 import elche
-from benchmarks.hetero.order import sampler_of
-from benchmarks.hetero.time_cap import TimeCap
-from benchmarks.hetero.workloads import OPTIMIZERS, build_workload, optimizers_of
-from elche.demo.batches import Order
+from benchmarks.hetero.workloads import build_workload, optimizers_of
 from elche.demo.contender import KINDS, Contender, ContenderSpec, main
-from elche.demo.workload import Workload
-from elche.errors import ConfigError
+from elche.demo.workload import Order, Workload
 from elche.runtime.run import Run
 
 MODULE = "benchmarks.hetero.contender"
@@ -34,9 +31,9 @@ class BenchSpec(ContenderSpec):
     Attributes:
         model: a workload's name.
         shares: relative shares of a batch per rank, for ``ddp-split``.
-        max_seconds: leave the run after training for so long, all ranks together.
+        max_seconds: leave the run after training for so long; elche's ranks together.
         learning_rate: instead of the workload's.
-        optimizer: one of `OPTIMIZERS`.
+        optimizer: one of `benchmarks.hetero.workloads.OPTIMIZERS`.
         options: further settings of elche.
         sent_counter: a file that holds how many bytes a rank has sent, on each rank.
     """
@@ -47,14 +44,6 @@ class BenchSpec(ContenderSpec):
     optimizer: str = "adamw"
     options: dict[str, Any] = field(default_factory=dict)
     sent_counter: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(
-                f"unknown optimizer {self.optimizer!r}; choose one of"
-                f" {', '.join(OPTIMIZERS)}"
-            )
 
     @classmethod
     def kinds(cls) -> tuple[str, ...]:
@@ -76,7 +65,6 @@ class BenchContender(Contender):
         self, spec: BenchSpec, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(spec, clock)
-        self._cap = self._time_cap()
         self._sent_bytes = 0
 
     def _build_workload(self) -> Workload:
@@ -90,7 +78,15 @@ class BenchContender(Contender):
         return optimizers_of(self._workload, self._model, self.spec.optimizer)
 
     def _make_sampler(self) -> Order:
-        return sampler_of(self.spec.samples, self.spec.segments, self.spec.seed)
+        """Of one part torch's own, the same order.
+
+        With that a run survives the death of its first rank, which alone has the state
+        of any other.
+        """
+        if self.spec.segments > 1:
+            return super()._make_sampler()
+        generator = torch.Generator().manual_seed(self.spec.seed)
+        return RandomSampler(range(self.spec.samples), generator=generator)
 
     def _options(self) -> dict[str, Any]:
         return self.spec.options
@@ -98,22 +94,12 @@ class BenchContender(Contender):
     def _shares(self) -> list[float]:
         return list(self.spec.shares) or super()._shares()
 
-    def _time_cap(self) -> TimeCap:
-        is_alone = self.spec.kind == "solo"
-        word = None if is_alone else Path(self.spec.out) / "last-batch"
-        meet: Callable[[], Any] = dist.barrier
-        if self.spec.kind == "elche":
-            meet = elche.barrier
-        return TimeCap(self.spec.max_seconds, word, meet)
-
-    def _is_last(self, train_s: float) -> bool:
-        return self._cap.leaves_after(self._batches, train_s)
-
     def _is_over(self) -> bool:
-        return self._cap.is_over(self._train_s)
+        is_over = super()._is_over()
+        return elche.any(is_over) if self.spec.kind == "elche" else is_over
 
     def _segment(self, model: nn.Module, loader: Any) -> None:
-        if not self._batches:
+        if not self._done_samples:
             self._sent_bytes = self._counted_bytes()
         super()._segment(model, loader)
 

@@ -26,7 +26,7 @@ from benchmarks.pipeline.plan import (
 )
 from elche.demo.compare import STDERR_TAIL_LINES, machine
 from elche.errors import RemoteRankError
-from elche.monitor.progress import open_progress
+from elche.monitor.progress import TaskProgress
 from elche.monitor.results import check_writable, to_json_text
 from elche.runtime.process.launch import (
     LaunchConfig,
@@ -140,7 +140,7 @@ def run_ranks(config: PipelineBenchConfig) -> list[RankResults]:
         KeyboardInterrupt: the user ended it; all ranks have ended.
     """
     with (
-        open_progress() as progress,
+        TaskProgress() as progress,
         tempfile.TemporaryDirectory(prefix="elche-") as folder,
     ):
         out, task = Path(folder), "steps of all contenders"

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
         save,
         save_every,
     )
-    from elche.session.gather import all_gather, gather
-    from elche.session.gather import any as any
-    from elche.session.learning_rate import ProgressLR, follow
     from elche.session.metrics import (
         batch_weight,
         epoch_metrics,
@@ -47,14 +44,25 @@ if TYPE_CHECKING:
     from elche.session.output import print as print
     from elche.session.output import progress
     from elche.session.process import shutdown
-    from elche.session.ranks import barrier, device, is_main_process, rank, world_size
-    from elche.session.setup import setup
-    from elche.session.state import (
+    from elche.session.progress import (
+        ProgressLR,
+        follow,
         load_state_dict,
         progress_samples,
         progress_steps,
         state_dict,
     )
+    from elche.session.ranks import (
+        all_gather,
+        barrier,
+        device,
+        gather,
+        is_main_process,
+        rank,
+        world_size,
+    )
+    from elche.session.ranks import any as any
+    from elche.session.setup import setup
     from elche.trainer.evaluation import evaluate, predict
     from elche.trainer.trainer import Trainer
 
@@ -70,15 +78,15 @@ _HOMES = {
     "elche.launching.launching": "launch",
     "elche.session.checkpoints": "epochs register_for_checkpointing resume "
     "save save_every",
-    "elche.session.gather": "all_gather any gather",
-    "elche.session.learning_rate": "ProgressLR follow",
     "elche.session.metrics": "batch_weight epoch_metrics log_scalar log_to "
     "metrics summary timeline",
     "elche.session.output": "print progress",
     "elche.session.process": "shutdown",
-    "elche.session.ranks": "barrier device is_main_process rank world_size",
+    "elche.session.progress": "ProgressLR follow load_state_dict progress_samples "
+    "progress_steps state_dict",
+    "elche.session.ranks": "all_gather any barrier device gather is_main_process "
+    "rank world_size",
     "elche.session.setup": "setup",
-    "elche.session.state": "load_state_dict progress_samples progress_steps state_dict",
     "elche.trainer.evaluation": "evaluate predict",
     "elche.trainer.trainer": "Trainer",
 }

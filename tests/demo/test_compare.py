@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from elche.demo import compare
-from elche.demo.batches import SegmentSampler, SplitBatches, split_edges
 from elche.demo.compare import Devices, run_contender, whole_batches
 from elche.demo.contender import ContenderSpec
+from elche.demo.workload import SegmentSampler, SplitBatches, split_edges
 from elche.errors import ConfigError, RemoteRankError
 from elche.runtime.process.launch import LaunchConfig, LaunchResult
 from tests.demo.fake_runs import rank_result, run_of

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
-import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import elche
+from elche.monitor.progress import TaskProgress
+from elche.session import output
 from tests.distributed.cases.tasks import Task, build
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
@@ -23,45 +24,20 @@ TASK = Task(samples=49, batch_size=16, epochs=1)
 """The last batch has one sample: of two ranks one gets none."""
 
 
-class Bar:
-    """Stands for tqdm: keeps what it is told."""
+class Bar(TaskProgress):
+    """Keeps what it is told."""
 
     all: tuple[Bar, ...] = ()
-    written: tuple[str, ...] = ()
 
-    def __init__(self, **options: Any) -> None:
-        self.options, self.n, self.is_closed = options, 0, False
-        self.steps: list[int] = []
+    def start(self, task: str, total: float | None) -> None:
+        self.total, self.task, self.is_closed = total, task, False
         Bar.all += (self,)
 
-    def update(self, step: int) -> None:
-        self.n += step
-        self.steps.append(step)
+    def update(self, task: str, done: float, detail: str = "") -> None:
+        self.done = done
 
-    def close(self) -> None:
+    def finish(self, task: str, detail: str = "") -> None:
         self.is_closed = True
-
-    @staticmethod
-    def write(text: str, file: Any, end: str) -> None:
-        Bar.written += (text + end,)
-
-
-@contextlib.contextmanager
-def fake_tqdm() -> Any:
-    module = types.ModuleType("tqdm.auto")
-    module.tqdm = Bar  # type: ignore[attr-defined]
-    names = {"tqdm": types.ModuleType("tqdm"), "tqdm.auto": module}
-    kept = {name: sys.modules.get(name) for name in names}
-    Bar.all, Bar.written = (), ()
-    sys.modules.update(names)
-    try:
-        yield Bar
-    finally:
-        for name, before in kept.items():
-            if before is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = before
 
 
 def gather_in_the_loop() -> dict[str, Any]:
@@ -113,8 +89,11 @@ def test_windows_refuse_them_by_name(ranks2: RankPool) -> None:
 
 
 def show(policy: str) -> tuple[list[Any], str]:
-    out = io.StringIO()
-    with fake_tqdm() as bars, contextlib.redirect_stdout(out):
+    out, Bar.all = io.StringIO(), ()
+    with (
+        mock.patch.object(output, "TaskProgress", Bar),
+        contextlib.redirect_stdout(out),
+    ):
         model, optimizer, loader = elche.setup(*build(TASK), policy=policy)
         for epoch in range(2):
             for x, y, *_ in elche.progress(loader, desc=f"epoch {epoch}"):
@@ -126,8 +105,8 @@ def show(policy: str) -> tuple[list[Any], str]:
                     break
         elche.print("end", sep="-", end="!")
         elche.shutdown()
-    shown = [(bar.options, bar.n, bar.is_closed) for bar in bars.all]
-    return [shown, set(bars.written)], out.getvalue()
+    shown = [(bar.task, bar.total, bar.done, bar.is_closed) for bar in Bar.all]
+    return shown, out.getvalue()
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
@@ -135,10 +114,9 @@ def test_one_bar_counts_the_samples_of_all(ranks2: RankPool, policy: str) -> Non
     first, second = ranks2.run(
         show, policy, case_setup=serve_in_thread, env=FOUR_TO_ONE
     )
-    options = {"total": 49, "unit": "sample", "desc": "epoch 0"}
-    (bars, written), printed = first
-    assert bars[0] == (options, 49, True)
-    assert (bars[1][0]["desc"], bars[1][2]) == ("epoch 1", True)
-    assert bars[1][1] < 49
-    assert (written, printed) == ({"in-0\n", "in-1\n"}, "end!")
-    assert second == ([[], set()], "")
+    (whole, broken), printed = first
+    assert whole == ("epoch 0", 49, 49, True)
+    assert (broken[0], broken[3]) == ("epoch 1", True)
+    assert broken[2] < 49
+    assert {*printed.splitlines()} == {"in-0", "in-1", "end!"}
+    assert second == ([], "")

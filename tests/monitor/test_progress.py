@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 
 import pytest
 from rich.console import Console
 
-from elche.monitor.progress import BarProgress, LogProgress, open_progress
+from elche.monitor.progress import TaskProgress
 
 
 def test_log_lines_now_and_then(
@@ -17,7 +18,7 @@ def test_log_lines_now_and_then(
     now_s = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     caplog.set_level(logging.INFO, "elche.monitor.progress")
-    with LogProgress(interval_s=10.0) as progress:
+    with TaskProgress(interval_s=10.0) as progress:
         progress.start("solo-0", 200)
         for done in range(0, 200, 10):
             now_s += 1.5
@@ -34,7 +35,7 @@ def test_log_lines_now_and_then(
 def test_bars_show_task_and_detail() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=120)
-    with BarProgress(console) as progress:
+    with TaskProgress(console) as progress:
         progress.start("elche-sync", 200)
         progress.update("elche-sync", 100, "loss 2.50")
         progress.finish("elche-sync", "loss 1.50")
@@ -44,10 +45,13 @@ def test_bars_show_task_and_detail() -> None:
     assert "loss 1.50" in text
 
 
-@pytest.mark.parametrize(("is_terminal", "kind"), [(0, LogProgress), (1, BarProgress)])
-def test_the_terminal_decides(
-    is_terminal: int, kind: type, monkeypatch: pytest.MonkeyPatch
+def test_a_terminal_gets_bars_and_no_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: bool(is_terminal))
-    with open_progress() as progress:
-        assert type(progress) is kind
+    caplog.set_level(logging.INFO, "elche.monitor.progress")
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with TaskProgress() as progress:
+        progress.start("elche-sync", 200)
+    assert not caplog.messages
+    assert "elche-sync" in sys.stderr.getvalue()  # type: ignore[attr-defined]

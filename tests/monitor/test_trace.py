@@ -1,11 +1,9 @@
-"""Chrome traces: units, order, rows that nest, and the line format."""
+"""Chrome traces: units, order, rows, and the line format."""
 
 from __future__ import annotations
 
 import json
-import math
 import random
-from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +16,7 @@ from elche.monitor.trace import (
     BATCH,
     DATA_WAIT,
     SYNC,
+    SYNC_WAIT,
     Span,
     spans_from_jsonl,
     spans_to_jsonl,
@@ -54,27 +53,8 @@ def test_times_are_microseconds_since_the_first_span() -> None:
     assert first["args"] == {"samples": 32}
 
 
-def test_one_named_row_per_rank() -> None:
-    batches = [
-        Span(rank, f"batch {index}", BATCH, index * 0.1, 0.1)
-        for rank in (0, 1)
-        for index in range(20)
-    ]
-    inside = [Span(0, "sync", SYNC, index * 0.1 + 0.05, 0.05) for index in range(20)]
-    trace = to_chrome_trace(batches + inside, {0: "fast", 1: "slow"}, {"speeds": [1]})
-    events = complete_events(trace)
-    assert {(event["pid"], event["tid"]) for event in events} == {(0, 0), (1, 0)}
-    names = {
-        event["pid"]: event["args"]["name"]
-        for event in trace["traceEvents"]
-        if event["name"] == "process_name"
-    }
-    assert names == {0: "fast", 1: "slow"}
-    assert trace["otherData"] == {"speeds": [1]}
-
-
 @given(st.integers(0, 2**32), st.floats(0, 1e6))
-def test_spans_that_meet_share_a_row(seed: int, origin_s: float) -> None:
+def test_spans_that_meet_do_not_overlap(seed: int, origin_s: float) -> None:
     draw = random.Random(seed)
     times_s = [origin_s]
     for _ in range(50):
@@ -83,35 +63,39 @@ def test_spans_that_meet_share_a_row(seed: int, origin_s: float) -> None:
         Span(0, "batch", BATCH, begin_s, end_s - begin_s)
         for begin_s, end_s in pairwise(times_s)
     ]
-    tails = [
-        Span(0, "sync", SYNC, middle_s, span.start_s + span.duration_s - middle_s)
-        for span in batches
-        for middle_s in [span.start_s + draw.random() * span.duration_s]
-    ]
-    events = complete_events(to_chrome_trace(batches + tails))
-    assert {event["tid"] for event in events} == {0}
+    events = complete_events(to_chrome_trace(batches))
+    assert all(a["ts"] + a["dur"] == b["ts"] for a, b in pairwise(events))
 
 
-def test_an_overlapped_reduction_gets_a_row_of_its_own() -> None:
+def test_rows_are_named_and_synchronisations_have_their_own() -> None:
     trace = to_chrome_trace(
         [
             Span(0, "batch 0", BATCH, 0.0, 1.0),
-            Span(0, "reduction", SYNC, 0.5, 1.0),
-            Span(0, "batch 1", BATCH, 1.0, 1.0),
-        ]
+            Span(0, "sync wait", SYNC_WAIT, 0.5, 0.1),
+            Span(0, "reduction", SYNC, 0.6, 1.0),
+            Span(1, "batch 0", BATCH, 0.0, 1.0),
+        ],
+        {0: "fast"},
+        {"speeds": [1]},
     )
-    rows = {event["name"]: event["tid"] for event in complete_events(trace)}
-    assert rows == {"batch 0": 0, "reduction": 1, "batch 1": 0}
-    threads = {
-        event["tid"]: event["args"]["name"]
+    rows = {(e["pid"], e["name"]): e["tid"] for e in complete_events(trace)}
+    assert [name for name, row in rows.items() if row] == [
+        *((0, "sync wait"), (0, "reduction"))
+    ]
+    named = [
+        (event["pid"], event["tid"], event["args"]["name"])
         for event in trace["traceEvents"]
-        if event["name"] == "thread_name"
-    }
-    assert threads == {0: "training", 1: "overlapped"}
+        if event["ph"] == "M"
+    ]
+    assert named == [
+        *((0, 0, "fast"), (1, 0, "rank 1"), (0, 0, "training")),
+        *((0, 1, "synchronisations"), (1, 0, "training")),
+    ]
+    assert trace["otherData"] == {"speeds": [1]}
 
 
 @given(st.lists(spans, max_size=30))
-def test_any_trace_is_sorted_nested_and_json(items: list[Span]) -> None:
+def test_any_trace_is_sorted_and_json(items: list[Span]) -> None:
     trace = to_chrome_trace(items)
     json.dumps(trace, allow_nan=False)
     events = complete_events(trace)
@@ -119,16 +103,6 @@ def test_any_trace_is_sorted_nested_and_json(items: list[Span]) -> None:
     assert [event["ts"] for event in events] == sorted(e["ts"] for e in events)
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events)
     assert all(type(event[key]) is int for event in events for key in ("ts", "dur"))
-    rows = defaultdict(list)
-    for event in events:
-        rows[event["pid"], event["tid"]].append(event)
-    for row in rows.values():
-        open_ends = [math.inf]
-        for event in row:
-            while open_ends[-1] <= event["ts"]:
-                open_ends.pop()
-            assert event["ts"] + event["dur"] <= open_ends[-1]
-            open_ends.append(event["ts"] + event["dur"])
     named = {e["pid"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert named == {span.rank for span in items}
 

@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.errors import ConfigError
-from elche.monitor import progress as bars
-from elche.monitor.progress import LogProgress
-from tests.distributed.test_gather import fake_tqdm
+from elche.monitor.progress import TaskProgress
+from elche.session import output
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -52,44 +51,27 @@ def test_several_ranks_need_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         elche.any(False)
 
 
-@pytest.mark.parametrize(("drop_last", "samples"), [(False, 10), (True, 8)])
-def test_a_bar_of_samples(drop_last: bool, samples: int) -> None:
-    loader = loader_of(drop_last=drop_last)
-    with fake_tqdm() as bars:
-        for _ in elche.progress(loader, unit="row"):
-            pass
-    (bar,) = bars.all
-    assert (bar.options, bar.n) == ({"total": samples, "unit": "row"}, samples)
-    assert bar.steps == [0, 4, 4, 2][: len(loader) + 1]
-
-
-def test_a_bar_of_anything_else_counts_items() -> None:
-    loader = loader_of()
-    with fake_tqdm() as bars:
-        assert list(elche.progress("abc")) == ["a", "b", "c"]
-        assert len(list(elche.progress(loader.steps(2)))) == 2
-        assert list(elche.progress([1], disable=True)) == [1]
-    shown = [(bar.options["total"], bar.n) for bar in bars.all]
-    assert shown == [(3, 3), (None, 2)]
-
-
-def test_without_tqdm_the_log_is_told(
+def test_progress_counts_samples_of_a_run_and_items_of_anything_else(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
-    monkeypatch.setattr(bars, "LogProgress", lambda: LogProgress(0.0))
+    monkeypatch.setattr(output, "TaskProgress", lambda: TaskProgress(interval_s=0.0))
     with caplog.at_level(logging.INFO):
         for _ in elche.progress(iter("ab"), desc="letters"):
             elche.print("seen")
         for _ in elche.progress(loader_of(5)):
             pass
+        for _ in elche.progress(loader_of(drop_last=True), desc="whole batches"):
+            pass
+        assert list(elche.progress([1], disable=True)) == [1]
     said = [record.getMessage().partition(" after")[0] for record in caplog.records]
     assert said == [
         *("letters: started", "letters: 0", "letters: 1", "letters: 2"),
         "letters: finished",
         *("training: started", "training: 0 %", "training: 50 %", "training: 100 %"),
         "training: finished",
+        *("whole batches: started", "whole batches: 0 %", "whole batches: 50 %"),
+        *("whole batches: 100 %", "whole batches: finished"),
     ]
     assert capsys.readouterr().out == "seen\nseen\n"

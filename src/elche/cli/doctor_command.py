@@ -62,10 +62,13 @@ def run_doctor(
     }
     write_json(json_path, values)
     if json_path != "-":
-        lines = [*_machine_lines(machine), *_rank_lines(ranks, parameters, batch_size)]
-        lines += _prediction_lines(predicted, choice)
-        lines += [": ".join(each) for each in found] or ["nothing looks wrong"]
-        print("\n".join(lines))
+        print(
+            *_machine_lines(machine),
+            *_rank_lines(ranks, parameters, batch_size),
+            *_prediction_lines(predicted, choice),
+            *([": ".join(each) for each in found] or ["nothing looks wrong"]),
+            sep="\n",
+        )
     return int(any(each.severity == "broken" for each in found))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from elche.cadence.chooser import Chooser
@@ -26,6 +27,9 @@ class Finding(NamedTuple):
 
     severity: str
     text: str
+
+
+_warning = partial(Finding, "warning")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,42 +131,58 @@ def findings(
     found = [*_of_machine(machine), *_of_devices(machine, devices)]
     if failure:
         found.append(Finding("broken", f"the ranks could not measure: {failure}"))
-    for rank in ranks:
-        if rank.overrun > 0.05:
-            text = f"rank {rank.rank} is emulated faster than this machine computes "
-            text += f"({rank.overrun:.0%} over): its speed is this machine's"
-            found.append(Finding("warning", text))
+    found += [
+        _warning(
+            f"rank {rank.rank} is emulated faster than this machine computes "
+            f"({rank.overrun:.0%} over): its speed is this machine's"
+        )
+        for rank in ranks
+        if rank.overrun > 0.05
+    ]
     if predicted and max(each.goodput for each in predicted) < LEAST_GAIN:
-        text = "these ranks together are predicted to be no faster than the fastest "
-        text += "device alone, for this model and batch: larger batches, a model that "
-        text += "computes more per parameter, or that device alone"
-        found.append(Finding("warning", text))
+        found.append(
+            _warning(
+                "these ranks together are predicted to be no faster than the fastest "
+                "device alone, for this model and batch: larger batches, a model that "
+                "computes more per parameter, or that device alone"
+            )
+        )
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def _of_machine(machine: MachineFacts) -> Iterator[Finding]:
-    torch = machine.versions["torch"]
+    torch, environment = machine.versions["torch"], machine.environment
+    shm = machine.shm_bytes
     if tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
         yield Finding("broken", f"torch {torch} is too old: elche needs 2.9 or newer")
     if machine.loopback_error:
-        text = f"loopback (127.0.0.1) cannot be used: {machine.loopback_error}; ranks "
-        yield Finding("broken", text + "of one host meet there")
-    shm = machine.shm_bytes
+        yield Finding(
+            "broken",
+            f"loopback (127.0.0.1) cannot be used: {machine.loopback_error}; ranks of "
+            "one host meet there",
+        )
     if shm is not None and shm < LEAST_SHM_BYTES:
-        text = f"/dev/shm has {shm / 2**20:.0f} MiB, and DataLoader workers pass "
-        text += "batches through it: in Docker start with --shm-size=2g or --ipc=host"
-        yield Finding("warning", text)
+        yield _warning(
+            f"/dev/shm has {shm / 2**20:.0f} MiB, and DataLoader workers pass batches "
+            "through it: in Docker start with --shm-size=2g or --ipc=host"
+        )
     if machine.open_files < LEAST_FILES:
-        text = f"at most {machine.open_files} files may be open; DataLoader workers "
-        yield Finding("warning", text + "need more: ulimit -n 4096")
+        yield _warning(
+            f"at most {machine.open_files} files may be open; DataLoader workers need "
+            "more: ulimit -n 4096"
+        )
     if machine.has_nvidia and "cuda" not in machine.accelerators:
-        hidden = machine.environment.get("CUDA_VISIBLE_DEVICES")
+        hidden = environment.get("CUDA_VISIBLE_DEVICES")
         why = f"CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else "its driver"
-        text = f"this machine has an NVIDIA device that torch {torch} cannot use: "
-        yield Finding("warning", f"{text}check {why}, and that torch is a CUDA build")
-    if places := [name for name in PLACES if name in machine.environment]:
-        text = f"{', '.join(places)} set in this shell: a plain `python script.py` "
-        yield Finding("warning", text + "takes itself for a rank of a run; unset them")
+        yield _warning(
+            f"this machine has an NVIDIA device that torch {torch} cannot use: check "
+            f"{why}, and that torch is a CUDA build"
+        )
+    if places := [name for name in PLACES if name in environment]:
+        yield _warning(
+            f"{', '.join(places)} set in this shell: a plain `python script.py` takes "
+            "itself for a rank of a run; unset them"
+        )
     for kind in machine.accelerators:
         text = f"elche has never been run on {kind} by its authors: report what fails"
         if kind in ("mps", "xpu"):
@@ -174,14 +194,16 @@ def _of_devices(machine: MachineFacts, devices: Sequence[str]) -> Iterator[Findi
     for device in sorted(set(devices)):
         ranks = [rank for rank, name in enumerate(devices) if name == device]
         if device.startswith("cuda") and len(ranks) > 1:
-            text = f"ranks {ranks} share {device}: they slow each other, and reduce "
-            yield Finding("warning", text + "through gloo; give each its own device")
+            yield _warning(
+                f"ranks {ranks} share {device}: they slow each other, and reduce "
+                "through gloo; give each its own device"
+            )
     on_cpu, cores = devices.count("cpu"), machine.cores
     threads = machine.environment.get("OMP_NUM_THREADS", "")
     if on_cpu > cores:
-        text = f"{on_cpu} ranks compute on {cores} cores: they slow each other"
-        yield Finding("warning", text)
+        yield _warning(f"{on_cpu} ranks compute on {cores} cores: they slow each other")
     elif threads.isdigit() and on_cpu * int(threads) > cores:
-        text = f"OMP_NUM_THREADS={threads} for each of {on_cpu} CPU ranks is more than "
-        text += f"{cores} cores: unset it, elche run divides the cores"
-        yield Finding("warning", text)
+        yield _warning(
+            f"OMP_NUM_THREADS={threads} for each of {on_cpu} CPU ranks is more than "
+            f"{cores} cores: unset it, elche run divides the cores"
+        )

@@ -134,6 +134,28 @@ def story_of(core: Coordinator, wanted: str) -> list[str]:
 
 def summary(report: Report, took_s: float) -> str:
     """The report for people."""
+    waits = ", ".join(
+        f"{cause} {100 * share:.2f} %"
+        for cause, share in report.waits.items()
+        if share >= 5e-5
+    )
+    late, most_late = report.lag_batches
+    averages = (
+        f"  averages adopted  {late:.1f} batches late (most {most_late}), "
+        f"{report.lag_s[0]:.3f} s (most {report.lag_s[1]:.3f} s)"
+    )
+    recoveries = [
+        "not seen" if one is None else f"{one:.2f} s"
+        for one in report.recovery_s[:SHOWN_RECOVERIES]
+    ]
+    more = len(report.recovery_s) - len(recoveries)
+    rest = f" and {more} more" if more else ""
+    ranks = [
+        f"    rank {one.rank} {one.device}: {one.samples} samples, busy "
+        f"{one.busy_s:.2f} s, waiting {sum(one.waits.values()):.2f} s"
+        f"{', died' if one.has_died else ''}"
+        for one in report.ranks[:SHOWN_RANKS]
+    ]
     lines = [
         f"policy {report.policy}, {report.world_size} ranks: {report.samples} samples "
         f"in {report.seconds:.2f} s (simulated in {took_s:.2f} s)",
@@ -143,44 +165,16 @@ def summary(report: Report, took_s: float) -> str:
         f"(sample efficiency {report.sample_efficiency:.3f}, by the convergence table)",
         f"  synchronisations  {report.windows}, costing "
         f"{100 * report.sync_overhead:.2f} % of all ranks' time",
-    ]
-    waits = ", ".join(
-        f"{cause} {100 * share:.2f} %"
-        for cause, share in report.waits.items()
-        if share >= 5e-5
-    )
-    lines.append(f"  waits             {waits or 'none'}")
-    lines += [
-        f"  at {choice.at_s:8.2f} s     auto: {choice.reason}"
-        for choice in report.choices
-    ]
-    if report.lag_batches[1]:
-        lines.append(
-            f"  averages adopted  {report.lag_batches[0]:.1f} batches late (most "
-            f"{report.lag_batches[1]}), {report.lag_s[0]:.3f} s (most "
-            f"{report.lag_s[1]:.3f} s)"
-        )
-    if report.recovery_s:
-        shown = [
-            "not seen" if one is None else f"{one:.2f} s"
-            for one in report.recovery_s[:SHOWN_RECOVERIES]
-        ]
-        more = len(report.recovery_s) - len(shown)
-        rest = f" and {more} more" if more else ""
-        lines.append(f"  recovery          {', '.join(shown)}{rest}")
-    lines.append(
+        f"  waits             {waits or 'none'}",
+        *(f"  at {at.at_s:8.2f} s     auto: {at.reason}" for at in report.choices),
+        *([averages] if most_late else []),
+        *([f"  recovery          {', '.join(recoveries)}{rest}"] if recoveries else []),
         f"  coordinator       {report.messages_per_s:.0f} messages per s, "
         f"{report.coordinator_us_per_event or 0:.1f} µs per event (longest "
         f"{report.coordinator_most_us or 0:.0f} µs), at most "
-        f"{report.most_instructions} instructions to an event"
-    )
-    for one in report.ranks[:SHOWN_RANKS]:
-        died = ", died" if one.has_died else ""
-        waiting = sum(one.waits.values())
-        lines.append(
-            f"    rank {one.rank} {one.device}: {one.samples} samples, busy "
-            f"{one.busy_s:.2f} s, waiting {waiting:.2f} s{died}"
-        )
-    if len(report.ranks) > SHOWN_RANKS:
-        lines.append(f"    and {len(report.ranks) - SHOWN_RANKS} ranks more")
+        f"{report.most_instructions} instructions to an event",
+        *ranks,
+    ]
+    if len(report.ranks) > len(ranks):
+        lines.append(f"    and {len(report.ranks) - len(ranks)} ranks more")
     return "\n".join(lines)

@@ -25,10 +25,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from elche.config import PolicyName
-from elche.demo.batches import Order, SegmentSampler, SplitBatches
 from elche.demo.workload import (
     BATCH_SIZE,
     GPT_MODEL,
+    Order,
+    SegmentSampler,
+    SplitBatches,
     Workload,
     language_workload,
     learning_rate_scale,
@@ -39,8 +41,8 @@ from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
 from elche.session.process import current_emulation, current_run, shutdown
+from elche.session.progress import progress_samples
 from elche.session.setup import setup
-from elche.session.state import progress_samples
 
 KINDS = ("solo", "ddp", "elche")
 DDP_TIMEOUT_S = 120.0
@@ -114,7 +116,6 @@ class Contender:
         self._loss_scale = 1.0
         self._done_samples = 0
         self._train_s = 0.0
-        self._batches = 0
         self._curve: list[tuple[float, float, float]] = []
         self._reported_s = 0.0
 
@@ -228,7 +229,6 @@ class Contender:
                 optimizer.step()
                 optimizer.zero_grad()
             self._count(len(batch[0]))
-            self._batches += 1
             if self._is_last(self._train_s + self._clock() - began_s):
                 break
         if self._placement.device.type == "cuda":

@@ -18,7 +18,7 @@ from elche.demo.contender import ContenderSpec
 from elche.demo.outcome import DemoOutcome
 from elche.demo.workload import BATCH_SIZE, GPT_MODEL, language_workload
 from elche.errors import ConfigError
-from elche.monitor.progress import LogProgress, open_progress
+from elche.monitor.progress import TaskProgress
 from elche.monitor.results import print_table, to_json_text
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def run_demo(config: DemoConfig) -> None:
     devices = choose_devices()
     samples, source = prepare(config, devices)
     logger.info("learning %s, %d samples per contender", source, samples)
-    with open_progress() as progress:
+    with TaskProgress() as progress:
         runs = run_contenders(config, devices, samples, progress)
     outcome = DemoOutcome(devices, runs)
     facts = {"samples": samples, "text": source}
@@ -129,7 +129,7 @@ def _spec(config: DemoConfig, samples: int, **settings: Any) -> ContenderSpec:
 
 
 def run_contenders(
-    config: DemoConfig, devices: Devices, samples: int, progress: LogProgress
+    config: DemoConfig, devices: Devices, samples: int, progress: TaskProgress
 ) -> dict[str, ContenderRun]:
     """All contenders; the devices alone run at the same time, each on its own."""
     alone = [f"alone on device {index}" for index in range(devices.count)]
@@ -161,6 +161,6 @@ def run_contenders(
     return runs
 
 
-def _show(progress: LogProgress, tasks: Sequence[str], rank: int, done: float) -> None:
+def _show(progress: TaskProgress, tasks: Sequence[str], rank: int, done: float) -> None:
     if rank < len(tasks):
         progress.update(tasks[rank], done)

@@ -1,8 +1,8 @@
-"""The demo's workload: a model with its data, loss and optimizer, built from a seed."""
+"""The demo's workload: model, data, loss, optimizer, and the order of samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler
 
 from elche.demo.gpt import GPT, GPTConfig
 from elche.demo.text import VOCABULARY_SIZE, CharDataset, load_corpus
@@ -142,3 +142,55 @@ def learning_rate_scale(progress: float) -> float:
     """
     warmup, floor = 0.05, 0.02
     return max(floor, min(progress / warmup, 1 - progress))
+
+
+def split_edges(batch_size: int, shares: Sequence[float]) -> list[int]:
+    """Bounds of each rank's part of a batch: ``len(shares) + 1`` edges."""
+    total = sum(shares)
+    return [round(batch_size * sum(shares[:r]) / total) for r in range(len(shares) + 1)]
+
+
+class SegmentSampler(Sampler[int]):
+    """One shuffled order of the whole set, handed out in consecutive parts.
+
+    Each iteration yields the next part, so a run of several parts sees every sample
+    once, whoever trains it.
+    """
+
+    def __init__(self, num_samples: int, segments: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(num_samples, generator=generator)
+        self._parts = order.tensor_split(segments)
+        self._next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        part = self._parts[self._next % len(self._parts)]
+        self._next += 1
+        return iter(part.tolist())
+
+    def __len__(self) -> int:
+        return len(self._parts[self._next % len(self._parts)])
+
+
+Order = RandomSampler | SegmentSampler
+
+
+class SplitBatches(Sampler[list[int]]):
+    """Each rank's part of every global batch, by fixed shares."""
+
+    def __init__(
+        self, sampler: Order, batch_size: int, shares: Sequence[float], rank: int
+    ) -> None:
+        self._part = slice(*split_edges(batch_size, shares)[rank : rank + 2])
+        self._batches = BatchSampler(sampler, batch_size, drop_last=True)
+
+    @property
+    def part_size(self) -> int:
+        """Samples of this rank in every batch."""
+        return int(self._part.stop - self._part.start)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch[self._part] for batch in self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)

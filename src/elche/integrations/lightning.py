@@ -14,7 +14,7 @@ Model, optimizer and loader meet when Lightning has asked for the training loade
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,7 +25,9 @@ from typing_extensions import Unpack, override
 
 from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
 from elche.errors import ConfigError
+from elche.integrations.counted_epochs import CountedEpochs
 from elche.integrations.rank_strategy import RankStrategy
+from elche.runtime.loader import RunLoader
 from elche.session import ranks
 from elche.session.options import SetupOptions
 from elche.session.process import failing_together, shutdown
@@ -66,7 +68,7 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
         )
         self.take_rank("Lightning's Trainer", options, weight_of, samples_per_epoch)
         self._layer_sync: Any = None  # Lightning's, with Trainer(sync_batchnorm=True)
-        self._batches: TrainingBatches | None = None
+        self._batches: CountedEpochs | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -106,7 +108,7 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
                 "expected a torch.utils.data.DataLoader to train on, got "
                 f"{type(dataloader).__name__}; elche divides its batches"
             )
-        self._batches = TrainingBatches(dataloader)
+        self._batches = CountedEpochs(dataloader, dataloader)
         if self.optimizers:  # else configure_optimizers() asks how many steps there are
             self.share_batches()
         return self._batches
@@ -114,17 +116,17 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
     def share_batches(self) -> None:
         """Model, optimizer and loader meet, unless they have."""
         batches, module = self._batches, self.lightning_module
-        if batches is None or batches.is_shared:
+        if batches is None or isinstance(batches.loader, RunLoader):
             return
         if not self.optimizers:
             raise ConfigError("expected an optimizer from configure_optimizers()")
-        batches.loader = self.share(module, self.optimizers[0], batches.loader)
-        batches.is_shared = True
+        shared = self.share(module, self.optimizers[0], batches.loader)
+        batches.loader = batches.batches = shared
 
-    def end_epoch(self) -> None:
-        """The last batch of the epoch has been trained on."""
+    def leave_epoch(self) -> None:
+        """Ends the epoch, or leaves it where batches are left."""
         if self._batches is not None:
-            self._batches.end_epoch()
+            self._batches.leave()
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -137,55 +139,10 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        self.end_epoch()
+        self.leave_epoch()
         self._batches = None
         shutdown()
         super().teardown()
-
-
-class TrainingBatches:
-    """The loader of a run, whose epochs end when Lightning has trained the last batch.
-
-    Lightning counts batches, and never asks for one after the last: elche's epoch would
-    go on until the next begins, through validation.
-
-    Args:
-        loader: the user's; once it ``is_shared``, what `elche.setup` has returned.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self.loader, self.is_shared = loader, False
-        self._epoch: Any = None
-        self._left = 0
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.end_epoch()
-        self._left = len(self)
-        return self
-
-    def __next__(self) -> Any:
-        if self._epoch is None:
-            self._epoch = iter(self.loader)
-        batch = next(self._epoch)
-        self._left -= 1
-        return batch
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def end_epoch(self) -> None:
-        """Ends the epoch under way, or leaves it where batches are left."""
-        epoch, self._epoch = self._epoch, None
-        if epoch is None:
-            return
-        if self._left == 0:
-            next(epoch, None)
-        epoch.close()
 
 
 class _BatchEnds(Callback):
@@ -203,11 +160,11 @@ class _BatchEnds(Callback):
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         if trainer.is_last_batch:
-            self._strategy.end_epoch()
+            self._strategy.leave_epoch()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.end_epoch()
+        self._strategy.leave_epoch()
 
 
 StrategyRegistry.register(

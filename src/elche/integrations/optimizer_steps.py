@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from elche.errors import ConfigError
+from elche.integrations.counted_epochs import CountedEpochs
 
 IGNORED_LABEL = -100
 
@@ -154,7 +155,7 @@ def step_loader(
 
 
 @final
-class StepEpochs:
+class StepEpochs(CountedEpochs):
     """The train loader of a loop that iterates for itself and counts micro-batches.
 
     Args:
@@ -164,55 +165,18 @@ class StepEpochs:
     """
 
     def __init__(self, loader: Any, steps: Any, sampler: StepSampler | None) -> None:
-        self._loader = loader
-        self._steps = steps
+        super().__init__(loader, steps)
         self._sampler = sampler
-        self._epoch: Iterator[StepBatch] = iter(())
-        self._left = -1
         self._skipped = 0
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
     def __iter__(self) -> Iterator[StepBatch]:
-        try:
-            self._left = len(self._steps)
-        except TypeError:  # a stream on one device
-            self._left = -1
+        super().__iter__()
         if self._sampler is not None:
             self._sampler.skipped, self._skipped = self._skipped, 0
             self._left -= self._sampler.skipped // self._sampler.count
-        self._epoch = iter(self._steps)
         return self
-
-    def __next__(self) -> StepBatch:
-        self._left -= 1
-        return next(self._epoch)
 
     def skip(self, batches: int) -> StepEpochs:
         """Leaves out micro-batches at the start of the next epoch: whole steps."""
         self._skipped = batches
         return self
-
-    def end(self) -> None:
-        """Ends the epoch on all ranks if its last step is done, which they hold."""
-        if self._left == 0:
-            next(self._epoch, None)
-            self._left = -1
-
-    @property
-    def is_under_way(self) -> bool:
-        """True if an epoch has not come to its end."""
-        return self._left >= 0
-
-    def leave(self) -> None:
-        """Ends an epoch of which nothing more will be asked for."""
-        self._left = -1
-        close = getattr(self._epoch, "close", None)
-        if close is not None:
-            close()

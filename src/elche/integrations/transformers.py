@@ -31,7 +31,7 @@ from elche.session import ranks
 from elche.session.metrics import batch_weight
 from elche.session.options import run_config
 from elche.session.process import current_run, failing_together, shutdown
-from elche.session.start import set_up
+from elche.session.setup import set_up
 
 try:
     import transformers.trainer as hf_trainer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import final
 
 from rich.console import Console
 from rich.progress import (
@@ -17,25 +16,43 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from typing_extensions import Self, override
+from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 
 
-class LogProgress:
-    """Progress of named tasks: a line in the log at their begin, now and then, and end.
+class TaskProgress:
+    """Progress of named tasks: bars that rich draws, or lines in the log.
 
-    A context manager, for one thread.
+    On standard error, if that is a terminal, or in a notebook. Elsewhere each task has
+    a line in the log at its beginning, now and then, and at its end. A context manager,
+    for one thread.
 
     Args:
+        console: to draw on, whatever standard error is.
         interval_s: least seconds between two lines of a task.
     """
 
-    def __init__(self, interval_s: float = 10.0) -> None:
+    def __init__(
+        self, console: Console | None = None, interval_s: float = 10.0
+    ) -> None:
+        shown = console or Console(stderr=True)
+        self._is_drawn = bool(console) or sys.stderr.isatty() or shown.is_jupyter
         self._interval_s = interval_s
-        self._totals: dict[str, float | None] = {}
-        self._begin_s: dict[str, float] = {}
-        self._logged_s: dict[str, float] = {}
+        self._ids: dict[str, TaskID] = {}
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[detail]}", style="dim"),
+            console=shown,
+            get_time=time.monotonic,
+            redirect_stdout=sys.stdout.isatty(),  # else lines of a file would go there
+        )
+        if self._is_drawn:
+            self._bars.start()
 
     def __enter__(self) -> Self:
         return self
@@ -45,71 +62,33 @@ class LogProgress:
 
     def start(self, task: str, total: float | None) -> None:
         """Begins a task of ``total`` samples, or whatever is counted; None: unknown."""
-        now_s = time.monotonic()
-        self._totals[task] = total
-        self._begin_s[task] = self._logged_s[task] = now_s
-        logger.info("%s: started", task)
+        self._ids[task] = self._bars.add_task(task, total=total, detail="", logged_s=0)
+        self._log(task, "started")
 
     def update(self, task: str, done: float, detail: str = "") -> None:
         """``done`` of the total is done; ``detail`` is a short remark."""
-        now_s = time.monotonic()
-        if now_s - self._logged_s[task] < self._interval_s:
-            return
-        self._logged_s[task] = now_s
-        total, remark = self._totals[task], f", {detail}" if detail else ""
-        share = f"{done:g}" if not total else f"{100 * done / total:.0f} %"
-        logger.info("%s: %s%s", task, share, remark)
+        number = self._ids[task]
+        self._bars.update(number, completed=done, detail=detail)
+        shown = self._bars.tasks[number]
+        elapsed_s = shown.elapsed or 0.0
+        if elapsed_s - shown.fields["logged_s"] >= self._interval_s:
+            self._bars.update(number, logged_s=elapsed_s)
+            share = f"{shown.percentage:.0f} %" if shown.total else f"{done:g}"
+            self._log(task, share, detail)
 
     def finish(self, task: str, detail: str = "") -> None:
         """Ends a task, whatever was left of it."""
-        elapsed_s = time.monotonic() - self._begin_s[task]
-        remark = f", {detail}" if detail else ""
-        logger.info("%s: finished after %.1f s%s", task, elapsed_s, remark)
+        number = self._ids[task]
+        self._bars.update(number, detail=detail)
+        self._bars.stop_task(number)
+        elapsed_s = self._bars.tasks[number].elapsed or 0.0
+        self._log(task, f"finished after {elapsed_s:.1f} s", detail)
 
     def close(self) -> None:
         """Gives the terminal back."""
+        if self._is_drawn:
+            self._bars.stop()
 
-
-@final
-class BarProgress(LogProgress):
-    """A live bar per task, drawn by rich.
-
-    Args:
-        console: instead of standard error.
-    """
-
-    def __init__(self, console: Console | None = None) -> None:
-        super().__init__()
-        self._tasks: dict[str, TaskID] = {}
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[detail]}", style="dim"),
-            console=console or Console(stderr=True),
-        )
-        self._progress.start()
-
-    @override
-    def start(self, task: str, total: float | None) -> None:
-        self._tasks[task] = self._progress.add_task(task, total=total, detail="")
-
-    @override
-    def update(self, task: str, done: float, detail: str = "") -> None:
-        self._progress.update(self._tasks[task], completed=done, detail=detail)
-
-    @override
-    def finish(self, task: str, detail: str = "") -> None:
-        self._progress.update(self._tasks[task], detail=detail)
-        self._progress.stop_task(self._tasks[task])
-
-    @override
-    def close(self) -> None:
-        self._progress.stop()
-
-
-def open_progress() -> LogProgress:
-    """Bars on standard error if it is a terminal, otherwise lines in the log."""
-    return BarProgress() if sys.stderr.isatty() else LogProgress()
+    def _log(self, task: str, text: str, detail: str = "") -> None:
+        if not self._is_drawn:
+            logger.info("%s: %s%s", task, text, f", {detail}" if detail else "")

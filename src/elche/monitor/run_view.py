@@ -9,8 +9,10 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
-from elche.coordination.accounts.metrics import WindowMetrics
+from elche.coordination.accounts.metrics import Metrics, WindowMetrics
 from elche.coordination.protocol.events import Event, Join
 from elche.coordination.protocol.instructions import (
     BeginEpoch,
@@ -21,8 +23,6 @@ from elche.coordination.protocol.instructions import (
 
 RECENT_S = 5.0
 BAR_CELLS = 24
-
-
 RANKS_SHOWN = 16
 
 
@@ -121,9 +121,7 @@ class RunView:
     @property
     def samples_per_s(self) -> float:
         """Recent throughput of the run; 0 before it is known."""
-        duration_s = math.fsum(window.duration_s for window in self._recent)
-        samples = sum(window.samples for window in self._recent)
-        return samples / duration_s if duration_s > 0 else 0.0
+        return self._lately().samples_per_s
 
     @property
     def efficiency(self) -> float:
@@ -163,33 +161,39 @@ class RunView:
         recent_s = math.fsum(each.duration_s for each in self._recent)
         while recent_s - self._recent[0].duration_s >= RECENT_S:
             recent_s -= self._recent.popleft().duration_s
-        trained, busy_s, _ = self._sums()
-        for rank, own_s in enumerate(busy_s):
-            if own_s > 0:
-                self._speeds[rank] = trained[rank] / own_s
+        for rank, speed in enumerate(self._lately().rank_samples_per_s):
+            if speed > 0:
+                self._speeds[rank] = speed
 
-    def _sums(self) -> tuple[list[int], list[float], list[float]]:
-        """Lately, of each rank: samples trained, busy and synchronising seconds."""
-        ranks = max((len(window.busy_s) for window in self._recent), default=0)
-        trained, busy_s, sync_s = [0] * ranks, [0.0] * ranks, [0.0] * ranks
-        for window in self._recent:
-            for rank, own_s in enumerate(window.busy_s):
-                trained[rank] += window.rank_samples[rank]
-                trained[rank] += window.discarded_samples[rank]
-                busy_s[rank] += own_s
-                sync_s[rank] += window.sync_wait_s[rank]
-        return trained, busy_s, sync_s
+    def _lately(self) -> Metrics:
+        """The recent windows as one."""
+
+        def summed(name: str) -> tuple[Any, ...]:
+            by_window = (getattr(window, name) for window in self._recent)
+            return tuple(map(sum, zip_longest(*by_window, fillvalue=0)))
+
+        return Metrics(
+            epoch=self._epoch,
+            synchronisations=len(self._recent),
+            duration_s=math.fsum(window.duration_s for window in self._recent),
+            rank_samples=summed("rank_samples"),
+            discarded_samples=summed("discarded_samples"),
+            busy_s=summed("busy_s"),
+            data_wait_s=summed("data_wait_s"),
+            transfer_s=summed("transfer_s"),
+            sync_wait_s=summed("sync_wait_s"),
+        )
 
     def _rank_lines(self) -> list[RankLine]:
-        trained, busy_s, sync_s = self._sums()
-        total = sum(trained) or 1
-        waiting = waiting_parts(busy_s, sync_s)
+        lately = self._lately()
+        shares = lately.shares
+        waiting = waiting_parts(lately.busy_s, lately.sync_wait_s)
         return [
             RankLine(
                 rank=rank,
                 device=device,
                 samples_per_s=self._speeds.get(rank),
-                share=trained[rank] / total if rank < len(trained) else None,
+                share=shares[rank] if rank < len(shares) else None,
                 waiting=waiting[rank] if rank < len(waiting) else None,
             )
             for rank, device in sorted(self._devices.items())

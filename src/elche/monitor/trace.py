@@ -16,10 +16,9 @@ from elche.errors import ConfigError
 BATCH = "batch"
 DATA_WAIT = "data wait"
 SYNC = "sync"
-EVALUATION = "evaluation"
+SYNC_WAIT = "sync wait"
 
-_US_PER_S = 1e6
-_ROUNDING_US = 1
+_ROWS = ("training", "synchronisations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Span:
     Attributes:
         rank: who.
         name: what, as the timeline's label.
-        category: `BATCH`, `DATA_WAIT`, `SYNC`, `EVALUATION` or another word.
+        category: `BATCH`, `DATA_WAIT`, `SYNC`, `SYNC_WAIT` or another word.
         start_s: when it began, in seconds of a clock that all ranks share.
         duration_s: how long it took, in seconds.
         args: details shown when the span is selected; JSON-able values.
@@ -53,10 +52,10 @@ def to_chrome_trace(
 ) -> dict[str, Any]:
     """Convert spans to a Chrome trace; `json.dump` makes the file of it.
 
-    Every rank is a process with one row. Spans of a row must nest; one that
-    reaches out of another (a reduction that outlasts its batch) goes to a further
-    row of the same rank. Times are whole microseconds since the first span's start:
-    viewers cut fractions off, after which spans that met would overlap.
+    Every rank is a process with a row for training, and one for synchronisations and
+    the waits for them, which may overlap its batches. Times are whole microseconds
+    since the first span's start: viewers cut fractions off, after which spans that met
+    would overlap.
 
     Args:
         spans: in any order.
@@ -65,14 +64,40 @@ def to_chrome_trace(
     """
     ordered = sorted(spans, key=lambda s: (s.start_s, -s.duration_s, s.rank))
     origin_s = ordered[0].start_s if ordered else 0.0
-    rows: dict[int, list[_Row]] = {}
-    events = [_complete_event(span, origin_s, rows) for span in ordered]
     names = dict(rank_names or {})
-    for rank in rows:
-        names.setdefault(rank, f"rank {rank}")
+    ends_us = {(rank, 0): 0 for rank in names}
+    events: list[dict[str, Any]] = []
+    for span in ordered:
+        row = span.rank, int(span.category in (SYNC, SYNC_WAIT))
+        start_s = span.start_s - origin_s
+        begin_us, end_us = (
+            round(start_s * 1e6),
+            round((start_s + span.duration_s) * 1e6),
+        )
+        if ends_us.get(row) == begin_us + 1:  # they met before rounding
+            begin_us += 1
+        ends_us[row] = max(begin_us, end_us)
+        names.setdefault(span.rank, f"rank {span.rank}")
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.category,
+                "pid": span.rank,
+                "tid": row[1],
+                "ts": begin_us,
+                "dur": ends_us[row] - begin_us,
+                "args": dict(span.args),
+            }
+        )
+    labels = [("process_name", rank, 0, names[rank]) for rank in sorted(names)]
+    labels += [("thread_name", *row, _ROWS[row[1]]) for row in sorted(ends_us)]
     return {
         "traceEvents": [
-            *_name_events(names, {rank: len(own) for rank, own in rows.items()}),
+            *(
+                {"ph": "M", "name": n, "pid": p, "tid": t, "ts": 0, "args": {"name": a}}
+                for n, p, t, a in labels
+            ),
             *sorted(events, key=lambda event: (event["ts"], -event["dur"])),
         ],
         "displayTimeUnit": "ms",
@@ -101,73 +126,3 @@ def spans_from_jsonl(text: str) -> list[Span]:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"line {number} is not a span: {error}") from error
     return spans
-
-
-class _Row:
-    """A row of the timeline: a stack of spans that have not ended yet."""
-
-    def __init__(self) -> None:
-        self._open_ends_us: list[int] = []
-        self._free_from_us = 0
-
-    def place(self, begin_us: int, end_us: int) -> tuple[int, int] | None:
-        """Begin and end where the span nests in this row; None if it does not.
-
-        Spans that meet may overlap by rounding: a microsecond is cut off.
-        """
-        while self._open_ends_us and self._open_ends_us[-1] <= begin_us + _ROUNDING_US:
-            self._free_from_us = max(self._free_from_us, self._open_ends_us.pop())
-        begin_us = max(begin_us, self._free_from_us)
-        end_us = max(begin_us, end_us)
-        if self._open_ends_us:
-            if end_us > self._open_ends_us[-1] + _ROUNDING_US:
-                return None
-            end_us = min(end_us, self._open_ends_us[-1])
-        self._open_ends_us.append(end_us)
-        return begin_us, end_us
-
-
-def _complete_event(
-    span: Span, origin_s: float, rows_by_rank: dict[int, list[_Row]]
-) -> dict[str, Any]:
-    rows = rows_by_rank.setdefault(span.rank, [])
-    start_s = span.start_s - origin_s
-    begin_us = round(start_s * _US_PER_S)
-    end_us = round((start_s + span.duration_s) * _US_PER_S)
-    rows.append(_Row())  # where it nests in no other
-    tries = ((at, row.place(begin_us, end_us)) for at, row in enumerate(rows))
-    row, (ts, until) = next((at, placed) for at, placed in tries if placed)
-    if row < len(rows) - 1:
-        rows.pop()
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.category,
-        "pid": span.rank,
-        "tid": row,
-        "ts": ts,
-        "dur": until - ts,
-        "args": dict(span.args),
-    }
-
-
-def _name_events(
-    names: Mapping[int, str], num_rows: Mapping[int, int]
-) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
-    for rank, name in sorted(names.items()):
-        rows = ["training", *["overlapped"] * (num_rows.get(rank, 1) - 1)]
-        events += [
-            _metadata_event("process_name", rank, 0, {"name": name}),
-            *(
-                _metadata_event("thread_name", rank, tid, {"name": row})
-                for tid, row in enumerate(rows)
-            ),
-        ]
-    return events
-
-
-def _metadata_event(
-    name: str, pid: int, tid: int, args: dict[str, Any]
-) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args}

@@ -32,7 +32,7 @@ from elche.runtime.rank_settings import (
 )
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.run_summary import RunFacts, headline
-from elche.runtime.report.trace_parts import write_part
+from elche.runtime.report.timeline import write_part
 from elche.runtime.sync.sync_epoch import SyncEpoch
 from elche.runtime.training import RunParts, Training
 from elche.runtime.user_collectives import UserCollectives

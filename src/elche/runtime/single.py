@@ -24,8 +24,7 @@ from elche.runtime.data.seeds import rank_seed, seed_rank
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.data.transfer import batch_length, to_device
 from elche.runtime.report.notifications import RunNotifications
-from elche.runtime.report.timeline import Timeline
-from elche.runtime.report.trace_parts import write_part
+from elche.runtime.report.timeline import Timeline, write_part
 from elche.runtime.training import RunParts, Training, generators_of
 from elche.runtime.watch.observer import LoopObserver
 

@@ -12,7 +12,7 @@ from elche.errors import ConfigError
 from elche.monitor.trace import Span
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.report.run_summary import RunSummary, summarise
-from elche.runtime.report.trace_parts import save_timeline
+from elche.runtime.report.timeline import save_timeline
 from elche.runtime.report.trackers import Tracker
 from elche.session.process import needed, process
 

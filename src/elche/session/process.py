@@ -47,8 +47,9 @@ class Process:
     checkpoints = CheckpointKeeper()
     training: threading.Thread | None = None
     """Trains with a `TrainingHandle`, if any does."""
+    evaluation_speeds: tuple[float, ...] = ()
+    """Samples per second of each rank in the last evaluation."""
     hooked = False
-    has_bar = False
     place: int | None = None
     """Position of this rank among the survivors when the run ended."""
 

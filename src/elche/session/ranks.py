@@ -1,11 +1,16 @@
-"""This process among the ranks of the run."""
+"""This process among the ranks of the run, and rows of all ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from elche.by_hand.manual_run import current_manual_run
 from elche.errors import ConfigError
+from elche.runtime.process.environment import read_placement
+from elche.runtime.run import Run
 from elche.session.process import current_run, process
 
 
@@ -54,7 +59,152 @@ def barrier() -> None:
         by_hand.barrier()
         return
     if run is None:
-        raise ConfigError(
-            "elche.barrier() needs a run: call elche.setup or elche.init_group first"
-        )
+        raise _no_run("elche.barrier")
     run.barrier("elche.barrier()")
+
+
+Tree = TypeVar("Tree")
+
+
+def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tensor:
+    """The rows of all ranks' tensors, in the order of ranks, with gradient.
+
+    For losses over all pairs of a batch (contrastive learning)::
+
+        embeddings, labels = elche.all_gather(model(x)), elche.all_gather(y)
+        loss = contrastive_loss(embeddings, labels)
+
+    Ranks may bring different numbers of rows; under ``sync`` the result is in the order
+    of the global batch, on every rank. elche weighs each rank's loss by its samples (or
+    by ``weight_of``), and the gradient follows that: it is the one of the whole batch
+    where every rank computes the mean loss over all rows, and as well where each
+    computes the mean loss of its own rows against all. A rank whose
+    `elche.batch_weight` is 0 adds no rows. Labels and other tensors without gradient
+    come as they are, in any dtype.
+
+    Every rank calls it equally often, and runs backward through the result or not. On
+    one device it returns the tensor. Outside the loop each rank's loss weighs alike.
+
+    Args:
+        tensor: this rank's rows, along the first dimension.
+        weight: with `elche.init_group` only: what this rank gives to
+            ``weighted_all_reduce_gradients``; None for equal ranks.
+
+    Raises:
+        ConfigError: this is no tensor with rows, there is no run, or the ranks train in
+            windows, in which they do not meet at every batch.
+        MismatchError: ranks bring rows of different shapes or dtypes, or a gradient on
+            some only.
+        CommunicationError: a rank did not call it in time.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
+        raise ConfigError(
+            f"expected a tensor of rows, got {type(tensor).__name__} without a "
+            "dimension; give tensor[None]"
+        )
+    run, by_hand = process.run, current_manual_run()
+    if run is None and by_hand is None:
+        raise _no_run("elche.all_gather")
+    if weight is not None and (run is not None or not weight > 0.0):
+        raise ConfigError(
+            "expected weight= to be above 0, and only with elche.init_group (what a "
+            f"batch weighs under elche.setup says weight_of=), got {weight!r}"
+        )
+    if isinstance(run, Run):
+        return run.collectives.gather_rows(tensor)
+    if run is None and by_hand is not None:
+        return by_hand.gather_rows(tensor, 1.0 if weight is None else float(weight))
+    return tensor
+
+
+def gather(rows: Tree) -> Tree:
+    """The rows of all ranks, in the order of ranks, on every rank; without gradient.
+
+    For predictions, losses and metrics that a loop of its own collects. Ranks may bring
+    different numbers of rows, or none. A rank whose `elche.batch_weight` is 0 adds no
+    rows: another one brings them. Every rank calls it equally often: between epochs,
+    or inside the loop under ``sync``. On one device the rows come back as they are.
+
+    Args:
+        rows: a tensor, or tensors in lists, tuples and dictionaries; each this rank's
+            rows along its first dimension. A tensor without one is one row.
+
+    Raises:
+        ConfigError: there is something else in it, there is no run, or this is the
+            inside of a loop in windows, where ranks run different numbers of batches.
+        MismatchError: ranks bring rows of different shapes or dtypes.
+        CommunicationError: a rank did not call it in time.
+    """
+    gathered: Tree = map_rows(rows, lambda each: gather_rows(each, "elche.gather"))
+    return gathered
+
+
+def any(flag: bool | torch.Tensor) -> bool:
+    """True if this holds on at least one rank; the same answer on every rank.
+
+    To stop by hand together: ``if elche.any(loss_is_bad): break``. Every rank calls it
+    equally often: between epochs, or inside the loop under ``sync``, where it costs a
+    small synchronisation. In windows it is refused there, and not needed: a ``break``
+    on one rank ends the epoch on all.
+
+    Args:
+        flag: of this rank.
+
+    Raises:
+        ConfigError: there is no run, or this is the inside of a loop in windows.
+        CommunicationError: a rank did not call it in time.
+    """
+    mine = torch.tensor([bool(flag)], device="cpu")
+    return bool(gather_rows(mine, "elche.any", is_of_batch=False).any())
+
+
+def gather_rows(
+    rows: torch.Tensor, call: str, *, is_of_batch: bool = True
+) -> torch.Tensor:
+    """The rows of all ranks, without gradient.
+
+    Args:
+        rows: of this rank; a tensor without dimension is one row.
+        call: of the user's, for messages.
+        is_of_batch: rows of a batch that counts for other ranks are left out.
+
+    Raises:
+        ConfigError: there is no run, or this is the inside of a loop in windows.
+    """
+    rows = rows.detach()
+    rows = rows if rows.dim() else rows[None]
+    run, by_hand = process.run, current_manual_run()
+    if isinstance(run, Run):
+        return run.collectives.gather_rows(rows, call, is_of_batch=is_of_batch)
+    if run is None and by_hand is not None:
+        return by_hand.gather_rows(rows, 1.0)
+    if run is None and read_placement().world_size > 1:
+        raise _no_run(call)
+    return rows
+
+
+def map_rows(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same nested value with its tensors changed; entries in sorted order.
+
+    Raises:
+        ConfigError: it holds something else than tensors.
+    """
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        done = {key: map_rows(tree[key], change) for key in sorted(tree, key=str)}
+        return {key: done[key] for key in tree}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_rows(item, change) for item in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_rows(item, change) for item in tree)
+    raise ConfigError(
+        "expected a tensor of rows, or tensors in lists, tuples and dictionaries, got "
+        f"{type(tree).__name__}; give torch.tensor(...)"
+    )
+
+
+def _no_run(call: str) -> ConfigError:
+    return ConfigError(
+        f"{call}() needs a run: call elche.setup or elche.init_group first"
+    )

@@ -5,20 +5,48 @@ One run at a time per process. On one device nothing is wrapped, hooked or start
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
-from elche.config import RunConfig
-from elche.runtime.data.batch_weights import WeightOf
-from elche.runtime.loader import RunLoader
-from elche.runtime.training import SetupConfig
+from elche.comm.tensors.kept_memory import keep_freed_memory
+from elche.config import DELAYED_SYNC, RunConfig
+from elche.errors import ConfigError
+from elche.runtime.data.batch_weights import BatchWeights, WeightOf
+from elche.runtime.data.stream_data import StreamView, by_position
+from elche.runtime.emulation import emulate
+from elche.runtime.loader import RunLoader, check_unstarted
+from elche.runtime.process.environment import Placement, read_placement
+from elche.runtime.process.launcher_watch import watch_launcher
+from elche.runtime.rank_settings import (
+    batch_norm_hint,
+    check_shared,
+    check_training,
+    optimizers_of,
+)
+from elche.runtime.report.run_summary import RunFacts
+from elche.runtime.run import Run
+from elche.runtime.single import SingleRun
+from elche.runtime.training import SetupConfig, Training
+from elche.runtime.watch.model_copies import check_copies
+from elche.session import ranks
 from elche.session.options import SetupOptions, names_no_policy, run_config
-from elche.session.start import Model, Optimizer, set_up
+from elche.session.process import process, shutdown, watch_exit, write_line
+
+logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar(
+    "Optimizer", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+)
 
 
 def setup(
@@ -36,49 +64,24 @@ def setup(
 ) -> tuple[Model, Optimizer, RunLoader]:
     """Shares the training of ``model`` among the ranks of this run.
 
-    The loop below it stays plain PyTorch; the loss is the mean over the batch (or with
-    ``loss_reduction="sum"`` the sum), and its backward runs before the next batch is
-    asked for, or under ``sync`` after that, once for each batch. On one device only
-    the placement changes: model and batches are moved to it. On several, parameters and
-    buffers are broadcast from rank 0, and the loader yields this rank's share of the
-    data: each sample once, on one rank. Of a batch with fewer samples than ranks (than
-    two for each with BatchNorm layers) some ranks receive samples of others under
-    ``sync``, with `elche.batch_weight` being 0.
+    The loop stays plain PyTorch (docs/loops.md). On one device model and batches are
+    moved to it. On several, parameters and buffers are broadcast from rank 0, and the
+    loader yields this rank's share of the data: each sample once, on one rank.
 
     Args:
         model: the model; the same on every rank.
-        optimizer: its optimizer, or several in a list, such as Muon for the matrices
-            and AdamW for the rest, each of which the loop steps in every batch.
-        loader: a DataLoader. Its ``batch_size`` is the global batch under every
-            policy: a local step of a window takes its part by the number of ranks
-            (or ``local_batch_size``). Every process of several ranks that loads (each
-            rank, or each of its workers) reads all of an IterableDataset and keeps its
-            part. That is exact if the stream yields the same samples in the same order
-            in every process: Python's, torch's and numpy's global generators are seeded
-            at every sample, its own it must seed alike, and it must not divide itself
-            by rank or in ``worker_init_fn``. The first samples are compared.
+        optimizer: its optimizer, or several in a list, all stepped in every batch.
+        loader: a DataLoader. Its ``batch_size`` is the global batch under every policy.
+            Every loading process reads all of an IterableDataset (docs/data.md).
         config: the settings as one value; or give them as options.
-        epochs: how many epochs the loop will run, if known. ``policy="auto"`` expects
-            ten otherwise: windows pay less the shorter the run.
-        samples_per_epoch: samples of an epoch of an IterableDataset (whole batches
-            with ``batch_size=None``); what it yields beyond is left. None for its
+        epochs: how many epochs the loop will run, if known; ``policy="auto"`` expects
+            ten otherwise.
+        samples_per_epoch: samples of an epoch of an IterableDataset; None for its
             ``len()``, which several ranks need.
-        weight_of: weight of a batch beside those of other ranks, where it is not its
-            samples: what the loss is a mean over, such as tokens that are not padding,
-            as in ``weight_of=lambda batch: (batch["labels"] != -100).sum()``. Called
-            with each batch as the loader makes it, and with parts of one; returns one
-            number (of Python, torch or numpy), 0 for a batch that counts nowhere.
-            Means of gradients and what is logged are weighted by it; under ``cadence``
-            and ``async`` ranks whose batches weigh 0 are left out. Samples stay what is
-            counted, shared out and scheduled by. With ``loss_reduction="sum"`` it only
-            leaves out what weighs 0.
+        weight_of: weight of a batch, where it is not its samples: what the loss is a
+            mean over, such as ``lambda batch: (batch["labels"] != -100).sum()``.
         schedulers: learning rate schedulers; see `elche.follow`.
-        copies: of the model, which the loop updates (EMA); windows need them, where
-            each rank's loop sees other batches. A `torch.optim.swa_utils.
-            AveragedModel` is recognised by itself, and needs this only where ``auto``
-            may leave its rank out; its updates follow the run's global batches, and are
-            made when a window is committed. Another module becomes its mean over the
-            ranks at each epoch's end.
+        copies: of the model, which the loop updates (EMA); windows need them.
         **options: fields of `elche.RunConfig`, such as ``policy="cadence"``.
 
     Returns:
@@ -87,14 +90,8 @@ def setup(
     Raises:
         ConfigError: an argument is wrong, or cannot be trained on several ranks.
         MismatchError: ranks disagree about model, data or settings.
-        RemoteRankError: another rank failed meanwhile.
-        CommunicationError: the ranks did not come together; `DeadlineError` where that
-            took longer than ``timeout_s``.
-
-    Asking the loader for a batch or an epoch raises these as well (ConfigError where
-    ``weight_of`` fails or returns no weight, naming rank and batch), and NonFiniteError
-    where a rank's update was not finite again (see `elche.WindowConfig.non_finite`).
-    An error that is met when the loop is left by ``break`` is raised at the next call.
+        RemoteRankError: another rank failed meanwhile; the loader raises these as well.
+        CommunicationError: the ranks did not come together within ``timeout_s``.
     """
     asked = SetupConfig(
         config=run_config(config, options),
@@ -106,3 +103,138 @@ def setup(
         is_default=names_no_policy(config, options),
     )
     return set_up(model, optimizer, loader, asked)
+
+
+def set_up(
+    model: Model, optimizer: Optimizer, loader: DataLoader[Any], asked: SetupConfig
+) -> tuple[Model, Optimizer, RunLoader]:
+    """Implementation of `elche.setup`; ``asked`` holds its settings."""
+    if asked.config.policy == DELAYED_SYNC:
+        raise ConfigError(
+            "policy 'delayed_sync' takes the loop's steps later, so it needs a loop of "
+            "elche's own: use elche.Trainer, or choose policy='sync'"
+        )
+    optimizers = optimizers_of(optimizer)
+    check_training(model, optimizers, loader)
+    check_copies(asked.copies, model)
+    shutdown()
+    placement = read_placement()
+    process.placement = placement
+    watch_launcher(placement.rank)
+    training = _place(model, optimizers, loader, asked, placement)
+    run: Run | SingleRun
+    if placement.is_alone:
+        run = _begin_alone(training, asked, placement)
+    else:
+        check_shared(model, optimizers, training.loader, asked.config)
+        check_unstarted(loader)
+        watch_exit()
+        run = _begin_shared(training, asked, placement)
+    return model, optimizer, RunLoader(loader, training.loader, run)
+
+
+def _place(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    loader: DataLoader[Any],
+    asked: SetupConfig,
+    placement: Placement,
+) -> Training:
+    """Moves the model to this rank's device, and makes the loader's positions."""
+    of_batch = asked.weight_of
+    weights = None if of_batch is None else BatchWeights(of_batch, placement.rank)
+    if placement.device.type == "cuda":
+        torch.cuda.set_device(placement.device)
+    model.to(placement.device)
+    if placement.emulation is not None:
+        process.emulation = emulate(model, placement.emulation)
+    world_size, seed = placement.world_size, asked.config.seed
+    return Training(
+        config=asked.config,
+        model=model,
+        optimizers=optimizers,
+        loader=by_position(loader, asked.samples_per_epoch, world_size, seed),
+        weights=weights,
+        micro_batches=asked.micro_batches,
+        copies=asked.copies,
+        is_default=asked.is_default,
+        epochs=asked.epochs,
+        pauses=process.checkpoints,
+        delayed=asked.delayed,
+    )
+
+
+def _begin_alone(
+    training: Training, asked: SetupConfig, placement: Placement
+) -> SingleRun:
+    write_line(_single_line(placement))
+    keep_freed_memory()
+    run = SingleRun(training, placement.device)
+    run.notifications.emit = write_line
+    run.attach()
+    process.begin(run, _facts_alone(placement, asked), run.timeline)
+    process.checkpoints.begin_run(run, asked.schedulers, asked.stops)
+    process.checkpoints.register(_named(training.optimizers[1:]))
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)  # a checkpoint may still be written then, or a trace
+    return run
+
+
+def _begin_shared(training: Training, asked: SetupConfig, placement: Placement) -> Run:
+    config, dataset = asked.config, training.loader.dataset
+    run = Run.start(placement, training, asked.epochs)
+    process.begin(run, run.facts(), run.worker.timeline)
+    process.checkpoints.begin_run(
+        run,
+        asked.schedulers,
+        asked.stops,
+        cuts_at_stop=asked.delayed is not None,
+    )
+    process.checkpoints.register(_named(training.optimizers[1:]))
+    for scheduler in asked.schedulers:
+        run.follow(scheduler)
+    if isinstance(dataset, StreamView):
+        seed = torch.initial_seed() if config.seed is None else config.seed
+        dataset.elche_reader.join(run.worker.group, seed)
+    run.notifications.emit = _write_if_first
+    if placement.rank == 0:
+        write_line(run.headline())
+        if hint := batch_norm_hint(training.model, config.policy):
+            write_line(hint)
+    return run
+
+
+def _named(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[str, torch.optim.Optimizer]:
+    """Optimizers beside the main one, by their names in a checkpoint."""
+    return {f"optimizer {index}": each for index, each in enumerate(optimizers, 2)}
+
+
+def _facts_alone(placement: Placement, asked: SetupConfig) -> RunFacts:
+    return RunFacts(
+        policy=asked.config.policy,
+        is_default=asked.is_default,
+        devices=(placement.device_name,),
+        memory_bytes=(placement.memory_bytes,),
+        transport="none, on one device",
+        reduction_bytes=0,
+    )
+
+
+def _single_line(placement: Placement) -> str:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if placement.emulation is None and placement.device.type == "cpu":
+        return "elche: CPU"
+    line = f"elche: single device: {placement.device_name}"
+    if count > 1 and "ELCHE_COORDINATOR" not in os.environ:
+        line += f" ({count} devices are here; use all of them: elche run script.py)"
+    return line
+
+
+def _write_if_first(line: str) -> None:
+    """Writes a line for the user on the first rank that lives; others log it."""
+    if ranks.rank() == 0:
+        write_line(line)
+    else:
+        logger.info(line)

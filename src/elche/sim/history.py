@@ -14,7 +14,7 @@ from elche.coordination.protocol.instructions import (
     PolicyChosen,
     Reduce,
 )
-from elche.monitor.trace import BATCH, DATA_WAIT, SYNC, Span
+from elche.monitor.trace import BATCH, DATA_WAIT, SYNC, SYNC_WAIT, Span
 
 DATA = "data"
 LEASE = "lease"
@@ -29,7 +29,6 @@ CAUSES = (DATA, LEASE, WINDOW_END, REDUCTION, THROTTLE, REGROUP, START, LEFT_OUT
 or step, a reduction, the slowest rank, a new group, the begin of runs and epochs,
 its readmission to steps.
 """
-SYNC_WAIT = "sync wait"
 
 Key = tuple[int, int]
 

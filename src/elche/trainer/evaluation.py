@@ -21,8 +21,8 @@ from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.transfer import to_device
 from elche.runtime.loader import RunLoader
 from elche.session import ranks
-from elche.session.gather import gather_rows, map_rows
 from elche.session.process import process
+from elche.session.ranks import gather_rows, map_rows
 
 Values = float | torch.Tensor | dict[str, Any]
 """Result of a step on one batch: a number, or several by name."""
@@ -99,7 +99,6 @@ def predict(
         for indices, batch in part.batches():
             batch = to_device(batch, ranks.device())
             trees.append(_rows_of(step(batch), len(indices)))
-    part.done()
     rows = [_leaves(tree) for tree in trees]
     try:
         columns = [torch.cat(column) for column in zip(*rows, strict=True)]
@@ -146,7 +145,7 @@ def evaluate_by(
             by_name = values if isinstance(values, dict) else {"": values}
             names, is_one = sorted(by_name), by_name is not values
             rows.append([weight, *(_number(by_name[name]) for name in names)])
-    table = part.gather([_float64(rows)]) if part.done() else None
+    table = part.gather([_float64(rows)])
     if table is None:  # a rank has died with its part
         return evaluate_by(step, loader, weights, is_over)
     weight_column, *columns = table[0].T.tolist()
@@ -199,28 +198,23 @@ class _Part:
             loaded = iter(loader)
         return zip(self.indices, loaded, strict=True)
 
-    def done(self) -> bool:
-        """All ranks report their speeds; False if one has died with its part."""
+    def gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The rows of all ranks, and their speeds; None if one has died with its part.
+
+        The speeds are kept for the next evaluation.
+        """
         samples = sum(map(len, self.indices)) if self.is_own else 0
         speed = samples / max(time.monotonic() - self.began_s, 1e-9)
-        speeds = gather_rows(_float64([speed]), self.call, is_of_batch=False).tolist()
-        if len(self.speeds) != ranks.world_size():
-            return False
-        pairs = zip(speeds, self.speeds, strict=True)
-        _Last.speeds = tuple(new or old for new, old in pairs)
-        return True
-
-    def gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The rows of all ranks; None if one has died with its part."""
         stop = None if self.is_own else 0
-        rows = [gather_rows(c[:stop], self.call, is_of_batch=False) for c in columns]
-        return rows if len(self.speeds) == ranks.world_size() else None
-
-
-class _Last:
-    """The last evaluation: samples per second of each rank."""
-
-    speeds: tuple[float, ...] = ()
+        speeds, *rows = (
+            gather_rows(each, self.call, is_of_batch=False)
+            for each in (_float64([speed]), *(column[:stop] for column in columns))
+        )
+        if len(self.speeds) != ranks.world_size():
+            return None
+        pairs = zip(speeds.tolist(), self.speeds, strict=True)
+        process.evaluation_speeds = tuple(new or old for new, old in pairs)
+        return rows
 
 
 def _speeds_of_rank_0(call: str) -> tuple[float, ...]:
@@ -236,7 +230,7 @@ def _known_speeds() -> tuple[float, ...]:
     """Of the last evaluation, before that of training, before that equal ones."""
     last = None if process.metrics is None else process.metrics.newest_epoch()
     trained = () if last is None else last.rank_samples_per_s
-    for speeds in (_Last.speeds, trained):
+    for speeds in (process.evaluation_speeds, trained):
         if len(speeds) == ranks.world_size():
             return speeds if sum(speeds) > 0.0 else (1.0,) * len(speeds)
     return (1.0,) * ranks.world_size()

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import zip_longest
@@ -26,11 +25,11 @@ from elche.runtime.rank_settings import min_share_samples
 from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.training import SetupConfig
 from elche.session import ranks
-from elche.session.gather import gather_rows
-from elche.session.learning_rate import ProgressLR
 from elche.session.metrics import current_metrics
 from elche.session.process import current_run, process
-from elche.session.start import set_up
+from elche.session.progress import ProgressLR
+from elche.session.ranks import gather_rows
+from elche.session.setup import set_up
 from elche.trainer.evaluation import evaluate_by
 from elche.trainer.micro_batches import MicroBatches
 from elche.trainer.recipe import Recipe
@@ -38,11 +37,6 @@ from elche.trainer.trainer_config import EarlyStopping, TrainerConfig
 from elche.trainer.trainer_result import EpochRecord, RunReport, TrainResult
 
 BY_LAUNCHER: Final = ("ELCHE_CHECKPOINT_DIR", "ELCHE_RESUME")
-OF_METRICS = (
-    *("samples", "discarded_samples", "shares", "scalars"),
-    *("busy_s", "data_wait_s", "transfer_s", "sync_wait_s"),
-)
-"""Fields of `EpochRecord` that are those of `EpochMetrics`."""
 
 
 class Fitting:
@@ -128,9 +122,8 @@ class Fitting:
         stopped_by, config = "", self._config
         epochs = self._epochs
         for epoch in epochs.numbers():
-            started_s = time.monotonic()
             is_whole = self._train_epoch()
-            record = self._record(epoch, time.monotonic() - started_s, is_whole)
+            record = self._record(epoch, is_whole)
             stopped_by = self._agreed(is_whole)
             is_judged = is_whole
             if stopped_by and math.isnan(record.eval_loss or 0.0):  # broken off
@@ -195,18 +188,9 @@ class Fitting:
             return "" if is_whole else "stop"
         return REASONS[highest - 1]
 
-    def _record(self, epoch: int, duration_s: float, is_whole: bool) -> EpochRecord:
-        metrics = self.metrics.last_epoch()
-        # A mean of the finite losses alone would hide that training diverged.
-        diverged = "loss" in metrics.non_finite
-        return EpochRecord(
-            epoch=epoch,
-            train_loss=math.nan if diverged else metrics.scalars.get("loss", 0.0),
-            eval_loss=self._evaluate() if is_whole else None,
-            duration_s=duration_s,
-            samples_per_s=metrics.samples / duration_s,
-            **{name: getattr(metrics, name) for name in OF_METRICS},
-        )
+    def _record(self, epoch: int, is_whole: bool) -> EpochRecord:
+        fields = {**self.metrics.last_epoch().as_fields(), "epoch": epoch}
+        return EpochRecord(**fields, eval_loss=self._evaluate() if is_whole else None)
 
     def _step(self, batch: Any) -> None:
         loss = self._parts.backward(

@@ -18,7 +18,7 @@ from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.training import SetupConfig
 from elche.session.options import names_no_policy
 from elche.session.process import failing_together, refuse_beside, shutdown
-from elche.session.start import set_up
+from elche.session.setup import set_up
 from elche.trainer.evaluation import evaluate_by, predict
 from elche.trainer.fitting import Fitting
 from elche.trainer.handle import TrainingHandle

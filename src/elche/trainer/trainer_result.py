@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from elche.coordination.accounts.metrics import EpochMetrics
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochRecord:
-    """Results of an epoch.
+class EpochRecord(EpochMetrics):
+    """Results of an epoch: its metrics, and the losses.
+
+    Times are of training, without evaluation. ``scalars`` has the mean over samples (or
+    by ``weight_of``) of each scalar that was logged, and of ``"loss"``. In a run of
+    more than 64 ranks only rank 0 holds numbers per rank; the others hold one for all
+    together.
 
     Attributes:
-        epoch: counted from 0.
-        train_loss: mean over all samples of all ranks (or by ``weight_of``); not a
-            number if the loss of a batch was not finite.
         eval_loss: of the consensus, None without an evaluation set.
-        samples: of all ranks, those whose contribution is in the model.
-        discarded_samples: that each rank trained on beside them; see
-            `elche.monitor.EpochMetrics`.
-        duration_s: of training, without evaluation.
-        samples_per_s: of the whole run.
-        shares: each rank's part of the samples. In a run of more than 64 ranks only
-            rank 0 holds numbers per rank; the others hold one for all together.
-        scalars: mean over samples (or by ``weight_of``) of each scalar that was logged,
-            and of ``"loss"``; values that were not finite are left out.
-        busy_s: delivered time per rank (data wait, transfer and compute).
-        data_wait_s: of it, waiting for data.
-        transfer_s: of it, moving batches to the device.
-        sync_wait_s: in synchronisations, per rank.
     """
 
-    epoch: int
-    train_loss: float
     eval_loss: float | None
-    samples: int
-    discarded_samples: tuple[int, ...]
-    duration_s: float
-    samples_per_s: float
-    shares: tuple[float, ...]
-    scalars: dict[str, float]
-    busy_s: tuple[float, ...]
-    data_wait_s: tuple[float, ...]
-    transfer_s: tuple[float, ...]
-    sync_wait_s: tuple[float, ...]
+
+    @property
+    def train_loss(self) -> float:
+        """Mean over all samples of all ranks (or by ``weight_of``).
+
+        Not a number if the loss of a batch was not finite: a mean of the finite ones
+        alone would hide that training diverged.
+        """
+        return math.nan if "loss" in self.non_finite else self.scalars.get("loss", 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import elche
 from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
-from elche.session import start
+from elche.session import setup
 from tests.distributed.cases.tasks import Task, build, difference, identical, plain
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
@@ -127,7 +127,7 @@ def _said_at_setup(policy: str, prepare: str) -> list[str]:
         elche.convert_sync_batchnorm(model)
     model.train(prepare != "freeze")
     lines: list[str] = []
-    with mock.patch.object(start, "write_line", lines.append):
+    with mock.patch.object(setup, "write_line", lines.append):
         elche.setup(model, optimizer, loader, policy=policy)
         elche.shutdown()
     return lines

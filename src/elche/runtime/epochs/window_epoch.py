@@ -31,7 +31,7 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError, RankLostError
-from elche.monitor.trace import SYNC
+from elche.monitor.trace import SYNC, SYNC_WAIT
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
@@ -263,7 +263,7 @@ class WindowEpoch:
         started_s = time.monotonic()
         if not self._sync.is_overlapped:
             waited = self._closed_s, started_s
-            self._worker.timeline.add("wait for ranks", "sync wait", *waited)
+            self._worker.timeline.add("wait for ranks", SYNC_WAIT, *waited)
         wait_s, held_s = self._waited_s, self._held_s
         if is_begun:
             drained = self._loop.batches == 0

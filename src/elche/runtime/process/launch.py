@@ -28,7 +28,7 @@ from elche.runtime.process.launchers import LAUNCH, LaunchFacts, rank_environmen
 from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.report.files import write_story
-from elche.runtime.report.trace_parts import TRACE, join_parts
+from elche.runtime.report.timeline import TRACE, join_parts
 
 LOOPBACK = "127.0.0.1"
 OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", LAUNCH

@@ -11,7 +11,6 @@ import math
 import numbers
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 import torch
 
@@ -21,6 +20,9 @@ from elche.errors import ConfigError
 
 MAX_NAME_CHARS = 200
 BUFFER_VALUES = 256
+_Entries = list[tuple[str, float]]
+"""Name and weight of each value in a buffer."""
+_Place = tuple[torch.device, torch.cuda.Stream | None]
 
 
 class Readback:
@@ -56,8 +58,8 @@ class ScalarLog:
 
     def __init__(self) -> None:
         self._means: dict[str, WeightedMean] = {}
-        self._filling: dict[tuple[torch.device, torch.cuda.Stream | None], _Buffer] = {}
-        self._under_way: list[tuple[_Buffer, Readback]] = []
+        self._filling: dict[_Place, tuple[torch.Tensor, _Entries]] = {}
+        self._under_way: list[tuple[_Entries, Readback]] = []
 
     def log(self, name: str, value: float | torch.Tensor, weight: float) -> None:
         """Adds a value to the mean of its name.
@@ -78,7 +80,7 @@ class ScalarLog:
                 f"expected the name of a scalar to be a string of 1 to "
                 f"{MAX_NAME_CHARS} characters, got {str(name)[:40]!r}"
             )
-        if not _is_weight(weight):
+        if not (isinstance(weight, numbers.Real) and 0.0 <= float(weight) < math.inf):
             raise ConfigError(
                 f"scalar {name!r}: expected a weight that is finite and not negative, "
                 f"got {weight!r}"
@@ -112,12 +114,11 @@ class ScalarLog:
         for key in list(self._filling):
             self._send(key)
         waiting = []
-        for buffer, readback in self._under_way:
+        for entries, readback in self._under_way:
             if not final and not readback.is_done():
-                waiting.append((buffer, readback))
+                waiting.append((entries, readback))
                 continue
-            values = readback.values()
-            for (name, weight), value in zip(buffer.entries, values, strict=False):
+            for (name, weight), value in zip(entries, readback.values(), strict=False):
                 self._add(name, value, weight)
         self._under_way = waiting
         means, self._means = self._means, {}
@@ -141,28 +142,19 @@ class ScalarLog:
         """Copies a value on its device: one kernel, enqueued."""
         device = value.device
         stream = torch.cuda.current_stream(device) if value.is_cuda else None
-        buffer = self._filling.get((device, stream))
-        if buffer is None:
-            buffer = _Buffer(empty_buffer(device))
-            self._filling[device, stream] = buffer
-        buffer.values[len(buffer.entries)].copy_(value.reshape(()))
-        buffer.entries.append((name, weight))
-        if len(buffer.entries) == BUFFER_VALUES:
+        if (device, stream) not in self._filling:
+            self._filling[device, stream] = empty_buffer(device), []
+        values, entries = self._filling[device, stream]
+        values[len(entries)].copy_(value.reshape(()))
+        entries.append((name, weight))
+        if len(entries) == BUFFER_VALUES:
             self._send((device, stream))
 
-    def _send(self, key: tuple[torch.device, torch.cuda.Stream | None]) -> None:
+    def _send(self, place: _Place) -> None:
         """Begins a buffer's copy, on the stream that has filled it."""
-        buffer, stream = self._filling.pop(key), key[1]
+        (values, entries), stream = self._filling.pop(place), place[1]
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            self._under_way.append((buffer, Readback(buffer.values)))
-
-
-@dataclass(slots=True)
-class _Buffer:
-    """Values on a device, and (name, weight) of each."""
-
-    values: torch.Tensor
-    entries: list[tuple[str, float]] = field(default_factory=list)
+            self._under_way.append((entries, Readback(values)))
 
 
 def empty_buffer(device: torch.device) -> torch.Tensor:
@@ -181,10 +173,6 @@ def _entries(
         yield name, weighted_sum, weight
     if mean.left_out:
         yield name, math.inf, float(mean.left_out)
-
-
-def _is_weight(weight: object) -> bool:
-    return isinstance(weight, numbers.Real) and 0.0 <= float(weight) < math.inf
 
 
 def _real(name: str, value: object) -> float:

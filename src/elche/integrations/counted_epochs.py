@@ -1,0 +1,70 @@
+"""Epochs of a run in a loop that counts batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+class CountedEpochs:
+    """The loader of a run for a loop that never asks for a batch after the last.
+
+    Without that, elche's epoch would continue until the next one begins, through
+    evaluation. `end` is called when a batch has been trained on.
+
+    Args:
+        loader: of the loop's framework; gives length and attributes.
+        batches: what is iterated over.
+
+    Attributes:
+        loader: as given.
+        batches: as given.
+    """
+
+    def __init__(self, loader: Any, batches: Any) -> None:
+        self.loader = loader
+        self.batches = batches
+        self._epoch: Any = None
+        self._left = -1  # batches; -1 where no epoch is open, or its length is unknown
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.leave()
+        try:
+            self._left = len(self.batches)
+        except TypeError:  # a stream on one device
+            self._left = -1
+        return self
+
+    def __next__(self) -> Any:
+        if self._epoch is None:
+            self._epoch = iter(self.batches)
+        batch = next(self._epoch)
+        self._left -= 1
+        return batch
+
+    def end(self) -> None:
+        """Ends the epoch on all ranks if its last batch is done, which they hold."""
+        if self._left == 0:
+            next(self._epoch, None)
+            self._left = -1
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if an epoch has not come to its end."""
+        return self._left >= 0
+
+    def leave(self) -> None:
+        """Ends the epoch, or leaves it where batches are left."""
+        self.end()
+        self._left = -1
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            epoch.close()

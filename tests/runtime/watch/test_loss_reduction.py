@@ -165,7 +165,7 @@ def test_devices_that_run_hooks_in_their_own_threads() -> None:
 
     def look() -> None:
         try:
-            watch.look()
+            watch.look(torch.ones(()))
         except ConfigError as error:
             found.append(str(error))
 

@@ -147,8 +147,7 @@ class FollowedSchedulers:
                 steps.skip(self._count.at(done_samples) - self._before)
         self._resumed = []
         self._place = LoopPlace.STEPS
-        if self._is_touched:
-            self.rates.begin(optimizers)
+        self.rates.begin(optimizers)
 
     def begin_part(self) -> None:
         """An epoch that was cut goes on, and so does what is counted."""

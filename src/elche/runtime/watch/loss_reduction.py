@@ -19,6 +19,7 @@ import torch
 from elche.comm.tensors.nested import outputs_in
 from elche.errors import ConfigError
 from elche.runtime.data.transfer import batch_length
+from elche.runtime.watch.live_graph import ModelHook
 from elche.torch_internals.passes import (
     backward_roots,
     graph_task_id,
@@ -57,7 +58,7 @@ class SumLossWatch:
         self._look_on, self._is_first = look_on, True
         self._thread = threading.get_ident()
         self._task: int | None = None
-        hook = _GradientHook(self)
+        hook = ModelHook(self.look)
         self._handles = [each.register_hook(hook) for each in parameters]
 
     def detach(self) -> None:
@@ -65,7 +66,7 @@ class SumLossWatch:
         while self._handles:
             self._handles.pop().remove()
 
-    def look(self) -> None:
+    def look(self, gradient: torch.Tensor) -> None:
         """A gradient has come, in whichever backward pass."""
         if self._task == (task := graph_task_id()):
             return
@@ -84,21 +85,6 @@ class SumLossWatch:
                 "elche.setup (or elche.Trainer) loss_reduction='sum', or make the loss "
                 "a mean"
             )
-
-
-@final
-class _GradientHook:
-    """Hook of the parameters; nothing in a model that was saved or copied."""
-
-    def __init__(self, watch: SumLossWatch | None = None) -> None:
-        self._watch = watch
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        if self._watch is not None:
-            self._watch.look()
-
-    def __reduce__(self) -> tuple[type[_GradientHook], tuple[()]]:
-        return _GradientHook, ()
 
 
 @final

@@ -437,7 +437,7 @@ def test_binding_leaves_layers_with_a_group_of_their_own() -> None:
         model[1] = convert_sync_batchnorm(model[1])
         scope = bind_sync_batchnorm(model, None)
         assert scope is not None
-        assert scope.world_size == 1
+        assert scope.group.world_size == 1
         assert model[0].spans_ranks
         assert not model[1].spans_ranks
 

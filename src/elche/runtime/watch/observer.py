@@ -4,7 +4,7 @@
 event           seen by                              parts
 ==============  ===================================  =================================
 forward pass    hooks of the model, inside epochs    `LiveGraph`
-backward pass   hooks of its outputs and parameters  `LiveGraph`, `SumLossWatch`
+backward pass   hooks of its outputs                 `LiveGraph`, `LossWatch`
 optimizer step  a hook of every optimizer            `StepGuard`, `ScalerWatch`
 next batch      the epoch                            all but the guard
 ==============  ===================================  =================================
@@ -16,9 +16,10 @@ rank is excluded and none joins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import torch
 from torch import distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -30,7 +31,7 @@ from elche.runtime.sync.resume_sync import plain_schedule
 from elche.runtime.training import Training
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
 from elche.runtime.watch.live_graph import LiveGraph
-from elche.runtime.watch.loss_reduction import MeanHints, SumLossWatch
+from elche.runtime.watch.loss_reduction import LossWatch
 from elche.runtime.watch.model_copies import ModelCopies
 from elche.runtime.watch.rate_watch import is_scheduled
 from elche.runtime.watch.scaler_watch import ScalerWatch
@@ -68,10 +69,12 @@ class LoopObserver:
     ) -> None:
         config, self._model = training.config, training.model
         self._policy = config.policy
-        self._refuses_sums = config.loss_reduction == "mean"
-        self._sum_loss: SumLossWatch | None = None
-        is_mean = training.weights is None and self._refuses_sums
-        self._hints = MeanHints(lambda line: notifications.emit(line), is_on=is_mean)
+        is_mean = config.loss_reduction == "mean"
+        self._losses = LossWatch(
+            lambda line: notifications.emit(line),
+            refuses_sums=is_mean,
+            is_on=is_mean and training.weights is None,
+        )
         self._scalars = scalars = notifications.scalars
         self._steps_seen = self.unstepped = 0
         self._passed: Any = None
@@ -109,10 +112,15 @@ class LoopObserver:
         if is_counted:
             self.copies.attach()
         self.guard.begin_part()
-        if self._refuses_sums and self._sum_loss is None:
-            self._hints.is_on &= sync.windows is None or _has_common_step(sync)
-            trained = [p for p in sync.parameters if p.requires_grad]
-            self._sum_loss = SumLossWatch(trained, self._hints.look)
+        if self._losses.looks_on and self.graphs.on_losses is None:
+            self._losses.is_on &= sync.windows is None or _has_common_step(sync)
+            self.graphs.on_losses = self._look
+
+    def _look(self, roots: Sequence[torch.Tensor]) -> None:
+        """A backward pass of these losses begins."""
+        self._losses.look(roots)
+        if not self._losses.looks_on:
+            self.graphs.on_losses = None
 
     def begin_batch(self, batch: Any, samples: int) -> None:
         """The loop gets a batch of its share, of so many samples."""
@@ -124,7 +132,7 @@ class LoopObserver:
         if self._policy != "sync":
             self.count_unstepped()
         self.steps.taken += 1
-        self._hints.begin(batch, samples)
+        self._losses.begin(batch, samples)
 
     def batch_done(self) -> None:
         """The loop comes back from a batch."""
@@ -191,8 +199,6 @@ class LoopObserver:
     def detach(self) -> None:
         """Removes every hook: no other epoch follows."""
         self.graphs.forget()
-        if self._sum_loss is not None:
-            self._sum_loss.detach()
         self.scaler.detach()
         self.guard.detach()
         self.schedulers.detach()

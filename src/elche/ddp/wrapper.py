@@ -195,7 +195,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self._settings["strategy"] == "none":
             with self.no_sync():
                 return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        is_again = graph_task_id() != OUTSIDE and self._passes.is_open
+        is_again = graph_task_id() != OUTSIDE and self._passes.current is not None
         if is_again or not torch.is_grad_enabled():
             if self._norms is not None and not is_again:
                 self._norms.weigh(None)
@@ -212,7 +212,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         outputs = outputs_in(output)
         is_lost = self.training and all(each.grad_fn is None for each in outputs)
-        if is_lost and self._passes.is_expected:
+        if is_lost and self._passes.expected is not None:
             raise ConfigError(
                 "no output of the model has a gradient that can be seen, so two "
                 "forward passes cannot be told apart; return tensors, or run backward "
@@ -275,7 +275,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"expected a weight of at least 0, got {weight!r}")
-        if self._norms is not None and self._passes.is_expected:
+        if self._norms is not None and self._passes.expected is not None:
             raise ConfigError(
                 "set_weight() came after a forward pass in which SyncBatchNorm layers "
                 "have weighed this batch; call it before"

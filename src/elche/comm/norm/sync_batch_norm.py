@@ -175,7 +175,7 @@ class SyncBatchNorm(BatchNormBase):
         own[:HEAD] = torch.tensor(
             [count, self._number], dtype=torch.float64, device="cpu"
         )
-        kind = _arithmetic(input.dtype)
+        kind = torch.promote_types(input.dtype, torch.float32)  # half in single
         if count:
             dims = [dim for dim in range(input.dim()) if dim != 1]
             var, mean = torch.var_mean(input.to(kind), dims, correction=0)
@@ -233,20 +233,9 @@ def _combined(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     counts = parts[:, :1]
     means, squares = parts[:, HEAD : HEAD + channels], parts[:, HEAD + channels :]
     total = float(counts.sum())
-    if not total:
-        return (
-            torch.zeros(channels, device="cpu").double(),
-            torch.ones(channels, device="cpu").double(),
-            0.0,
-        )
-    mean = (counts * means).sum(0) / total
-    var = (squares + counts * (means - mean).square()).sum(0) / total
+    mean = (counts * means).sum(0) / max(1.0, total)
+    var = (squares + counts * (means - mean).square()).sum(0) / max(1.0, total)
     return mean, var, total
-
-
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """Half precisions are summed in single."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def convert_sync_batchnorm(module: Layers, group: Group | None = None) -> Layers:

@@ -58,6 +58,7 @@ class FollowedSchedulers:
         self, policy: str, mean: Callable[[float], float], count: StepCount
     ) -> None:
         self._policy = policy
+        self._is_touched = policy != "sync"
         self._mean = mean
         self._count = count
         self._before = count.before
@@ -74,10 +75,6 @@ class FollowedSchedulers:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Optimizers whose rates they set."""
         return [scheduler.optimizer for scheduler in self.schedulers]
-
-    @property
-    def _is_touched(self) -> bool:
-        return self._policy != "sync"
 
     def add(self, scheduler: LRScheduler) -> None:
         """Follows the run with a scheduler from now on.

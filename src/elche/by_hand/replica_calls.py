@@ -127,8 +127,9 @@ class _Message:
     parameters: list[nn.Parameter]
     exchange: Exchange
 
-    def _parts(self, message: torch.Tensor) -> Sequence[torch.Tensor]:
-        return message.split([*map(_numel, self.parameters), len(self.parameters)])
+    def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sizes = [*map(_numel, self.parameters), len(self.parameters)]
+        return tuple(message.split(sizes))
 
     def fill(self, side: int, weight: float) -> None:
         """Writes this rank's part. Weight zero sends zeros, never 0 times a value."""

@@ -206,14 +206,13 @@ class FollowedSchedulers:
         self.steps = []
 
     def _take(self, due: list[int]) -> None:
-        for at, count in enumerate(due):
-            for _ in range(count):
-                if self.steps[at].has_called:
-                    self._step(at)
-                    continue
-                with warnings.catch_warnings():  # on a rank that has taken none
-                    advice = "Detected call of `lr_scheduler.step"
-                    warnings.filterwarnings("ignore", advice, UserWarning)
+        if not any(due):
+            return
+        with warnings.catch_warnings():  # on a rank that has taken no step itself
+            advice = "Detected call of `lr_scheduler.step"
+            warnings.filterwarnings("ignore", advice, UserWarning)
+            for at, count in enumerate(due):
+                for _ in range(count):
                     self._step(at)
 
     def _step(self, at: int, *args: Any, **named: Any) -> None:

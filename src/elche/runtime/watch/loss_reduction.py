@@ -28,8 +28,8 @@ ADDITIONS = frozenset(
     for name in ("Add", "Sub", "Neg", "ToCopy", "View", "Alias", "Clone", "Squeeze")
 )
 DISTANCES = frozenset({"PowBackward0", "AbsBackward0"})
-LOOKS, ACCELERATOR_LOOKS = 20, 3
-"""Backward passes to look at for hints: a look waits for an accelerator."""
+LOOKS = 20
+"""Backward passes to look at for hints: a look waits for the device."""
 WHOLE = 2
 """Whole batches after which a shorter one is said to be short."""
 
@@ -100,7 +100,6 @@ class LossWatch:
         found = (t for t in outputs_in(self._batch) if t.dtype is torch.int64)
         found = (t for t in found if t.layout is torch.strided and not t.is_nested)
         labels = [t.reshape(len(t), -1) for t in found if t.dim() and t.numel()]
-        is_host = all(label.device.type == "cpu" for label in labels)
         self._looks += 1
         for has_weights, ignored in _means(roots) if self.is_on else ():
             counts = [(each != ignored).sum(1) for each in labels]
@@ -113,8 +112,7 @@ class LossWatch:
             elif labels and len(lengths) == 1 and max(lengths) % max(1, self._samples):
                 what = f"the loss is a mean over {max(lengths)} targets"
                 self._say(what, "len(labels)")
-        most = LOOKS if is_host else ACCELERATOR_LOOKS
-        self.looks_on = self.is_on and self._looks < most
+        self.looks_on = self.is_on and self._looks < LOOKS
 
     def _say(self, what: str, weight: str) -> None:
         self.is_on = False

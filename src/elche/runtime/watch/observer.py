@@ -111,7 +111,7 @@ class LoopObserver:
         self._may_count = not is_counted
         if is_counted:
             self.copies.attach()
-        self.guard.begin_part()
+        self.guard.is_inside = True
         if self._losses.looks_on and self.graphs.on_losses is None:
             self._losses.is_on &= sync.windows is None or _has_common_step(sync)
             self.graphs.on_losses = self._look

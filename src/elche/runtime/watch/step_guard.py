@@ -3,8 +3,7 @@
 Every step is asked, inside of epochs and outside: were its gradients reduced? Those
 that were changed or replaced after their reduction pass: what all ranks do alike is
 exact. Parameters that are not the model's nobody reduces: what a loop makes anew for
-each batch is its own; what is stepped in two batches, or was in an optimizer before the
-loop, is refused.
+each batch is its own; what is stepped in two batches is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from elche.coordination.accounts.step_count import StepCount
 from elche.errors import ConfigError
 from elche.runtime.rank_settings import foreign_parameters
-from elche.runtime.watch.made_before import parameters_in_optimizers
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.passes import graph_task_id
 
@@ -51,7 +49,7 @@ class StepGuard:
         self._given = list(given)
         self._others: list[weakref.ref[torch.optim.Optimizer]] = []
         self._passes = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
-        self._foreign: dict[int, tuple[weakref.ref[torch.Tensor], int]] | None = None
+        self._foreign: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._handle: Any = None
         self.synchroniser: Synchroniser | None = None
         self.is_inside = False
@@ -85,14 +83,6 @@ class StepGuard:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-
-    def begin_part(self) -> None:
-        """The loop begins, in which optimizers step."""
-        self.is_inside = True
-        if self._foreign is None:
-            self._foreign = {
-                id(p): (weakref.ref(p), -1) for p in parameters_in_optimizers()
-            }
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
@@ -162,8 +152,8 @@ class StepGuard:
         self, foreign: list[torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
         """Refuses parameters older than the batch in hand."""
-        now, known = self._steps.taken, self._foreign or {}
-        seen = {at: s for at, s in known.items() if s[0]() is not None}
+        now = self._steps.taken
+        seen = {at: s for at, s in self._foreign.items() if s[0]() is not None}
         old = [p for p in foreign if id(p) in seen and seen[id(p)][1] < now]
         if any(_moves(p.grad) for p in old):
             why = foreign_parameters(type(optimizer).__name__, old)

@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -51,13 +52,12 @@ ITERATED_ELSEWHERE = (
 @final
 @dataclass(eq=False, slots=True)
 class BatchForwards:
-    """The forward passes of one batch; autograd calls it when it comes to one.
+    """The forward passes of one batch.
 
     Attributes:
         batch: its label.
         moves: how often the parameters had been replaced.
         number: of the batch, in the order of the run.
-        on_backward: returns what is called with this then, or None.
         had_forward: a forward pass with a gradient has read the batch.
         had_backward: a backward pass has come.
         storages: of its tensors, but for those that another batch shares.
@@ -66,15 +66,9 @@ class BatchForwards:
     batch: Any
     moves: int
     number: int
-    on_backward: Callable[[], Any]
     had_forward: bool = False
     had_backward: bool = False
     storages: list[StorageWeakRef] = field(default_factory=list)
-
-    def __call__(self, gradients: Any) -> None:
-        """Autograd has come to the graph."""
-        if (on_backward := self.on_backward()) is not None:
-            on_backward(self)
 
     @property
     def is_held(self) -> bool:
@@ -112,7 +106,6 @@ class LiveGraph:
         self._moves = 0
         self._policy = ""
         self._has_come = False
-        self._came = weakref.WeakMethod(self.before_backward)
         self.thread = 0  # that iterates over the loader, and is to train; 0: any
         self.on_losses: Callable[[Sequence[torch.Tensor]], None] | None = None
 
@@ -176,7 +169,7 @@ class LiveGraph:
 
     def begin(self, batch: Any, data: Any = None) -> None:
         """A batch is yielded; ``batch`` is its label, ``data`` what the loop gets."""
-        self._in_hand = BatchForwards(batch, self._moves, self._number, self._came)
+        self._in_hand = BatchForwards(batch, self._moves, self._number)
         self._number += 1
         self._keep(self._in_hand, data)
         waiting, last, is_known = self._waiting, self._last, self._is_ahead is not None
@@ -314,15 +307,15 @@ class LiveGraph:
         for tensor in outputs:
             node: Any = tensor.grad_fn
             if node is not None:
-                node.register_prehook(batch)
+                node.register_prehook(partial(self.before_backward, batch))
                 batch.had_forward = True
                 self._last = batch
         is_other = self._is_ahead or batch is not self._in_hand
         if is_other and self._on_forward is not None:
             self._on_forward(None)
 
-    def before_backward(self, batch: BatchForwards) -> None:
-        """A backward pass has come to what the model returned for a batch.
+    def before_backward(self, batch: BatchForwards, gradients: Any) -> None:
+        """A hook of what the model returned for a batch: a backward pass has come.
 
         Raises:
             ConfigError: the model was another one then.

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from elche.coordination.accounts.step_count import StepCount
 from elche.errors import ConfigError
@@ -49,7 +50,7 @@ class StepGuard:
         self._given = list(given)
         self._others: list[weakref.ref[torch.optim.Optimizer]] = []
         self._passes = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
-        self._foreign: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._foreign = WeakTensorKeyDictionary()  # batches of first steps
         self._handle: Any = None
         self.synchroniser: Synchroniser | None = None
         self.is_inside = False
@@ -153,14 +154,12 @@ class StepGuard:
     ) -> None:
         """Refuses parameters older than the batch in hand."""
         now = self._steps.taken
-        seen = {at: s for at, s in self._foreign.items() if s[0]() is not None}
-        old = [p for p in foreign if id(p) in seen and seen[id(p)][1] < now]
+        old = [p for p in foreign if self._foreign.setdefault(p, now) < now]
         if any(_moves(p.grad) for p in old):
             why = foreign_parameters(type(optimizer).__name__, old)
             raise ConfigError(
                 f"{why}; what begins anew in every batch is made inside the loop"
             )
-        self._foreign = {id(p): (weakref.ref(p), now) for p in foreign} | seen
 
 
 def _moves(gradient: Any) -> bool:

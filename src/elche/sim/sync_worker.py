@@ -201,7 +201,7 @@ class SimulatedSyncEpoch:
 
     def _arrive(self, item: Loaded, ready_s: float) -> Collective:
         rank = self._rank
-        collective = rank.engine.arrive_ready(
+        collective = rank.engine.arrive(
             ("step", rank.run, rank.generation, self._epoch, item.number),
             rank.rank,
             self._new,
@@ -325,10 +325,6 @@ class SimulatedSyncEpoch:
         shares, counted = instruction.shares, instruction.shares[rank.rank]
         few = min(self._sim.cluster.run.min_share_samples, sum(shares))
         steps = range(instruction.start, instruction.stop)
-        if rank.history.has_details:
-            for step in steps:
-                assert sum(shares) == rank.sizes.run_of(step)[0]
-                rank.history.shares[rank.run, self._epoch, step].add(shares)
         start = sum(shares[: rank.rank])
         own = start, start + counted
         self._loader.push(

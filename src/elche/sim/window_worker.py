@@ -18,7 +18,6 @@ from elche.coordination.protocol.instructions import (
     GrantBatches,
     Instruction,
     MetricsReported,
-    OpenWindow,
     PolicyChosen,
     Reduce,
     Regroup,
@@ -112,13 +111,11 @@ class SimulatedWindowEpoch:
             yield from self._close()
         elif action.do is Do.BEGIN:
             assert isinstance(instruction, Reduce)
-            self._plan_came(instruction)
             if self._in_flight is None:
                 self._in_flight = self._reduction(instruction.window)
             self._loop.begun()
         elif action.do is Do.REDUCE:
             assert isinstance(instruction, Reduce)
-            self._plan_came(instruction)
             yield from self._reduce(instruction, self._reduction(instruction.window))
         elif action.do is Do.FINISH:
             assert isinstance(instruction, Reduce)
@@ -176,12 +173,6 @@ class SimulatedWindowEpoch:
         loop.closed(began_s, is_finite=self._is_finite)
         self._is_finite = True
 
-    def _plan_came(self, plan: Reduce) -> None:
-        rank = self._rank
-        if rank.history.has_details:
-            number = (rank.run, plan.window, plan.attempt)
-            rank.history.plans[number][rank.rank] = plan
-
     def _reduction(self, window: int) -> Collective:
         """Takes part in a reduction."""
         rank = self._rank
@@ -235,21 +226,19 @@ class SimulatedWindowEpoch:
             sums.most_lag_batches = max(sums.most_lag_batches, adopted_at)
             sums.lag_s += lag_s
             sums.most_lag_s = max(sums.most_lag_s, lag_s)
-        said = WindowReduced(
-            rank=rank.rank,
-            epoch=self._epoch,
-            window=plan.window,
-            sync_s=held_s,
-            wait_s=self._waited_s,
-            divergence=0.0,
-            adopted_at=adopted_at,
+        self._sim.send(
+            WindowReduced(
+                rank=rank.rank,
+                epoch=self._epoch,
+                window=plan.window,
+                sync_s=held_s,
+                wait_s=self._waited_s,
+                adopted_at=adopted_at,
+            )
         )
         self._waited_s = self._held_s = 0.0
         loop.reduced(rank.now_s)
         rank.reduced = loop.reduced_window
-        if rank.history.has_details:
-            rank.history.adopted[rank.run, rank.rank].append(said)
-        self._sim.send(said)
 
     def _reform(self, regroup: Regroup) -> Script:
         """Forms the next group; who lacks the last result takes it in it."""
@@ -278,13 +267,8 @@ class SimulatedWindowEpoch:
 
     def _report(self) -> None:
         """Tells the coordinator what is done of a lease."""
-        rank, event = self._rank, self._reports.take(self._loop.window)
-        if event is None:
-            return
-        if rank.history.has_details:
-            done = rank.history.in_window[rank.run, event.window]
-            done[rank.rank] = done.get(rank.rank, 0) + event.samples
-        self._sim.send(event)
+        if event := self._reports.take(self._loop.window):
+            self._sim.send(event)
 
     def _handle(self, instruction: Instruction) -> None:
         rank = self._rank
@@ -301,8 +285,6 @@ class SimulatedWindowEpoch:
             self._discard()
         if isinstance(instruction, Reduce):
             self._last = instruction
-        if isinstance(instruction, OpenWindow) and rank.history.has_details:
-            rank.history.opened[rank.run, rank.rank].append(instruction)
         self._loop.handle(instruction, rank.now_s)
 
     def _loaded(self, batch: int) -> Loaded:

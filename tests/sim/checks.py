@@ -13,7 +13,7 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.metrics import EpochMetrics
 from elche.coordination.protocol.events import BatchesDone, Event
 from elche.coordination.protocol.instructions import (
-    GrantSteps,
+    GrantBatches,
     Instruction,
     MetricsReported,
     Reduce,
@@ -168,7 +168,7 @@ def check_windows(sim: Simulation) -> None:
 def shares_of(sim: Simulation) -> dict[tuple[int, int, int], set[tuple[int, ...]]]:
     """Splits of each step that ranks were told, by run, epoch and step."""
     found: dict[tuple[int, int, int], set[tuple[int, ...]]] = defaultdict(set)
-    for run, grant in by_run(sim, GrantSteps):
+    for run, grant in by_run(sim, GrantBatches):
         for step in range(grant.start, grant.stop):
             found[run, grant.epoch, step].add(grant.shares)
     return found

@@ -14,7 +14,7 @@ from elche.coordination.protocol.events import (
 from elche.coordination.protocol.instructions import (
     BeginEpoch,
     EndEpoch,
-    GrantSteps,
+    GrantBatches,
     Instruction,
     Regroup,
     Welcome,
@@ -109,7 +109,7 @@ def test_what_a_death_leaves_of_an_epoch_is_shared_out_anew() -> None:
     sim = simulate(cluster_of("sync", Fault(at_s=1.0, kill_rank=1), epochs=1))
     messages = [one for _, one in sim.messages]
     at = next(at for at, one in enumerate(messages) if type(one) is EndEpoch)
-    grants = [one for one in messages[at:] if isinstance(one, GrantSteps)]
+    grants = [one for one in messages[at:] if isinstance(one, GrantBatches)]
     assert all(len(one.shares) == 3 and not one.shares[1] for one in grants)
     assert {one.rank for one in grants} == {0, 2}
     ends = told(sim, EndEpoch, rank=0)

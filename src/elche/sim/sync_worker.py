@@ -19,7 +19,7 @@ from elche.coordination.protocol.instructions import (
     Adopt,
     BeginEpoch,
     EndEpoch,
-    GrantSteps,
+    GrantBatches,
     Instruction,
     JoinPasses,
     LeaveOut,
@@ -319,7 +319,7 @@ class SimulatedSyncEpoch:
             instruction, (MetricsReported, PolicyChosen, RankLeft, JoinPasses)
         ):
             return
-        assert isinstance(instruction, GrantSteps), instruction
+        assert isinstance(instruction, GrantBatches), instruction
         if not self._lost.is_settled:
             self._reports.granted(instruction)
         shares, counted = instruction.shares, instruction.shares[rank.rank]

@@ -21,7 +21,7 @@ from elche.coordination.protocol.events import (
     StepsDone,
     WindowReduced,
 )
-from elche.coordination.protocol.instructions import GrantSteps, Instruction
+from elche.coordination.protocol.instructions import GrantBatches, Instruction
 from elche.coordination.sync import step_grants
 from elche.sim.cluster import Cluster as SimulatedCluster
 from tests.coordination.test_core import reduced, steps_done
@@ -83,18 +83,18 @@ def auto(monkeypatch: pytest.MonkeyPatch) -> AutoChooser:
     return AutoChooser(members, Settings(config=RunConfig(policy="auto"), epochs=2))
 
 
-def begin(auto: AutoChooser, epoch: int, sync_s: float) -> list[GrantSteps]:
+def begin(auto: AutoChooser, epoch: int, sync_s: float) -> list[GrantBatches]:
     auto.prepare(sync_s, 0.0, alike=True)
     sizes = BatchSizes.of([BATCH] * STEPS)
     return granted(auto.begin_epoch(epoch, sizes, 0.0).instructions)
 
 
-def granted(told: list[Instruction]) -> list[GrantSteps]:
+def granted(told: list[Instruction]) -> list[GrantBatches]:
     """What rank 0 was granted."""
-    return [each for each in told if isinstance(each, GrantSteps) and each.rank == 0]
+    return [each for each in told if isinstance(each, GrantBatches) and each.rank == 0]
 
 
-def done(grant: GrantSteps, rank: int, shown_s: float = 0.09) -> StepsDone:
+def done(grant: GrantBatches, rank: int, shown_s: float = 0.09) -> StepsDone:
     steps = grant.stop - grant.start
     return steps_done(
         rank,

@@ -33,7 +33,7 @@ from elche.coordination.protocol.instructions import (
     Abort,
     BeginEpoch,
     EndEpoch,
-    GrantSteps,
+    GrantBatches,
     Instruction,
     Regroup,
     Welcome,
@@ -157,7 +157,7 @@ class Rank:
         self.open: Open | None = None
         self.span = 0
         self.at_begin: list[int] = []
-        self.grants: dict[int, GrantSteps] = {}
+        self.grants: dict[int, GrantBatches] = {}
         self.end: EndEpoch | None = None
         self.rest = EpochRest.whole(world.sizes)
         self.is_new = self.is_apart = self.is_part = rank >= ranks
@@ -330,7 +330,7 @@ class Rank:
         if not self.inbox:
             return
         one = self.inbox.popleft()
-        if isinstance(one, GrantSteps):
+        if isinstance(one, GrantBatches):
             if not self.lost.is_settled:
                 self.reports.granted(one)
             self.grants |= dict.fromkeys(range(one.start, one.stop), one)

@@ -25,7 +25,7 @@ from elche.coordination.protocol.events import (
     StepsDone,
     WindowReduced,
 )
-from elche.coordination.protocol.instructions import GrantSteps, Instruction
+from elche.coordination.protocol.instructions import GrantBatches, Instruction
 from elche.coordination.protocol.messages import Runs
 from elche.coordination.sync.left_out import LeftOutRanks
 from elche.coordination.sync.model_handover import ModelHandover
@@ -321,13 +321,13 @@ class SyncPolicy(Policy):
         pooled = self.grants.ledger.pooled
         return self.exclusion.measured(reports, steps, pooled, now_s)
 
-    def _top_up(self) -> list[GrantSteps]:
+    def _top_up(self) -> list[GrantBatches]:
         holds = self._makes_room or self._is_paused
         if holds or self._is_cut or self._left:
             return self._say_none()
         return self.grants.top_up(self._active)
 
-    def _say_none(self) -> list[GrantSteps]:
+    def _say_none(self) -> list[GrantBatches]:
         return [] if self._lost else self.grants.say_none(self._active)
 
     def _leave(self, event: EpochLeft, now_s: float) -> Outcome:

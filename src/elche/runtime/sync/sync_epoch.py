@@ -14,7 +14,7 @@ from elche.coordination.protocol.events import PassBegun, WindowReduced
 from elche.coordination.protocol.instructions import (
     Adopt,
     EndEpoch,
-    GrantSteps,
+    GrantBatches,
     Instruction,
     JoinPasses,
     LeaveOut,
@@ -315,7 +315,7 @@ class SyncEpoch:
     def handle(self, instruction: Instruction) -> None:
         """Takes a grant, or the end of the epoch."""
         match instruction:
-            case GrantSteps():
+            case GrantBatches():
                 self._grant(instruction)
             case Regroup():
                 self._worker.hear_of(instruction)
@@ -334,7 +334,7 @@ class SyncEpoch:
             case _:
                 raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
 
-    def _grant(self, grant: GrantSteps) -> None:
+    def _grant(self, grant: GrantBatches) -> None:
         """Has this rank's parts of more steps loaded."""
         self._is_held = grant.start == grant.stop  # none for now
         if self._is_held:

@@ -19,12 +19,12 @@ from elche.coordination.protocol.events import (
     Failed,
     Join,
     Left,
+    ModelUpdated,
     PassBegun,
     RankLost,
     StepsDone,
     Tick,
     WindowClosed,
-    WindowReduced,
 )
 from elche.coordination.protocol.instructions import (
     Abort,
@@ -129,8 +129,8 @@ def closed(rank: int, window: int) -> WindowClosed:
     return WindowClosed(rank=rank, epoch=0, window=window, changed_buffers=())
 
 
-def reduced(rank: int, window: int) -> WindowReduced:
-    return WindowReduced(
+def reduced(rank: int, window: int) -> ModelUpdated:
+    return ModelUpdated(
         rank=rank,
         epoch=0,
         window=window,

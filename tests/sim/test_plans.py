@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elche.coordination.protocol.events import WindowReduced
+from elche.coordination.protocol.events import ModelUpdated
 from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Simulation
 from tests.harness.settings import nested
@@ -46,7 +46,7 @@ def what_happened(sim: Simulation) -> Trace:
         for (_, epoch), done in history.trained.items()
     }
     adopted = {
-        rank: [said.adopted_at for said in told(sim, WindowReduced, rank)]
+        rank: [said.adopted_at for said in told(sim, ModelUpdated, rank)]
         for rank in range(3)
     }
     windows = [done for _, done in sorted(samples_by_window(sim).items())]

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 
-from elche.coordination.protocol.events import Event, WindowClosed, WindowReduced
+from elche.coordination.protocol.events import Event, ModelUpdated, WindowClosed
 from elche.sim.cluster import Cluster
 from tests.sim.checks import CHECKED, check_all
 from tests.sim.strategies import clusters
@@ -28,11 +28,11 @@ def test_a_window_ends_only_when_the_last_result_is_in_the_ranks_model(
 
     def note(event: Event) -> None:
         nonlocal closed
-        if isinstance(event, WindowClosed | WindowReduced):
+        if isinstance(event, WindowClosed | ModelUpdated):
             at = event.rank, event.epoch  # before an epoch all is reduced
             last = reduced.setdefault(at, event.window - 1)
             assert event.window == last + 1, event
-            if isinstance(event, WindowReduced):
+            if isinstance(event, ModelUpdated):
                 reduced[at] = event.window
             closed += isinstance(event, WindowClosed)
         send(event)

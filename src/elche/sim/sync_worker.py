@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elche.coordination.accounts.delivered_times import BatchCost
-from elche.coordination.protocol.events import WindowReduced
+from elche.coordination.protocol.events import ModelUpdated
 from elche.coordination.protocol.instructions import (
     Adopt,
     BeginEpoch,
@@ -286,7 +286,7 @@ class SimulatedSyncEpoch:
     def _say_taken(self, step: int, sync_s: float) -> None:
         """The model is that after a step."""
         rank, epoch = self._rank.rank, self._epoch
-        taken = WindowReduced(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
+        taken = ModelUpdated(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
         self._sim.send(taken)
 
     def _new(self) -> Collective:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from elche.coordination.protocol.events import EpochLeft, WindowClosed, WindowReduced
+from elche.coordination.protocol.events import EpochLeft, ModelUpdated, WindowClosed
 from elche.coordination.protocol.instructions import (
     Adopt,
     BeginEpoch,
@@ -227,7 +227,7 @@ class SimulatedWindowEpoch:
             sums.lag_s += lag_s
             sums.most_lag_s = max(sums.most_lag_s, lag_s)
         self._sim.send(
-            WindowReduced(
+            ModelUpdated(
                 rank=rank.rank,
                 epoch=self._epoch,
                 window=plan.window,

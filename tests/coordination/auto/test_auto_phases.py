@@ -18,8 +18,8 @@ from elche.coordination.auto.auto_chooser import AutoChooser, _Phase
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import (
     EpochLeft,
+    ModelUpdated,
     StepsDone,
-    WindowReduced,
 )
 from elche.coordination.protocol.instructions import GrantBatches, Instruction
 from elche.coordination.sync import step_grants
@@ -191,7 +191,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> AutoChooser:
     return AutoChooser(members, Settings(config=RunConfig(policy="auto"), epochs=2))
 
 
-def taken(rank: int, step: int) -> WindowReduced:
+def taken(rank: int, step: int) -> ModelUpdated:
     """A rank holds the model after a step."""
     return replace(reduced(rank, step), sync_s=0.0)
 

@@ -25,9 +25,9 @@ from elche.coordination.protocol.events import (
     Join,
     JoinReady,
     Left,
+    ModelUpdated,
     RankLost,
     Regrouped,
-    WindowReduced,
 )
 from elche.coordination.protocol.instructions import (
     Abort,
@@ -296,7 +296,7 @@ class Rank:
                 self.has_said, last = True, self.lost.last
                 assert last is not None
                 said = dict(sync_s=0.0, wait_s=0.0, divergence=0.0, adopted_at=0)
-                told = WindowReduced(rank=self.rank, epoch=0, window=last, **said)
+                told = ModelUpdated(rank=self.rank, epoch=0, window=last, **said)
                 self.world.tell(told)
 
     def is_over(self, step: int) -> bool:

@@ -204,7 +204,7 @@ class Adopt:
     """Take the common model after ``window`` from rank ``source``, with all ranks.
 
     Under ``sync`` it is that after a step, and the optimizer's state belongs to it. The
-    answer is a `WindowReduced`.
+    answer is a `ModelUpdated`.
     """
 
     rank: int

@@ -21,9 +21,9 @@ from elche.coordination.protocol.events import (
     EpochCut,
     EpochLeft,
     Event,
+    ModelUpdated,
     PassBegun,
     StepsDone,
-    WindowReduced,
 )
 from elche.coordination.protocol.instructions import GrantBatches, Instruction
 from elche.coordination.protocol.messages import Runs
@@ -106,7 +106,7 @@ class SyncPolicy(Policy):
                 return Outcome([] if is_late else self._left.begun(event, self._active))
             case EpochCut():
                 self._is_cut = True
-            case WindowReduced():
+            case ModelUpdated():
                 self._adopted(event)
             case StepsDone():
                 self._take(event)
@@ -229,7 +229,7 @@ class SyncPolicy(Policy):
         self._handover.await_steps(self._members.keys())
         return self._go_on(now_s)
 
-    def _adopted(self, event: WindowReduced) -> None:
+    def _adopted(self, event: ModelUpdated) -> None:
         self._handover.take(event, is_paused=self._is_paused)
         if not self._lost:
             self.exclusion.carrying_s = event.sync_s

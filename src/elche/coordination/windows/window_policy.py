@@ -23,8 +23,8 @@ from elche.coordination.protocol.events import (
     EpochCut,
     EpochLeft,
     Event,
+    ModelUpdated,
     WindowClosed,
-    WindowReduced,
 )
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.messages import Runs
@@ -118,7 +118,7 @@ class WindowPolicy(Policy):
             return self._outcome(self._batches_done(event, now_s))
         if isinstance(event, WindowClosed):
             return self._closed(event, now_s)
-        if isinstance(event, WindowReduced):
+        if isinstance(event, ModelUpdated):
             return self._reduced(event, now_s)
         if isinstance(event, EpochLeft):
             return self._outcome(self._leave(event))
@@ -277,7 +277,7 @@ class WindowPolicy(Policy):
             told += next_window(state, now_s)
         return self._outcome(told)
 
-    def _reduced(self, event: WindowReduced, now_s: float) -> Outcome:
+    def _reduced(self, event: ModelUpdated, now_s: float) -> Outcome:
         """A rank has the result; when all have, the window is committed."""
         state, running = self.state, self.state.running
         if running is None:

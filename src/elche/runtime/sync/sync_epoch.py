@@ -10,7 +10,7 @@ from typing import Any
 
 from elche.comm.gradients.part_weights import StepPart
 from elche.comm.gradients.reducer import GradientReducer
-from elche.coordination.protocol.events import PassBegun, WindowReduced
+from elche.coordination.protocol.events import ModelUpdated, PassBegun
 from elche.coordination.protocol.instructions import (
     Adopt,
     EndEpoch,
@@ -364,7 +364,7 @@ class SyncEpoch:
         """The model is that after a step."""
         assert step is not None
         rank, epoch = self._worker.rank, self._positions.epoch
-        taken = WindowReduced(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
+        taken = ModelUpdated(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
         self._worker.send(taken)
 
     def regroup(self) -> None:

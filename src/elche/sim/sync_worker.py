@@ -43,6 +43,7 @@ from elche.sim.rank import CANNOT_GO_ON, Rank
 from elche.sim.simulated_loader import Loaded, Loader
 
 BYTES_PER_MIB = 2**20
+PASSED_OVER = (MetricsReported, PolicyChosen, RankLeft, JoinPasses)
 NOTHING = BatchCost(samples=0, busy_s=0.0, data_wait_s=0.0)
 
 
@@ -300,31 +301,30 @@ class SimulatedSyncEpoch:
         return collective
 
     def _handle(self, instruction: Instruction) -> None:
+        match instruction:
+            case EndEpoch():
+                self._end = instruction
+            case Regroup():
+                self._regroup, self._has_changed = instruction, False
+            case Adopt():
+                self._adopt = instruction
+            case LeaveOut():
+                left_out = frozenset(instruction.left_out)
+                self._has_changed = left_out != self._rank.left_out
+                self._rank.left_out = left_out
+            case GrantBatches():
+                self._granted(instruction)
+            case _:
+                assert isinstance(instruction, PASSED_OVER), instruction
+
+    def _granted(self, grant: GrantBatches) -> None:
+        """More steps: this rank's part of them is loaded."""
         rank = self._rank
-        if isinstance(instruction, EndEpoch):
-            self._end = instruction
-            return
-        if isinstance(instruction, Regroup):
-            self._regroup, self._has_changed = instruction, False
-            return
-        if isinstance(instruction, Adopt):
-            self._adopt = instruction
-            return
-        if isinstance(instruction, LeaveOut):
-            left_out = frozenset(instruction.left_out)
-            self._has_changed = left_out != rank.left_out
-            rank.left_out = left_out
-            return
-        if isinstance(
-            instruction, (MetricsReported, PolicyChosen, RankLeft, JoinPasses)
-        ):
-            return
-        assert isinstance(instruction, GrantBatches), instruction
         if not self._lost.is_settled:
-            self._reports.granted(instruction)
-        shares, counted = instruction.shares, instruction.shares[rank.rank]
+            self._reports.granted(grant)
+        shares, counted = grant.shares, grant.shares[rank.rank]
         few = min(self._sim.cluster.run.min_share_samples, sum(shares))
-        steps = range(instruction.start, instruction.stop)
+        steps = range(grant.start, grant.stop)
         start = sum(shares[: rank.rank])
         own = start, start + counted
         self._loader.push(

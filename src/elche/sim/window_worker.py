@@ -104,30 +104,26 @@ class SimulatedWindowEpoch:
             self._leave()
 
     def _carry_out(self, action: Action) -> Script:
-        rank, instruction = self._rank, action.instruction
-        if action.do is Do.WAIT:
-            yield from self._wait(action)
-        elif action.do is Do.CLOSE:
-            yield from self._close()
-        elif action.do is Do.BEGIN:
-            assert isinstance(instruction, Reduce)
-            if self._in_flight is None:
-                self._in_flight = self._reduction(instruction.window)
-            self._loop.begun()
-        elif action.do is Do.REDUCE:
-            assert isinstance(instruction, Reduce)
-            yield from self._reduce(instruction, self._reduction(instruction.window))
-        elif action.do is Do.FINISH:
-            assert isinstance(instruction, Reduce)
-            assert self._in_flight is not None
-            yield from self._reduce(instruction, self._in_flight)
-        elif action.do is Do.ADOPT:
-            assert isinstance(instruction, Adopt)
-            assert self._loop.reduced_window >= instruction.window
-            self._adopted(instruction, rank.now_s)  # as all have, in their new group
-        else:
-            assert isinstance(instruction, Regroup)
-            yield from self._reform(instruction)
+        match action.do, action.instruction:
+            case Do.WAIT, None:
+                yield from self._wait(action)
+            case Do.CLOSE, None:
+                yield from self._close()
+            case Do.BEGIN, Reduce(window=window):
+                self._in_flight = self._in_flight or self._reduction(window)
+                self._loop.begun()
+            case Do.REDUCE, Reduce() as plan:
+                yield from self._reduce(plan, self._reduction(plan.window))
+            case Do.FINISH, Reduce() as plan:
+                assert self._in_flight is not None
+                yield from self._reduce(plan, self._in_flight)
+            case Do.ADOPT, Adopt() as adopt:
+                assert self._loop.reduced_window >= adopt.window
+                self._adopted(adopt, self._rank.now_s)  # as all have, in the new group
+            case Do.REGROUP, Regroup() as regroup:
+                yield from self._reform(regroup)
+            case _:
+                raise AssertionError(action)
 
     def _wait(self, action: Action) -> Script:
         rank, began_s = self._rank, self._engine.now_s
@@ -272,19 +268,18 @@ class SimulatedWindowEpoch:
 
     def _handle(self, instruction: Instruction) -> None:
         rank = self._rank
-        if isinstance(instruction, GrantBatches):
-            if self._is_leaving:
+        match instruction:
+            case GrantBatches(start=start, stop=stop):
+                if not self._is_leaving:
+                    self._reports.granted(instruction)
+                    self._loader.push(map(self._loaded, range(start, stop)), rank.now_s)
                 return
-            start, stop = instruction.start, instruction.stop
-            self._reports.granted(instruction)
-            self._loader.push(map(self._loaded, range(start, stop)), rank.now_s)
-            return
-        if isinstance(instruction, (MetricsReported, PolicyChosen)):
-            return
-        if isinstance(instruction, CloseWindow) and instruction.drain:
-            self._discard()
-        if isinstance(instruction, Reduce):
-            self._last = instruction
+            case MetricsReported() | PolicyChosen():
+                return
+            case CloseWindow(drain=True):
+                self._discard()
+            case Reduce():
+                self._last = instruction
         self._loop.handle(instruction, rank.now_s)
 
     def _loaded(self, batch: int) -> Loaded:

@@ -114,17 +114,18 @@ class WindowPolicy(Policy):
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event of the epoch under way."""
-        if isinstance(event, BatchesDone):
-            return self._outcome(self._batches_done(event, now_s))
-        if isinstance(event, WindowClosed):
-            return self._closed(event, now_s)
-        if isinstance(event, ModelUpdated):
-            return self._reduced(event, now_s)
-        if isinstance(event, EpochLeft):
-            return self._outcome(self._leave(event))
-        if isinstance(event, EpochCut):
-            self.state.life.cut()
-            return self._outcome(self._drain())
+        match event:
+            case BatchesDone():
+                return self._outcome(self._batches_done(event, now_s))
+            case WindowClosed():
+                return self._closed(event, now_s)
+            case ModelUpdated():
+                return self._reduced(event, now_s)
+            case EpochLeft():
+                return self._outcome(self._leave(event))
+            case EpochCut():
+                self.state.life.cut()
+                return self._outcome(self._drain())
         raise ProtocolError(
             f"{self.state.config.policy}: unexpected {type(event).__name__}"
         )

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.cadence.balancer import Balancer, BalancerConfig, split_for_makespan
+from elche.cadence.balancer import Balancer, split_for_makespan
 
 
 def balancer(world_size: int = 2, **options: object) -> Balancer:
-    return Balancer(BalancerConfig(world_size=world_size, **options))  # type: ignore[arg-type]
+    return Balancer(world_size, **options)  # type: ignore[arg-type]
 
 
 def makespan(
@@ -78,10 +78,7 @@ def test_sizes_are_exact_and_fair_after_any_reports(
 ) -> None:
     hints, reports = fleet
     size = len(hints)
-    config = BalancerConfig(
-        world_size=size, min_share_samples=minimum, speed_hints=hints
-    )
-    ranks = Balancer(config)
+    ranks = Balancer(world_size=size, min_share_samples=minimum, speed_hints=hints)
     for report in [([0] * size, [0.0] * size), *reports]:
         ranks.report(*report)
         for batch in batches:

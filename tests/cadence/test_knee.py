@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.cadence.balancer import Balancer, BalancerConfig
+from elche.cadence.balancer import Balancer
 from elche.cadence.rank_time import RankTime
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -63,7 +63,7 @@ def test_no_knee_is_believed_beyond_the_largest_step() -> None:
 
 
 def test_a_balancer_predicts_small_batches_with_the_knee() -> None:
-    balancer = Balancer(BalancerConfig(world_size=2))
+    balancer = Balancer(2)
     for part in SIZES * 5:
         balancer.report((part, part), [COST_S * max(part, 32)] * 2)
     assert balancer.step_s(4, []) == pytest.approx(32 * COST_S, rel=0.1)

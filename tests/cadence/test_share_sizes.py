@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.cadence.balancer import Balancer, BalancerConfig
+from elche.cadence.balancer import Balancer
 from elche.cadence.share_sizes import LAST_PRICE, MAX_SIZES, ShareSizes
 from elche.cadence.split import clip_split, pick_sizes, split_from_sizes
 from tests.harness.reached import reach
@@ -98,7 +98,7 @@ def test_a_long_noisy_run_has_few_sizes(
     """Drawn three steps ahead, with tails, trials, and first steps of any speed."""
     rng, batch = random.Random(seed), each * world_size
     cost_s = [rng.choice((1.0, 1.3, 2.0, 4.0)) for _ in range(world_size)]
-    ranks = Balancer(BalancerConfig(world_size=world_size))
+    ranks = Balancer(world_size)
     seen: list[set[int]] = [set() for _ in range(world_size)]
     drawn, waited = [ranks.sizes(batch)] * 3, 0
     for step in range(400):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.cadence.balancer import Balancer, BalancerConfig
+from elche.cadence.balancer import Balancer
 from elche.cadence.split import split_for_makespan
 
 BACK_STEPS = 400
@@ -37,7 +37,7 @@ class Fleet:
     drawn: deque[tuple[int, ...]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self.balancer = Balancer(BalancerConfig(world_size=len(self.cost_s)))
+        self.balancer = Balancer(len(self.cost_s))
         self.random = random.Random(self.seed)
 
     def times_s(self, sizes: Sequence[int], slow: Sequence[float]) -> list[float]:
@@ -108,8 +108,7 @@ def test_a_rank_that_was_slow_from_the_first_step_gets_its_share(size: int) -> N
     """Nothing of it was seen but one sample, and shares by the hint."""
     fleet = Fleet(16 * size, [1.0] * size, [24.0] * size, 0.05, 3, 1)
     hints = [1.0] * (size - 1) + [0.001]
-    config = BalancerConfig(world_size=size, speed_hints=hints)
-    fleet.balancer = Balancer(config)
+    fleet.balancer = Balancer(size, speed_hints=hints)
     slow = [1.0] * (size - 1) + [20.0]
     fleet.run(200, slow)
     assert fleet.step(slow)[-1] == 1
@@ -121,7 +120,7 @@ def test_a_trial_costs_little_of_the_steps_since_the_last() -> None:
     """One sample took 40 instead of 63, so more may take 40 each, if none is fixed."""
 
     def trial(steps: int) -> tuple[int, ...] | None:
-        ranks = Balancer(BalancerConfig(world_size=2))
+        ranks = Balancer(2)
         for _ in range(3):
             ranks.report([63, 1], [63.0, 40.0])
         assert ranks.sizes(64) == (63, 1)
@@ -134,20 +133,18 @@ def test_a_trial_costs_little_of_the_steps_since_the_last() -> None:
 
 
 def test_a_trial_keeps_to_caps_and_to_the_least_parts_of_others() -> None:
-    config = BalancerConfig(world_size=2, max_samples=(None, 1))
-    ranks = Balancer(config)
+    ranks = Balancer(2, max_samples=(None, 1))
     for _ in range(3):
         ranks.report([63, 1], [63.0, 40.0])
     assert ranks.trial(64, 10_000) is None
-    few = Balancer(BalancerConfig(world_size=2))
+    few = Balancer(2)
     few.report([1, 1], [1.0, 0.1])
     assert few.trial(2, 10_000) is None
 
 
 def test_who_was_never_measured_is_not_tried() -> None:
     # Once: batches too small for parts of all, which go to another rank than before.
-    config = BalancerConfig(world_size=2, min_share_samples=2, speed_hints=[1.0, 2.0])
-    ranks = Balancer(config)
+    ranks = Balancer(2, min_share_samples=2, speed_hints=[1.0, 2.0])
     ranks.report([3, 0], [3.0, 0.0])
     assert ranks.sizes(3) == (0, 3)
     assert ranks.trial(3, 10_000) is None
@@ -155,7 +152,7 @@ def test_who_was_never_measured_is_not_tried() -> None:
 
 def test_a_rank_that_idles_is_given_more_whatever_little_that_gains() -> None:
     """One of eight: a few samples more are below 2 % of the step, and never came."""
-    ranks = Balancer(BalancerConfig(world_size=8))
+    ranks = Balancer(8)
     for _ in range(3):
         ranks.report([1] + [40] * 7, [14.0] + [40.0] * 7)
     assert ranks.sizes(281)[0] in (2, 3)

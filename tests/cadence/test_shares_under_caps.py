@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elche.cadence.balancer import Balancer, BalancerConfig
+from elche.cadence.balancer import Balancer
 from elche.cadence.split import (
     passes_of,
     split_for_makespan,
@@ -158,7 +158,7 @@ def balancer(*caps: int | None, size: int = 0, **options: object) -> Balancer:
         "max_samples": caps,
         **options,
     }
-    return Balancer(BalancerConfig(**config))  # type: ignore[arg-type]
+    return Balancer(**config)  # type: ignore[arg-type]
 
 
 @given(

@@ -269,7 +269,7 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
             + "parameter_bytes = 9\n"
             + DEVICE
             + "memory_bytes = 30",
-            "on device a, whose 30 bytes are 6 too few",
+            "the layers need 36 bytes for their parameters",
         ),
     ],
 )

@@ -19,12 +19,12 @@ from elche.coordination.protocol.events import (
     Failed,
     Join,
     Left,
+    ModelUpdated,
     PassBegun,
     RankLost,
     StepsDone,
     Tick,
     WindowClosed,
-    WindowReduced,
 )
 from elche.coordination.protocol.instructions import (
     Abort,
@@ -34,7 +34,6 @@ from elche.coordination.protocol.instructions import (
     CloseWindow,
     EndEpoch,
     GrantBatches,
-    GrantSteps,
     Instruction,
     JoinPasses,
     MetricsReported,
@@ -130,8 +129,8 @@ def closed(rank: int, window: int) -> WindowClosed:
     return WindowClosed(rank=rank, epoch=0, window=window, changed_buffers=())
 
 
-def reduced(rank: int, window: int) -> WindowReduced:
-    return WindowReduced(
+def reduced(rank: int, window: int) -> ModelUpdated:
+    return ModelUpdated(
         rank=rank,
         epoch=0,
         window=window,
@@ -241,7 +240,7 @@ def test_a_batch_claimed_twice_ends_the_run() -> None:
 @pytest.mark.parametrize(("start", "stop"), [(0, 2), (1, 2), (5, 6), (-1, 0)])
 def test_a_claim_of_steps_never_granted_ends_the_run(start: int, stop: int) -> None:
     core, told = opened(plan_of("sync"))
-    assert any(isinstance(m, GrantSteps) for m in told)
+    assert any(isinstance(m, GrantBatches) for m in told)
     reason = reason_of(core.handle(steps_done(1, start, stop), 1.0), 2)
     assert f"rank 1 reports steps {start}..{stop - 1}" in reason
     assert "story:" in reason
@@ -325,7 +324,7 @@ def test_samples_that_the_batch_does_not_have_end_the_run(samples: int) -> None:
 def test_samples_that_are_not_the_ranks_share_end_the_run(samples: int) -> None:
     """Once: under sync, too, samples are taken on trust."""
     core, told = opened(plan_of("sync"))
-    assert GrantSteps(rank=0, epoch=0, start=0, stop=1, shares=(4, 4)) in told
+    assert GrantBatches(rank=0, epoch=0, start=0, stop=1, shares=(4, 4)) in told
     told = core.handle(steps_done(0, 0, 1, samples=samples), 1.0)
     told += core.handle(steps_done(1, 0, 1), 1.0)
     assert Abort in {type(message) for message in told}

@@ -12,7 +12,7 @@ from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member
-from elche.coordination.protocol.instructions import GrantSteps, Instruction
+from elche.coordination.protocol.instructions import GrantBatches, Instruction
 from elche.coordination.sync.sync_policy import SyncPolicy
 from tests.coordination.test_core import steps_done
 from tests.harness.settings import nested
@@ -27,13 +27,13 @@ def policy(**options: Any) -> SyncPolicy:
     return SyncPolicy(members, Settings(config=config, micro_batches=micro_batches))
 
 
-def grants(told: list[Instruction]) -> list[GrantSteps]:
-    return [each for each in told if isinstance(each, GrantSteps) and each.rank == 0]
+def grants(told: list[Instruction]) -> list[GrantBatches]:
+    return [each for each in told if isinstance(each, GrantBatches) and each.rank == 0]
 
 
 def run_epoch(
     core: SyncPolicy, met_at: int = -1, cap: int = 0, fixed_s: float = 0.0
-) -> Iterator[tuple[int, GrantSteps]]:
+) -> Iterator[tuple[int, GrantBatches]]:
     """Steps as they are granted, and how many had been run when they were.
 
     Rank 0 meets the limit of its device's memory in a step, and runs micro-batches from

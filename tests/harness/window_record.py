@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from elche.coordination.protocol.events import BatchesDone, WindowReduced
+from elche.coordination.protocol.events import BatchesDone, ModelUpdated
 from elche.coordination.protocol.instructions import Reduce
 from elche.runtime.process import coordinator
 from tests.harness.serving import serve_in_thread
@@ -68,7 +68,7 @@ class WindowRecord:
         if isinstance(message, BatchesDone):
             window = self._epochs[message.epoch][message.window]
             window.parts[message.rank].append((message.start, message.stop))
-        elif isinstance(message, WindowReduced):
+        elif isinstance(message, ModelUpdated):
             window = self._epochs[message.epoch][message.window + 1]
             window.adopt_at[message.rank] = message.adopted_at
         elif isinstance(message, Reduce):

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.metrics import EpochMetrics
+from elche.coordination.protocol.events import BatchesDone, Event
+from elche.coordination.protocol.instructions import (
+    GrantBatches,
+    Instruction,
+    MetricsReported,
+    Reduce,
+    Welcome,
+)
+from elche.monitor.trace import BATCH, Span
 from elche.sim.cluster import Cluster
 from elche.sim.history import History
 from elche.sim.rank import CANNOT_GO_ON
@@ -15,7 +27,9 @@ from elche.sim.simulation import Simulation, Watch
 from tests.sim.books import Books
 from tests.sim.watched import Death, WatchedSimulation
 
-MOST_HAPPENINGS = 400_000
+Kind = TypeVar("Kind", bound=Event | Instruction)
+CHECKED = Watch(books=Books, details=True, most_happenings=400_000)
+"""With every check on."""
 EARLY = "no rank may die before the first epoch has begun"
 FATAL_UNDER = {
     ("sync", "auto"): (
@@ -28,14 +42,30 @@ FATAL_UNDER = {
 
 
 def simulate(
-    cluster: Cluster, deaths: Sequence[Death] = (), **watch: bool
+    cluster: Cluster, deaths: Sequence[Death] = (), **watch: Any
 ) -> Simulation:
     """Runs a cluster with every check on, and notes what it came to."""
-    watched = Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS, **watch)
-    sim = WatchedSimulation(cluster, watched, deaths)
+    sim = WatchedSimulation(cluster, replace(CHECKED, **watch), deaths)
     sim.run()
     sim.note()
     return sim
+
+
+def told(sim: Simulation, kind: type[Kind], rank: int | None = None) -> list[Kind]:
+    """Messages of a kind, in their order; of all ranks, or of one."""
+    found = [one for _, one in sim.messages if isinstance(one, kind)]
+    return [one for one in found if rank is None or one.rank == rank]
+
+
+def metrics_of_epochs(sim: Simulation) -> list[EpochMetrics]:
+    """Metrics of each epoch, as rank 0 is told."""
+    reported = told(sim, MetricsReported, rank=0)
+    return [EpochMetrics.from_json(one.values) for one in reported if one.window < 0]
+
+
+def batches_of(sim: Simulation) -> list[Span]:
+    """All batches, as spans of time."""
+    return [each for each in sim.history.spans if each.category == BATCH]
 
 
 def check_all(sim: Simulation) -> None:
@@ -110,9 +140,9 @@ def check_shares(sim: Simulation) -> None:
     """All ranks were told the same split of each step, and it is one of it."""
     run = sim.cluster.run
     sizes = [samples for samples, count in run.sizes for _ in range(count)]
-    for (_, _, step), told in sim.history.shares.items():
-        assert len(told) == 1, f"step {step} was split differently: {told}"
-        (shares,) = told
+    for (_, _, step), splits in shares_of(sim).items():
+        assert len(splits) == 1, f"step {step} was split differently: {splits}"
+        (shares,) = splits
         assert len(shares) == sim.cluster.world_size
         assert sum(shares) == sizes[step]
         least = min(run.min_share_samples, sizes[step])
@@ -121,14 +151,41 @@ def check_shares(sim: Simulation) -> None:
 
 def check_windows(sim: Simulation) -> None:
     """Each reduction's weights sum to one, and who did nothing weighs nothing."""
-    history = sim.history
-    for (run, window, _), plans in history.plans.items():
-        done = history.in_window[run, window]
-        weights = {rank: plan.weight for rank, plan in plans.items()}
+    plans: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+    for run, plan in by_run(sim, Reduce):
+        plans[run, plan.window][plan.rank] = plan.weight
+    in_window = samples_by_window(sim)
+    for key, weights in plans.items():
+        done = in_window[key]
         if any(done.values()):
             assert sum(weights.values()) == pytest.approx(1.0)
         for rank, weight in weights.items():
-            assert (weight > 0.0) == (done.get(rank, 0) > 0), (window, weights)
-    reduced = {(run, window) for run, window, _ in history.plans}
-    for key, done in history.in_window.items():
-        assert key in reduced, f"{key}: {done} was never reduced"
+            assert (weight > 0.0) == (done[rank] > 0), (key, weights)
+    for key, done in in_window.items():
+        assert key in plans, f"{key}: {done} was never reduced"
+
+
+def shares_of(sim: Simulation) -> dict[tuple[int, int, int], set[tuple[int, ...]]]:
+    """Splits of each step that ranks were told, by run, epoch and step."""
+    found: dict[tuple[int, int, int], set[tuple[int, ...]]] = defaultdict(set)
+    for run, grant in by_run(sim, GrantBatches):
+        for step in range(grant.start, grant.stop):
+            found[run, grant.epoch, step].add(grant.shares)
+    return found
+
+
+def samples_by_window(sim: Simulation) -> dict[tuple[int, int], Counter[int]]:
+    """Samples of each rank, by run and window."""
+    found: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+    for run, done in by_run(sim, BatchesDone):
+        found[run, done.window][done.rank] += done.samples
+    return found
+
+
+def by_run(sim: Simulation, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
+    """Messages of a kind, each with the number of its run."""
+    run = -1
+    for _, one in sim.messages:
+        run += isinstance(one, Welcome) and one.rank == 0
+        if isinstance(one, kind):
+            yield run, one

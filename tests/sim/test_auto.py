@@ -26,9 +26,11 @@ from elche.sim.cluster import (
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
 from tests.sim.checks import (
+    batches_of,
     check_outlived,
     positions,
     simulate,
+    told,
     trained_positions,
 )
 from tests.sim.comparison import compare
@@ -107,7 +109,7 @@ def test_auto_trains_on_every_position_once(cluster: Cluster) -> None:
 
 @pytest.mark.reaches("deaths", "joins", "redone reductions", "models handed over")
 @given(clusters("auto", changes=True), deaths())
-@settings(max_examples=30)
+@settings(max_examples=45)
 def test_a_change_of_the_membership_ends_nothing_but_by_name(
     cluster: Cluster, dying: list[Death]
 ) -> None:
@@ -168,7 +170,7 @@ def test_a_link_that_becomes_much_slower_leaves_the_fastest_alone() -> None:
     check(sim)
     report = report_of(sim)
     assert policies(report) == ["sync", "async"]
-    before = sum(at_s < 30.0 for rank, at_s, _ in sim.history.busy if rank == 0)
+    before = sum(each.start_s < 30.0 for each in batches_of(sim) if each.rank == 0)
     steps = report.phases[0].samples // BATCH_SAMPLES
     # Three observations, each of sixteen grants of five steps or six.
     assert 0 < steps - before <= 3 * 16 * 6
@@ -282,7 +284,7 @@ def test_a_rank_that_joins_is_chosen_for(sync_batches: float, dies: bool) -> Non
 
 def planned(sim: Simulation) -> list[OpenWindow]:
     """The windows that rank 0 opened, of the whole run."""
-    return sim.history.opened[0, 0]
+    return told(sim, OpenWindow, rank=0)
 
 
 def test_an_epoch_that_was_broken_off_counts_for_what_was_trained() -> None:

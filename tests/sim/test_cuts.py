@@ -15,10 +15,9 @@ from elche.coordination.accounts.epoch_parts import EpochRest
 from elche.coordination.protocol.events import EpochCut
 from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch, Instruction
 from elche.sim.cluster import Break, Cluster
-from elche.sim.simulation import Simulation, Watch
+from elche.sim.simulation import Simulation
 from tests.harness.reached import reach
-from tests.sim.books import Books
-from tests.sim.checks import MOST_HAPPENINGS, positions, trained_positions
+from tests.sim.checks import CHECKED, positions, trained_positions
 from tests.sim.strategies import clusters
 
 
@@ -35,8 +34,7 @@ class CutSimulation(Simulation):
     """A run of one epoch, in which ranks ask for cuts."""
 
     def __init__(self, cluster: Cluster, cuts: Sequence[Cut]) -> None:
-        watch = Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS)
-        super().__init__(cluster, watch)
+        super().__init__(cluster, CHECKED)
         self.cuts = cuts
         self.ends: dict[int, list[EndEpoch]] = defaultdict(list)
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from elche.coordination.protocol.instructions import OpenWindow
 from elche.sim.cluster import Cluster, Device, Drift, Link, LinkChange, SimulatedRun
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
 from tests.harness.settings import nested
-from tests.sim.checks import simulate
+from tests.sim.checks import batches_of, shares_of, simulate, told
 
 BATCH_SAMPLES = 32
 FAST_BATCH_S = 0.04
@@ -132,8 +133,8 @@ def test_the_ranks_end_an_epoch_together(
     for seed in range(10):
         cluster = cluster_of(policy, slowdowns, noise, batches=200)
         cluster = replace(cluster, run=replace(cluster.run, seed=seed))
-        busy = simulate(cluster).history.busy
-        ends_s = {rank: end_s for rank, _, end_s in busy}.values()
+        busy = batches_of(simulate(cluster))
+        ends_s = {each.rank: each.start_s + each.duration_s for each in busy}.values()
         spreads.append((max(ends_s) - min(ends_s)) / (4.0 * FAST_BATCH_S))
     # In batches of the slowest rank: its last one may begin when the others end. What
     # ten percent of jitter adds was 1.31 at most, in 20 runs of each policy.
@@ -151,7 +152,7 @@ def test_shares_of_sync_converge_to_equal_times(
         cluster.run, samples=80_000, batch_size=100, model_bytes=0.0, options={}
     )
     sim = simulate(replace(cluster, run=run_of, link=Link(latency_s=1e-5)))
-    ((shares),) = sim.history.shares[0, 0, 799]
+    ((shares),) = shares_of(sim)[0, 0, 799]
     costs_s = [device.seconds_per_sample for device in cluster.devices]
     times_s = [share * cost for share, cost in zip(shares, costs_s, strict=True)]
     ideal_s = 100 / sum(1.0 / cost for cost in costs_s)
@@ -169,7 +170,7 @@ def test_the_anchor_grows_when_the_link_slows_and_comes_back() -> None:
         LinkChange(at_s=80.0, bytes_per_s=BYTES_PER_S),
     )
     sim = simulate(replace(cluster, link_changes=changes))
-    plans = {plan.window: plan for plan in sim.history.opened[0, 0]}
+    plans = {plan.window: plan for plan in told(sim, OpenWindow, 0)}
     began_s, anchors = 0.0, []
     for _, plan in sorted(plans.items()):
         anchors.append((began_s, plan.planned_batches))

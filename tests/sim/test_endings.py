@@ -14,10 +14,11 @@ from elche.coordination.protocol.instructions import Abort
 from elche.coordination.state import Coordinator
 from elche.sim.cluster import Break, Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.rank import join_of
-from elche.sim.simulation import TICK_S, Simulation, Watch
+from elche.sim.simulation import TICK_S, Simulation
 from tests.harness.reached import reach
-from tests.sim.books import Books
 from tests.sim.checks import (
+    CHECKED,
+    batches_of,
     positions,
     simulate,
     trained_positions,
@@ -113,7 +114,7 @@ def test_a_rank_that_fails_or_vanishes_ends_sync_for_all_others_at_once(
 ) -> None:
     """Without a launcher."""
     cluster, victim, at_s = case
-    sim = Simulation(cluster, Watch(books=Books, details=True))
+    sim = Simulation(cluster, CHECKED)
     sim.core = Coordinator(cluster.world_size)
     sim.run()
     assert set(sim.history.aborts) == set(range(cluster.world_size)) - {victim}
@@ -158,7 +159,9 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
         silent = "ranks [0, 1, 2]" if policy == "sync" and at_s else doing
         assert silent in abort.reason  # a step of sync ends on all ranks or on none
     deadline_s = 300.0 if at_s == 0.0 else 7.0
-    last_s = max((end for _, _, end in sim.history.busy), default=0.0)
+    last_s = max(
+        (each.start_s + each.duration_s for each in batches_of(sim)), default=0.0
+    )
     assert sim.engine.now_s <= last_s + deadline_s + 2 * TICK_S + 1.0
 
 

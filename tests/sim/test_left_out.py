@@ -8,34 +8,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elche.coordination.protocol.events import Event
-from elche.coordination.protocol.instructions import Instruction, LeaveOut
+from elche.coordination.protocol.instructions import LeaveOut
 from elche.sim.cluster import Cluster, Device, Drift, Fault, Link, SimulatedRun
-from elche.sim.simulation import Watch
+from elche.sim.simulation import Simulation
 from tests.harness.reached import reach
-from tests.sim.books import Books
-from tests.sim.checks import MOST_HAPPENINGS, check_all, is_ended_by_a_death
+from tests.sim.checks import CHECKED, check_all, is_ended_by_a_death, told
 from tests.sim.watched import WatchedSimulation
 
 SAMPLE_S, BATCH, STEPS = 0.001, 32, 120
-
-
-class LeftOutSimulation(WatchedSimulation):
-    """Keeps what rank 0 is told of ranks left out, and when."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        watch = Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS)
-        super().__init__(cluster, watch)
-        self.told: list[tuple[float, LeaveOut]] = []
-        self._handle = self.core.handle
-        self.core.handle = self._handled  # type: ignore[method-assign]
-
-    def _handled(self, event: Event, now_s: float) -> list[Instruction]:
-        answer = self._handle(event, now_s)
-        for one in answer:
-            if isinstance(one, LeaveOut) and one.rank == 0:
-                self.told.append((now_s, one))
-        return answer
 
 
 def run(
@@ -47,7 +27,7 @@ def run(
     fixed_s: float = 0.002,
     drift: tuple[Drift, ...] = (),
     **options: Any,
-) -> LeftOutSimulation:
+) -> Simulation:
     """Ranks of these speeds; ``drift`` is of the last one."""
     last = len(speeds) - 1
     devices = tuple(
@@ -70,7 +50,7 @@ def run(
     )
     link = link or Link(latency_s=1e-4, bytes_per_s=1e10)
     cluster = Cluster(run=described, devices=devices, link=link, faults=faults)
-    sim = LeftOutSimulation(cluster)
+    sim = WatchedSimulation(cluster, CHECKED)
     sim.run()
     sim.note()
     if not faults:
@@ -103,19 +83,22 @@ def test_never_slower_than_the_fastest_alone_beyond_measuring(
     alone_s = 4 * STEPS * (SAMPLE_S * BATCH + fixed_s)
     first_s = 4 * 1.5 * (SAMPLE_S + fixed_s) / min(slow)
     assert taken_s < 1.15 * alone_s + first_s
-    reach("ranks left out", sum(bool(one.left_out) for _, one in ends_s[1].told))
+    reach(
+        "ranks left out",
+        sum(bool(one.left_out) for one in told(ends_s[1], LeaveOut, 0)),
+    )
 
 
 @given(world_size=st.integers(2, 6), fixed_s=st.sampled_from([0.0, 0.01]))
 @settings(max_examples=6)
 def test_equal_ranks_are_never_left_out(world_size: int, fixed_s: float) -> None:
-    assert run([1.0] * world_size, epochs=3, fixed_s=fixed_s).told == []
+    assert told(run([1.0] * world_size, epochs=3, fixed_s=fixed_s), LeaveOut) == []
 
 
 def test_a_throttled_rank_comes_back_when_it_is_released() -> None:
     throttled = Drift(at_s=2.0, factor=20.0), Drift(at_s=30.0, factor=1.0)
     sim = run([1.0, 1.0], epochs=16, drift=throttled)
-    lines = [one.reason for _, one in sim.told if one.reason]
+    lines = [one.reason for one in told(sim, LeaveOut, 0) if one.reason]
     assert "rank 1 left out: steps of" in lines[0]
     assert lines[1].startswith("rank 1 takes part again: ")
     assert len(lines) == 2
@@ -126,9 +109,9 @@ def test_a_throttled_rank_comes_back_when_it_is_released() -> None:
 
 def test_a_slow_first_rank_is_named_and_kept() -> None:
     sim = run([0.02, 1.0], epochs=2)
-    ((_, told),) = sim.told
-    assert not told.left_out
-    assert "without rank 0, but all keep a share: it is never left out" in told.reason
+    (one,) = told(sim, LeaveOut, 0)
+    assert not one.left_out
+    assert "without rank 0, but all keep a share: it is never left out" in one.reason
 
 
 @pytest.mark.reaches("outlived")

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.accounts.metrics import EpochMetrics
-from elche.coordination.protocol.events import BatchesDone, Event, WindowClosed
-from elche.coordination.protocol.instructions import Abort, EndEpoch, MetricsReported
+from elche.coordination.protocol.events import BatchesDone, WindowClosed
+from elche.coordination.protocol.instructions import Abort, EndEpoch
 from elche.sim.cluster import Cluster
-from elche.sim.simulation import Simulation, Watch
-from tests.sim.books import Books
-from tests.sim.checks import MOST_HAPPENINGS, is_ended_by_a_death
+from elche.sim.simulation import Simulation
+from tests.sim.checks import is_ended_by_a_death, metrics_of_epochs, simulate, told
 from tests.sim.strategies import WHOLE, clusters
 
 
@@ -29,10 +26,10 @@ class Heard:
         windows: of each rank that had batches, in order: which, and if it was finite.
     """
 
-    def __init__(self, events: list[Event]) -> None:
+    def __init__(self, sim: Simulation) -> None:
         self.windows: dict[int, list[tuple[list[int], bool]]] = {}
         had: dict[int, list[int]] = {}
-        for event in events:
+        for _, event in sim.messages:
             if isinstance(event, BatchesDone):
                 had.setdefault(event.rank, []).extend(range(event.start, event.stop))
             elif isinstance(event, WindowClosed) and had.get(event.rank):
@@ -46,22 +43,6 @@ class Heard:
             for rank, windows in self.windows.items()
             if any(not (a or b) for (_, a), (_, b) in pairwise(windows))
         }
-
-
-def simulate(cluster: Cluster, told: list[Any]) -> Simulation:
-    """A run, and what its core told."""
-    watch = Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS)
-    sim = Simulation(cluster, watch)
-    handle = sim.core.handle
-
-    def listen(event: Event, now_s: float) -> Any:
-        answer = handle(event, now_s)
-        told.extend(answer)
-        return answer
-
-    sim.core.handle = listen  # type: ignore[method-assign]
-    sim.run()
-    return sim
 
 
 def with_bad(data: st.DataObject, cluster: Cluster, non_finite: str) -> Cluster:
@@ -88,8 +69,7 @@ def test_every_batch_is_in_the_model_or_discarded_once(
     """Whatever is bad, and whoever dies or joins; the books find what is not."""
     cluster = data.draw(clusters(policy, changes=changes))
     cluster = with_bad(data, cluster, "leave_out")
-    told: list[Any] = []
-    sim = simulate(cluster, told)
+    sim = simulate(cluster)
     history, (books,) = sim.history, sim.books
     if not changes:
         assert not history.aborts, next(iter(history.aborts.values())).reason
@@ -109,22 +89,18 @@ def test_every_batch_is_in_the_model_or_discarded_once(
     if changes:
         return
     spoilt: Counter[int] = Counter()
-    for windows in Heard(sim.events).windows.values():
+    for windows in Heard(sim).windows.values():
         for batches, is_finite in windows:
             assert is_finite == (not bad.intersection(batches))
             spoilt.update([] if is_finite else batches)
     assert spoilt == Counter(at(start) for _, start, _ in books.discarded)
-    metrics = [
-        EpochMetrics.from_json(one.values)
-        for one in told
-        if isinstance(one, MetricsReported) and one.window < 0 and one.rank == 0
-    ]
+    metrics = metrics_of_epochs(sim)
     for epoch, metric in enumerate(metrics):
         gone = {at(start) for e, start, _ in books.discarded if e == epoch}
         lost = sum(sizes.samples_in(batch, batch + 1) for batch in gone)
         assert sum(metric.discarded_samples) == lost
         assert metric.samples == sizes.num_samples - lost
-    ends = [one for one in told if isinstance(one, EndEpoch) and one.rank == 0]
+    ends = told(sim, EndEpoch, rank=0)
     assert [end.samples for end in ends] == [each.samples for each in metrics]
 
 
@@ -135,10 +111,9 @@ def test_a_run_stops_at_the_second_in_a_row_and_at_nothing_else(
     policy: str, data: st.DataObject
 ) -> None:
     cluster = with_bad(data, data.draw(clusters(policy, most_ranks=4)), "stop")
-    told: list[Any] = []
-    sim = simulate(cluster, told)
-    heard = Heard(sim.events)
-    aborts = [one for one in told if isinstance(one, Abort)]
+    sim = simulate(cluster)
+    heard = Heard(sim)
+    aborts = told(sim, Abort)
     assert bool(aborts) == bool(heard.twice_in_a_row())
     if aborts:
         assert {one.kind for one in aborts} == {"non_finite"}

@@ -9,8 +9,8 @@ import pytest
 from elche.coordination.agreement import Settings
 from elche.sim import rank as sim_rank
 from elche.sim.cluster import Cluster, Device, Fault, Link, SimulatedRun
-from elche.sim.simulation import Simulation, Watch
-from tests.sim.books import Books
+from elche.sim.simulation import Simulation
+from tests.sim.checks import simulate
 
 WINDOWS = {"windows": {"local_batch_size": 4}}
 
@@ -33,8 +33,7 @@ def run(
         link=Link(latency_s=0.001, bytes_per_s=1e8, efficiency=1.0),
         faults=faults,
     )
-    sim = Simulation(cluster, Watch(books=Books, details=True, ticks=True))
-    sim.run()
+    sim = simulate(cluster, ticks=True)
     return sim, sim.core.aborted or ""
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from elche.coordination.protocol.events import ModelUpdated
 from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Simulation
 from tests.harness.settings import nested
-from tests.sim.checks import check_all, simulate
+from tests.sim.checks import check_all, samples_by_window, simulate, told
 
 Trace = tuple[Any, Any, Any]
 
@@ -45,10 +46,10 @@ def what_happened(sim: Simulation) -> Trace:
         for (_, epoch), done in history.trained.items()
     }
     adopted = {
-        rank: [said.adopted_at for said in said_by]
-        for (_, rank), said_by in history.adopted.items()
+        rank: [said.adopted_at for said in told(sim, ModelUpdated, rank)]
+        for rank in range(3)
     }
-    windows = [done for _, done in sorted(history.in_window.items())]
+    windows = [done for _, done in sorted(samples_by_window(sim).items())]
     return per_rank, windows, adopted
 
 

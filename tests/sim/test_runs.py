@@ -31,22 +31,6 @@ def test_many_ranks_share_few_and_many_batches(
     check_all(simulate(Cluster(run=run, devices=devices, link=link)))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_rank_alone_trains_on_everything(policy: str) -> None:
-    device = Device(seconds_per_sample=0.01, prefetch=4)
-    run = SimulatedRun(policy=policy, samples=160, batch_size=8, epochs=2)
-    check_all(simulate(Cluster(run=run, devices=(device,))))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_same_processes_may_run_twice(policy: str) -> None:
-    device = Device(seconds_per_sample=0.01, count=3)
-    run = SimulatedRun(
-        policy=policy, samples=160, batch_size=8, runs=2, start_spread_s=0.1
-    )
-    check_all(simulate(Cluster(run=run, devices=(device,))))
-
-
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_without_el_che_the_slow_rank_closes_when_it_gets_no_more(policy: str) -> None:
     # Once: as above, in its shortest form.
@@ -73,8 +57,9 @@ def test_no_rank_waits_for_a_grant_of_sync_once_it_has_begun(
     sim = simulate(replace(cluster, link=link, devices=devices, run=run))
     check_all(sim)
     firsts: dict[int, int] = {}
-    for rank, cause, _, _ in sim.history.waits:
-        firsts[rank] = firsts.get(rank, 0) + (cause == LEASE)
+    for each in sim.history.spans:
+        is_wait = each.name == f"wait: {LEASE}"
+        firsts[each.rank] = firsts.get(each.rank, 0) + is_wait
     # An epoch's first grant is on its way when its loop begins.
     assert all(count <= cluster.run.epochs for count in firsts.values()), firsts
 

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import BatchesDone, Event
 from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
-from elche.sim.simulation import Watch
 from tests.harness.reached import reach
-from tests.sim.books import Books
-from tests.sim.checks import MOST_HAPPENINGS, check_all
+from tests.sim.checks import CHECKED, check_all
 from tests.sim.watched import WatchedSimulation
 
 
@@ -24,9 +22,7 @@ def leads(cluster: Cluster) -> list[int]:
     Counted since the end of the last window that is in all models. Overlapped, that is
     the one before last until the last one's result has come.
     """
-    sim = WatchedSimulation(
-        cluster, Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS)
-    )
+    sim = WatchedSimulation(cluster, CHECKED)
     overlapped = cluster.run.policy == "async"
     done: list[Counter[int]] = [Counter() for _ in range(cluster.world_size)]
     found: list[int] = []

@@ -13,6 +13,7 @@ from elche.sim.history import THROTTLE
 from elche.sim.simulation import Simulation, Watch
 from tests.harness.reached import reach
 
+WAIT = f"wait: {THROTTLE}"
 HANDED_OVER = {
     "result": "results taken over",
     "sums": "results taken over",
@@ -52,8 +53,8 @@ class WatchedSimulation(Simulation):
         self._deaths = deaths
         self._reductions = 0
         self._entered: dict[tuple[Any, ...], int] = {}
-        self._arrive_ready = self.engine.arrive_ready
-        self.engine.arrive_ready = self._arrives  # type: ignore[method-assign]
+        self._arrive = self.engine.arrive
+        self.engine.arrive = self._arrives  # type: ignore[method-assign]
 
     def note(self) -> None:
         """The run is over: what the history tells of it."""
@@ -63,8 +64,9 @@ class WatchedSimulation(Simulation):
                 reach("deaths", sums.has_died)
                 reach("joins", rank >= self.cluster.world_size)
             reach("late adoptions", sums.most_lag_batches > 0)
-        reach("waits for the slowest", sum(w[1] == THROTTLE for w in history.waits))
-        reach("epochs left early", sum(isinstance(e, EpochLeft) for e in self.events))
+        reach("waits for the slowest", sum(WAIT in each.name for each in history.spans))
+        left = sum(isinstance(one, EpochLeft) for _, one in self.messages)
+        reach("epochs left early", left)
         reach("changes of policy", max(0, len(history.phases) - 1))
         reach("commits", sum(map(len, history.committed.values())))
 
@@ -73,9 +75,9 @@ class WatchedSimulation(Simulation):
         key: tuple[Any, ...],
         rank: int,
         new: Callable[[], Collective],
-        ready_s: float,
+        ready_s: float | None = None,
     ) -> Collective:
-        collective = self._arrive_ready(key, rank, new, ready_s)
+        collective = self._arrive(key, rank, new, ready_s)
         kind = key[0]
         is_complete = collective.arrived.keys() == collective.members
         if kind in HANDED_OVER and is_complete:

@@ -12,13 +12,11 @@ from elche.cadence.split import passes_of
 from elche.cadence.split import split_for_makespan as split_for_makespan
 from elche.cadence.throughput import (
     MAX_SPEED_RATIO,
+    SpeedHints,
     check_int,
     check_reports,
     complete_costs,
     relative_speeds,
-)
-from elche.cadence.throughput import (
-    BalancerConfig as BalancerConfig,
 )
 from elche.errors import ConfigError
 
@@ -49,19 +47,30 @@ class Balancer:
     """Sizes of each rank's part of a global batch, from delivered times.
 
     Args:
-        config: the settings.
+        world_size: number of ranks.
+        min_share_samples: smallest part of a batch that a rank gets, if any.
+        speed_hints: relative speed per rank (0.4 is 40 % of the fastest one's),
+            used until a rank is measured; a mapping may leave ranks out (1.0).
+        max_samples: most samples that the device of each rank holds at once, None
+            where that is not known to be limited; ranks at the end may be left out.
+        accumulates: a rank runs a part above its cap in micro-batches, so that caps
+            make parts slower but limit none.
         times: of the ranks, in seconds by samples, to go on with and to feed; None:
             none is measured yet.
+
+    Raises:
+        ConfigError: speed_hints does not fit the ranks.
     """
 
     __slots__ = (
+        "_accumulates",
         "_caps",
-        "_config",
         "_decided",
         "_is_capped",
         "_kept",
         "_kept_without",
         "_left_out",
+        "_min_share",
         "_models",
         "_reports",
         "_sizes",
@@ -71,19 +80,29 @@ class Balancer:
     )
 
     def __init__(
-        self, config: BalancerConfig, times: Sequence[RankTime] | None = None
+        self,
+        world_size: int,
+        *,
+        min_share_samples: int = 1,
+        speed_hints: SpeedHints = None,
+        max_samples: Sequence[int | None] = (),
+        accumulates: bool = False,
+        times: Sequence[RankTime] | None = None,
     ) -> None:
-        self._config = config
-        self._speeds = relative_speeds(config.speed_hints, config.world_size)
+        self._min_share = min_share_samples
+        self._accumulates = accumulates
+        self._speeds = relative_speeds(speed_hints, world_size)
         self._models = [*times] if times else [RankTime() for _ in self._speeds]
         self._kept_without: dict[frozenset[int], dict[int, tuple[int, ...]]] = {}
         self._spared: frozenset[int] = frozenset()
         self._tried = self._reports = 0
-        self._sizes = ShareSizes([()] * config.world_size)
+        self._sizes = ShareSizes([()] * world_size)
         self._left_out: frozenset[int] = frozenset()
         self._decided: set[int] = set()
         self._forget_kept()
-        self._set_caps(config.max_samples)
+        missing = world_size - len(max_samples)
+        self._caps = [*max_samples, *[None] * missing]
+        self._is_capped = any(cap is not None for cap in self._caps)
 
     @property
     def max_samples(self) -> tuple[int | None, ...]:
@@ -93,7 +112,7 @@ class Balancer:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._config.world_size
+        return len(self._speeds)
 
     @property
     def used_sizes(self) -> list[list[int]]:
@@ -272,16 +291,9 @@ class Balancer:
         self._kept_without = {self._left_out: self._kept}
         self._decided.clear()
 
-    def _set_caps(self, caps: Iterable[int | None]) -> None:
-        """Also notes whether there are any: most runs need not ask each rank."""
-        self._caps = list(caps)
-        self._is_capped = any(cap is not None for cap in self._caps)
-
     def _passes(self, rank: int, samples: int) -> int:
         """In how many micro-batches a rank runs its part."""
-        return passes_of(
-            samples, self._caps[rank] if self._config.accumulates else None
-        )
+        return passes_of(samples, self._caps[rank] if self._accumulates else None)
 
     def _times(self) -> _Times:
         """Cost per sample relative to the cheapest, and fixed cost in samples.
@@ -369,9 +381,8 @@ class Balancer:
         costs, fixed = ([values[rank] for rank in chosen] for values in times)
         caps = [self._caps[rank] for rank in chosen] if self._is_capped else None
         rest, minimum = total - sum(split), self._minimum(total)
-        accumulates = self._config.accumulates
         parts = split_for_makespan(
-            rest, costs, fixed, minimum, caps, accumulates=accumulates
+            rest, costs, fixed, minimum, caps, accumulates=self._accumulates
         )
         for rank, part in zip(chosen, parts, strict=True):
             split[rank] = part
@@ -379,7 +390,7 @@ class Balancer:
 
     def _minimum(self, total: int) -> int:
         """The least part of a rank that has any."""
-        return min(self._config.min_share_samples, total)
+        return min(self._min_share, total)
 
     def _room(self, cap: int | None, total: int, minimum: int) -> int:
         """The largest part that a rank can have; 0 where the least one does not fit."""
@@ -387,7 +398,7 @@ class Balancer:
             return total
         if cap < minimum:
             return 0
-        return total if self._config.accumulates else min(cap, total)
+        return total if self._accumulates else min(cap, total)
 
     def _serving(self, total: int, minimum: int, times: _Times) -> list[int]:
         """The ranks that get a part: as many as can have the least one.

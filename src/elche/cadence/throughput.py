@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from elche.errors import ConfigError
@@ -204,38 +203,3 @@ def check_reports(
         if done > 0 and spent / done > TIME_RANGE[0]:
             found.append((rank, done, spent))
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalancerConfig:
-    """Settings of the balancer; `RunConfig` checks their ranges.
-
-    Attributes:
-        world_size: number of ranks.
-        min_share_samples: smallest part of a batch that a rank gets, if any.
-        speed_hints: relative speed per rank (0.4 is 40 % of the fastest one's),
-            used until a rank is measured; a mapping may leave ranks out (1.0).
-            Kept as a tuple of one speed per rank.
-        max_samples: most samples that the device of each rank holds at once, None
-            where that is not known to be limited; ranks at the end may be left out.
-            Kept as a tuple of one cap per rank.
-        accumulates: a rank runs a part above its cap in micro-batches, so that caps
-            make parts slower but limit none.
-
-    Raises:
-        ConfigError: speed_hints does not fit the ranks.
-    """
-
-    world_size: int
-    min_share_samples: int = 1
-    speed_hints: SpeedHints = None
-    max_samples: Sequence[int | None] = ()
-    accumulates: bool = False
-
-    def __post_init__(self) -> None:
-        if self.speed_hints is not None:
-            speeds = relative_speeds(self.speed_hints, self.world_size)
-            object.__setattr__(self, "speed_hints", speeds)
-        missing = self.world_size - len(self.max_samples)
-        caps = (*self.max_samples, *[None] * missing)
-        object.__setattr__(self, "max_samples", caps)

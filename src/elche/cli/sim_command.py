@@ -57,7 +57,7 @@ def run_simulate(
             )
     cluster = load_cluster(path, policy)
     check_outputs(json_path, trace_path)
-    watch = Watch(timer=time.thread_time, spans=trace_path is not None)
+    watch = Watch(timer=time.thread_time, details=trace_path is not None)
     sim = Simulation(cluster, watch)
     began_s = time.perf_counter()
     reason = ""

@@ -8,7 +8,6 @@ from dataclasses import fields
 from elche.coordination.protocol.events import BatchesDone, Event, StepsDone, Tick
 from elche.coordination.protocol.instructions import (
     GrantBatches,
-    GrantSteps,
     Instruction,
 )
 
@@ -16,7 +15,7 @@ STORY_ENTRIES = 50_000
 """Some minutes of a busy run, in at most some 20 MB."""
 COPIED_ENTRIES = 1_000
 """A copy for a coordinator that is started anew holds the last of them alone."""
-_LEASED = (BatchesDone, GrantBatches, GrantSteps, StepsDone)
+_LEASED = (BatchesDone, GrantBatches, StepsDone)
 
 
 class Story:

@@ -6,7 +6,7 @@ from typing import final
 
 import torch
 
-from elche.cadence.balancer import Balancer, BalancerConfig
+from elche.cadence.balancer import Balancer
 from elche.comm.gradients.reducer import GradientReducer
 from elche.coordination.accounts.local_batches import check_local_batches, local_cut
 from elche.errors import ConfigError
@@ -74,12 +74,10 @@ def check_caps(training: Training, world_size: int, least_samples: int) -> None:
     if batch_size is None or training.micro_batches:
         return
     if config.policy == "sync":
-        shares = BalancerConfig(
-            world_size=world_size,
-            min_share_samples=least_samples,
-            max_samples=config.caps,
+        shares = Balancer(
+            world_size, min_share_samples=least_samples, max_samples=config.caps
         )
-        Balancer(shares).sizes(batch_size)
+        shares.sizes(batch_size)
         return
     cut = local_cut(config.windows, world_size, least_samples)
     samples = cut.largest_of(batch_size)

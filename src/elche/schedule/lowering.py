@@ -14,6 +14,8 @@ run ahead.
 
 from __future__ import annotations
 
+from itertools import chain
+
 from elche.errors import ConfigError
 from elche.schedule.actions import Kind, Schedule, StageAction
 from elche.schedule.codes import check_schedule, encode
@@ -21,10 +23,8 @@ from elche.schedule.costs import PipelineCosts, StageCost
 from elche.schedule.timing import CostTable, run_rows
 
 _UNIT = StageCost(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
-_RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
-_SEND_OF = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
-_FORWARDS = frozenset({Kind.FORWARD})
-_BACKWARDS = frozenset({Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD})
+_STEPS = {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: -1, Kind.FULL_BACKWARD: -1}
+"""Direction in which the result of a computation goes, in stages."""
 
 
 def lower(schedule: Schedule, costs: PipelineCosts | None = None) -> Schedule:
@@ -81,7 +81,7 @@ def check_deadlock_free(schedule: Schedule) -> None:
             offending action is printed.
     """
     check_schedule(schedule)
-    _check_messages(schedule)
+    partners, waits = _dependencies(schedule)
     rows = schedule.actions
     positions = [0] * len(rows)
     runnable = list(range(len(rows)))
@@ -91,26 +91,21 @@ def check_deadlock_free(schedule: Schedule) -> None:
         row = rows[rank]
         while positions[rank] < len(row):
             one = row[positions[rank]]
-            if one.is_compute:
-                if not _has_input(one, schedule, done):
-                    break
-            else:
-                partner = _partner(one)
+            partner = partners.get(one)
+            both = {one, partner or one}
+            if not all(each not in waits or waits[each] in done for each in both):
+                break
+            if partner is not None:
                 other = schedule.placement[partner.stage]
                 at = positions[other]
                 if at == len(rows[other]) or rows[other][at] != partner:
                     break
-                if one.kind in _RECEIVE_OF and not _is_made(one, done):
-                    break
-                if partner.kind in _RECEIVE_OF and not _is_made(partner, done):
-                    break
-                done.add(partner)
                 positions[other] += 1
                 runnable.append(other)
-            done.add(one)
+            done |= both
             positions[rank] += 1
     if any(at < len(row) for at, row in zip(positions, rows, strict=True)):
-        raise ConfigError(_stuck(schedule, positions, done))
+        raise ConfigError(_stuck(schedule, positions, partners, waits, done))
 
 
 def _in_order(
@@ -138,60 +133,44 @@ def _message_after(
     one: StageAction, placement: tuple[int, ...]
 ) -> tuple[StageAction, StageAction] | None:
     """The send and the receive that follow an action; None where there are none."""
-    if one.kind is Kind.FORWARD:
-        step, send, receive = 1, Kind.SEND_F, Kind.RECV_F
-    elif one.kind in _BACKWARDS:
-        step, send, receive = -1, Kind.SEND_B, Kind.RECV_B
-    else:
-        return None
+    step = _STEPS.get(one.kind, 0)
     other = one.stage + step
-    if not 0 <= other < len(placement) or placement[other] == placement[one.stage]:
+    is_inside = step and 0 <= other < len(placement)
+    if not is_inside or placement[other] == placement[one.stage]:
         return None
+    is_forward = step > 0
+    send = Kind.SEND_F if is_forward else Kind.SEND_B
+    receive = Kind.RECV_F if is_forward else Kind.RECV_B
     return (
         StageAction(one.stage, send, one.microbatch),
         StageAction(other, receive, one.microbatch),
     )
 
 
-def _partner(one: StageAction) -> StageAction:
-    """The receive of a send, the send of a receive."""
-    if one.kind in _RECEIVE_OF:
-        step = 1 if one.kind is Kind.SEND_F else -1
-        return StageAction(one.stage + step, _RECEIVE_OF[one.kind], one.microbatch)
-    step = -1 if one.kind is Kind.RECV_F else 1
-    return StageAction(one.stage + step, _SEND_OF[one.kind], one.microbatch)
+_Links = dict[StageAction, StageAction]
 
 
-def _is_made(send: StageAction, done: set[StageAction]) -> bool:
-    """True if what a send carries has been computed."""
-    kinds = _FORWARDS if send.kind is Kind.SEND_F else _BACKWARDS
-    return any(StageAction(send.stage, kind, send.microbatch) in done for kind in kinds)
+def _dependencies(schedule: Schedule) -> tuple[_Links, _Links]:
+    """The other end of each send and receive; what a send or a computation waits for.
 
-
-def _has_input(one: StageAction, schedule: Schedule, done: set[StageAction]) -> bool:
-    if one.kind is Kind.BACKWARD_WEIGHT:
-        return True
-    if one.kind is Kind.FORWARD:
-        source, receive, kinds = one.stage - 1, Kind.RECV_F, _FORWARDS
-    else:
-        source, receive, kinds = one.stage + 1, Kind.RECV_B, _BACKWARDS
-    if not 0 <= source < schedule.num_stages:
-        return True
-    if schedule.placement[source] == schedule.placement[one.stage]:
-        return any(StageAction(source, kind, one.microbatch) in done for kind in kinds)
-    return StageAction(one.stage, receive, one.microbatch) in done
-
-
-def _check_messages(schedule: Schedule) -> None:
-    """Checks that exactly the messages that are needed are there."""
+    Raises:
+        ConfigError: messages are missing, or there are some that nothing needs.
+    """
+    partners: _Links = {}
+    waits: _Links = {}
+    for one in chain.from_iterable(schedule.actions):
+        result = one
+        if message := _message_after(one, schedule.placement):
+            send, result = message
+            partners |= {send: result, result: send}
+            waits[send] = one
+        step = _STEPS.get(one.kind)
+        for kind in (kind for kind in _STEPS if _STEPS[kind] == step):
+            waits[StageAction(one.stage + _STEPS[kind], kind, one.microbatch)] = result
     present = {one for row in schedule.actions for one in row if not one.is_compute}
-    needed: set[StageAction] = set()
-    for row in schedule.actions:
-        for one in row:
-            needed.update(_message_after(one, schedule.placement) or ())
     for wrong, verdict in (
-        (needed - present, "lacks"),
-        (present - needed, "has but does not need"),
+        (partners.keys() - present, "lacks"),
+        (present - partners.keys(), "has but does not need"),
     ):
         if wrong:
             shown = ", ".join(map(str, sorted(wrong)[:6]))
@@ -199,9 +178,16 @@ def _check_messages(schedule: Schedule) -> None:
                 f"schedule {schedule.name} {verdict} {shown}"
                 f"{' and more' if len(wrong) > 6 else ''}"
             )
+    return partners, waits
 
 
-def _stuck(schedule: Schedule, positions: list[int], done: set[StageAction]) -> str:
+def _stuck(
+    schedule: Schedule,
+    positions: list[int],
+    partners: _Links,
+    waits: _Links,
+    done: set[StageAction],
+) -> str:
     lines = []
     for rank, (row, at) in enumerate(zip(schedule.actions, positions, strict=True)):
         if at == len(row):
@@ -209,10 +195,10 @@ def _stuck(schedule: Schedule, positions: list[int], done: set[StageAction]) -> 
         one = row[at]
         if one.is_compute:
             reason = "its input has not come"
-        elif one.kind in _RECEIVE_OF and not _is_made(one, done):
+        elif one in waits and waits[one] not in done:
             reason = "what it sends has not been computed"
         else:
-            partner = _partner(one)
+            partner = partners[one]
             reason = f"rank {schedule.placement[partner.stage]} is not at {partner}"
         lines.append(f"  rank {rank} stops at its action {at}, {one}: {reason}")
     return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -22,8 +22,7 @@ class Drift:
     factor: float
 
     def __post_init__(self) -> None:
-        _at_least_zero(self, "at_s")
-        _positive(self, "factor")
+        _check(self, at_least_zero=("at_s",), positive=("factor",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +65,19 @@ class Device:
             raise ConfigError("say one of seconds_per_sample and curve")
         if self.curve:
             self._check_curve()
-        else:
-            _positive(self, "seconds_per_sample")
-        for name in ("spike_factor", "copy_bytes_per_s"):
-            _positive(self, name)
-        for name in ("seconds_per_batch", "jitter", "spike_probability"):
-            _at_least_zero(self, name)
-        for name in ("load_seconds_per_sample", "first_batch_s", "prefetch"):
-            _at_least_zero(self, name)
-        if self.count < 1:
-            raise ConfigError(f"count must be at least 1, got {self.count}")
+        _check(
+            self,
+            at_least_zero=(
+                "seconds_per_batch",
+                "jitter",
+                "spike_probability",
+                "load_seconds_per_sample",
+                "first_batch_s",
+                "prefetch",
+            ),
+            positive=("seconds_per_sample", "spike_factor", "copy_bytes_per_s"),
+            at_least_one=("count",),
+        )
         if self.spike_probability > 1.0:
             raise ConfigError(
                 f"spike_probability must be at most 1, got {self.spike_probability}"
@@ -154,9 +156,8 @@ class Link:
     efficiency: float = LINK_EFFICIENCY
 
     def __post_init__(self) -> None:
-        _at_least_zero(self, "latency_s")
-        _at_least_zero(self, "spread_s")
-        _positive(self, "bytes_per_s")
+        at_least_zero = "latency_s", "spread_s"
+        _check(self, at_least_zero=at_least_zero, positive=("bytes_per_s",))
         check_efficiency(self.efficiency)
 
     def _send_s(self, num_bytes: float) -> float:
@@ -193,11 +194,8 @@ class LinkChange:
     latency_s: float | None = None
 
     def __post_init__(self) -> None:
-        _at_least_zero(self, "at_s")
-        if self.bytes_per_s is not None:
-            _positive(self, "bytes_per_s")
-        if self.latency_s is not None:
-            _at_least_zero(self, "latency_s")
+        at_least_zero = "at_s", "latency_s"
+        _check(self, at_least_zero=at_least_zero, positive=("bytes_per_s",))
         if self.bytes_per_s is None and self.latency_s is None:
             raise ConfigError("say bytes_per_s or latency_s of the changed link")
 
@@ -223,23 +221,19 @@ class Fault:
     kills_per_hour: float | None = None
 
     def __post_init__(self) -> None:
-        _at_least_zero(self, "at_s")
+        _check(self, at_least_zero=("at_s", "kills_per_hour"))
         kinds = ("kill_rank", "fail_rank", "hang_rank", "join", "kills_per_hour")
         given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(
                 f"say exactly one of {', '.join(kinds)}, got {given or 'none'}"
             )
-        if self.kills_per_hour is not None:
-            _at_least_zero(self, "kills_per_hour")
 
     @property
     def rank(self) -> int | None:
         """Whom it happens to; None where that is not a given rank."""
-        for rank in (self.kill_rank, self.fail_rank, self.hang_rank):
-            if rank is not None:
-                return rank
-        return None
+        ranks = self.kill_rank, self.fail_rank, self.hang_rank
+        return next((rank for rank in ranks if rank is not None), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,17 +286,13 @@ class SimulatedRun:
     bad_batches: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "runs", "min_share_samples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
-                )
-        for name in ("model_bytes", "regroup_s", "start_spread_s", "pause_s"):
-            _at_least_zero(self, name)
-        if self.batch_sizes is None and self.samples < 1:
-            raise ConfigError(f"samples must be at least 1, got {self.samples}")
-        if self.until_s is not None:
-            _positive(self, "until_s")
+        counts = ["batch_size", "epochs", "runs", "min_share_samples"]
+        _check(
+            self,
+            at_least_zero=("model_bytes", "regroup_s", "start_spread_s", "pause_s"),
+            positive=("until_s",),
+            at_least_one=counts if self.batch_sizes else [*counts, "samples"],
+        )
         self.config  # noqa: B018 - checks them
 
     @property
@@ -376,25 +366,28 @@ class Cluster:
         link = self.link
         for change in self.link_changes:
             if change.at_s <= now_s:
-                link = replace(
-                    link,
-                    latency_s=_or(change.latency_s, link.latency_s),
-                    bytes_per_s=_or(change.bytes_per_s, link.bytes_per_s),
-                )
+                changed = {"latency_s": change.latency_s}
+                changed["bytes_per_s"] = change.bytes_per_s
+                given = {k: v for k, v in changed.items() if v is not None}
+                link = replace(link, **given)
         return link
 
 
-def _or(value: float | None, other: float) -> float:
-    return other if value is None else value
-
-
-def _at_least_zero(table: object, name: str) -> None:
-    value = getattr(table, name)
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name} must be finite and not negative, got {value!r}")
-
-
-def _positive(table: object, name: str) -> None:
-    value = getattr(table, name)
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} must be finite and positive, got {value!r}")
+def _check(
+    table: object,
+    *,
+    at_least_zero: Sequence[str] = (),
+    positive: Sequence[str] = (),
+    at_least_one: Sequence[str] = (),
+) -> None:
+    """Refuses values of these fields that are out of range; None is in any."""
+    ranges: list[tuple[Sequence[str], Callable[[float], bool], str]] = [
+        (at_least_zero, lambda value: value >= 0, "finite and not negative"),
+        (positive, lambda value: value > 0, "finite and positive"),
+        (at_least_one, lambda value: value >= 1, "at least 1"),
+    ]
+    for names, is_inside, expected in ranges:
+        for name in names:
+            value = getattr(table, name)
+            if value is not None and not (math.isfinite(value) and is_inside(value)):
+                raise ConfigError(f"{name} must be {expected}, got {value!r}")

@@ -98,6 +98,9 @@ class Engine:
     Args:
         cluster: says how long messages and collectives take.
         on_end: told when a process has ended: its rank, and whether by an `Abort`.
+
+    Attributes:
+        link: as it is now.
     """
 
     def __init__(self, cluster: Cluster, on_end: Callable[[int, bool], None]) -> None:
@@ -110,14 +113,9 @@ class Engine:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._last_arrival_s: dict[tuple[str, int], float] = {}
-        self._link = cluster.link_at(0.0)
+        self.link = cluster.link_at(0.0)
         for change in cluster.link_changes:
             self.at(change.at_s, self._change_link)
-
-    @property
-    def link(self) -> Any:
-        """The link as it is now."""
-        return self._link
 
     def at(self, when_s: float, act: Callable[..., None], *args: Any) -> None:
         """Does something later."""
@@ -161,7 +159,7 @@ class Engine:
 
     def travel(self, way: str, rank: int, act: Callable[..., None], *args: Any) -> None:
         """Does something when a message has arrived; a channel keeps its order."""
-        link = self._link
+        link = self.link
         at_s = self.now_s + link.latency_s
         if link.spread_s:
             at_s += self._random.uniform(0.0, link.spread_s)
@@ -183,19 +181,16 @@ class Engine:
             self._wake(process, process.turn, False)
 
     def arrive(
-        self, key: tuple[Any, ...], rank: int, new: Callable[[], Collective]
-    ) -> Collective:
-        """A rank takes part in a collective; yield it to wait for its end."""
-        return self.arrive_ready(key, rank, new, self.now_s)
-
-    def arrive_ready(
         self,
         key: tuple[Any, ...],
         rank: int,
         new: Callable[[], Collective],
-        ready_s: float,
+        ready_s: float | None = None,
     ) -> Collective:
-        """Arrives as :meth:`arrive` does; the first part was ready earlier."""
+        """A rank takes part in a collective; yield it to wait for its end.
+
+        Its first part has been ready since ``ready_s``; None: since now.
+        """
         collective = self.collectives.get(key)
         if collective is None:
             collective = self.collectives[key] = new()
@@ -203,7 +198,8 @@ class Engine:
             collective.failed = bool(gone)
         assert rank in collective.members, f"rank {rank} is not in {key}"
         assert rank not in collective.arrived, f"rank {rank} is twice in {key}"
-        collective.arrived[rank] = (ready_s, self.now_s)
+        began_s = self.now_s if ready_s is None else ready_s
+        collective.arrived[rank] = (began_s, self.now_s)
         if len(collective.arrived) == len(collective.members) and not collective.failed:
             self._complete(key, collective)
         return collective
@@ -234,12 +230,12 @@ class Engine:
         waits = process.is_alive and process.wait is collective
         if waits and rank not in collective.done_s:
             process.turn += 1  # what was to wake it with a result is void
-            at_s = self.now_s + self._link.latency_s
+            at_s = self.now_s + self.link.latency_s
             self.at(at_s, self._wake, process, process.turn, False)
 
     def _complete(self, key: tuple[Any, ...], collective: Collective) -> None:
         ends_s = max(self.now_s, collective.ends_s())
-        link, draw = self._link, self._random
+        link, draw = self.link, self._random
         skew_s = link.latency_s + link.spread_s if len(collective.members) > 1 else 0.0
         last_s = ends_s
         for rank in collective.members:
@@ -287,7 +283,7 @@ class Engine:
                 at_s = max(done_s, self.now_s)
                 self.at(at_s, self._wake, process, process.turn, True)
             elif wait.failed:
-                at_s = self.now_s + self._link.latency_s
+                at_s = self.now_s + self.link.latency_s
                 self.at(at_s, self._wake, process, process.turn, False)
             elif self._breaks_off(process, wait):
                 self.at(self.now_s, self._wake, process, process.turn, False)
@@ -300,7 +296,7 @@ class Engine:
         return any(isinstance(item, words) for item in process.inbox)
 
     def _change_link(self) -> None:
-        self._link = self.cluster.link_at(self.now_s)
+        self.link = self.cluster.link_at(self.now_s)
 
 
 def _shown(wait: Wait | None, rank: int) -> str:

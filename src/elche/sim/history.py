@@ -7,14 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elche.coordination.accounts.batch_ranges import Range
-from elche.coordination.protocol.events import WindowReduced
-from elche.coordination.protocol.instructions import (
-    Abort,
-    OpenWindow,
-    PolicyChosen,
-    Reduce,
-)
-from elche.monitor.trace import BATCH, DATA_WAIT, SYNC, SYNC_WAIT, Span
+from elche.coordination.protocol.instructions import Abort, PolicyChosen
+from elche.monitor.trace import BATCH, DATA_WAIT, SYNC, Span
 
 DATA = "data"
 LEASE = "lease"
@@ -112,13 +106,11 @@ class History:
     """Record of a simulated run.
 
     Args:
-        details: keep who trained on what in which window, waits and plans.
-        spans: keep a timeline.
+        details: keep a timeline, and who trained on what.
     """
 
-    def __init__(self, *, details: bool = False, spans: bool = False) -> None:
+    def __init__(self, *, details: bool) -> None:
         self.has_details = details
-        self.has_spans = spans
         self.spans: list[Span] = []
         self.ranks: dict[int, RankHistory] = {}
         self.aborts: dict[int, Abort] = {}
@@ -131,14 +123,7 @@ class History:
         self._seen: dict[Key, bytearray] = {}
         self.trained: dict[Key, list[tuple[int, int, int]]] = defaultdict(list)
         self.committed: dict[Key, frozenset[int]] = {}
-        self.plans: dict[tuple[int, int, int], dict[int, Reduce]] = defaultdict(dict)
-        self.shares: dict[tuple[int, int, int], set[tuple[int, ...]]] = defaultdict(set)
-        self.in_window: dict[Key, dict[int, int]] = defaultdict(dict)
-        self.opened: dict[Key, list[OpenWindow]] = defaultdict(list)
-        self.adopted: dict[Key, list[WindowReduced]] = defaultdict(list)
         self.ended: dict[Key, set[int]] = defaultdict(set)
-        self.waits: list[tuple[int, str, float, float]] = []
-        self.busy: list[tuple[int, float, float]] = []
 
     def wait(self, rank: int, cause: str, since_s: float, until_s: float) -> None:
         """A rank has waited."""
@@ -146,8 +131,6 @@ class History:
             return
         self.ranks[rank].waits_s[cause] += until_s - since_s
         if self.has_details:
-            self.waits.append((rank, cause, since_s, until_s))
-        if self.has_spans:
             category = {DATA: DATA_WAIT, REDUCTION: SYNC}.get(cause, SYNC_WAIT)
             span = Span(rank, f"wait: {cause}", category, since_s, until_s - since_s)
             self.spans.append(span)
@@ -155,8 +138,6 @@ class History:
     def batch(self, rank: int, name: str, since_s: float, until_s: float) -> None:
         """A rank has computed."""
         if self.has_details:
-            self.busy.append((rank, since_s, until_s))
-        if self.has_spans:
             self.spans.append(Span(rank, name, BATCH, since_s, until_s - since_s))
 
     def changed(self, rank: int, now_s: float, alive: Iterable[int]) -> None:

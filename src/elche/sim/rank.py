@@ -27,7 +27,6 @@ from elche.coordination.protocol.instructions import (
     BeginEpoch,
     EndEpoch,
     GrantBatches,
-    GrantSteps,
     Instruction,
     MetricsReported,
     PolicyChosen,
@@ -41,7 +40,7 @@ from elche.sim.engine import AbortedError, Collective, Engine, Receive, Script
 from elche.sim.history import DATA, LEASE, REGROUP, START, History, RankHistory
 from elche.sim.simulated_loader import Loaded
 
-LEFT_BEHIND = (GrantBatches, GrantSteps, MetricsReported, PolicyChosen)
+LEFT_BEHIND = (GrantBatches, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
 ALL_DEAD = "all who held the run's state have died"
 CANNOT_GO_ON = "ranks died where the others cannot take it up again"

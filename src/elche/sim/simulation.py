@@ -38,8 +38,7 @@ class Watch:
     Attributes:
         books: makes the account of every rank's model, for each run; the core's
             invariants are asserted after each event as well. Slow, for tests.
-        details: keep who did what (`History`).
-        spans: keep a timeline.
+        details: keep a timeline (`History`) and all messages.
         ticks: let deadlines pass; always so where a rank hangs.
         timer: a clock in seconds to measure the coordinator with.
         most_happenings: give up after so many; a run that goes round in circles.
@@ -47,7 +46,6 @@ class Watch:
 
     books: Callable[[int], Any] | None = None
     details: bool = False
-    spans: bool = False
     ticks: bool = False
     timer: Callable[[], float] | None = None
     most_happenings: float = math.inf
@@ -95,11 +93,10 @@ class Simulation(World):
 
     def __init__(self, cluster: Cluster, watch: Watch | None = None) -> None:
         self.watch = watch or Watch()
-        history = History(details=self.watch.details, spans=self.watch.spans)
-        super().__init__(cluster, history)
+        super().__init__(cluster, History(details=self.watch.details))
         self.core = Coordinator(cluster.world_size, survives=True)
         self.load = CoordinatorLoad()
-        self.events: list[Event] = []
+        self.messages: list[tuple[float, Event | Instruction]] = []
         self.devices: dict[int, Device] = {}
         self._began: dict[tuple[int, int], set[int]] = {}
         self._random = random.Random(f"{cluster.run.seed}/faults")
@@ -198,7 +195,7 @@ class Simulation(World):
             engine = self.engine
             engine.travel("down", instruction.rank, engine.deliver, instruction)
         if self.watch.details:
-            self.events.append(event)
+            self.messages += [(now_s, message) for message in (event, *told)]
         if self.books:
             self.core.check()
 

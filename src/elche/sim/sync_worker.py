@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from elche.coordination.accounts.delivered_times import BatchCost
-from elche.coordination.protocol.events import WindowReduced
+from elche.coordination.protocol.events import ModelUpdated
 from elche.coordination.protocol.instructions import (
     Adopt,
     BeginEpoch,
     EndEpoch,
-    GrantSteps,
+    GrantBatches,
     Instruction,
     JoinPasses,
     LeaveOut,
@@ -43,6 +43,7 @@ from elche.sim.rank import CANNOT_GO_ON, Rank
 from elche.sim.simulated_loader import Loaded, Loader
 
 BYTES_PER_MIB = 2**20
+PASSED_OVER = (MetricsReported, PolicyChosen, RankLeft, JoinPasses)
 NOTHING = BatchCost(samples=0, busy_s=0.0, data_wait_s=0.0)
 
 
@@ -201,7 +202,7 @@ class SimulatedSyncEpoch:
 
     def _arrive(self, item: Loaded, ready_s: float) -> Collective:
         rank = self._rank
-        collective = rank.engine.arrive_ready(
+        collective = rank.engine.arrive(
             ("step", rank.run, rank.generation, self._epoch, item.number),
             rank.rank,
             self._new,
@@ -286,7 +287,7 @@ class SimulatedSyncEpoch:
     def _say_taken(self, step: int, sync_s: float) -> None:
         """The model is that after a step."""
         rank, epoch = self._rank.rank, self._epoch
-        taken = WindowReduced(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
+        taken = ModelUpdated(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
         self._sim.send(taken)
 
     def _new(self) -> Collective:
@@ -300,35 +301,30 @@ class SimulatedSyncEpoch:
         return collective
 
     def _handle(self, instruction: Instruction) -> None:
+        match instruction:
+            case EndEpoch():
+                self._end = instruction
+            case Regroup():
+                self._regroup, self._has_changed = instruction, False
+            case Adopt():
+                self._adopt = instruction
+            case LeaveOut():
+                left_out = frozenset(instruction.left_out)
+                self._has_changed = left_out != self._rank.left_out
+                self._rank.left_out = left_out
+            case GrantBatches():
+                self._granted(instruction)
+            case _:
+                assert isinstance(instruction, PASSED_OVER), instruction
+
+    def _granted(self, grant: GrantBatches) -> None:
+        """More steps: this rank's part of them is loaded."""
         rank = self._rank
-        if isinstance(instruction, EndEpoch):
-            self._end = instruction
-            return
-        if isinstance(instruction, Regroup):
-            self._regroup, self._has_changed = instruction, False
-            return
-        if isinstance(instruction, Adopt):
-            self._adopt = instruction
-            return
-        if isinstance(instruction, LeaveOut):
-            left_out = frozenset(instruction.left_out)
-            self._has_changed = left_out != rank.left_out
-            rank.left_out = left_out
-            return
-        if isinstance(
-            instruction, (MetricsReported, PolicyChosen, RankLeft, JoinPasses)
-        ):
-            return
-        assert isinstance(instruction, GrantSteps), instruction
         if not self._lost.is_settled:
-            self._reports.granted(instruction)
-        shares, counted = instruction.shares, instruction.shares[rank.rank]
+            self._reports.granted(grant)
+        shares, counted = grant.shares, grant.shares[rank.rank]
         few = min(self._sim.cluster.run.min_share_samples, sum(shares))
-        steps = range(instruction.start, instruction.stop)
-        if rank.history.has_details:
-            for step in steps:
-                assert sum(shares) == rank.sizes.run_of(step)[0]
-                rank.history.shares[rank.run, self._epoch, step].add(shares)
+        steps = range(grant.start, grant.stop)
         start = sum(shares[: rank.rank])
         own = start, start + counted
         self._loader.push(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from elche.coordination.protocol.events import EpochLeft, WindowClosed, WindowReduced
+from elche.coordination.protocol.events import EpochLeft, ModelUpdated, WindowClosed
 from elche.coordination.protocol.instructions import (
     Adopt,
     BeginEpoch,
@@ -18,7 +18,6 @@ from elche.coordination.protocol.instructions import (
     GrantBatches,
     Instruction,
     MetricsReported,
-    OpenWindow,
     PolicyChosen,
     Reduce,
     Regroup,
@@ -105,32 +104,26 @@ class SimulatedWindowEpoch:
             self._leave()
 
     def _carry_out(self, action: Action) -> Script:
-        rank, instruction = self._rank, action.instruction
-        if action.do is Do.WAIT:
-            yield from self._wait(action)
-        elif action.do is Do.CLOSE:
-            yield from self._close()
-        elif action.do is Do.BEGIN:
-            assert isinstance(instruction, Reduce)
-            self._plan_came(instruction)
-            if self._in_flight is None:
-                self._in_flight = self._reduction(instruction.window)
-            self._loop.begun()
-        elif action.do is Do.REDUCE:
-            assert isinstance(instruction, Reduce)
-            self._plan_came(instruction)
-            yield from self._reduce(instruction, self._reduction(instruction.window))
-        elif action.do is Do.FINISH:
-            assert isinstance(instruction, Reduce)
-            assert self._in_flight is not None
-            yield from self._reduce(instruction, self._in_flight)
-        elif action.do is Do.ADOPT:
-            assert isinstance(instruction, Adopt)
-            assert self._loop.reduced_window >= instruction.window
-            self._adopted(instruction, rank.now_s)  # as all have, in their new group
-        else:
-            assert isinstance(instruction, Regroup)
-            yield from self._reform(instruction)
+        match action.do, action.instruction:
+            case Do.WAIT, None:
+                yield from self._wait(action)
+            case Do.CLOSE, None:
+                yield from self._close()
+            case Do.BEGIN, Reduce(window=window):
+                self._in_flight = self._in_flight or self._reduction(window)
+                self._loop.begun()
+            case Do.REDUCE, Reduce() as plan:
+                yield from self._reduce(plan, self._reduction(plan.window))
+            case Do.FINISH, Reduce() as plan:
+                assert self._in_flight is not None
+                yield from self._reduce(plan, self._in_flight)
+            case Do.ADOPT, Adopt() as adopt:
+                assert self._loop.reduced_window >= adopt.window
+                self._adopted(adopt, self._rank.now_s)  # as all have, in the new group
+            case Do.REGROUP, Regroup() as regroup:
+                yield from self._reform(regroup)
+            case _:
+                raise AssertionError(action)
 
     def _wait(self, action: Action) -> Script:
         rank, began_s = self._rank, self._engine.now_s
@@ -175,12 +168,6 @@ class SimulatedWindowEpoch:
             self._in_flight = self._reduction(loop.window)
         loop.closed(began_s, is_finite=self._is_finite)
         self._is_finite = True
-
-    def _plan_came(self, plan: Reduce) -> None:
-        rank = self._rank
-        if rank.history.has_details:
-            number = (rank.run, plan.window, plan.attempt)
-            rank.history.plans[number][rank.rank] = plan
 
     def _reduction(self, window: int) -> Collective:
         """Takes part in a reduction."""
@@ -235,21 +222,19 @@ class SimulatedWindowEpoch:
             sums.most_lag_batches = max(sums.most_lag_batches, adopted_at)
             sums.lag_s += lag_s
             sums.most_lag_s = max(sums.most_lag_s, lag_s)
-        said = WindowReduced(
-            rank=rank.rank,
-            epoch=self._epoch,
-            window=plan.window,
-            sync_s=held_s,
-            wait_s=self._waited_s,
-            divergence=0.0,
-            adopted_at=adopted_at,
+        self._sim.send(
+            ModelUpdated(
+                rank=rank.rank,
+                epoch=self._epoch,
+                window=plan.window,
+                sync_s=held_s,
+                wait_s=self._waited_s,
+                adopted_at=adopted_at,
+            )
         )
         self._waited_s = self._held_s = 0.0
         loop.reduced(rank.now_s)
         rank.reduced = loop.reduced_window
-        if rank.history.has_details:
-            rank.history.adopted[rank.run, rank.rank].append(said)
-        self._sim.send(said)
 
     def _reform(self, regroup: Regroup) -> Script:
         """Forms the next group; who lacks the last result takes it in it."""
@@ -278,31 +263,23 @@ class SimulatedWindowEpoch:
 
     def _report(self) -> None:
         """Tells the coordinator what is done of a lease."""
-        rank, event = self._rank, self._reports.take(self._loop.window)
-        if event is None:
-            return
-        if rank.history.has_details:
-            done = rank.history.in_window[rank.run, event.window]
-            done[rank.rank] = done.get(rank.rank, 0) + event.samples
-        self._sim.send(event)
+        if event := self._reports.take(self._loop.window):
+            self._sim.send(event)
 
     def _handle(self, instruction: Instruction) -> None:
         rank = self._rank
-        if isinstance(instruction, GrantBatches):
-            if self._is_leaving:
+        match instruction:
+            case GrantBatches(start=start, stop=stop):
+                if not self._is_leaving:
+                    self._reports.granted(instruction)
+                    self._loader.push(map(self._loaded, range(start, stop)), rank.now_s)
                 return
-            start, stop = instruction.start, instruction.stop
-            self._reports.granted(instruction)
-            self._loader.push(map(self._loaded, range(start, stop)), rank.now_s)
-            return
-        if isinstance(instruction, (MetricsReported, PolicyChosen)):
-            return
-        if isinstance(instruction, CloseWindow) and instruction.drain:
-            self._discard()
-        if isinstance(instruction, Reduce):
-            self._last = instruction
-        if isinstance(instruction, OpenWindow) and rank.history.has_details:
-            rank.history.opened[rank.run, rank.rank].append(instruction)
+            case MetricsReported() | PolicyChosen():
+                return
+            case CloseWindow(drain=True):
+                self._discard()
+            case Reduce():
+                self._last = instruction
         self._loop.handle(instruction, rank.now_s)
 
     def _loaded(self, batch: int) -> Loaded:

@@ -25,7 +25,7 @@ from elche.coordination.protocol.events import BarrierReached, Failed, Left
 from elche.coordination.protocol.instructions import (
     Abort,
     BarrierPassed,
-    GrantSteps,
+    GrantBatches,
     Welcome,
 )
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
@@ -350,7 +350,7 @@ def test_the_last_word_is_heard_although_nonsense_came_with_it() -> None:
 
 def test_the_end_is_seen_although_work_is_in_line() -> None:
     # Once: None for ever, and a rank waited its deadline out for ranks that were gone.
-    grant = GrantSteps(rank=0, epoch=0, start=5, stop=6, shares=(1, 1))
+    grant = GrantBatches(rank=0, epoch=0, start=5, stop=6, shares=(1, 1))
     with one_connection() as (channel, far, codec):
         far.sendall(codec.encode(to_wire(grant)))
         channel.wait_readable(WAIT_S)

@@ -18,7 +18,7 @@ from elche.coordination.protocol.instructions import (
     BeginEpoch,
     CloseWindow,
     EndEpoch,
-    GrantSteps,
+    GrantBatches,
     Instruction,
     OpenWindow,
     Reduce,
@@ -95,14 +95,14 @@ class Trainer(Member):
     def __init__(self, rank: int, *, joins: bool = False) -> None:
         super().__init__(rank, joins=joins)
         self.part = self.passes = 0
-        self.granted: list[GrantSteps] = []
+        self.granted: list[GrantBatches] = []
         self.seen: list[int] = []
         self.is_open = self.is_warm = self.closes = False
 
     def hear(self, told: Instruction) -> list[Event]:
         if isinstance(told, Welcome) and not self.joins:
             return self.open(0, continues=False, sizes=((BATCH, LENGTH),))
-        if isinstance(told, GrantSteps):
+        if isinstance(told, GrantBatches):
             self.granted += [told] * (told.stop > told.start)
             return []
         if isinstance(told, CloseWindow) and not self.is_open:
@@ -142,7 +142,7 @@ class Trainer(Member):
             self.see(batch * BATCH, (batch + 1) * BATCH)
         return done
 
-    def run(self, grant: GrantSteps) -> StepsDone:
+    def run(self, grant: GrantBatches) -> StepsDone:
         """Runs its part of steps that were granted."""
         before, own = sum(grant.shares[: self.rank]), grant.shares[self.rank]
         for step in range(grant.start, grant.stop):

@@ -18,10 +18,10 @@ from elche.coordination.auto.auto_chooser import AutoChooser, _Phase
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import (
     EpochLeft,
+    ModelUpdated,
     StepsDone,
-    WindowReduced,
 )
-from elche.coordination.protocol.instructions import GrantSteps, Instruction
+from elche.coordination.protocol.instructions import GrantBatches, Instruction
 from elche.coordination.sync import step_grants
 from elche.sim.cluster import Cluster as SimulatedCluster
 from tests.coordination.test_core import reduced, steps_done
@@ -83,18 +83,18 @@ def auto(monkeypatch: pytest.MonkeyPatch) -> AutoChooser:
     return AutoChooser(members, Settings(config=RunConfig(policy="auto"), epochs=2))
 
 
-def begin(auto: AutoChooser, epoch: int, sync_s: float) -> list[GrantSteps]:
+def begin(auto: AutoChooser, epoch: int, sync_s: float) -> list[GrantBatches]:
     auto.prepare(sync_s, 0.0, alike=True)
     sizes = BatchSizes.of([BATCH] * STEPS)
     return granted(auto.begin_epoch(epoch, sizes, 0.0).instructions)
 
 
-def granted(told: list[Instruction]) -> list[GrantSteps]:
+def granted(told: list[Instruction]) -> list[GrantBatches]:
     """What rank 0 was granted."""
-    return [each for each in told if isinstance(each, GrantSteps) and each.rank == 0]
+    return [each for each in told if isinstance(each, GrantBatches) and each.rank == 0]
 
 
-def done(grant: GrantSteps, rank: int, shown_s: float = 0.09) -> StepsDone:
+def done(grant: GrantBatches, rank: int, shown_s: float = 0.09) -> StepsDone:
     steps = grant.stop - grant.start
     return steps_done(
         rank,
@@ -191,7 +191,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> AutoChooser:
     return AutoChooser(members, Settings(config=RunConfig(policy="auto"), epochs=2))
 
 
-def taken(rank: int, step: int) -> WindowReduced:
+def taken(rank: int, step: int) -> ModelUpdated:
     """A rank holds the model after a step."""
     return replace(reduced(rank, step), sync_s=0.0)
 

@@ -12,7 +12,7 @@ from elche.coordination.auto.auto_chooser import AutoChooser
 from elche.coordination.auto.first_choice import MOST_STEPS
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import StepsDone
-from elche.coordination.protocol.instructions import GrantSteps
+from elche.coordination.protocol.instructions import GrantBatches
 from tests.coordination.test_core import steps_done
 
 BATCH = 32
@@ -39,7 +39,7 @@ def first_choice(
     chooser = AutoChooser(members, Settings(config=config, epochs=1))
     chooser.prepare(sync_s, 0.0, alike=True)
     begun = chooser.begin_epoch(0, BatchSizes.of([BATCH] * run_steps), 0.0)
-    told = [one for one in begun.instructions if isinstance(one, GrantSteps)]
+    told = [one for one in begun.instructions if isinstance(one, GrantBatches)]
     for count in range(MOST_STEPS + 2):
         sizes = told[-1].shares
         took_s = [fixed_s + 0.001 * sizes[0], slower * (fixed_s + 0.001 * sizes[1])]
@@ -49,7 +49,7 @@ def first_choice(
             wait_s = sync_s + max(took_s) - took_s[rank]
             report = done(count, rank, sizes[rank], took_s[rank], wait_s)
             answer = chooser.policy.handle(report, 0.0).instructions
-            told += [one for one in answer if isinstance(one, GrantSteps)]
+            told += [one for one in answer if isinstance(one, GrantBatches)]
         if chooser._choice is not None:
             return count, chooser._choice
     raise AssertionError("it never chose")
@@ -91,7 +91,7 @@ def test_the_fastest_rank_gets_the_whole_batch_in_every_other_step() -> None:
     chooser = AutoChooser(members, Settings(config=RunConfig(policy="auto"), epochs=1))
     chooser.prepare(0.001, 0.0, alike=True)
     begun = chooser.begin_epoch(0, BatchSizes.of([BATCH] * 10_000), 0.0)
-    told = [one for one in begun.instructions if isinstance(one, GrantSteps)]
+    told = [one for one in begun.instructions if isinstance(one, GrantBatches)]
     shares = []
     for count in range(5):
         shares.append(sizes := told[-1].shares)
@@ -99,6 +99,6 @@ def test_the_fastest_rank_gets_the_whole_batch_in_every_other_step() -> None:
             busy_s = (0.004, 0.002, 0.003)[rank] * (0.5 + sizes[rank])
             report = done(count, rank, sizes[rank], busy_s, 0.001)
             answer = chooser.policy.handle(report, 0.0).instructions
-            told += [one for one in answer if isinstance(one, GrantSteps)]
+            told += [one for one in answer if isinstance(one, GrantBatches)]
     assert shares[2] == shares[4] == (1, BATCH - 2, 1)
     assert min(shares[0] + shares[1] + shares[3]) > 1

@@ -13,7 +13,7 @@ from elche.coordination.agreement import Settings
 from elche.coordination.auto.windows_advice import ADVICE_GRANTS, advice
 from elche.coordination.policy import Member, PolicyChooser
 from elche.coordination.protocol.instructions import (
-    GrantSteps,
+    GrantBatches,
     Instruction,
     PolicyChosen,
 )
@@ -33,7 +33,7 @@ def run_steps(
     """What two ranks receive in an epoch: a sample takes 1 ms, or 2 on rank 1."""
     sizes = BatchSizes.of([BATCH] * steps)
     told = list(chooser.begin_epoch(0, sizes, 0.0).instructions)
-    grants = [each for each in told if isinstance(each, GrantSteps) and not each.rank]
+    grants = [each for each in told if isinstance(each, GrantBatches) and not each.rank]
     while grants:
         grant = grants.pop(0)
         count = grant.stop - grant.start
@@ -50,7 +50,7 @@ def run_steps(
             )
             new = chooser.policy.handle(report, 0.0).instructions
             told += new
-            grants += [g for g in new if isinstance(g, GrantSteps) and not g.rank]
+            grants += [g for g in new if isinstance(g, GrantBatches) and not g.rank]
     return told
 
 

@@ -25,15 +25,15 @@ from elche.coordination.protocol.events import (
     Join,
     JoinReady,
     Left,
+    ModelUpdated,
     RankLost,
     Regrouped,
-    WindowReduced,
 )
 from elche.coordination.protocol.instructions import (
     Abort,
     BeginEpoch,
     EndEpoch,
-    GrantSteps,
+    GrantBatches,
     Instruction,
     Regroup,
     Welcome,
@@ -157,7 +157,7 @@ class Rank:
         self.open: Open | None = None
         self.span = 0
         self.at_begin: list[int] = []
-        self.grants: dict[int, GrantSteps] = {}
+        self.grants: dict[int, GrantBatches] = {}
         self.end: EndEpoch | None = None
         self.rest = EpochRest.whole(world.sizes)
         self.is_new = self.is_apart = self.is_part = rank >= ranks
@@ -296,7 +296,7 @@ class Rank:
                 self.has_said, last = True, self.lost.last
                 assert last is not None
                 said = dict(sync_s=0.0, wait_s=0.0, divergence=0.0, adopted_at=0)
-                told = WindowReduced(rank=self.rank, epoch=0, window=last, **said)
+                told = ModelUpdated(rank=self.rank, epoch=0, window=last, **said)
                 self.world.tell(told)
 
     def is_over(self, step: int) -> bool:
@@ -330,7 +330,7 @@ class Rank:
         if not self.inbox:
             return
         one = self.inbox.popleft()
-        if isinstance(one, GrantSteps):
+        if isinstance(one, GrantBatches):
             if not self.lost.is_settled:
                 self.reports.granted(one)
             self.grants |= dict.fromkeys(range(one.start, one.stop), one)

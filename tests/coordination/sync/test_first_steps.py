@@ -11,7 +11,7 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import EpochCut, EpochLeft, StepsDone
-from elche.coordination.protocol.instructions import GrantSteps, Instruction
+from elche.coordination.protocol.instructions import GrantBatches, Instruction
 from elche.coordination.sync.step_reports import EARLY
 from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.errors import ProtocolError
@@ -22,7 +22,9 @@ BATCH, HORIZON, STEPS = 32, 3, 40
 SECONDS_PER_SAMPLE = (0.01, 0.04)
 
 
-def run_epoch(devices: tuple[str, str], **options: Any) -> list[tuple[int, GrantSteps]]:
+def run_epoch(
+    devices: tuple[str, str], **options: Any
+) -> list[tuple[int, GrantBatches]]:
     """Grants of an epoch, each with the steps that had been run when it came."""
     members = [Member(rank, name, HORIZON) for rank, name in enumerate(devices)]
     core = SyncPolicy(members, Settings(config=RunConfig(**nested(options))))
@@ -45,8 +47,8 @@ def run_epoch(devices: tuple[str, str], **options: Any) -> list[tuple[int, Grant
     return seen
 
 
-def grants(told: list[Instruction]) -> list[GrantSteps]:
-    return [each for each in told if isinstance(each, GrantSteps) and each.rank == 0]
+def grants(told: list[Instruction]) -> list[GrantBatches]:
+    return [each for each in told if isinstance(each, GrantBatches) and each.rank == 0]
 
 
 def test_unequal_devices_share_by_guess_two_steps_at_most() -> None:
@@ -85,7 +87,7 @@ def test_an_epoch_that_ranks_wait_to_join_grants_nothing_before() -> None:
     assert not core.make_room(False)
 
 
-def report(rank: int, grant: GrantSteps, unknown: str = "") -> StepsDone:
+def report(rank: int, grant: GrantBatches, unknown: str = "") -> StepsDone:
     samples = grant.shares[rank] * (grant.stop - grant.start)
     said: Any = {"samples": samples, "unknown": unknown}
     return steps_done(rank, grant.start, grant.stop, **said)
@@ -103,7 +105,7 @@ def left(rank: int) -> EpochLeft:
     )
 
 
-def begun(unknown: str) -> tuple[SyncPolicy, list[GrantSteps]]:
+def begun(unknown: str) -> tuple[SyncPolicy, list[GrantBatches]]:
     """Two ranks have reported the first grant; those that they still owe."""
     members = [Member(rank, "CPU", HORIZON) for rank in range(2)]
     core = SyncPolicy(members, Settings(config=RunConfig()))

@@ -10,7 +10,7 @@ import pytest
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.protocol.events import WindowReduced
+from elche.coordination.protocol.events import ModelUpdated
 from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync import left_out
 from elche.coordination.sync.left_out import LeftOutRanks
@@ -148,7 +148,7 @@ def test_who_was_left_out_lacks_the_model_until_it_is_brought() -> None:
         *((0, 0, 9), (1, 0, 9), (2, 0, 9))
     ]
     for rank in members:
-        taken = WindowReduced(rank=rank, epoch=3, window=9)
+        taken = ModelUpdated(rank=rank, epoch=3, window=9)
         handover.take(taken, is_paused=False)
     assert handover.lacking(()) == handover.adopting == set()
 

@@ -14,7 +14,7 @@ from elche.coordination.protocol.events import Event, PassBegun
 from elche.coordination.protocol.instructions import (
     Abort,
     EndEpoch,
-    GrantSteps,
+    GrantBatches,
     Instruction,
 )
 from tests.coordination.test_core import opened, plan_of, steps_done, with_run
@@ -30,7 +30,7 @@ class Loop:
 
     def __init__(self, rank: int, script: Script) -> None:
         self.rank, self.script = rank, script
-        self.grants: deque[GrantSteps] = deque()
+        self.grants: deque[GrantBatches] = deque()
         self.step = self.left = self.passes = self.digest = 0
         self.is_inside = False
 
@@ -67,7 +67,7 @@ def outcome(scripts: list[Script], turns: list[int]) -> Instruction | None:
         for each in told:
             if isinstance(each, Abort | EndEpoch):
                 return each
-            if isinstance(each, GrantSteps):
+            if isinstance(each, GrantBatches):
                 loops[each.rank].grants.append(each)
         one, peer = loops[order[0]], loops[1 - order[0]]
         order.rotate(1)

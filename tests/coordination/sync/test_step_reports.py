@@ -12,7 +12,7 @@ from elche.comm.gradients.part_weights import StepPart
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import Event, StepsDone
-from elche.coordination.protocol.instructions import EndEpoch, GrantSteps, Instruction
+from elche.coordination.protocol.instructions import EndEpoch, GrantBatches, Instruction
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepReports
 from elche.runtime.data.positions import EpochPositions
@@ -27,8 +27,8 @@ STEPS = 6
 BATCH = 4
 
 
-def grant(start: int, stop: int) -> GrantSteps:
-    return GrantSteps(rank=0, epoch=0, start=start, stop=stop, shares=(BATCH,))
+def grant(start: int, stop: int) -> GrantBatches:
+    return GrantBatches(rank=0, epoch=0, start=start, stop=stop, shares=(BATCH,))
 
 
 def cost(busy_s: float, *, warm: bool = True) -> BatchCost:

@@ -15,7 +15,7 @@ from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member, PolicyChooser
-from elche.coordination.protocol.instructions import GrantSteps, Instruction
+from elche.coordination.protocol.instructions import GrantBatches, Instruction
 from elche.coordination.state import policy_chooser
 from elche.coordination.sync.sync_policy import SyncPolicy
 from tests.coordination.test_core import steps_done
@@ -30,7 +30,7 @@ Time = Callable[[int, int, int], float]
 
 def run_epoch(
     chooser: PolicyChooser, sizes: BatchSizes, step_s: Time
-) -> list[GrantSteps]:
+) -> list[GrantBatches]:
     """Grants of an epoch of steps, until it ends or is cut for another policy."""
     seen = grants(chooser.begin_epoch(0, sizes, 0.0).instructions)
     run = 0
@@ -50,8 +50,8 @@ def run_epoch(
     return seen
 
 
-def grants(told: list[Instruction]) -> list[GrantSteps]:
-    return [each for each in told if isinstance(each, GrantSteps) and each.rank == 0]
+def grants(told: list[Instruction]) -> list[GrantBatches]:
+    return [each for each in told if isinstance(each, GrantBatches) and each.rank == 0]
 
 
 def members(count: int) -> list[Member]:

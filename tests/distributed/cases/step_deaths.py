@@ -27,7 +27,7 @@ from elche.comm.transport import host_exchange
 from elche.comm.transport.host_exchange import HostExchange
 from elche.coordination.protocol.instructions import (
     EndEpoch,
-    GrantSteps,
+    GrantBatches,
     Instruction,
     LeaveOut,
     Regroup,
@@ -388,7 +388,7 @@ def read_together() -> None:
             original(worker, handle, waiting_for, most_s)
             return
         channel = worker._channel
-        assert channel.await_kinds((GrantSteps, EndEpoch), 30.0)
+        assert channel.await_kinds((GrantBatches, EndEpoch), 30.0)
         if not channel.waiting(EndEpoch):
             original(worker, handle, waiting_for, most_s)
             return

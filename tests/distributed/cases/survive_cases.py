@@ -34,8 +34,8 @@ from elche.coordination.liveness import BEAT_S, QUIET_S
 from elche.coordination.protocol.events import (
     BarrierReached,
     EpochOpened,
+    ModelUpdated,
     WindowClosed,
-    WindowReduced,
 )
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.runtime.data.sample_order import SampleOrder
@@ -52,7 +52,7 @@ from tests.distributed.cases.meetings import Meeting
 
 EVENTS = {
     "closed": WindowClosed,
-    "reduced": WindowReduced,
+    "reduced": ModelUpdated,
     "opened": EpochOpened,
     "barrier": BarrierReached,
 }

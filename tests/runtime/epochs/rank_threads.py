@@ -19,9 +19,9 @@ from torch import distributed as dist
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.events import (
     Event,
+    ModelUpdated,
     RankLost,
     WindowClosed,
-    WindowReduced,
 )
 from elche.coordination.protocol.instructions import (
     Abort,
@@ -99,7 +99,7 @@ class Hub:
 
     def take(self, event: Event) -> None:
         """An event comes to the coordinator; what it answers is there at once."""
-        if isinstance(event, WindowClosed | WindowReduced):
+        if isinstance(event, WindowClosed | ModelUpdated):
             kind = CLOSED if isinstance(event, WindowClosed) else REDUCED
             self.entries[event.rank].append((kind, event.window, ()))
         now_s = max(self.turns.clocks)

@@ -9,7 +9,7 @@ import pytest
 from elche.cadence.rank_time import RankTime
 from elche.comm.averaging.consensus_distance import SyncResult
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.protocol.events import BatchesDone, WindowClosed, WindowReduced
+from elche.coordination.protocol.events import BatchesDone, ModelUpdated, WindowClosed
 from elche.coordination.protocol.instructions import CloseWindow, EndEpoch, Reduce
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.runtime.data.positions import EpochPositions
@@ -119,7 +119,7 @@ def test_a_result_reports_when_it_was_adopted_and_how_long_it_was_waited_for(
         shell.sent.extend(cast(Any, events))
         if any(isinstance(e, WindowClosed) for e in events):
             shell.inbox.extend([open_window(1, None), reduce(0), grant(1)])
-        if any(isinstance(e, WindowReduced) for e in events):
+        if any(isinstance(e, ModelUpdated) for e in events):
             shell.inbox.append(end())
 
     monkeypatch.setattr(shell, "sleep_until_told", sleeps)
@@ -131,7 +131,7 @@ def test_a_result_reports_when_it_was_adopted_and_how_long_it_was_waited_for(
     assert next(batches) == "data"  # of the next window, while the first is reduced
     sync.polls_left = 2  # complete after two polls, without work meanwhile
     list(batches)
-    (said,) = [e for e in shell.sent if isinstance(e, WindowReduced)]
+    (said,) = [e for e in shell.sent if isinstance(e, ModelUpdated)]
     assert (said.window, said.adopted_at, said.divergence) == (0, 1, 0.25)
     assert len(waits) == 2
     assert said.wait_s == pytest.approx(sum(waits), abs=0.05)

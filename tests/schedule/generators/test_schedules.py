@@ -109,43 +109,6 @@ def test_random_orders_are_proven_or_rejected(
             lower(schedule)
 
 
-def meets(schedule: Schedule) -> bool:
-    """Runs all ranks where a send waits for its receive, until nothing moves."""
-    done: set[StageAction] = set()
-    rows = [list(row) for row in schedule.actions]
-    pairs = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
-    moved = True
-    while moved:
-        moved = False
-        heads = {row[0] for row in rows if row}
-        for one in heads:
-            step = -1 if one.kind in (Kind.FORWARD, Kind.SEND_B) else 1
-            other = one.stage + step
-            if one.kind in pairs:
-                made = Kind.FORWARD if step > 0 else Kind.FULL_BACKWARD
-                partner = StageAction(other, pairs[one.kind], one.microbatch)
-                ready = partner in heads and replace(one, kind=made) in done
-                ends = {one, partner}
-            elif one.is_compute:
-                forward = one.kind is Kind.FORWARD
-                ready = forward or replace(one, kind=Kind.FORWARD) in done
-                if 0 <= other < schedule.num_stages:
-                    comes = Kind.RECV_F if forward else Kind.RECV_B
-                    source = replace(one, kind=comes)
-                    if schedule.placement[other] == schedule.placement[one.stage]:
-                        source = StageAction(other, one.kind, one.microbatch)
-                    ready = ready and source in done
-                ends = {one}
-            else:
-                continue
-            if ready:
-                done |= ends
-                rows = [row[1:] if row and row[0] in ends else row for row in rows]
-                moved = True
-                break
-    return not any(rows)
-
-
 def completes(schedule: Schedule) -> bool:
     """Repeats until nothing moves: the plainest way to run it."""
     done: set[tuple[int, str, int]] = set()

@@ -21,7 +21,6 @@ from elche.schedule.planning.partition import (
     best_partition,
     costs_of,
     link_bound,
-    shortage,
     sum_bound,
 )
 from elche.schedule.planning.partition_search import Evaluator, balanced, fits, refine
@@ -253,46 +252,6 @@ def test_devices_are_balanced_where_stages_are_not() -> None:
     }
     assert held == {0: 9, 1: 9, 2: 2}
     assert found.devices == start.devices
-
-
-@given(profiles(most_layers=5), st.data())
-@settings(max_examples=40)
-def test_what_is_lacking_is_the_least(
-    profile: PipelineProfile, data: st.DataObject
-) -> None:
-    profile = replace(
-        profile,
-        devices=tuple(
-            replace(each, memory_bytes=float(data.draw(st.integers(1, 20))))
-            for each in profile.devices
-        ),
-    )
-    table = ProfileTable(profile, 1)
-    order = tuple(range(len(profile.devices)))
-    lacks = []
-    for each, _ in every_partition(len(profile.layers), order, True):
-        bounds = each.boundaries
-        lacks.append(
-            max(
-                table.state[end]
-                - table.state[begin]
-                + table.activation[end]
-                - table.activation[begin]
-                - table.memory[device]
-                for device, begin, end in zip(
-                    each.devices, bounds, bounds[1:], strict=False
-                )
-            )
-        )
-    found = shortage(table, [order])
-    exact = best_partition(table, Places(devices=order, held=(1,) * len(order)))
-    assert (found is None) == (min(lacks) <= 0) == (exact is not None)
-    if found is not None:
-        missing, device, (first, last) = found
-        assert missing == min(lacks)
-        needed = table.state[last + 1] - table.state[first]
-        needed += table.activation[last + 1] - table.activation[first]
-        assert needed - table.memory[device] == missing
 
 
 def equal_layers(count: int, speeds: tuple[float, ...]) -> PipelineProfile:

@@ -19,8 +19,8 @@ from elche.schedule.planning.partition import (
     ProfileTable,
     costs_of,
     link_bound,
-    shortage,
 )
+from elche.schedule.planning.partition_search import fits
 from elche.schedule.planning.plan import Candidate, Plan, PlanConfig, ideal_step_s
 from elche.schedule.planning.planner import plan_pipeline
 from elche.schedule.planning.profile import (
@@ -31,7 +31,11 @@ from elche.schedule.planning.profile import (
     PipelineProfile,
 )
 from elche.schedule.timing import simulate
-from tests.schedule.planning.test_partition import equal_layers, profiles
+from tests.schedule.planning.test_partition import (
+    equal_layers,
+    every_partition,
+    profiles,
+)
 from tests.schedule.strategies import assert_complete
 
 
@@ -119,8 +123,10 @@ def test_memory_is_never_exceeded(
         reasons = "memory|a layer for each|lacks|exceed|one device is enough"
         assert re.search(reasons, plan)
         if schedule == "auto" and not all_devices:
-            orders = list(permutations(range(len(profile.devices))))
-            assert shortage(ProfileTable(profile, count), orders) is not None
+            table, layers = ProfileTable(profile, count), len(profile.layers)
+            for order in permutations(range(len(profile.devices))):
+                for each, _ in every_partition(layers, order, may_be_empty=True):
+                    assert not fits(table, each)
         return
     for needed, device in zip(
         plan.chosen.memory_bytes, plan.chosen.partition.ranks, strict=True
@@ -182,7 +188,7 @@ def test_a_device_behind_a_slow_link_is_left_out() -> None:
     assert plan_pipeline(near, PlanConfig(num_microbatches=4)).unused == ()
 
 
-def test_too_little_memory_says_how_much_is_lacking() -> None:
+def test_too_little_memory_says_how_much_is_needed() -> None:
     profile = replace(
         equal_layers(6, (1, 1)),
         devices=(
@@ -193,8 +199,8 @@ def test_too_little_memory_says_how_much_is_lacking() -> None:
     # A layer's state is 20 bytes, its activations 10: two and three layers fit.
     with pytest.raises(
         ConfigError,
-        match=r"puts layers 2 \(layer\) to 5 \(layer\) on device two, whose 100 bytes "
-        "are 20 too few",
+        match=r"the layers need 180 bytes .*, the largest \(layer\) 30 of them; the "
+        "devices have 161, each 100 at most; add devices",
     ):
         plan_pipeline(profile, PlanConfig(num_microbatches=2))
     enough = replace(profile, layers=profile.layers[:5])

@@ -20,9 +20,9 @@ from elche.coordination.protocol.events import (
     EpochOpened,
     JoinReady,
     Left,
+    ModelUpdated,
     Regrouped,
     WindowClosed,
-    WindowReduced,
 )
 from elche.coordination.protocol.instructions import (
     Abort,
@@ -272,7 +272,7 @@ class WindowRank:
         self._loop.reduced(0.0)
         self.reduced = self._loop.reduced_window
         said = dict(sync_s=0.0, wait_s=0.0, divergence=0.0, adopted_at=0)
-        told = WindowReduced(rank=self._rank, epoch=0, window=window, **said)
+        told = ModelUpdated(rank=self._rank, epoch=0, window=window, **said)
         self._seat.tell(told)
 
     def _hear(self, told: Regroup) -> None:

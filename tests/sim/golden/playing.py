@@ -17,9 +17,9 @@ from operator import itemgetter
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.sim.report import report_of
-from elche.sim.simulation import Simulation, Watch
+from elche.sim.simulation import Simulation
 from tests.sim.books import Books, Model, Part
-from tests.sim.checks import MOST_HAPPENINGS
+from tests.sim.checks import CHECKED
 from tests.sim.golden.stories import Story
 from tests.sim.test_cuts import CutSimulation
 from tests.sim.watched import WatchedSimulation
@@ -77,8 +77,7 @@ def play(story: Story) -> CutSimulation | WatchedSimulation:
         assert not story.deaths
         sim = CutSimulation(story.cluster, story.cuts)
     else:
-        watch = Watch(books=Books, details=True, most_happenings=MOST_HAPPENINGS)
-        sim = WatchedSimulation(story.cluster, watch, story.deaths)
+        sim = WatchedSimulation(story.cluster, CHECKED, story.deaths)
     sim.run()
     return sim
 

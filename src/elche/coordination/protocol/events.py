@@ -139,13 +139,14 @@ class WindowClosed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowReduced:
-    """The window's mean is in this rank's model.
+class ModelUpdated:
+    """The result of ``window`` is in this rank's model: the mean of all updates.
 
-    ``sync_s`` is what it cost the training thread, ``wait_s`` the wait for other ranks
-    before it, ``divergence`` the rank's distance from the consensus it contributed to
-    over the consensus' norm, ``adopted_at`` the batches it had run in the next window,
-    ``checks`` of the common model that it goes on from.
+    Under ``sync``, where a model was copied or ranks have died: of all steps up to that
+    one. ``sync_s`` is what it cost the training thread, ``wait_s`` the wait for other
+    ranks before it. ``divergence`` is the rank's distance from the consensus, over the
+    consensus' norm. ``adopted_at`` batches of the next window were run before it.
+    ``checks`` are of the common model that the rank goes on from.
     """
 
     rank: int
@@ -172,7 +173,7 @@ class Regrouped:
 
     Which is a window, or under ``sync`` a step of the epoch (-1 for none).
     There ``lost`` are ranks that have died in this part of it, each with the first step
-    that lacks its part; all run the steps to ``reduced``, and say so (`WindowReduced`).
+    that lacks its part; all run the steps to ``reduced``, and say so (`ModelUpdated`).
     """
 
     rank: int
@@ -310,7 +311,7 @@ Event = (
     | StepsDone
     | BatchesDone
     | WindowClosed
-    | WindowReduced
+    | ModelUpdated
     | Regrouped
     | EpochLeft
     | EpochCut

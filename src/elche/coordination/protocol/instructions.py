@@ -55,21 +55,6 @@ class PolicyChosen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrantSteps:
-    """``sync``: the steps ``start <= step < stop``, split by ``shares`` per rank.
-
-    None, where loops that fetch early are to report their last step: no others are
-    granted for now.
-    """
-
-    rank: int
-    epoch: int
-    start: int
-    stop: int
-    shares: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveOut:
     """``sync``: from now on ``left_out`` get no batch, and the others reduce alone.
 
@@ -108,12 +93,18 @@ class JoinPasses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantBatches:
-    """Windows: a lease of the batches ``start <= batch < stop``."""
+    """A lease of the batches ``start <= batch < stop``.
+
+    Windows: local batches, for this rank alone. ``sync``: global ones, which are steps
+    of all ranks, each split by ``shares`` per rank. A grant of no step: loops that
+    fetch early are to report their last one, and no others are granted for now.
+    """
 
     rank: int
     epoch: int
     start: int
     stop: int
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +204,7 @@ class Adopt:
     """Take the common model after ``window`` from rank ``source``, with all ranks.
 
     Under ``sync`` it is that after a step, and the optimizer's state belongs to it. The
-    answer is a `WindowReduced`.
+    answer is a `ModelUpdated`.
     """
 
     rank: int
@@ -288,7 +279,6 @@ Instruction = (
     Welcome
     | BeginEpoch
     | PolicyChosen
-    | GrantSteps
     | LeaveOut
     | RankLeft
     | JoinPasses

@@ -7,7 +7,7 @@ an event, the addressee of an instruction. Times are seconds, sizes are samples.
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 
 Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""

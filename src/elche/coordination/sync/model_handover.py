@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import final
 
-from elche.coordination.protocol.events import WindowReduced
+from elche.coordination.protocol.events import ModelUpdated
 from elche.coordination.protocol.instructions import Adopt
 from elche.errors import ProtocolError
 
@@ -63,7 +63,7 @@ class ModelHandover:
             for rank in sorted(members)
         ]
 
-    def take(self, event: WindowReduced, *, is_paused: bool) -> None:
+    def take(self, event: ModelUpdated, *, is_paused: bool) -> None:
         """A rank has taken it over, also while the members form a new group.
 
         Raises:

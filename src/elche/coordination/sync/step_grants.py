@@ -21,7 +21,7 @@ from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import EpochLeft, StepsDone
-from elche.coordination.protocol.instructions import GrantSteps
+from elche.coordination.protocol.instructions import GrantBatches
 from elche.coordination.sync.left_out import LeftOutRanks
 from elche.coordination.sync.step_book import Granted
 from elche.coordination.sync.step_reports import EARLY
@@ -194,9 +194,9 @@ class StepGrants:
             self.ledger.lease_range(ALL_RANKS, self.committed_until, done)
         self.until = done
 
-    def top_up(self, ranks: Collection[int]) -> list[GrantSteps]:
+    def top_up(self, ranks: Collection[int]) -> list[GrantBatches]:
         """Grants steps until the loaders' horizon and two grants are covered."""
-        told: list[GrantSteps] = []
+        told: list[GrantBatches] = []
         left_out = self._left_out
         is_single = self.is_single or self._guesses or left_out.is_trying
         steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
@@ -213,7 +213,7 @@ class StepGrants:
             self._granted.append(Granted(start, stop, shares, {*ranks}))
         return told
 
-    def say_none(self, ranks: Collection[int]) -> list[GrantSteps]:
+    def say_none(self, ranks: Collection[int]) -> list[GrantBatches]:
         """Tells loops that fetch early that none are granted for now.
 
         Else they would wait for a grant to report their last step, and it for them.
@@ -226,8 +226,8 @@ class StepGrants:
 
     def _tell(
         self, ranks: Collection[int], start: int, stop: int, shares: tuple[int, ...]
-    ) -> list[GrantSteps]:
-        first = GrantSteps(
+    ) -> list[GrantBatches]:
+        first = GrantBatches(
             rank=0, epoch=self._epoch, start=start, stop=stop, shares=shares
         )
         return [replace(first, rank=rank) for rank in sorted(ranks)]

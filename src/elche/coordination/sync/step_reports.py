@@ -14,7 +14,7 @@ from typing import final
 
 from elche.coordination.accounts.delivered_times import BatchCost, DeliveredTimes
 from elche.coordination.protocol.events import EpochLeft, StepsDone
-from elche.coordination.protocol.instructions import GrantSteps
+from elche.coordination.protocol.instructions import GrantBatches
 from elche.coordination.protocol.messages import CheckRows, Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 
@@ -35,13 +35,13 @@ class StepReports:
     def __init__(self, rank: int, epoch: int, numbers: NonFiniteRecord) -> None:
         self._rank = rank
         self._epoch = epoch
-        self._grants: deque[GrantSteps] = deque()
+        self._grants: deque[GrantBatches] = deque()
         self._times = DeliveredTimes()
         self._due: StepsDone | None = None
         self._numbers = numbers
 
     @property
-    def under_way(self) -> GrantSteps | None:
+    def under_way(self) -> GrantBatches | None:
         """The grant whose steps are run."""
         return self._grants[0] if self._grants else None
 
@@ -50,7 +50,7 @@ class StepReports:
         """True if there is something to say."""
         return self._due is not None
 
-    def granted(self, grant: GrantSteps) -> None:
+    def granted(self, grant: GrantBatches) -> None:
         """More steps were granted."""
         self._grants.append(grant)
 

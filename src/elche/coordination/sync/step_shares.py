@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from elche.cadence.balancer import Balancer, BalancerConfig
+from elche.cadence.balancer import Balancer
 from elche.cadence.rank_time import RankTimes
 from elche.cadence.split import clip_split
 from elche.cadence.throughput import SpeedHints
@@ -139,14 +139,12 @@ class StepShares:
 
     def _balanced(self, hints: SpeedHints) -> Balancer:
         return Balancer(
-            BalancerConfig(
-                world_size=len(self._places),
-                min_share_samples=self._min_share_samples,
-                speed_hints=hints,
-                max_samples=[self._caps.get(rank) for rank in self._places],
-                accumulates=self._accumulates,
-            ),
-            [self._times[rank] for rank in self._places],
+            len(self._places),
+            min_share_samples=self._min_share_samples,
+            speed_hints=hints,
+            max_samples=[self._caps.get(rank) for rank in self._places],
+            accumulates=self._accumulates,
+            times=[self._times[rank] for rank in self._places],
         )
 
 

@@ -21,11 +21,11 @@ from elche.coordination.protocol.events import (
     EpochCut,
     EpochLeft,
     Event,
+    ModelUpdated,
     PassBegun,
     StepsDone,
-    WindowReduced,
 )
-from elche.coordination.protocol.instructions import GrantSteps, Instruction
+from elche.coordination.protocol.instructions import GrantBatches, Instruction
 from elche.coordination.protocol.messages import Runs
 from elche.coordination.sync.left_out import LeftOutRanks
 from elche.coordination.sync.model_handover import ModelHandover
@@ -106,7 +106,7 @@ class SyncPolicy(Policy):
                 return Outcome([] if is_late else self._left.begun(event, self._active))
             case EpochCut():
                 self._is_cut = True
-            case WindowReduced():
+            case ModelUpdated():
                 self._adopted(event)
             case StepsDone():
                 self._take(event)
@@ -229,7 +229,7 @@ class SyncPolicy(Policy):
         self._handover.await_steps(self._members.keys())
         return self._go_on(now_s)
 
-    def _adopted(self, event: WindowReduced) -> None:
+    def _adopted(self, event: ModelUpdated) -> None:
         self._handover.take(event, is_paused=self._is_paused)
         if not self._lost:
             self.exclusion.carrying_s = event.sync_s
@@ -321,13 +321,13 @@ class SyncPolicy(Policy):
         pooled = self.grants.ledger.pooled
         return self.exclusion.measured(reports, steps, pooled, now_s)
 
-    def _top_up(self) -> list[GrantSteps]:
+    def _top_up(self) -> list[GrantBatches]:
         holds = self._makes_room or self._is_paused
         if holds or self._is_cut or self._left:
             return self._say_none()
         return self.grants.top_up(self._active)
 
-    def _say_none(self) -> list[GrantSteps]:
+    def _say_none(self) -> list[GrantBatches]:
         return [] if self._lost else self.grants.say_none(self._active)
 
     def _leave(self, event: EpochLeft, now_s: float) -> Outcome:

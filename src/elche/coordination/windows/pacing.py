@@ -19,9 +19,6 @@ from elche.coordination.windows.window_book import Part
 
 WAIT_TOLERANCE = 0.01
 """Part of a window that ranks may wait for each other without lengthening it."""
-OVERLAPPED_TARGET = 1.0
-"""Overlapped, a window costs copies alone, and shorter ones learn more per sample: the
-overhead may be so many times the target before windows grow."""
 PATIENT_BATCHES = 12.0
 """Overlapped, an average may come as late as the end of the window after its own, or so
 many batches of the slowest rank later if that is more: a rank in a long batch holds
@@ -80,8 +77,7 @@ class Pacing:
                 anchor=given.anchor,
                 min_anchor=min(lowest, max(given.max_anchor, 1)),
                 max_anchor=given.max_anchor,
-                overhead_target=given.overhead_target
-                * (OVERLAPPED_TARGET if overlapped else 1.0),
+                overhead_target=given.overhead_target,
                 max_batch_diff=given.max_batch_diff,
                 speed_hints=config.speed_hints,
             ),

@@ -11,7 +11,7 @@ from typing import Any
 
 from elche.config import RunConfig, default_outer_lr
 from elche.coordination.accounts.schedule_steps import common_periods
-from elche.coordination.protocol.events import WindowReduced
+from elche.coordination.protocol.events import ModelUpdated
 from elche.coordination.protocol.instructions import Reduce
 from elche.coordination.windows.window_book import Part
 from elche.errors import ProtocolError
@@ -39,14 +39,14 @@ class Reduction:
     begun_s: float | None = None
     diverged: frozenset[int] = field(init=False)
     missing: set[int] = field(init=False)
-    reports: dict[int, WindowReduced] = field(default_factory=dict)
+    reports: dict[int, ModelUpdated] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parts = self.parts.items()
         self.diverged = frozenset(rank for rank, part in parts if part.is_diverged)
         self.missing = set(self.parts)
 
-    def reduced(self, event: WindowReduced) -> None:
+    def reduced(self, event: ModelUpdated) -> None:
         """A rank has the result.
 
         Raises:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from elche.coordination.accounts.batch_ranges import joined, named
-from elche.coordination.protocol.events import WindowClosed, WindowReduced
+from elche.coordination.protocol.events import ModelUpdated, WindowClosed
 from elche.coordination.protocol.instructions import Adopt, Instruction
 from elche.coordination.windows.reductions import Reduction, ReductionPlanner
 from elche.coordination.windows.window_state import WindowState
@@ -59,7 +59,7 @@ def judge_update(state: WindowState, closed: WindowClosed) -> None:
         )
 
 
-def refuse_lost(state: WindowState, running: Reduction, event: WindowReduced) -> None:
+def refuse_lost(state: WindowState, running: Reduction, event: ModelUpdated) -> None:
     """Ends a run whose common parameters contain NaN or Inf: every update would, too.
 
     Raises:

@@ -181,25 +181,26 @@ class WindowLoop:
         Raises:
             ProtocolError: it is none, or out of turn.
         """
-        if isinstance(instruction, OpenWindow):
-            self._open(instruction, now_s)
-        elif isinstance(instruction, Permit):
-            if instruction.window == self.window:
-                self._permit = instruction.batches
-        elif isinstance(instruction, CloseWindow):
-            if instruction.window == self.window and self._is_open:
-                drain = instruction.drain
-                self._in_hand = WindowPhase.DRAINING if drain else WindowPhase.CLOSING
-        elif isinstance(instruction, Reduce):
-            self._plan_reduction(instruction)
-        elif isinstance(instruction, Regroup):
-            self._regroup = instruction
-        elif isinstance(instruction, Adopt):
-            self._adopt = instruction
-        elif isinstance(instruction, EndEpoch):
-            self.end = instruction
-        else:
-            raise ProtocolError(f"unexpected in an epoch of windows: {instruction!r}")
+        match instruction:
+            case OpenWindow():
+                self._open(instruction, now_s)
+            case Permit():
+                if instruction.window == self.window:
+                    self._permit = instruction.batches
+            case CloseWindow(drain=drain):
+                if instruction.window == self.window and self._is_open:
+                    draining, closing = WindowPhase.DRAINING, WindowPhase.CLOSING
+                    self._in_hand = draining if drain else closing
+            case Reduce():
+                self._plan_reduction(instruction)
+            case Regroup():
+                self._regroup = instruction
+            case Adopt():
+                self._adopt = instruction
+            case EndEpoch():
+                self.end = instruction
+            case _:
+                raise ProtocolError(f"unexpected in windows: {instruction!r}")
 
     def next(
         self,

@@ -126,7 +126,9 @@ def calibrate(state: WindowState, rank: int) -> list[Instruction]:
     The first window of a run has no length. It ends when every rank has been measured,
     so that no rank waits for the slowest one to run a whole anchor of batches.
     """
-    if not state.calibrated(rank):
+    was_awaited = rank in state.uncalibrated
+    state.uncalibrated.discard(rank)
+    if state.uncalibrated or not was_awaited:
         return []
     state.note(state.pacing.measure(state.book.parts, None, is_tail=True))
     state.leasing.set_costs(state.pacing.batch_s())

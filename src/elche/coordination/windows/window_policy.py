@@ -23,8 +23,8 @@ from elche.coordination.protocol.events import (
     EpochCut,
     EpochLeft,
     Event,
+    ModelUpdated,
     WindowClosed,
-    WindowReduced,
 )
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.messages import Runs
@@ -114,17 +114,18 @@ class WindowPolicy(Policy):
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event of the epoch under way."""
-        if isinstance(event, BatchesDone):
-            return self._outcome(self._batches_done(event, now_s))
-        if isinstance(event, WindowClosed):
-            return self._closed(event, now_s)
-        if isinstance(event, WindowReduced):
-            return self._reduced(event, now_s)
-        if isinstance(event, EpochLeft):
-            return self._outcome(self._leave(event))
-        if isinstance(event, EpochCut):
-            self.state.life.cut()
-            return self._outcome(self._drain())
+        match event:
+            case BatchesDone():
+                return self._outcome(self._batches_done(event, now_s))
+            case WindowClosed():
+                return self._closed(event, now_s)
+            case ModelUpdated():
+                return self._reduced(event, now_s)
+            case EpochLeft():
+                return self._outcome(self._leave(event))
+            case EpochCut():
+                self.state.life.cut()
+                return self._outcome(self._drain())
         raise ProtocolError(
             f"{self.state.config.policy}: unexpected {type(event).__name__}"
         )
@@ -277,7 +278,7 @@ class WindowPolicy(Policy):
             told += next_window(state, now_s)
         return self._outcome(told)
 
-    def _reduced(self, event: WindowReduced, now_s: float) -> Outcome:
+    def _reduced(self, event: ModelUpdated, now_s: float) -> Outcome:
         """A rank has the result; when all have, the window is committed."""
         state, running = self.state, self.state.running
         if running is None:

@@ -286,12 +286,6 @@ class WindowState:
         self.ledger.commit()
         return done
 
-    def calibrated(self, rank: int) -> bool:
-        """A rank's speed is known, or will not be; True if all others' are, now."""
-        was_awaited = rank in self.uncalibrated
-        self.uncalibrated.discard(rank)
-        return was_awaited and not self.uncalibrated
-
     def remove(self, rank: int) -> None:
         """A rank is gone: its leases and what it had not committed are pooled again.
 

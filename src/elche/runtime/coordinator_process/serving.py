@@ -25,9 +25,9 @@ from elche.comm.control.control_channel import heeds_key
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
 from elche.coordination.protocol.events import (
     BatchesDone,
+    ModelUpdated,
     StepsDone,
     WindowClosed,
-    WindowReduced,
 )
 from elche.runtime.coordinator_process.link import (
     Begin,
@@ -49,7 +49,7 @@ COPY_ENTRIES: Final = 1024
 """After so many entries a copy of the record takes their place in the launcher."""
 STORY: Final = "ELCHE_STORY"
 """Beside rank 0: the file to which the event log of the run is written at its end."""
-_FREQUENT = BatchesDone, StepsDone, WindowClosed, WindowReduced
+_FREQUENT = BatchesDone, StepsDone, WindowClosed, ModelUpdated
 """Events of which the launcher hears with the next `Tick`, if they change anything."""
 
 

@@ -15,9 +15,9 @@ from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import (
     EpochLeft,
     Event,
+    ModelUpdated,
     Regrouped,
     WindowClosed,
-    WindowReduced,
 )
 from elche.coordination.protocol.instructions import (
     Adopt,
@@ -281,7 +281,7 @@ class WindowEpoch:
         # Of the common model: nothing was trained since, or it is kept apart.
         self._hooks.sums.begin(plan.window, plan.window, self._sync.common())
         self._worker.send(
-            WindowReduced(
+            ModelUpdated(
                 rank=self._worker.rank,
                 epoch=self._positions.epoch,
                 window=plan.window,
@@ -337,7 +337,7 @@ class WindowEpoch:
             )
         self._loop.reduced(time.monotonic())
         self._worker.send(
-            WindowReduced(
+            ModelUpdated(
                 rank=self._worker.rank,
                 epoch=self._positions.epoch,
                 window=told.window,

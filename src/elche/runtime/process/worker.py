@@ -22,7 +22,6 @@ from elche.coordination.protocol.events import DefaultGroupFormed, Event
 from elche.coordination.protocol.instructions import (
     Abort,
     GrantBatches,
-    GrantSteps,
     Instruction,
     MetricsReported,
     PolicyChosen,
@@ -224,7 +223,7 @@ class Worker:
                 self.hear_of(instruction)
                 self.on_regroup()
                 continue
-            stale = isinstance(instruction, (GrantSteps, GrantBatches))
+            stale = isinstance(instruction, GrantBatches)
             if not self._is_notification(instruction) and not stale:
                 break
         if not isinstance(instruction, kind):

@@ -10,7 +10,7 @@ from typing import final
 from elche.comm.gradients.reducer import GradientReducer
 from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.accounts.model_checks import EVERY_STEPS
-from elche.coordination.protocol.instructions import GrantSteps
+from elche.coordination.protocol.instructions import GrantBatches
 from elche.coordination.sync.step_reports import EARLY, StepReports
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
@@ -48,7 +48,7 @@ class StepAccount:
         self._numbers = NonFiniteWatch(reducer.parameters, self._hooks.numbers)
         reducer.look_before(partial(_look, self._numbers, self._hooks.graphs))
 
-    def granted(self, grant: GrantSteps) -> None:
+    def granted(self, grant: GrantBatches) -> None:
         """More steps were granted."""
         if not self._dead.is_settled:
             self._reports.granted(grant)

@@ -10,11 +10,11 @@ from typing import Any
 
 from elche.comm.gradients.part_weights import StepPart
 from elche.comm.gradients.reducer import GradientReducer
-from elche.coordination.protocol.events import PassBegun, WindowReduced
+from elche.coordination.protocol.events import ModelUpdated, PassBegun
 from elche.coordination.protocol.instructions import (
     Adopt,
     EndEpoch,
-    GrantSteps,
+    GrantBatches,
     Instruction,
     JoinPasses,
     LeaveOut,
@@ -315,7 +315,7 @@ class SyncEpoch:
     def handle(self, instruction: Instruction) -> None:
         """Takes a grant, or the end of the epoch."""
         match instruction:
-            case GrantSteps():
+            case GrantBatches():
                 self._grant(instruction)
             case Regroup():
                 self._worker.hear_of(instruction)
@@ -334,7 +334,7 @@ class SyncEpoch:
             case _:
                 raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
 
-    def _grant(self, grant: GrantSteps) -> None:
+    def _grant(self, grant: GrantBatches) -> None:
         """Has this rank's parts of more steps loaded."""
         self._is_held = grant.start == grant.stop  # none for now
         if self._is_held:
@@ -364,7 +364,7 @@ class SyncEpoch:
         """The model is that after a step."""
         assert step is not None
         rank, epoch = self._worker.rank, self._positions.epoch
-        taken = WindowReduced(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
+        taken = ModelUpdated(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
         self._worker.send(taken)
 
     def regroup(self) -> None:

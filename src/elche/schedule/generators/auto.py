@@ -2,10 +2,9 @@
 
 It times every published schedule that is defined for the placement and fits the memory;
 then list schedules; then the best of them with every W put where the costs leave a gap,
-and with B in place of I and W on stages where the split costs more than it gains. It
-improves the best of them along its critical path. How much is tried depends on the
-number of actions, never on a clock, so that all ranks find the same schedule. All ends
-where the best reaches a lower bound.
+and with B in place of I and W on stages where the split costs more than it gains. How
+much is tried depends on the number of actions, never on a clock, so that all ranks find
+the same schedule. All ends where the best reaches a lower bound.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from elche.schedule.costs import (
     equal_costs,
     renumbered,
 )
-from elche.schedule.generators.critical_path import improve
 from elche.schedule.generators.list_scheduling import Rule, list_schedule, place_weights
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
@@ -40,8 +38,6 @@ from elche.schedule.generators.v_shape import (
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 
 EXTRA_ACTIONS = 150_000  # actions in variants beyond the published schedules
-MAX_EVALUATIONS = 60
-IMPROVED_ACTIONS = 10_000  # actions in all schedules that the improvement tries
 _TOLERANCE = 1e-9
 
 
@@ -146,11 +142,6 @@ class _Search:
             if self.left < 0 or self._is_optimal():
                 break
         self._merge()
-        evaluations = IMPROVED_ACTIONS // sum(map(len, self.rows))
-        if not self._is_optimal() and evaluations:
-            most = min(evaluations, MAX_EVALUATIONS)
-            rows = improve(self.rows, self.table, self.count, self.limits, most)
-            self._offer(self.name, rows)
 
     def result(self) -> Schedule:
         """The best schedule."""
@@ -213,7 +204,6 @@ class _Search:
                 yield partial(self._place, "v block", orders)
         if self.rows:
             yield partial(self._place, self.name, self.rows)
-        yield partial(self._list, Rule(deep_first=False))
 
     def _merge(self) -> None:
         """Tries B in place of I and W on the stages where B is cheaper."""

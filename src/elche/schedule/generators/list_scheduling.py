@@ -44,12 +44,10 @@ class Rule:
 
     Attributes:
         patience: W fills a wait that is known to last at least this share of W.
-        deep_first: the forward of the deepest stage first, else the shallowest.
         merged: stages that run B in place of I and W.
     """
 
     patience: float = 1.0
-    deep_first: bool = True
     merged: frozenset[int] = frozenset()
 
 
@@ -189,7 +187,6 @@ class ListScheduler:
         next_forward, next_backward = self.next_forward, self.next_backward
         kinds = self.backward_kind
         deep = [stages[::-1] for stages in self.stages_of]
-        order = deep if self.rule.deep_first else self.stages_of
 
         def choose(rank: int, now: float) -> tuple[int, float, bool]:
             ready_at = math.inf
@@ -206,7 +203,7 @@ class ListScheduler:
                         return (stage * count + each) * 8 + kinds[stage], now, False
             blocked = False
             level = held[rank]
-            for stage in order[rank]:
+            for stage in deep[rank]:
                 each = next_forward[stage]
                 if each < count:
                     at = forward_at[stage * count + each]

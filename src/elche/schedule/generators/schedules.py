@@ -110,40 +110,6 @@ def make_schedule(name: str, costs: PipelineCosts, num_microbatches: int) -> Sch
     return decode(name, rows, costs.placement, num_microbatches)
 
 
-def memory_bound(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1
-) -> float:
-    """Most activations that any rank holds, in microbatches of one (equal) rank.
-
-    The bounds of the papers: p for 1F1B, ZB-H1 and ZB-V, 2p - 1 for ZB-H2, about half
-    and a third of p for V-Half and V-Min.
-
-    Args:
-        name: of `FIXED_SCHEDULES`.
-        num_ranks: ranks, p.
-        num_microbatches: of one step.
-        stages_per_rank: of the interleaved schedules.
-
-    Raises:
-        ConfigError: no such schedule.
-    """
-    _check_name(name)
-    length = num_microbatches // max(1, num_microbatches // num_ranks)
-    looped = (stages_per_rank - 1) * length
-    bounds: dict[str, float] = {
-        "gpipe": num_microbatches,
-        "1f1b": num_ranks,
-        "zb-h1": num_ranks,
-        "zb-h2": 2 * num_ranks - 1,
-        "interleaved-1f1b": (looped + 2 * num_ranks - 1) / stages_per_rank,
-        "interleaved-zb": (looped + num_ranks) / stages_per_rank,
-        "zb-v": num_ranks,
-        "v-half": (num_ranks + 2) // 2,
-        "v-min": (num_ranks + 4) // 3,
-    }
-    return min(bounds[name], num_microbatches)
-
-
 def fixed_rows(name: str, table: CostTable, count: int) -> Rows:
     """Codes of a published schedule, of its versions the one of least makespan.
 
@@ -199,8 +165,10 @@ def fixed_orders(
     if name == "zb-v":
         rows = zb_v_rows(ranks, count)
         return [(rows, None), (rows, peaks(rows, table, count))]
-    steps = V_HALF_STEPS if name == "v-half" else V_MIN_STEPS
-    bound = memory_bound(name, ranks, count)
+    # About half and a third of the microbatches that 1F1B holds.
+    is_half = name == "v-half"
+    steps = V_HALF_STEPS if is_half else V_MIN_STEPS
+    bound = min(count, (ranks + 2) // 2 if is_half else (ranks + 4) // 3)
     held = [0.0] * ranks
     for stage, rank in enumerate(table.rank_of):
         held[rank] -= bound * table.releases[stage * 8]

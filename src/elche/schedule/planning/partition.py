@@ -14,7 +14,7 @@ the same whatever came before. It costs O(k L^2 + k^2 L) for L layers and k plac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -365,50 +365,3 @@ def link_bound(table: ProfileTable, partition: Partition) -> float:
         ends[key] = ends.get(key, reached) + table.count * transfer
         reached += message
     return max(ends.values(), default=0.0)
-
-
-def shortage(
-    table: ProfileTable, orders: Sequence[tuple[int, ...]]
-) -> tuple[float, int, tuple[int, int]] | None:
-    """Memory that the devices lack to hold the model.
-
-    Of all partitions over the devices in the given orders, the one whose largest lack
-    is least; one microbatch's activations are counted.
-
-    Returns:
-        Bytes lacking, device, and its first and last layer; None if a partition fits.
-    """
-    needed = [
-        state + activation
-        for state, activation in zip(table.state, table.activation, strict=True)
-    ]
-    found: tuple[float, int, tuple[int, int]] | None = None
-    for order in orders:
-        nearest = _nearest(needed, table.memory, order)
-        if nearest[0] <= 0:
-            return None
-        if found is None or nearest[0] < found[0]:
-            found = nearest
-    return found
-
-
-def _nearest(
-    needed: list[float], memory: list[float], order: tuple[int, ...]
-) -> tuple[float, int, tuple[int, int]]:
-    """The least largest lack of memory for one order: bytes, device, layers."""
-    num_layers = len(needed) - 1
-    nowhere = (math.inf, -1, (0, 0))
-    done: list[tuple[float, int, tuple[int, int]]] = [nowhere] * (num_layers + 1)
-    done[num_layers] = (-math.inf, -1, (0, 0))
-    for device in reversed(order):
-        room = memory[device]
-        earlier = list(done)
-        for begin in range(num_layers):
-            for end in range(begin + 1, num_layers + 1):
-                lack = needed[end] - needed[begin] - room
-                if lack >= earlier[begin][0]:
-                    break
-                own = (lack, device, (begin, end - 1))
-                earlier[begin] = min(earlier[begin], max(own, done[end]))
-        done = earlier
-    return done[0]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, pairwise, zip_longest
 
 from elche.errors import ConfigError
 from elche.schedule.generators.auto import auto_schedule
@@ -35,7 +35,6 @@ from elche.schedule.planning.partition import (
     best_partition,
     costs_of,
     link_bound,
-    shortage,
     sum_bound,
 )
 from elche.schedule.planning.partition_search import (
@@ -131,7 +130,7 @@ class _PlanSearch:
         if not found:
             found = self._partitions(orders, 1)
         if not found:
-            raise ConfigError(self._shortage(orders))
+            raise ConfigError(self._shortage())
         self.bound_s = min(sum_bound(self.table, each) for each in found)
         best = self._leave_devices_out(self._refined(found))
         used = set(best.ranks)
@@ -329,20 +328,19 @@ class _PlanSearch:
             return f"{each} stages on each of {ranks} devices exceed {layers} layers"
         return "no partition into its stages fits the memory"
 
-    def _shortage(self, orders: list[tuple[int, ...]]) -> str:
-        lack = shortage(self.table, orders)
-        if lack is None:
-            return (
-                "the devices' memory holds the model only if some get no layers; let "
-                "devices go unused"
-            )
-        missing, index, (first, last) = lack
-        device, layers = self.profile.devices[index], self.profile.layers
+    def _shortage(self) -> str:
+        """Memory that the layers need, and that there is, in words."""
+        rooms = [each.memory_bytes for each in self.profile.devices]
+        pairs = zip(self.table.state, self.table.activation, strict=True)
+        sums = [state + activation for state, activation in pairs]
+        needed = [after - before for before, after in pairwise(sums)]
+        most = max(needed)
+        name = self.profile.layers[needed.index(most)].name
+        unused = "let devices go unused, " if self.config.use_all_devices else ""
         return (
-            "no partition fits the memory: the one that comes nearest puts layers "
-            f"{first} ({layers[first].name}) to {last} ({layers[last].name}) on device "
-            f"{device.name}, whose {device.memory_bytes:,.0f} bytes are "
-            f"{missing:,.0f} too few for their parameters, their state and one "
-            "microbatch of activations; add devices, cut large layers, or take smaller "
-            "microbatches"
+            f"no partition fits the memory: the layers need {sums[-1]:,.0f} bytes for "
+            "their parameters, their state and one microbatch of activations, the "
+            f"largest ({name}) {most:,.0f} of them; the devices have "
+            f"{sum(rooms):,.0f}, each {max(rooms):,.0f} at most; {unused}add devices, "
+            "cut large layers, or take smaller microbatches"
         )

@@ -32,6 +32,7 @@ from tests.distributed.cases.survive_cases import (
     die,
     plan_death,
 )
+from tests.distributed.cases.tasks import state_of
 
 SAMPLES, BATCH, EPOCHS = 640, 16, 3
 BUILDING: dict[str, Callable[[Callable[[], None]], None]] = {
@@ -124,7 +125,7 @@ def train(folder: str, deaths: tuple[Death, ...], options: dict[str, Any]) -> Co
             hits.get("between", int)()
             meet()
     counted = Counted(
-        {name: value.clone() for name, value in model.state_dict().items()},
+        state_of(model),
         elche.progress_samples(),
         elche.rank(),
         elche.world_size(),

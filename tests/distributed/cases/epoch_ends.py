@@ -14,6 +14,7 @@ from elche.session.process import current_run
 from tests.distributed.cases.auto_deaths import Ones, Visited
 from tests.distributed.cases.meetings import Meeting
 from tests.distributed.cases.survive_cases import Death, Indices, plan_death
+from tests.distributed.cases.tasks import state_of
 
 SAMPLES, BATCH = 640, 16
 POLICIES = ("sync", "cadence", "async", "auto")
@@ -47,7 +48,7 @@ def train(
             optimizer.zero_grad()
         if saves:
             elche.save(saves)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = state_of(model)
     assert elche.progress_samples() == SAMPLES * epochs
     elche.shutdown()
     return state, [int(visits) for visits in state["count"] - state["w"]]

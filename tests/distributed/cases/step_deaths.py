@@ -39,6 +39,7 @@ from elche.runtime.sync.step_groups import StepGroups
 from elche.runtime.watch.model_sums import checksum
 from elche.runtime.windows.regrouping import Regrouping
 from tests.distributed.cases.survive_cases import Death, after, before, die
+from tests.distributed.cases.tasks import state_of
 
 BATCH = 12
 CAP_MB = 0.0002
@@ -252,7 +253,7 @@ def train(loop: Loop) -> Trained:
             at["between"]()
             elche.barrier()
     trained = Trained(
-        {name: value.clone() for name, value in model.state_dict().items()},
+        state_of(model),
         elche.progress_samples(),
         elche.rank(),
         elche.world_size(),

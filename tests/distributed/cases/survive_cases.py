@@ -49,6 +49,7 @@ from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.regrouping import Regrouping
 from tests.distributed.cases.late_sums import LateSum, await_sums, mark_third_sum
 from tests.distributed.cases.meetings import Meeting
+from tests.distributed.cases.tasks import state_of
 
 EVENTS = {
     "closed": WindowClosed,
@@ -183,7 +184,7 @@ def count(
             counter.norm.requires_grad_(not freezes)
     if late_sum is not None:
         late_sum.check()
-    held = {name: value.clone() for name, value in model.state_dict().items()}
+    held = state_of(model)
     if windows is not None:  # ranks hold it in common
         held["momentum"] = own.state[counter.w]["momentum_buffer"]
     counted = Counted(

@@ -11,10 +11,16 @@ import torch.nn.functional as F
 import elche
 from elche.errors import ElcheError
 from elche.session.process import failing_together
-from tests.distributed.cases.tasks import Task, build, difference, identical
+from tests.distributed.cases.tasks import (
+    Task,
+    begin,
+    build,
+    difference,
+    identical,
+    state_of,
+)
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 
@@ -40,8 +46,7 @@ def weigh(batch: Any) -> torch.Tensor:
 
 
 def train(is_own: bool, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    model, optimizer, loader = build(TASK)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = begin(TASK, **options)
     how = options.get("loss_reduction", "mean")
     for _ in range(2):
         for x, y, *_ in loader:
@@ -52,7 +57,7 @@ def train(is_own: bool, options: dict[str, Any]) -> dict[str, torch.Tensor]:
             optimizer.step()
             optimizer.zero_grad()
     elche.shutdown()
-    return {k: v.detach().clone() for k, v in model.state_dict().items()}
+    return state_of(model)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +79,7 @@ def test_a_loss_over_pairs_is_one_process_loss(
     for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
         monkeypatch.delenv(name, raising=False)
     alone = train(is_own, options)
-    states = ranks2.run(
-        train, is_own, options, case_setup=serve_in_thread, env=FOUR_TO_ONE
-    )
+    states = ranks2.serve(train, is_own, options, env=FOUR_TO_ONE)
     assert identical(states)
     assert difference(states[0], alone) <= 1e-12
 
@@ -84,16 +87,14 @@ def test_a_loss_over_pairs_is_one_process_loss(
 def outside(policy: str) -> list[str]:
     """Between epochs it gathers; in windows, after a lone break, without a run not."""
     said: list[str] = []
-    model, optimizer, loader = build(Task(samples=96, batch_size=8))
+    task = Task(samples=96, batch_size=8)
     try:
         elche.all_gather(torch.ones(1))
     except ElcheError as error:
         said.append(str(error))
     try:
         with failing_together():
-            model, optimizer, loader = elche.setup(
-                model, optimizer, loader, policy=policy
-            )
+            model, optimizer, loader = begin(task, policy=policy)
             rank = elche.rank()
             rows = elche.all_gather(torch.full((rank + 1,), float(rank)))
             said.append(str(rows.tolist()))
@@ -111,11 +112,11 @@ def outside(policy: str) -> list[str]:
 
 
 def test_where_it_cannot_gather_it_says_so(ranks2: RankPool) -> None:
-    for said in ranks2.run(outside, "async", case_setup=serve_in_thread):
+    for said in ranks2.serve(outside, "async"):
         assert "needs a run" in said[0]
         assert said[1] == "[0.0, 1.0, 1.0]"
         assert "elche.all_gather inside the loop would wait for ever" in said[2]
-    for said in ranks2.run(outside, "sync", case_setup=serve_in_thread):
+    for said in ranks2.serve(outside, "sync"):
         assert "rank 0 left epoch 0 after step 3, and rank 1 did not" in said[2]
         assert "elche.all_gather needs every rank's forward pass" in said[2]
 
@@ -142,6 +143,6 @@ def test_by_hand_it_follows_the_weight_that_is_given(
     for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
         monkeypatch.delenv(name, raising=False)
     alone = by_hand()
-    for found in ranks2.run(by_hand, case_setup=serve_in_thread):
+    for found in ranks2.serve(by_hand):
         for own, expected in zip(found, alone, strict=True):
             torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)

@@ -13,16 +13,8 @@ from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_chooser, first_choice
 from elche.coordination.sync import step_grants
-from tests.distributed.cases.auto_deaths import (
-    BUILDING,
-    EPOCHS,
-    SAMPLES,
-    Counted,
-    train,
-)
-from tests.distributed.cases.survive_cases import Death, handed
-from tests.distributed.cases.tasks import identical
-from tests.harness.fenced import run_fenced, survivors_of
+from tests.distributed.cases.deaths import BUILDING, Death
+from tests.distributed.test_survive import outlive, run_with
 
 pytestmark = pytest.mark.distributed
 
@@ -32,6 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "gloo": GLOO,
     "int8": {"codec": "int8"},
 }
+EPOCHS = 3
 WINDOWS, ALONE, STEPS = "async", "alone", "sync"
 
 
@@ -80,24 +73,12 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wanted]]:
     Wanted.choices, Wanted.steps = (WINDOWS,), 2
 
 
-def outlive(
+def outlived(
     tmp_path: Path, *deaths: Death, ranks: int = 4, **options: Any
 ) -> list[list[str]]:
-    """A run in which ranks die; the policies of the others, whose account is checked.
-
-    By what loops were handed, by what the model holds, and by elche.
-    """
-    outcomes, lost = run_fenced(ranks, train, str(tmp_path), deaths, options)
-    victims = [death.rank for death in deaths]
-    survivors: list[Counted] = survivors_of(outcomes, lost, victims)
-    assert identical([each.state for each in survivors])
-    state = survivors[0].state
-    assert (state["count"] - state["w"]).tolist() == [EPOCHS] * SAMPLES
-    assert {each.progress for each in survivors} == {float(SAMPLES * EPOCHS)}
-    assert len(handed(tmp_path)) == SAMPLES * EPOCHS
-    assert [each.place for each in survivors] == list(range(len(survivors)))
-    assert {each.world_size for each in survivors} == {len(survivors)}
-    return [each.policies for each in survivors]
+    """A run in which ranks die; the policies of the others."""
+    more = {"epochs": EPOCHS, "options": {"epochs": EPOCHS, **options}}
+    return [e.policies for e in outlive(tmp_path, deaths, "auto", ranks, **more)]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +86,7 @@ def outlive(
 )
 def test_a_death_is_outlived(place: str, at: int, tmp_path: Path) -> None:
     """While steps are measured, on the way to windows, and in them."""
-    found = outlive(tmp_path, Death(2, place, at))
+    found = outlived(tmp_path, Death(2, place, at))
     assert found == [["sync", "async"]] * 3
 
 
@@ -119,7 +100,7 @@ def test_deaths_on_the_way_to_windows(
     for rank, place in itertools.product((0, 1), BUILDING):
         (folder := tmp_path / f"{rank} {place}").mkdir()
         print(options, ranks, rank, place)
-        found = outlive(folder, Death(rank, place, 1), ranks=ranks, **options)
+        found = outlived(folder, Death(rank, place, 1), ranks=ranks, **options)
         assert found == [["sync", "async"]] * (ranks - 1)
 
 
@@ -130,7 +111,7 @@ def test_a_rank_without_work_dies(
 ) -> None:
     """The one that trains alone goes on alone."""
     wanted.choices = (ALONE,)
-    found = outlive(tmp_path, Death(rank, "after reduced", 2), ranks=3)
+    found = outlived(tmp_path, Death(rank, "after reduced", 2), ranks=3)
     assert found[-1] == ["sync", "async"]
 
 
@@ -147,6 +128,7 @@ def test_the_death_of_the_rank_that_trains_alone_ends_the_run_by_name(
 ) -> None:
     """What its optimizer holds has nobody else."""
     wanted.choices = (ALONE,) if death[0] == "batch" else (ALONE, STEPS)
-    outcomes, _ = run_fenced(3, train, str(tmp_path), (Death(2, *death),), {})
+    more = {"epochs": EPOCHS, "options": {"epochs": EPOCHS}}
+    outcomes, _ = run_with(tmp_path, (Death(2, *death),), "auto", 3, **more)
     assert says in str(outcomes[0].error)
     assert outcomes[1].error is not None

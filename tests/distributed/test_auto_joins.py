@@ -7,61 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases.auto_deaths import SAMPLES
-from tests.distributed.cases.auto_joins import AutoGrowing, AutoGrown, grow
-from tests.distributed.cases.survive_cases import Death, handed
-from tests.distributed.cases.tasks import identical
+from tests.distributed.cases.deaths import Death
+from tests.distributed.cases.joining_cases import Growing
+from tests.distributed.grown import ended
 from tests.distributed.test_auto_deaths import ALONE, GLOO, STEPS, WINDOWS, Wanted
 from tests.distributed.test_auto_deaths import wanted as wanted
-from tests.harness.fenced import run_fenced
 
 pytestmark = pytest.mark.distributed
 
 EACH_WAY = pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
-
-
-def trained(growth: AutoGrowing) -> list[AutoGrown]:
-    """What those have who are there at the end, by three accounts.
-
-    By what loops were handed, by what the model holds, and by elche.
-    """
-    outcomes, lost = run_fenced(
-        growth.founders + growth.joiners, grow, growth, joiners=growth.joiners
-    )
-    victims = {death.rank for death in growth.deaths}
-    errors = {each.rank: each.error for each in outcomes if each.error}
-    others = [error for rank, error in errors.items() if rank not in victims]
-    assert not others, "\n".join(map(str, others))
-    assert {*errors} == victims, "a fault did not happen"
-    assert {*lost} <= victims
-    ended: list[AutoGrown] = [
-        each.value for each in outcomes if each.rank not in errors
-    ]
-    first = ended[0]
-    assert identical([each.state for each in ended])
-    assert identical([each.copy for each in ended])
-    assert len({each.rate for each in ended}) == 1
-    assert [each.place for each in ended] == list(range(len(ended)))
-    assert {each.world_size for each in ended} == {len(ended)}
-    counts = first.state["count"] - first.state["w"]
-    assert counts.tolist() == [first.epochs] * SAMPLES
-    expected = float(SAMPLES * first.epochs)
-    assert {(each.progress, each.epochs) for each in ended} == {
-        (expected, first.epochs)
-    }
-    counted = handed(Path(growth.folder))
-    assert len(counted) == SAMPLES * first.epochs
-    assert growth.deaths or set(counted.values()) == {1}
-    return ended
-
-
-def check_newcomers(growth: AutoGrowing, ended: list[AutoGrown]) -> None:
-    """All of them are there, and have trained."""
-    assert len(ended) == growth.founders + growth.joiners - len(growth.deaths)
-    living = growth.joiners - len(
-        {death.rank for death in growth.deaths} & {*growth.newcomers}
-    )
-    assert all(each.batches for each in ended[len(ended) - living :])
 
 
 @pytest.mark.parametrize(
@@ -70,28 +24,22 @@ def check_newcomers(growth: AutoGrowing, ended: list[AutoGrown]) -> None:
     ids=["steps", "windows"],
 )
 def test_a_rank_joins(
-    choices: tuple[str, ...],
-    called_in: str,
-    wanted: type[Wanted],
-    tmp_path: Path,
+    choices: tuple[str, ...], called_in: str, wanted: type[Wanted], tmp_path: Path
 ) -> None:
     wanted.choices = choices
-    growth = AutoGrowing(folder=str(tmp_path), called_in=called_in)
-    ended = trained(growth)
-    check_newcomers(growth, ended)
-    assert ended[-1].policies == [called_in]
+    growth = Growing(folder=str(tmp_path), policy="auto", called_in=called_in)
+    assert ended(growth)[-1].policies == [called_in]
 
 
 def test_a_rank_joins_where_one_trains_alone(
-    wanted: type[Wanted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wanted: type[Wanted], tmp_path: Path
 ) -> None:
     """Which is not the first one; all go back to steps with its optimizer's state."""
     wanted.choices = (ALONE, STEPS)
-    growth = AutoGrowing(folder=str(tmp_path), called_in="async")
-    ended = trained(growth)
-    check_newcomers(growth, ended)
-    assert ended[-1].policies == ["sync"]
-    assert ended[1].policies == ["sync", "async", "sync"]
+    growth = Growing(folder=str(tmp_path), policy="auto", called_in="async")
+    _, second, newcomer = ended(growth)
+    assert newcomer.policies == ["sync"]
+    assert second.policies == ["sync", "async", "sync"]
 
 
 @pytest.mark.slow
@@ -106,8 +54,9 @@ def test_ranks_join_in_place_of_one_that_died(
     tmp_path: Path,
 ) -> None:
     wanted.choices = (STEPS,) if called_in == "sync" else (WINDOWS,)
-    growth = AutoGrowing(
+    growth = Growing(
         folder=str(tmp_path),
+        policy="auto",
         founders=3,
         joiners=2,
         deaths=(Death(victim, "batch", 12),),
@@ -115,4 +64,4 @@ def test_ranks_join_in_place_of_one_that_died(
         called_in=called_in,
         options=(*options.items(),),
     )
-    check_newcomers(growth, trained(growth))
+    ended(growth)

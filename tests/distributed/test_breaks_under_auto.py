@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import elche
 from elche.cadence.chooser import Choice
@@ -17,10 +16,14 @@ from elche.coordination.sync import step_grants
 from elche.errors import ElcheError
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.session.process import current_run, failing_together
-from tests.distributed.cases.tasks import Task, build, identical
+from tests.distributed.cases.tasks import (
+    Task,
+    begin,
+    identical,
+    state_of,
+    take_step,
+)
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
-from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -74,9 +77,8 @@ def leave(when: str, who: tuple[int, ...]) -> Found:
 
 def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
     task = Task(samples=SAMPLES, batch_size=BATCH)
-    model, optimizer, loader = build(task)
     options = {"policy": "auto", "timeout_s": 60.0}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
+    model, optimizer, loader = begin(task, **options)
     run = current_run()
     assert run is not None
     for epoch in range(2):
@@ -85,9 +87,7 @@ def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
         for x, y, index, _ in loader:
             if run.samples_in_hand:
                 order += index.tolist()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
             elche.log_scalar("seen", 1.0)
             in_windows += isinstance(run._epochs.under_way, WindowEpoch)
             found.switched |= in_windows > 0
@@ -97,7 +97,7 @@ def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
         found.orders.append(order)
         found.metrics.append(elche.epoch_metrics())
         found.progress.append(elche.progress_samples())
-    found.state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    found.state = state_of(model)
 
 
 @pytest.fixture(params=["async", "cadence"])
@@ -114,14 +114,14 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def test_windows_drain_and_are_told(
     ranks2: RankPool, chosen: str, who: tuple[int, ...]
 ) -> None:
-    ranks = ranks2.run(leave, "after", who, case_setup=serve_in_thread)
+    ranks = ranks2.serve(leave, "after", who)
     assert [rank.error for rank in ranks] == ["", ""]
     check(ranks)
 
 
 @pytest.mark.parametrize("chosen", ["async"], indirect=True)
 def test_steps_are_left_by_all_and_told(ranks2: RankPool, chosen: str) -> None:
-    ranks = ranks2.run(leave, "before", (0, 1), case_setup=serve_in_thread)
+    ranks = ranks2.serve(leave, "before", (0, 1))
     assert [rank.error for rank in ranks] == ["", ""]
     check(ranks)
 
@@ -132,7 +132,7 @@ def test_steps_that_one_rank_leaves_end_for_all(
     ranks2: RankPool, chosen: str, who: int
 ) -> None:
     """Before the switch to windows, or while it is on its way."""
-    ranks = ranks2.run(leave, "before", (who,), case_setup=serve_in_thread)
+    ranks = ranks2.serve(leave, "before", (who,))
     assert [rank.error for rank in ranks] == ["", ""]
     check(ranks)
 

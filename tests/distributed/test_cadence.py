@@ -9,17 +9,25 @@ from itertools import islice
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import elche
 from elche.errors import NonFiniteError, RemoteRankError
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.session.process import failing_together
-from tests.distributed.cases.tasks import Task, Trace, build, identical, plain, shared
+from tests.distributed.cases.tasks import (
+    Task,
+    Trace,
+    begin,
+    build,
+    identical,
+    plain,
+    shared,
+    state_of,
+    take_step,
+)
 from tests.distributed.cases.window_cases import shared_by_virtual_speeds
 from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 NEW_RANKS = True
@@ -33,7 +41,7 @@ def _positions(traces: list[Trace], epoch: int) -> list[int]:
 def test_every_position_once(ranks3: RankPool, task: Task) -> None:
     reference = plain(task)
     task = dataclasses.replace(task, options={"policy": "cadence"})
-    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks3.serve(shared, task)
     for epoch in range(task.epochs):
         seen = [part for trace in traces for part in _batches(trace, epoch)]
         whole = _batches(reference, epoch)
@@ -62,7 +70,7 @@ def _cut(batch: tuple[int, ...], ranks: int) -> list[tuple[int, ...]]:
 def test_ranks_end_identical(ranks2: RankPool, outer: str) -> None:
     options = {"policy": "cadence", "outer": outer}
     task = Task(samples=320, optimizer="adamw", model="norm", options=options)
-    traces = ranks2.run(shared, task, case_setup=serve_in_thread, env=FOUR_TO_ONE)
+    traces = ranks2.serve(shared, task, env=FOUR_TO_ONE)
     assert identical([trace.state for trace in traces])
     assert all(torch.isfinite(v).all() for v in traces[0].state.values())
 
@@ -75,9 +83,7 @@ def test_the_fast_rank_does_four_times_the_work(ranks2: RankPool) -> None:
     options = {"policy": "cadence", "anchor": 2, "max_anchor": 2, "guard": False}
     options["local_batch_size"] = 8
     task = Task(samples=1600, batch_size=8, epochs=2, options=options)
-    traces = ranks2.run(
-        shared_by_virtual_speeds, task, (0.01, 0.04), case_setup=serve_in_thread
-    )
+    traces = ranks2.serve(shared_by_virtual_speeds, task, (0.01, 0.04))
     assert 200 // 10 <= traces[0].windows[1] <= 30
     assert traces[0].shares[1] == pytest.approx((0.8, 0.2), abs=0.05)
     assert traces[0].busy_s[1] == pytest.approx((1.6, 1.6), abs=0.4)
@@ -85,7 +91,7 @@ def test_the_fast_rank_does_four_times_the_work(ranks2: RankPool) -> None:
 
 def test_counters_add_up(ranks3: RankPool) -> None:
     task = Task(samples=101, batch_size=8, model="norm", options={"policy": "cadence"})
-    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks3.serve(shared, task)
     local_batches = 12 * 3 + 2  # of a tail of five samples, at least two in each
     assert int(traces[0].state["1.num_batches_tracked"]) == 2 * local_batches
     assert float(traces[0].state["1.running_var"].min()) > 0
@@ -96,7 +102,7 @@ def test_fixed_anchor_and_el_che_off(ranks2: RankPool) -> None:
     for options in ({"anchor": 2, "max_anchor": 2}, {"max_anchor": 0}):
         options = {"policy": "cadence", "guard": False, **options}
         task = Task(samples=128, options=options)
-        traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+        traces = ranks2.serve(shared, task)
         assert identical([trace.state for trace in traces])
         if options.get("max_anchor") == 0:
             assert min(traces[0].windows) >= 4
@@ -107,7 +113,7 @@ def test_fixed_anchor_and_el_che_off(ranks2: RankPool) -> None:
 
 def test_break_on_one_rank_drains_for_all(ranks3: RankPool) -> None:
     task = Task(samples=400, batch_size=4, loop="break", options={"policy": "cadence"})
-    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks3.serve(shared, task)
     assert identical([trace.state for trace in traces])
     for epoch in range(task.epochs):
         seen = _positions(traces, epoch)
@@ -116,17 +122,14 @@ def test_break_on_one_rank_drains_for_all(ranks3: RankPool) -> None:
 
 def break_aloud(policy: str) -> list[str]:
     """Rank 1 breaks off after its third batch; what this rank logged."""
-    model, optimizer, loader = build(Task(samples=400, batch_size=4))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    model, optimizer, loader = begin(Task(samples=400, batch_size=4), policy=policy)
     kept = logging.handlers.BufferingHandler(1000)
     logger = logging.getLogger("elche")
     logger.addHandler(kept)
     logger.setLevel(logging.INFO)
     try:
         for number, (x, y, _, _) in enumerate(loader):
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
             if elche.rank() == 1 and number == 2:
                 break
     finally:
@@ -137,7 +140,7 @@ def break_aloud(policy: str) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_a_break_says_so(ranks2: RankPool, policy: str) -> None:
-    quiet, aloud = ranks2.run(break_aloud, policy, case_setup=serve_in_thread)
+    quiet, aloud = ranks2.serve(break_aloud, policy)
     (said,) = [line for line in aloud if "left the loop" in line]
     assert re.fullmatch(
         r"rank 1 left the loop of epoch 0 early, after \d+ batches of window \d+: the "
@@ -149,8 +152,8 @@ def test_a_break_says_so(ranks2: RankPool, policy: str) -> None:
 
 def refuse_at_break(policy: str) -> str:
     """The run ends for what is no number, just as rank 0 leaves its loop."""
-    model, optimizer, loader = build(Task(samples=400, batch_size=4, shuffle=False))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    task = Task(samples=400, batch_size=4, shuffle=False)
+    *_, loader = begin(task, policy=policy)
 
     def leave(epoch: WindowEpoch) -> None:
         raise NonFiniteError("it was not finite", 1, [(1, 3)])
@@ -178,7 +181,7 @@ def refuse_at_break(policy: str) -> str:
 def test_what_is_met_at_a_break_names_its_samples(
     ranks2: RankPool, policy: str
 ) -> None:
-    said, _ = ranks2.run(refuse_at_break, policy, case_setup=serve_in_thread)
+    said, _ = ranks2.serve(refuse_at_break, policy)
     assert said == f"it was not finite; samples {list(range(2, 6))}"
 
 
@@ -192,7 +195,7 @@ def test_one_window_of_plain_averaging_is_the_mean(ranks2: RankPool) -> None:
         "local_batch_size": 16,
     }
     task = Task(samples=32, epochs=1, dtype="float64", shuffle=False, options=options)
-    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks2.serve(shared, task)
     parts = []
     for trace in traces:
         alone = dataclasses.replace(task, sampler=None)
@@ -204,7 +207,7 @@ def test_one_window_of_plain_averaging_is_the_mean(ranks2: RankPool) -> None:
 
 def _train_on(task: Task, order: list[int]) -> dict[str, torch.Tensor]:
     """One plain SGD step on the given samples."""
-    from tests.distributed.cases.tasks import Numbered, build
+    from tests.distributed.cases.tasks import Numbered
 
     model, optimizer, _ = build(task)
     data = Numbered(task.samples, dtype=task.dtype)
@@ -212,4 +215,4 @@ def _train_on(task: Task, order: list[int]) -> dict[str, torch.Tensor]:
     loss = torch.nn.functional.cross_entropy(model(data.x[index]), data.y[index])
     loss.backward()
     optimizer.step()
-    return {k: v.detach().clone() for k, v in model.state_dict().items()}
+    return state_of(model)

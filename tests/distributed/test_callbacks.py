@@ -71,7 +71,7 @@ def _fit_saving() -> tuple[list[int], list[str]]:
 
 
 def test_a_checkpoint_that_raises_costs_no_run(ranks2: RankPool) -> None:
-    first, second = ranks2.run(_fit_saving, case_setup=serve_in_thread)
+    first, second = ranks2.serve(_fit_saving)
     assert first[0] == [*range(EPOCHS)]
     assert first[1] == [
         f"on_checkpoint failed after epoch {epoch}; training goes on"
@@ -104,7 +104,7 @@ def test_in_a_run_of_many_ranks_only_the_first_holds_numbers_per_rank(
 ) -> None:
     """With two ranks for many: everything else, evaluation too, is as before."""
     monkeypatch.setattr(core_policy, "TABLE_RANKS", 1)
-    first, second = ranks2.run(_fit_and_evaluate, case_setup=serve_in_thread)
+    first, second = ranks2.serve(_fit_and_evaluate)
     for mine, other in zip(first[0], second[0], strict=True):
         assert mine.eval_loss == other.eval_loss == pytest.approx((SAMPLES - 1) / 2)
         assert mine.train_loss == other.train_loss

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch.nn.functional as F
 
 import elche
 from elche.coordination.auto import windows_advice
 from elche.session.process import current_run
-from tests.distributed.cases.tasks import Task, build
+from tests.distributed.cases.tasks import Task, begin, take_step
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 
@@ -24,16 +22,13 @@ def _heard() -> list[list[str]]:
 
 def _said(options: dict[str, str]) -> list[str]:
     said: list[str] = []
-    model, optimizer, loader = build(Task())
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = begin(Task(), **options)
     run = current_run()
     assert run is not None
     run.notifications.emit = said.append
     for _ in range(2):
         for x, y, *_ in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
     elche.shutdown()
     return [line for line in said if LINE in line]
 
@@ -43,5 +38,5 @@ def test_only_a_run_that_names_no_policy_says_it_once(
 ) -> None:
     monkeypatch.setattr(windows_advice, "ADVICE_GRANTS", 2)
     monkeypatch.setattr(windows_advice, "advice", lambda cluster: f"{LINE} to win")
-    found = ranks2.run(_heard, case_setup=serve_in_thread)
+    found = ranks2.serve(_heard)
     assert found == [[[f"elche: {LINE} to win"], []], [[], []]]

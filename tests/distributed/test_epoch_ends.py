@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from elche.checkpoint.store import CheckpointStore
+from tests.distributed.cases.deaths import Death
 from tests.distributed.cases.epoch_ends import POLICIES, SAMPLES, train
-from tests.distributed.cases.survive_cases import Death
 from tests.distributed.test_auto_deaths import wanted  # noqa: F401 - none alone
 from tests.harness.fenced import run_fenced, survivors_of
 
@@ -37,8 +37,8 @@ def test_deaths_as_epochs_end(policy: str, ranks: tuple[int, ...], turn: int) ->
     places = (*PLACES[turn:], *PLACES[:turn])
     deaths = tuple(map(Death, ranks, places, (1, 2, 3)))
     outcomes, lost = run_fenced(4, train, policy, 5, deaths)
-    ((_, visits),) = survivors_of(outcomes, lost, ranks)
-    assert visits == [5] * SAMPLES
+    (counts,) = survivors_of(outcomes, lost, ranks)
+    assert counts == [5] * SAMPLES
 
 
 @pytest.mark.parametrize("place", [*PLACES[:2], pytest.param(PLACES[2], marks=SLOW)])
@@ -46,8 +46,8 @@ def test_a_death_of_rank_0_in_save(place: str, tmp_path: Path) -> None:
     """The next rank chooses the checkpoint, where that was not settled."""
     deaths = (Death(0, place, 3),)  # after the first epoch's, and its end
     outcomes, lost = run_fenced(3, train, "cadence", 3, deaths, saves=str(tmp_path))
-    for _, visits in survivors_of(outcomes, lost, [0]):
-        assert visits == [3] * SAMPLES
+    for counts in survivors_of(outcomes, lost, [0]):
+        assert counts == [3] * SAMPLES
     newest = CheckpointStore(tmp_path).newest()
     assert newest is not None
     assert newest.manifest.world_size == 2

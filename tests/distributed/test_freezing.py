@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import elche
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
-from tests.distributed.cases.tasks import Task, build, identical
+from tests.distributed.cases.tasks import (
+    Task,
+    begin,
+    build,
+    identical,
+    state_of,
+    take_step,
+)
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
-from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -32,26 +37,24 @@ def _freeze(policy: str, when: str) -> dict[str, torch.Tensor]:
         for number, (x, y, _, _) in enumerate(loader):
             if when == "inside" and number == 1:
                 first.requires_grad_(True)
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
         if epoch == 0:
             assert torch.equal(first.weight, before)
             first.requires_grad_(True)
     assert not torch.equal(first.weight, before)
     elche.shutdown()
-    return {k: v.detach().clone() for k, v in model.state_dict().items()}
+    return state_of(model)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_freed_between_epochs(ranks2: RankPool, policy: str) -> None:
-    states = ranks2.run(_freeze, policy, "between", case_setup=serve_in_thread)
+    states = ranks2.serve(_freeze, policy, "between")
     assert identical(states)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_freed_inside_an_epoch_is_refused(ranks2: RankPool, policy: str) -> None:
-    outcomes = ranks2.run(_expect_refusal, policy, case_setup=serve_in_thread)
+    outcomes = ranks2.serve(_expect_refusal, policy)
     assert all("inside an epoch; do it between epochs" in text for text in outcomes)
 
 
@@ -67,8 +70,7 @@ def _expect_refusal(policy: str) -> str:
 
 def _carried(options: dict[str, Any]) -> tuple[int, int, int]:
     """Elements in this rank's messages; trained ones, and their tensors."""
-    model, optimizer, loader = build(Task(samples=64, batch_size=8, model="frozen"))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
+    model, *_ = begin(Task(samples=64, batch_size=8, model="frozen"), **options)
     run = current_run()
     assert run is not None
     held: Any = run._synchroniser.windows or run._synchroniser.reducer
@@ -98,19 +100,16 @@ def test_nothing_frozen_travels(
     ranks2: RankPool, options: dict[str, Any], flags: bool, others: int
 ) -> None:
     """What is trained, a flag for each tensor of gradients, and a weight."""
-    for numel, trained, count in ranks2.run(
-        _carried, options, case_setup=serve_in_thread
-    ):
+    for numel, trained, count in ranks2.serve(_carried, options):
         assert numel == trained + flags * count + others
 
 
 def _sent_and_held(policy: str) -> tuple[int, list[int]]:
     """Frozen and freed in turn: messages of the first epoch, and how many of all that
     were sent until then are held when a later epoch begins."""
-    model, optimizer, loader = build(Task(samples=64, batch_size=8))
+    task = Task(samples=64, batch_size=8)
+    model, optimizer, loader = begin(task, policy=policy, codec="int8")
     first: Any = model.get_submodule("0")
-    options: dict[str, Any] = {"policy": policy, "codec": "int8"}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     sent: list[Any] = []
     held: list[int] = []
     for _ in range(4):
@@ -120,9 +119,7 @@ def _sent_and_held(policy: str) -> tuple[int, list[int]]:
                 gc.collect()
                 held.append(sum(memory() is not None for memory in sent))
             is_first = False
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
         run = current_run()
         assert run is not None
         sent += map(weakref.ref, run.worker.group.transfers.values())
@@ -135,7 +132,7 @@ def _sent_and_held(policy: str) -> tuple[int, list[int]]:
 def test_what_was_sent_before_a_rebuild_is_let_go(
     ranks2: RankPool, policy: str
 ) -> None:
-    found = ranks2.run(_sent_and_held, policy, case_setup=serve_in_thread)
+    found = ranks2.serve(_sent_and_held, policy)
     assert all(sent > 0 for sent, _ in found)
     # A rank that is late on a busy machine may find an epoch done by the other one.
     assert all(held and not any(held) for _, held in found)
@@ -143,15 +140,12 @@ def test_what_was_sent_before_a_rebuild_is_let_go(
 
 def _barrier(policy: str) -> int:
     """A barrier at every step of the loop."""
-    model, optimizer, loader = build(Task(samples=64, batch_size=8))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    model, optimizer, loader = begin(Task(samples=64, batch_size=8), policy=policy)
     steps = 0
     try:
         for x, y, _, _ in loader:
             elche.barrier()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
             steps += 1
     finally:
         elche.barrier() if policy == "sync" else None
@@ -160,7 +154,7 @@ def _barrier(policy: str) -> int:
 
 
 def test_barriers_in_a_loop_of_sync(ranks2: RankPool) -> None:
-    assert ranks2.run(_barrier, "sync", case_setup=serve_in_thread) == [8, 8]
+    assert ranks2.serve(_barrier, "sync") == [8, 8]
 
 
 def test_a_barrier_in_a_loop_of_cadence_is_refused(ranks2: RankPool) -> None:
@@ -175,12 +169,9 @@ def _two_runs(policy: str) -> float:
     """Two trainings in one script, one after the other."""
     total = 0.0
     for _ in range(2):
-        model, optimizer, loader = build(Task(samples=32, batch_size=8))
-        model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+        model, optimizer, loader = begin(Task(samples=32, batch_size=8), policy=policy)
         for x, y, _, _ in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
         total += sum(float(p.detach().double().sum()) for p in model.parameters())
     elche.shutdown()
     return total
@@ -188,22 +179,19 @@ def _two_runs(policy: str) -> float:
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_two_runs_in_one_script(ranks2: RankPool, policy: str) -> None:
-    totals = ranks2.run(_two_runs, policy, case_setup=serve_in_thread)
+    totals = ranks2.serve(_two_runs, policy)
     assert totals[0] == totals[1]
 
 
 def _only_on_rank_0(policy: str, what: str) -> str:
     """Something that a script does on the main process alone, between epochs."""
-    model, optimizer, loader = build(Task(samples=32, batch_size=8))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    model, optimizer, loader = begin(Task(samples=32, batch_size=8), policy=policy)
     first: Any = model.get_submodule("0")
     try:
         with failing_together():
             for epoch in range(2):
                 for x, y, _, _ in loader:
-                    F.cross_entropy(model(x), y).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    take_step(model, optimizer, x, y)
                 if epoch == 0 and elche.is_main_process():
                     if what == "freeze":
                         first.requires_grad_(False)
@@ -225,27 +213,24 @@ def _only_on_rank_0(policy: str, what: str) -> str:
 def test_changes_on_one_rank_alone_are_refused(
     ranks2: RankPool, policy: str, what: str, says: str
 ) -> None:
-    texts = ranks2.run(_only_on_rank_0, policy, what, case_setup=serve_in_thread)
+    texts = ranks2.serve(_only_on_rank_0, policy, what)
     assert all(says in text for text in texts)
 
 
 def _new_head(policy: str) -> dict[str, torch.Tensor]:
     """A layer replaced between epochs, drawn differently on every rank."""
-    model, optimizer, loader = build(Task(samples=32, batch_size=8))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    model, optimizer, loader = begin(Task(samples=32, batch_size=8), policy=policy)
     for epoch in range(2):
         for x, y, _, _ in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
         if epoch == 0:
             head = torch.nn.Linear(32, 3)
             model.register_module("2", head)
             optimizer.add_param_group({"params": list(head.parameters())})
     elche.shutdown()
-    return {k: v.detach().clone() for k, v in model.state_dict().items()}
+    return state_of(model)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_a_new_layer_is_shared(ranks2: RankPool, policy: str) -> None:
-    assert identical(ranks2.run(_new_head, policy, case_setup=serve_in_thread))
+    assert identical(ranks2.serve(_new_head, policy))

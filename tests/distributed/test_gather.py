@@ -13,10 +13,9 @@ import torch
 import elche
 from elche.monitor.progress import TaskProgress
 from elche.session import output
-from tests.distributed.cases.tasks import Task, build
+from tests.distributed.cases.tasks import Task, begin, take_step
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 
@@ -42,16 +41,14 @@ class Bar(TaskProgress):
 
 def gather_in_the_loop() -> dict[str, Any]:
     found: dict[str, Any] = {"order": [], "any": []}
-    model, optimizer, loader = elche.setup(*build(TASK))
+    model, optimizer, loader = begin(TASK)
     rank = elche.rank()
     for number, (x, y, index, _) in enumerate(loader):
         rows = elche.gather({"y": y, "parts": [index, x.double() + rank * 0]})
         found["order"].append(rows["parts"][0].tolist())
         assert rows["parts"][1].shape == (len(rows["y"]), 6)
         found["any"].append(elche.any(number == 2 and rank == 1))
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x, y)
     rows = torch.arange(rank * 2)[:, None] + 10 * rank
     found["unequal"] = elche.gather(rows).tolist()
     found["numbers"] = elche.gather(torch.tensor(0.5 + rank)).tolist()
@@ -61,7 +58,7 @@ def gather_in_the_loop() -> dict[str, Any]:
 
 
 def test_rows_of_unequal_ranks_come_in_order(ranks2: RankPool) -> None:
-    both = ranks2.run(gather_in_the_loop, case_setup=serve_in_thread, env=FOUR_TO_ONE)
+    both = ranks2.serve(gather_in_the_loop, env=FOUR_TO_ONE)
     assert both[0] == both[1]
     found = both[0]
     assert [len(batch) for batch in found["order"]] == [16, 16, 16, 1]
@@ -73,7 +70,7 @@ def test_rows_of_unequal_ranks_come_in_order(ranks2: RankPool) -> None:
 
 
 def refuse_in_windows() -> None:
-    _, _, loader = elche.setup(*build(TASK), policy="cadence")
+    _, _, loader = begin(TASK, policy="cadence")
     try:
         for _ in loader:
             for call in (lambda: elche.gather(torch.ones(1)), lambda: elche.any(True)):
@@ -85,7 +82,7 @@ def refuse_in_windows() -> None:
 
 
 def test_windows_refuse_them_by_name(ranks2: RankPool) -> None:
-    ranks2.run(refuse_in_windows, case_setup=serve_in_thread)
+    ranks2.serve(refuse_in_windows)
 
 
 def show(policy: str) -> tuple[list[Any], str]:
@@ -94,12 +91,10 @@ def show(policy: str) -> tuple[list[Any], str]:
         mock.patch.object(output, "TaskProgress", Bar),
         contextlib.redirect_stdout(out),
     ):
-        model, optimizer, loader = elche.setup(*build(TASK), policy=policy)
+        model, optimizer, loader = begin(TASK, policy=policy)
         for epoch in range(2):
             for x, y, *_ in elche.progress(loader, desc=f"epoch {epoch}"):
-                torch.nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x, y)
                 elche.print("in", epoch, sep="-")
                 if epoch:
                     break
@@ -111,9 +106,7 @@ def show(policy: str) -> tuple[list[Any], str]:
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_one_bar_counts_the_samples_of_all(ranks2: RankPool, policy: str) -> None:
-    first, second = ranks2.run(
-        show, policy, case_setup=serve_in_thread, env=FOUR_TO_ONE
-    )
+    first, second = ranks2.serve(show, policy, env=FOUR_TO_ONE)
     (whole, broken), printed = first
     assert whole == ("epoch 0", 49, 49, True)
     assert (broken[0], broken[3]) == ("epoch 1", True)

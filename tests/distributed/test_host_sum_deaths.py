@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases.step_deaths import HOST_PLACES
-from tests.distributed.cases.survive_cases import Death
+from tests.distributed.cases.deaths import HOST_PLACES, Death
 from tests.distributed.test_step_deaths import outlive
 
 pytestmark = pytest.mark.distributed

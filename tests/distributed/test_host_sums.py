@@ -19,6 +19,7 @@ from elche.session.process import current_run
 from tests.distributed.cases.tasks import (
     Task,
     Trace,
+    begin,
     difference,
     identical,
     plain,
@@ -26,7 +27,6 @@ from tests.distributed.cases.tasks import (
 )
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 
@@ -67,7 +67,7 @@ def by_hosts(task: Task) -> tuple[Trace, set[str]]:
 
 def trained(pool: RankPool, task: Task, env: list[dict[str, str]]) -> list[Trace]:
     """The task over hosts: equal ranks, every sample once."""
-    found = pool.run(by_hosts, task, case_setup=serve_in_thread, env=env)
+    found = pool.serve(by_hosts, task, env=env)
     traces = [trace for trace, _ in found]
     assert {kind for _, kinds in found for kind in kinds} == {HostExchange.__name__}
     assert identical([trace.state for trace in traces])
@@ -113,27 +113,22 @@ def test_loops_of_two_hosts_train_as_one_process(
     found = trained(ranks3, task, of("aab"))
     if task.weighs or task.loop == "scaler":
         # Weighed otherwise, and steps skipped: as without hosts.
-        flat = ranks3.run(shared, task, case_setup=serve_in_thread, env=of("abc"))
+        flat = ranks3.serve(shared, task, env=of("abc"))
         assert difference(found[0].state, flat[0].state) <= 1e-12
     else:
         assert difference(found[0].state, reference_of(task).state) <= 1e-12
 
 
 def test_non_finite_gradients_are_seen_on_all_hosts(ranks3: RankPool) -> None:
-    found = ranks3.run(infinite, task_of(), case_setup=serve_in_thread, env=of("aab"))
+    found = ranks3.serve(infinite, task_of(), env=of("aab"))
     assert found == [[True, False]] * 3
 
 
 def infinite(task: Task) -> list[bool]:
     """Whether gradients are finite without, and with, an infinite one on one rank."""
     import elche
-    from tests.distributed.cases.tasks import build
-    from tests.harness.settings import nested
 
-    model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, policy="sync", **nested(task.options)
-    )
+    model, optimizer, loader = begin(task, policy="sync", **task.options)
     found = []
     for number, (x, y, _, _) in enumerate(loader):
         loss = torch.nn.functional.cross_entropy(model(x), y)
@@ -157,13 +152,13 @@ def test_averages_of_windows_are_summed_by_hosts(ranks4: RankPool) -> None:
     options = {"policy": "cadence", "deterministic": True}
     task = task_of(options=options, samples=160)
     found = trained(ranks4, task, of("aabb"))
-    flat = ranks4.run(shared, task, case_setup=serve_in_thread, env=of("abcd"))
+    flat = ranks4.serve(shared, task, env=of("abcd"))
     assert difference(found[0].state, flat[0].state) <= 1e-12
 
 
 def test_hosts_of_one_rank_each_sum_by_gloo(ranks3: RankPool) -> None:
     task = task_of()
-    found = ranks3.run(by_hosts, task, case_setup=serve_in_thread, env=of("abc"))
+    found = ranks3.serve(by_hosts, task, env=of("abc"))
     assert {kind for _, kinds in found for kind in kinds} == {GlooExchange.__name__}
 
 
@@ -181,9 +176,7 @@ def with_another_processor(task: Task) -> tuple[Trace, set[str]]:
 def test_all_sum_by_gloo_beside_a_host_of_another_processor(ranks3: RankPool) -> None:
     task = task_of()
     env = of("aab")
-    found = ranks3.run(
-        with_another_processor, task, case_setup=serve_in_thread, env=env
-    )
+    found = ranks3.serve(with_another_processor, task, env=env)
     assert {kind for _, kinds in found for kind in kinds} == {GlooExchange.__name__}
     assert difference(found[0][0].state, reference_of(task).state) <= 1e-12
 
@@ -191,10 +184,8 @@ def test_all_sum_by_gloo_beside_a_host_of_another_processor(ranks3: RankPool) ->
 def without_each_in_turn(task: Task) -> list[int]:
     """Open files of this rank after each of some steps from which one is left out."""
     import elche
-    from tests.distributed.cases.tasks import build
-    from tests.harness.settings import nested
 
-    elche.setup(*build(task), policy="sync", **nested(task.options))
+    begin(task, policy="sync", **task.options)
     run = current_run()
     assert run is not None
     worker, sync, found = run.worker, run._synchroniser, []
@@ -217,9 +208,7 @@ def without_each_in_turn(task: Task) -> list[int]:
 
 def test_now_this_rank_and_now_that_is_left_out(ranks4: RankPool) -> None:
     """Whoever was in a group that the others have ended begins another with them."""
-    found = ranks4.run(
-        without_each_in_turn, task_of(), case_setup=serve_in_thread, env=of("aabb")
-    )
+    found = ranks4.serve(without_each_in_turn, task_of(), env=of("aabb"))
     for files in found:  # a group left open is several files, eight times
         assert sum(files[-2:]) < sum(files[2:4]) + 5, files
 
@@ -233,7 +222,7 @@ def without_devices(task: Task) -> str:
 
 def test_nccl_is_refused_where_a_rank_has_no_device_for_it(ranks2: RankPool) -> None:
     task = task_of(options={"transport": "nccl"})
-    found = ranks2.run(without_devices, task, case_setup=serve_in_thread, env=of("ab"))
+    found = ranks2.serve(without_devices, task, env=of("ab"))
     for said in found:
         assert "needs NCCL and a CUDA device of its own on every rank, got CPU" in said
 

@@ -116,9 +116,8 @@ def test_twenty_kills_at_random_moments(
                 is_inside=is_inside,
             )
             assert outcomes[victim].error, kill
-        ranks = pool.run(
+        ranks = pool.serve(
             *(train, task, str(tmp_path), (), None),
-            case_setup=serve_in_thread,
             timeout_s=600.0,
         )
         assert resumed > 10
@@ -128,9 +127,8 @@ def test_twenty_kills_at_random_moments(
         assert seen == Counter(dict.fromkeys(pairs, 1))
         assert identical([rank.state for rank in ranks])
         if policy == "sync" or not is_inside:
-            whole = pool.run(
+            whole = pool.serve(
                 *(train, task, str(tmp_path / "whole")),
-                case_setup=serve_in_thread,
                 timeout_s=600.0,
             )
             assert identical([whole[0].state, ranks[0].state])

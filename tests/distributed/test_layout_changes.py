@@ -14,10 +14,8 @@ from torch import nn
 import elche
 from elche.errors import ElcheError
 from elche.session.process import failing_together
-from tests.distributed.cases.tasks import Task, build, identical
+from tests.distributed.cases.tasks import Task, begin, identical, state_of
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
-from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -30,10 +28,7 @@ TASK = Task(
 
 def _train(task: Task, change: str) -> tuple[str, dict[str, torch.Tensor]]:
     """Two epochs, with a change of the model; the error, if any, and the model."""
-    model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, **nested(task.options)
-    )
+    model, optimizer, loader = begin(task, **task.options)
     error = ""
     try:
         with failing_together():
@@ -51,7 +46,7 @@ def _train(task: Task, change: str) -> tuple[str, dict[str, torch.Tensor]]:
     except ElcheError as raised:
         error = str(raised)
     elche.shutdown()
-    return error, {k: v.detach().clone() for k, v in model.state_dict().items()}
+    return error, state_of(model)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -91,7 +86,7 @@ def _with(**options: Any) -> Task:
 def test_new_memory_is_averaged_like_the_old(ranks2: RankPool, policy: str) -> None:
     """Nothing holds on to where parameters were: ``p.data = ...`` may be assigned."""
     plain, moved, turned = (
-        ranks2.run(_train, _with(policy=policy), change, case_setup=serve_in_thread)
+        ranks2.serve(_train, _with(policy=policy), change)
         for change in ("none", "memory", "strides")
     )
     assert [error for error, _ in (*plain, *moved, *turned)] == [""] * 6
@@ -110,9 +105,7 @@ def test_new_memory_is_averaged_like_the_old(ranks2: RankPool, policy: str) -> N
 def test_another_dtype_is_refused(
     ranks2: RankPool, policy: str, change: str, says: str
 ) -> None:
-    for text, _ in ranks2.run(
-        _train, _with(policy=policy), change, case_setup=serve_in_thread
-    ):
+    for text, _ in ranks2.serve(_train, _with(policy=policy), change):
         assert re.search(says, text), text
 
 
@@ -123,9 +116,7 @@ def test_gradients_without_a_backward_pass_are_refused(
     ranks2: RankPool, options: dict[str, Any]
 ) -> None:
     """Assigned, or written by a replayed graph: ranks would step apart unseen."""
-    for text, _ in ranks2.run(
-        _train, _with(**options), "assigned", case_setup=serve_in_thread
-    ):
+    for text, _ in ranks2.serve(_train, _with(**options), "assigned"):
         assert "has a gradient, but no backward pass of this loop" in text, text
 
 
@@ -133,8 +124,6 @@ def test_gradients_without_a_backward_pass_are_refused(
 def test_assigned_gradients_may_be_averaged_parameters(
     ranks2: RankPool, policy: str
 ) -> None:
-    found = ranks2.run(
-        _train, _with(policy=policy), "assigned", case_setup=serve_in_thread
-    )
+    found = ranks2.serve(_train, _with(policy=policy), "assigned")
     assert [error for error, _ in found] == [""] * 2
     assert identical([state for _, state in found])

@@ -23,9 +23,8 @@ from elche.coordination.sync import left_out, step_grants
 from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
-from tests.distributed.cases.tasks import Task, build, difference, identical
+from tests.distributed.cases.tasks import Task, build, difference, identical, take_step
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
@@ -75,9 +74,7 @@ def _train(found: Found, task: Task, kind: str) -> None:
     for epoch in range(EPOCHS):
         steps: list[list[int]] = []
         for x, y, index, _ in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
             average.update_parameters(model)
             scheduler.step()
             steps.append(index.tolist() if run.samples_in_hand else [])
@@ -176,7 +173,7 @@ def test_a_slow_rank_is_left_out_and_comes_back(
     ranks3: RankPool, transport: str
 ) -> None:
     task = task_of(options={"transport": transport})
-    ranks = ranks3.run(train, task, case_setup=serve_in_thread)
+    ranks = ranks3.serve(train, task)
     check(ranks, task)
     for epoch in range(EPOCHS):
         seen = [one for r in ranks for step in r.steps[epoch] for one in step]
@@ -216,7 +213,7 @@ def test_auto_leaves_out_at_once_whom_its_choice_does_without(
 ) -> None:
     monkeypatch.setattr(auto_chooser, "Chooser", StepsWithoutOne)
     task = task_of(options={"policy": "auto"})
-    ranks = ranks3.run(train, task, case_setup=serve_in_thread)
+    ranks = ranks3.serve(train, task)
     check(ranks, task)
     assert sizes(ranks[0]) == sizes(ranks[2]) == [STEPS] * EPOCHS
     assert sizes(ranks[SLOW])[0] <= MOST_STEPS + 2
@@ -226,7 +223,7 @@ def test_auto_leaves_out_at_once_whom_its_choice_does_without(
 def test_a_rank_is_left_out_where_gradients_travel_encoded(ranks3: RankPool) -> None:
     """Residuals begin anew in every group; the ranks that are left stay equal."""
     task = task_of(dtype="float32", options={"codec": "int8"}, optimizer="sgd")
-    ranks = ranks3.run(train, task, case_setup=serve_in_thread)
+    ranks = ranks3.serve(train, task)
     assert [rank.error for rank in ranks] == [""] * 3
     assert sizes(ranks[SLOW])[1] < STEPS
     for epoch in range(EPOCHS):
@@ -237,7 +234,7 @@ def test_a_rank_is_left_out_where_gradients_travel_encoded(ranks3: RankPool) -> 
 def test_a_loop_may_break_off_while_a_rank_is_left_out(ranks3: RankPool) -> None:
     """The one that goes on finishes what was granted; the third waits all the time."""
     task = task_of()
-    ranks = ranks3.run(train, task, kind="break", case_setup=serve_in_thread)
+    ranks = ranks3.serve(train, task, kind="break")
     check(ranks, task)
     first, left_out_after, third = (sizes(rank)[1] for rank in ranks)
     assert left_out_after < third == STEPS // 2 <= first < STEPS
@@ -246,12 +243,12 @@ def test_a_loop_may_break_off_while_a_rank_is_left_out(ranks3: RankPool) -> None
 @pytest.mark.slow
 def test_it_waits_longer_than_for_anything_else(ranks2: RankPool) -> None:
     task = task_of()
-    check(ranks2.run(train, task, kind="long", case_setup=serve_in_thread), task)
+    check(ranks2.serve(train, task, kind="long"), task)
 
 
 def test_a_barrier_in_the_loop_names_the_rank_that_does_not_come(
     ranks2: RankPool,
 ) -> None:
-    ranks = ranks2.run(train, task_of(), kind="barrier", case_setup=serve_in_thread)
+    ranks = ranks2.serve(train, task_of(), kind="barrier")
     assert "ranks [1] are left out of steps" in ranks[0].error
     assert "elche.barrier() inside the loop waits for every rank" in ranks[1].error

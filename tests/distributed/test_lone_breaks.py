@@ -12,10 +12,16 @@ import torch.nn.functional as F
 import elche
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
-from tests.distributed.cases.tasks import Task, build, difference, identical
+from tests.distributed.cases.tasks import (
+    Task,
+    begin,
+    build,
+    difference,
+    identical,
+    state_of,
+    take_step,
+)
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
-from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -47,9 +53,8 @@ def leave(task: Task, places: dict[int, tuple[int, str]]) -> Found:
 
 
 def _train(found: Found, task: Task, places: dict[int, tuple[int, str]]) -> None:
-    model, optimizer, loader = build(task)
     options: dict[str, Any] = {"timeout_s": 100.0, **task.options}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
+    model, optimizer, loader = begin(task, **options)
     run = current_run()
     assert run is not None
     for epoch in range(2):
@@ -77,7 +82,7 @@ def _train(found: Found, task: Task, places: dict[int, tuple[int, str]]) -> None
 
 
 def _copy(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {k: v.detach().clone() for k, v in model.state_dict().items()}
+    return state_of(model)
 
 
 def alone(task: Task, ranks: list[Found]) -> dict[str, torch.Tensor]:
@@ -118,7 +123,7 @@ def test_the_others_end_what_was_granted_and_all_hold_its_model(
 ) -> None:
     # Once: they stalled for 60 s, and the run ended.
     task = task_of(options={"transport": transport})
-    ranks = ranks3.run(leave, task, places, case_setup=serve_in_thread)
+    ranks = ranks3.serve(leave, task, places)
     assert [rank.error for rank in ranks] == [""] * 3
     assert identical([rank.after_break for rank in ranks])
     assert identical([rank.state for rank in ranks])
@@ -134,7 +139,7 @@ def test_ranks_that_leave_one_step_before_and_after_its_optimizer(
 ) -> None:
     # Once: all had left after the same step, so nobody took a model over.
     places = {0: (5, "backward"), 1: (5, "end"), 2: (5, "end")}
-    ranks = ranks3.run(leave, task_of(), places, case_setup=serve_in_thread)
+    ranks = ranks3.serve(leave, task_of(), places)
     assert [rank.error for rank in ranks] == [""] * 3
     assert identical([rank.after_break for rank in ranks])
     assert identical([rank.state for rank in ranks])
@@ -143,7 +148,7 @@ def test_ranks_that_leave_one_step_before_and_after_its_optimizer(
 @pytest.mark.parametrize("model", ["norm", "unused"])
 def test_buffers_and_unused_parameters(ranks2: RankPool, model: str) -> None:
     task = task_of(model=model, optimizer="sgd")
-    ranks = ranks2.run(leave, task, {0: (7, "end")}, case_setup=serve_in_thread)
+    ranks = ranks2.serve(leave, task, {0: (7, "end")})
     assert [rank.error for rank in ranks] == [""] * 2
     assert identical([rank.state for rank in ranks])
     if model == "norm":  # a mean over a rank that sends zeros would halve it
@@ -153,7 +158,7 @@ def test_buffers_and_unused_parameters(ranks2: RankPool, model: str) -> None:
 def test_gradients_that_travel_encoded(ranks3: RankPool) -> None:
     task = task_of(dtype="float32", options={"codec": "int8"}, optimizer="sgd")
     places = {0: (5, "end"), 2: (6, "begin")}
-    ranks = ranks3.run(leave, task, places, case_setup=serve_in_thread)
+    ranks = ranks3.serve(leave, task, places)
     assert [rank.error for rank in ranks] == [""] * 3
     assert identical([rank.after_break for rank in ranks])
     assert identical([rank.state for rank in ranks])
@@ -162,7 +167,7 @@ def test_gradients_that_travel_encoded(ranks3: RankPool) -> None:
 
 def test_a_loss_that_is_a_sum(ranks2: RankPool) -> None:
     task = task_of(options={"loss_reduction": "sum"}, optimizer="sgd")
-    ranks = ranks2.run(leave, task, {0: (7, "end")}, case_setup=serve_in_thread)
+    ranks = ranks2.serve(leave, task, {0: (7, "end")})
     assert [rank.error for rank in ranks] == [""] * 2
     assert identical([rank.state for rank in ranks])
 
@@ -176,9 +181,7 @@ def _with_sync_batch_norm(places: dict[int, tuple[int, str]]) -> Found:
         with failing_together():
             model, optimizer, loader = elche.setup(model, optimizer, loader)
             for number, (x, y, *_) in enumerate(loader):
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x, y)
                 if number == places.get(elche.rank(), (-1, ""))[0]:
                     break
             elche.barrier()
@@ -190,12 +193,12 @@ def _with_sync_batch_norm(places: dict[int, tuple[int, str]]) -> Found:
 
 def test_sync_batch_norm_needs_all_ranks(ranks2: RankPool) -> None:
     places = {0: (7, "end")}
-    ranks = ranks2.run(_with_sync_batch_norm, places, case_setup=serve_in_thread)
+    ranks = ranks2.serve(_with_sync_batch_norm, places)
     for rank in ranks:
         assert "rank 0 left epoch 0 after step 8, and rank 1 did not" in rank.error
         assert "SyncBatchNorm layers need every rank" in rank.error
     both = {0: (7, "end"), 1: (7, "end")}
-    ranks = ranks2.run(_with_sync_batch_norm, both, case_setup=serve_in_thread)
+    ranks = ranks2.serve(_with_sync_batch_norm, both)
     assert [rank.error for rank in ranks] == ["", ""]
 
 
@@ -207,9 +210,7 @@ def _with_scheduler(folder: str) -> str:
     try:
         for _ in range(2):
             for number, (x, y, *_) in enumerate(loader):
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x, y)
                 scheduler.step()
                 if elche.rank() == 1 and number == 3:
                     break
@@ -220,6 +221,6 @@ def _with_scheduler(folder: str) -> str:
 
 
 def test_a_scheduler_that_is_behind_is_named(ranks2: RankPool, tmp_path: Any) -> None:
-    said = ranks2.run(_with_scheduler, str(tmp_path), case_setup=serve_in_thread)
+    said = ranks2.serve(_with_scheduler, str(tmp_path))
     assert "rank 1 left epoch 0 earlier than rank 0" in said[1]
     assert "its scheduler is behind" in said[1]

@@ -17,7 +17,6 @@ from tests.distributed.cases.lookahead_cases import (
 )
 from tests.distributed.cases.tasks import difference, identical
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 
@@ -36,7 +35,7 @@ EXACT = [
 
 
 def test_passes_are_weighed_as_their_own_batches(ranks2: RankPool) -> None:
-    found = ranks2.run(on_ranks, EXACT, case_setup=serve_in_thread, timeout_s=200)
+    found = ranks2.serve(on_ranks, EXACT, timeout_s=200)
     for look, *each in zip(EXACT, *found, strict=True):
         assert [one.error for one in each] == ["", ""], look
         assert identical([one.state for one in each]), look
@@ -66,7 +65,7 @@ REFUSED = [
 def test_a_pass_of_an_unknown_batch_is_refused(
     ranks2: RankPool, look: Look, says: str
 ) -> None:
-    for [one] in ranks2.run(on_ranks, [look], case_setup=serve_in_thread):
+    for [one] in ranks2.serve(on_ranks, [look]):
         assert re.search(says, one.error), one.error
 
 
@@ -77,13 +76,13 @@ def test_ranks_that_run_other_passes_are_told_what_to_write(
     ranks2: RankPool, body: str
 ) -> None:
     looks = [Look("plain", body, sizes=EQUAL)]
-    for [one] in ranks2.run(on_ranks, looks, case_setup=serve_in_thread):
+    for [one] in ranks2.serve(on_ranks, looks):
         assert re.search(r"ConfigError: .*if elche\.any\(is_bad\)", one.error), one
 
 
 def test_a_batch_may_be_looked_at_before_the_loop(ranks2: RankPool) -> None:
     looks = [Look("plain", "peeked", policy) for policy in ("cadence", "async")]
-    for found in ranks2.run(on_ranks, looks, case_setup=serve_in_thread):
+    for found in ranks2.serve(on_ranks, looks):
         assert [each.error for each in found] == ["", ""]
 
 
@@ -93,7 +92,7 @@ def test_a_loader_is_iterated_once_at_a_time(ranks2: RankPool, policy: str) -> N
 
     So ``zip(loader, loader)`` trained nothing, without a word.
     """
-    for told in ranks2.run(iterated_twice, policy, case_setup=serve_in_thread):
+    for told in ranks2.serve(iterated_twice, policy):
         assert re.search("ConfigError: the loader is iterated twice", told), told
 
 
@@ -102,7 +101,7 @@ def test_a_held_iterator_is_said_where_models_differ(
     ranks2: RankPool, policy: str
 ) -> None:
     """``next(it)`` a few times, then ``torch.save``: in windows a rank's own model."""
-    for lines in ranks2.run(held_at_the_end, policy, case_setup=serve_in_thread):
+    for lines in ranks2.serve(held_at_the_end, policy):
         said = [line for line in lines if "still held" in line]
         assert len(said) == (policy == "async"), lines
 
@@ -111,6 +110,6 @@ def test_a_held_iterator_is_said_where_models_differ(
 def test_a_last_group_that_is_not_stepped_is_said(
     ranks2: RankPool, policy: str
 ) -> None:
-    for lines in ranks2.run(accumulated, policy, case_setup=serve_in_thread):
+    for lines in ranks2.serve(accumulated, policy):
         said = [line for line in lines if "took no optimizer step" in line]
         assert len(said) == (policy == "async"), lines

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from tests.distributed.cases.tasks import Task, build
+from tests.distributed.cases.tasks import Task, begin
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 
@@ -45,8 +44,7 @@ class Broken:
 def break_often(policy: str, epochs: int, seed: int) -> Broken:
     """In each epoch one to all of the ranks break off, each in a step of its own."""
     draw, found = random.Random(seed), Broken()
-    model, optimizer, loader = build(TASK)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    model, optimizer, loader = begin(TASK, policy=policy)
     left_s = time.monotonic()
     for _ in range(epochs):
         world_size = elche.world_size()
@@ -93,7 +91,7 @@ def breaks_of(ranks: list[Broken]) -> int:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_breaks_on_random_ranks_stall_nobody(ranks3: RankPool, policy: str) -> None:
-    ranks = ranks3.run(break_often, policy, 6, 1, case_setup=serve_in_thread)
+    ranks = ranks3.serve(break_often, policy, 6, 1)
     assert breaks_of(ranks) >= 4
 
 
@@ -104,10 +102,7 @@ def test_breaks_again_and_again(
     request: pytest.FixtureRequest, pool: str, epochs: int, policy: str
 ) -> None:
     ranks: RankPool = request.getfixturevalue(pool)
-    runs = [
-        ranks.run(break_often, policy, epochs, seed, case_setup=serve_in_thread)
-        for seed in range(4)
-    ]
+    runs = [ranks.serve(break_often, policy, epochs, seed) for seed in range(4)]
     breaks = sum(map(breaks_of, runs))
     stall_s = max(rank.stall_s for run in runs for rank in run)
     print(f"{policy}, {pool}: {breaks} breaks, {stall_s:.2f} s at most")

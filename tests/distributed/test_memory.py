@@ -183,8 +183,6 @@ def test_memory_of_late_steps_is_what_is_said(
     ranks2: RankPool, kind: str, designed: float
 ) -> None:
     """Parameters, two contributions and, in shared memory, the sum: ``p.grad``."""
-    for measured, said in ranks2.run(
-        models_beyond_plain_when_late, kind, case_setup=serve_in_thread
-    ):
+    for measured, said in ranks2.serve(models_beyond_plain_when_late, kind):
         assert said == pytest.approx(designed, abs=0.15)
         assert measured == pytest.approx(said - 1.0, abs=SLACK)

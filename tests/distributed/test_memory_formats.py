@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from tests.distributed.cases.tasks import difference
+from tests.distributed.cases.tasks import difference, state_of, take_step
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 
@@ -37,10 +35,8 @@ def _train(
 ) -> State:
     for _ in range(2):
         for x, y in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+            take_step(model, optimizer, x, y)
+    return state_of(model)
 
 
 def alone() -> State:
@@ -63,9 +59,7 @@ def channels_last_on_one(policy: str) -> tuple[State, bool]:
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_formats_may_differ_between_ranks(ranks2: RankPool, policy: str) -> None:
-    (first, kept), (second, also_kept) = ranks2.run(
-        channels_last_on_one, policy, case_setup=serve_in_thread
-    )
+    (first, kept), (second, also_kept) = ranks2.serve(channels_last_on_one, policy)
     assert kept
     assert also_kept
     assert difference(first, second) == 0.0

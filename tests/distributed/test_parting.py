@@ -8,14 +8,13 @@ import pytest
 
 from tests.distributed.cases.parting import Parting, train
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 
 
 def parted(ranks: RankPool, parting: Parting) -> str:
     """The error, which both ranks got."""
-    error, other = ranks.run(train, parting, case_setup=serve_in_thread)
+    error, other = ranks.serve(train, parting)
     assert error == other
     assert error.startswith("ranks [1] and [0] hold different values in ")
     assert "noise" in error
@@ -85,4 +84,4 @@ def test_what_does_not_part_them_is_not_refused(
     ranks2: RankPool, parting: Parting
 ) -> None:
     """Also a change that becomes a part of the ranks' mean, or that rounding makes."""
-    assert ranks2.run(train, parting, case_setup=serve_in_thread) == ["", ""]
+    assert ranks2.serve(train, parting) == ["", ""]

@@ -128,10 +128,10 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     if saved_by == 1:
         alone(tmp_path, TASK, (30,))
     else:
-        ranks2.run(train, task, folder, (30,), case_setup=serve_in_thread)
+        ranks2.serve(train, task, folder, (30,))
     before = seen_before(tmp_path)
     if saved_by == 1:
-        again = ranks2.run(train, task, folder, (), True, case_setup=serve_in_thread)
+        again = ranks2.serve(train, task, folder, (), True)
         own = [pair for rank in again for pair in rank.pairs]
     else:
         again = [alone(tmp_path, TASK, (), True)]
@@ -153,8 +153,8 @@ def test_auto_goes_on_from_windows_with_one_optimizer_state(
     # Once: it began as sync with each rank's own momentum, and replicas drifted apart.
     folder = str(tmp_path)
     cadence, auto = asking("cadence"), asking("auto")
-    ranks2.run(train, cadence, folder, (16,), case_setup=serve_in_thread)
-    again = ranks2.run(train, auto, folder, (), True, case_setup=serve_in_thread)
+    ranks2.serve(train, cadence, folder, (16,))
+    again = ranks2.serve(train, auto, folder, (), True)
     assert_once(all_pairs(again), 3)
     assert identical([rank.state for rank in again])
 
@@ -162,9 +162,9 @@ def test_auto_goes_on_from_windows_with_one_optimizer_state(
 def test_windows_go_on_from_sync_with_a_codec(ranks2: RankPool, tmp_path: Path) -> None:
     # Once: refused, because its residuals of gradients belonged to "other parameters".
     folder, sync = str(tmp_path), asking("sync", codec="int4")
-    ranks2.run(train, sync, folder, (16,), case_setup=serve_in_thread)
+    ranks2.serve(train, sync, folder, (16,))
     windows = asking("cadence", codec="int4")
-    again = ranks2.run(train, windows, folder, (), True, case_setup=serve_in_thread)
+    again = ranks2.serve(train, windows, folder, (), True)
     assert_once(all_pairs(again), 3)
     assert identical([rank.state for rank in again])
 
@@ -179,9 +179,7 @@ def test_rank_0_asks_for_checkpoints_where_another_trains_alone(
         for speed in ("0.02", "1")
     ]
     task = Task(samples=4000, batch_size=8, epochs=1, options={"policy": "auto"})
-    slow, fast = ranks2.run(
-        *(train, task, str(tmp_path)), case_setup=serve_in_thread, env=env
-    )
+    slow, fast = ranks2.serve(*(train, task, str(tmp_path)), env=env)
     assert len(slow.pairs) < 600 < len(fast.pairs)
     store, complete = CheckpointStore(tmp_path), tmp_path.glob("*/manifest.json")
     found = [store.open(path.parent.name).manifest.info for path in complete]
@@ -197,9 +195,7 @@ def test_three_ranks_then_two_then_four(policy: str, tmp_path: Path) -> None:
     for world_size in (3, 2, 4):
         with RankPool(world_size) as pool:
             saves = (draws.randrange(4, 9),) if world_size != 4 else ()
-            ranks = pool.run(
-                train, task, str(tmp_path), saves, was > 0, case_setup=serve_in_thread
-            )
+            ranks = pool.serve(train, task, str(tmp_path), saves, was > 0)
         if saves:
             stopped = seen_before(tmp_path)
             kept = [rank.pairs for rank in ranks]
@@ -227,10 +223,9 @@ def test_a_loop_may_break_off_while_its_epoch_is_cut(
     draws = random.Random(f"{policy} {rank}")
     for number in range(4):
         at, folder = draws.randrange(2, 8), tmp_path / str(number)
-        ranks = ranks2.run(
+        ranks = ranks2.serve(
             breaks,
             *(asking(policy), str(folder), rank, (at, at + draws.randrange(4))),
-            case_setup=serve_in_thread,
         )
         assert [epochs for epochs, _ in ranks] == [[0, 1, 2], [0, 1, 2]]
         _, has_asked = ranks[0]  # the other may have ended the epoch before

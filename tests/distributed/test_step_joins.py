@@ -2,101 +2,44 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.distributed.cases.counting import rows_of
+from tests.distributed.cases.deaths import Death
+from tests.distributed.cases.joining_cases import Growing
 from tests.distributed.cases.step_deaths import BATCH
-from tests.distributed.cases.step_joins import (
-    StepGrowing,
-    StepGrown,
-    grow,
-    reference,
-    steps_in,
-)
-from tests.distributed.cases.survive_cases import Death
-from tests.distributed.cases.tasks import identical
+from tests.distributed.grown import ended
 from tests.distributed.test_step_deaths import GLOO
-from tests.harness.fenced import run_fenced
 
 pytestmark = pytest.mark.distributed
 
 EACH_WAY = pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
 
 
-def trained(plan: StepGrowing, *, fails: tuple[int, ...] = ()) -> list[StepGrown]:
-    """Checks what those who are there at the end have."""
-    outcomes, lost = run_fenced(
-        plan.founders + plan.joiners, grow, plan, joiners=plan.joiners
-    )
-    victims = [death.rank for death in plan.deaths]
-    errors = {each.rank: each.error for each in outcomes if each.error}
-    others = [error for rank, error in errors.items() if rank not in (*victims, *fails)]
-    assert not others, "\n".join(map(str, others))
-    assert {*errors} == {*victims, *fails}, "a fault did not happen"
-    assert {*lost} <= {*errors}
-    ended: list[StepGrown] = [
-        each.value for each in outcomes if each.rank not in errors
-    ]
-    first = ended[0]
-    assert identical([each.state for each in ended])
-    assert identical([each.copy for each in ended])
-    assert [each.place for each in ended] == list(range(len(ended)))
-    assert {each.world_size for each in ended} == {len(ended)}
-    assert {each.metrics for each in ended} == {plan.samples}
-    expected = float(plan.samples * first.epochs)
-    assert {(e.progress, e.epochs) for e in ended} == {(expected, first.epochs)}
-    if plan.accumulate == 1 and not plan.freezes:
-        check_reference(plan, first, [*victims, *fails])
-    return ended
-
-
-def check_reference(plan: StepGrowing, first: StepGrown, victims: list[int]) -> None:
-    """One process that takes the same steps ends with the same model."""
-    epochs = steps_in(plan, first.epochs, victims)
-    for steps in epochs:
-        counts = Counter(index for step in steps.values() for index in step)
-        assert counts == dict.fromkeys(range(plan.samples), 1)
-    sizes = [[len(step) for step in steps.values()] for steps in epochs]
-    rest = plan.samples % BATCH
-    whole = [*[BATCH] * (plan.samples // BATCH), *[rest] * bool(rest)]
-    if not any(death.rank < plan.founders for death in plan.deaths):
-        changed = [each for each in sizes if each != whole]
-        assert len(changed) <= len(plan.deaths), sizes
-    state, copy, rate = reference(plan, epochs)
-    for found, wanted in ((first.state, state), (first.copy, copy)):
-        for name, value in wanted.items():
-            if not name.endswith("trace"):  # which each rank writes on its own batches
-                torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
-    assert first.rate == pytest.approx(rate)
-
-
-def check_newcomers(plan: StepGrowing, ended: list[StepGrown]) -> None:
-    """All of them are there."""
-    assert len(ended) == plan.founders + plan.joiners - len(plan.deaths)
+def growing(folder: Path, *deaths: Death, **more: Any) -> Growing:
+    """Of steps; those of an epoch take some hundredths of a second."""
+    usual: dict[str, Any] = {"samples": 94, "batch": BATCH, "step_s": 0.004}
+    options = (*more.pop("options", {}).items(),)
+    more = {**usual, **more, "deaths": deaths, "options": options}
+    return Growing(folder=str(folder), **more)
 
 
 def test_a_rank_joins_steps(tmp_path: Path) -> None:
-    plan = StepGrowing(folder=str(tmp_path))
-    check_newcomers(plan, trained(plan))
+    ended(growing(tmp_path))
 
 
 @pytest.mark.parametrize("loss", ["sum", "weighted"])
 def test_a_rank_joins_steps_of_other_losses(loss: str, tmp_path: Path) -> None:
     """In the middle of an epoch, and not only at its beginning."""
-    plan = StepGrowing(folder=str(tmp_path), loss=loss, samples=480, step_s=0.02)
-    check_newcomers(plan, trained(plan))
+    ended(growing(tmp_path, loss=loss, samples=480, step_s=0.02))
 
 
 def test_a_rank_joins_in_place_of_one_that_died(tmp_path: Path) -> None:
     """The rest of that epoch is shared out anew, and again with the newcomer."""
-    plan = StepGrowing(
-        folder=str(tmp_path), founders=3, deaths=(Death(1, "forward", 4),)
-    )
-    check_newcomers(plan, trained(plan))
+    ended(growing(tmp_path, Death(1, "forward", 4), founders=3, called_at=2))
 
 
 @pytest.mark.slow
@@ -105,17 +48,13 @@ def test_a_rank_joins_in_place_of_one_that_died(tmp_path: Path) -> None:
 def test_a_newcomer_dies_at_every_place(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    places = {name: 1 for name in ("ready", "handing", "handed", "forming")}
-    places |= {"building": 1, "built": 1, "formed": 1, "opening": 1}
+    places = dict.fromkeys(("after ready", "handing", "handed", "regrouping"), 1)
+    places |= {"beginning anew": 1, "begun anew": 1, "formed": 1, "before opened": 1}
     places |= {"load": 3, "forward": 1, "backward": 1, "closed": 2, "step": 3}
     for place, at in places.items():
         (folder := tmp_path / place).mkdir()
         print(options, place)
-        deaths = (Death(2, place, at),)
-        plan = StepGrowing(
-            folder=str(folder), deaths=deaths, options=(*options.items(),)
-        )
-        check_newcomers(plan, trained(plan))
+        ended(growing(folder, Death(2, place, at), options=options))
 
 
 @pytest.mark.slow
@@ -125,32 +64,20 @@ def test_a_member_dies_while_another_joins(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     for rank, place in (
-        *((0, "handing"), (1, "handing"), (1, "handed"), (1, "forming")),
-        *((0, "building"), (1, "built"), (0, "formed")),
+        *((0, "handing"), (1, "handing"), (1, "handed"), (1, "regrouping")),
+        *((0, "beginning anew"), (1, "begun anew"), (0, "formed")),
     ):
         (folder := tmp_path / f"{place}{rank}").mkdir()
         print(options, place, rank)
-        plan = StepGrowing(
-            folder=str(folder),
-            founders=3,
-            called_at=3,
-            deaths=(Death(rank, place, 1),),
-            options=(*options.items(),),
-        )
-        check_newcomers(plan, trained(plan))
+        ended(growing(folder, Death(rank, place, 1), founders=3, options=options))
 
 
 @pytest.mark.slow
 def test_all_take_part_again_where_a_rank_was_left_out(tmp_path: Path) -> None:
-    plan = StepGrowing(
-        folder=str(tmp_path),
-        samples=480,
-        slow=30.0,
-        called_after=200,
-        options=(("leave_out", True), ("epochs", 200)),
-    )
-    check_newcomers(plan, trained(plan))
-    fast, slow = (len((tmp_path / f"log{r}.txt").read_text().split("\n")) for r in "01")
+    options = {"leave_out": True, "epochs": 200}
+    more = {"samples": 480, "slow": 30.0, "called_after": 200}
+    ended(growing(tmp_path, options=options, **more))
+    fast, slow = (len(rows_of(tmp_path, rank)) for rank in (0, 1))
     assert slow < fast, "it was not left out"
 
 
@@ -172,6 +99,6 @@ def test_all_take_part_again_where_a_rank_was_left_out(tmp_path: Path) -> None:
 def test_who_cannot_join_ends_by_name_and_alone(
     fault: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
-    plan = StepGrowing(folder=str(tmp_path), **fault)
-    assert len(trained(plan, fails=(2,))) == 2
-    assert says in plan.sign(2).read_text()
+    growth = growing(tmp_path, **fault)
+    assert len(ended(growth, 2)) == 2
+    assert says in growth.sign(2).read_text()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elche
@@ -18,12 +17,18 @@ from elche.coordination.auto import auto_chooser, first_choice
 from elche.coordination.sync import step_grants
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
-from tests.distributed.cases.tasks import Task, build, difference, identical
+from tests.distributed.cases.tasks import (
+    Task,
+    begin,
+    build,
+    difference,
+    identical,
+    state_of,
+    take_step,
+)
 from tests.distributed.test_breaks_under_auto import Windows
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
-from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -51,14 +56,10 @@ def train(task: Task, way: str, n: int) -> Counted:
     """Takes steps by elche's count, or by the loop's own."""
     found = Counted()
     model, optimizer, loader = build(task)
-    options = nested(task.options)
-    is_plain = way == "plain"
     try:
         with failing_together():
-            if not is_plain:
-                model, optimizer, loader = elche.setup(
-                    model, optimizer, loader, **options
-                )
+            if way != "plain":
+                model, optimizer, loader = begin(task, **task.options)
             if way == "two parts":
                 _train(found, model, optimizer, loader.steps(13), 10**9)
                 assert elche.progress_steps() == 13.0
@@ -75,7 +76,7 @@ def train(task: Task, way: str, n: int) -> Counted:
         elche.shutdown()
     except ElcheError as error:
         found.error = found.error or str(error)
-    found.state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    found.state = state_of(model)
     return found
 
 
@@ -85,9 +86,7 @@ def _train(found: Counted, model: Any, optimizer: Any, batches: Any, most: int) 
         if run is None or run.samples_in_hand:
             found.seen += index.tolist()
         found.progress.append(elche.progress_steps())
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x, y)
         if number + 1 == most:
             break
 
@@ -102,7 +101,7 @@ def alone() -> Counted:
 def test_steps_of_sync_are_one_process_steps(
     ranks2: RankPool, alone: Counted, way: str
 ) -> None:
-    ranks = ranks2.run(train, TASK, way, STEPS, case_setup=serve_in_thread)
+    ranks = ranks2.serve(train, TASK, way, STEPS)
     assert [rank.error for rank in ranks] == ["", ""]
     assert sorted(ranks[0].seen + ranks[1].seen) == sorted(alone.seen)
     assert identical([rank.state for rank in ranks])
@@ -120,9 +119,7 @@ def test_windows_take_the_samples_of_as_many_steps(
     monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     task = dataclasses.replace(TASK, options={"policy": policy})
-    ranks = ranks2.run(
-        train, task, "steps", STEPS, case_setup=serve_in_thread, env=FOUR_TO_ONE
-    )
+    ranks = ranks2.serve(train, task, "steps", STEPS, env=FOUR_TO_ONE)
     assert [rank.error for rank in ranks] == ["", ""]
     assert sorted(ranks[0].seen + ranks[1].seen) == sorted(alone.seen)
     assert identical([rank.state for rank in ranks])
@@ -136,44 +133,36 @@ def test_a_count_of_own_batches_in_windows_says_what_is_owed(
 ) -> None:
     # Once: "rank 1 opens epoch 5, but ranks [0] have left: run the same epochs".
     task = dataclasses.replace(TASK, options={"policy": policy})
-    ranks = ranks2.run(train, task, "one is slow", STEPS, case_setup=serve_in_thread)
+    ranks = ranks2.serve(train, task, "one is slow", STEPS)
     (said,) = [rank.error for rank in ranks if rank.error]
     assert f"has left inside an epoch, after {STEPS} batches of its own" in said
     assert f"samples of {STEPS} steps; write `for batch in loader.steps(31):`" in said
 
 
 def _differently(policy: str) -> str:
-    model, optimizer, loader = build(TASK)
     try:
         with failing_together():
-            model, optimizer, loader = elche.setup(
-                model, optimizer, loader, policy=policy
-            )
+            model, optimizer, loader = begin(TASK, policy=policy)
             for x, y, *_ in loader.steps(4 + elche.rank()):
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x, y)
     except ElcheError as error:
         return str(error)
     return ""
 
 
 def test_other_numbers_of_steps_are_refused(ranks2: RankPool) -> None:
-    for said in ranks2.run(_differently, "sync", case_setup=serve_in_thread):
+    for said in ranks2.serve(_differently, "sync"):
         assert "rank 1 asks for 5 steps more, rank 0 for 4 steps more" in said
 
 
 def _break_off(policy: str) -> tuple[list[int], list[float]]:
     """Rank 1 breaks off in the eighth of its steps, then all go on to the end."""
-    model, optimizer, loader = build(TASK)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    model, optimizer, loader = begin(TASK, policy=policy)
     taken, ends = [], []
     for attempt in range(2):
         taken.append(0)
         for x, y, *_ in loader.steps(STEPS):
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
             taken[-1] += 1
             if attempt == 0 and elche.rank() == 1 and taken[-1] == 2:
                 break
@@ -186,7 +175,7 @@ def _break_off(policy: str) -> tuple[list[int], list[float]]:
 def test_a_break_ends_the_steps_for_all_and_the_rest_is_still_to_take(
     ranks2: RankPool, policy: str
 ) -> None:
-    found = ranks2.run(_break_off, policy, case_setup=serve_in_thread)
+    found = ranks2.serve(_break_off, policy)
     assert found[0][1] == found[1][1]
     (taken, ends), _ = found
     assert 1.0 <= ends[0] < 13.0
@@ -195,13 +184,10 @@ def test_a_break_ends_the_steps_for_all_and_the_rest_is_still_to_take(
 
 
 def _averaged(policy: str) -> int:
-    model, optimizer, loader = build(TASK)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    model, optimizer, loader = begin(TASK, policy=policy)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for x, y, *_ in loader.steps(STEPS):
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x, y)
         average.update_parameters(model)
     elche.shutdown()
     return int(average.n_averaged)
@@ -216,13 +202,12 @@ def test_an_average_is_updated_as_often_as_steps_are_taken(
     monkeypatch.setattr(auto_chooser, "Chooser", Windows)
     monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
-    found = ranks2.run(_averaged, policy, case_setup=serve_in_thread, env=FOUR_TO_ONE)
+    found = ranks2.serve(_averaged, policy, env=FOUR_TO_ONE)
     assert found == [STEPS, STEPS]
 
 
 def _by_next(policy: str) -> str:
     """What is said where a loop asks for more batches than there are for all ranks."""
-    model, optimizer, loader = build(TASK)
     said = io.StringIO()
     try:
         with (
@@ -230,15 +215,11 @@ def _by_next(policy: str) -> str:
             contextlib.suppress(StopIteration),
             failing_together(),
         ):
-            model, optimizer, loader = elche.setup(
-                model, optimizer, loader, policy=policy
-            )
+            model, optimizer, loader = begin(TASK, policy=policy)
             batches = iter(loader)
             for _ in range(2 * len(loader) + 1):
                 x, y, *_ = next(batches)
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x, y)
     except ElcheError as error:  # the other rank has met the end before
         if policy == "sync":
             raise
@@ -252,5 +233,5 @@ def test_a_loop_over_next_that_finds_no_batch_is_told_what_to_write(
 ) -> None:
     # Once a bare StopIteration, which says nothing of parts of an epoch.
     advice = "write `for batch in loader:`, or `for batch in loader.steps(n):`"
-    for said in ranks2.run(_by_next, policy, case_setup=serve_in_thread):
+    for said in ranks2.serve(_by_next, policy):
         assert (advice in said) == (policy != "sync")

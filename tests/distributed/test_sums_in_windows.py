@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 import elche
 from elche.session.process import failing_together
-from tests.distributed.cases.tasks import Task, build, difference, identical
+from tests.distributed.cases.tasks import Task, build, difference, identical, state_of
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
@@ -40,14 +39,14 @@ def train(policy: str, reduction: str) -> dict[str, torch.Tensor]:
                 F.cross_entropy(model(x), y, reduction=reduction).backward()
                 optimizer.step()
     elche.shutdown()
-    return {name: p.detach().clone() for name, p in model.state_dict().items()}
+    return state_of(model)
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_a_local_step_is_as_long_as_one_devices(ranks2: RankPool, policy: str) -> None:
     # Once: a sum over half of the batch, averaged, made half of the step.
-    means = ranks2.run(train, policy, "mean", case_setup=serve_in_thread)
-    sums = ranks2.run(train, policy, "sum", case_setup=serve_in_thread)
+    means = ranks2.serve(train, policy, "mean")
+    sums = ranks2.serve(train, policy, "sum")
     assert identical(means)
     assert identical(sums)
     assert difference(sums[0], means[0]) < 1e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,20 @@ import pytest
 from elche.checkpoint.store import CheckpointStore
 from elche.coordination import liveness
 from elche.runtime.process import coordinator
+from tests.distributed.cases.counting import BY_STEPS, counts_of, handed
+from tests.distributed.cases.deaths import Death
 from tests.distributed.cases.late_sums import HOLDS, REDUCTION, TRAINS, WAITS
 from tests.distributed.cases.meetings import SIZE
 from tests.distributed.cases.survive_cases import (
     Counted,
-    Death,
-    count,
+    Trial,
     evaluate_long,
-    handed,
     hold_the_gil,
     pause,
+    train,
 )
 from tests.distributed.cases.tasks import identical
-from tests.harness.fenced import run_fenced
+from tests.harness.fenced import run_fenced, survivors_of
 from tests.harness.rank_process import Outcome
 
 pytestmark = pytest.mark.distributed
@@ -44,7 +46,6 @@ CODED: dict[str, dict[str, Any]] = {
 }
 """Sums are formed in encoded form, by messages from rank to rank."""
 WAYS_AND_CODECS = WAYS | CODED
-SAMPLES = 640
 PAUSE_S = 2.0
 """Well below the silence of which a rank is dead."""
 
@@ -54,20 +55,12 @@ def run_with(
     deaths: tuple[Death, ...],
     policy: str,
     ranks: int = 4,
-    samples: int = SAMPLES,
-    epochs: int = 2,
+    env: Sequence[Mapping[str, str]] | None = None,
     **more: Any,
-) -> tuple[list[Outcome], set[int]]:
+) -> tuple[list[Outcome], list[int]]:
     """A run in which ranks die; how each ended, and whom the others were to outlive."""
-    options = {"policy": policy, "timeout_s": 60.0, **more.pop("options", {})}
-    given = count, str(tmp_path), deaths, samples, epochs, options
-    outcomes, lost = run_fenced(ranks, *given, **more)
-    for death in deaths:
-        error = outcomes[death.rank].error
-        assert error is not None, "a fault did not happen"
-        assert error.way == "died"
-        assert "-9" in error.text
-    return outcomes, set(lost)
+    trial = Trial(folder=str(tmp_path), policy=policy, deaths=deaths, **more)
+    return run_fenced(ranks, train, trial, env=env)
 
 
 def outlive(
@@ -75,35 +68,24 @@ def outlive(
     deaths: tuple[Death, ...],
     policy: str,
     ranks: int = 4,
-    samples: int = SAMPLES,
-    epochs: int = 2,
     **more: Any,
 ) -> list[Counted]:
-    """A run in which ranks die; what the others have at its end, checked."""
-    outcomes, lost = run_with(tmp_path, deaths, policy, ranks, samples, epochs, **more)
-    victims = {death.rank for death in deaths}
-    errors = {each.rank: each.error for each in outcomes if each.error}
-    others = [error for rank, error in errors.items() if rank not in victims]
-    assert not others, "\n".join(map(str, others))
-    assert lost == victims
-    survivors = [each.value for each in outcomes if each.rank not in victims]
-    check_once(survivors, tmp_path, samples, epochs)
+    """A run in which ranks die; what the others have at its end, checked.
+
+    By the loops' logs, by the model's own counter, and by elche.
+    """
+    outcomes, lost = run_with(tmp_path, deaths, policy, ranks, **more)
+    survivors: list[Counted] = survivors_of(outcomes, lost, [d.rank for d in deaths])
+    samples, epochs = (more.get(n, getattr(Trial, n)) for n in ("samples", "epochs"))
+    assert identical([each.state for each in survivors])
+    assert counts_of(survivors[0].state, policy) == [epochs] * samples
+    assert {each.progress for each in survivors} == {float(samples * epochs)}
+    assert len(handed(tmp_path, ranks)) == samples * epochs
+    if policy not in BY_STEPS:
+        assert bool((survivors[0].state["w"] < 0).all()), "not each was stepped along"
     assert [each.place for each in survivors] == list(range(len(survivors)))
     assert {each.world_size for each in survivors} == {len(survivors)}
     return survivors
-
-
-def check_once(
-    survivors: list[Counted], tmp_path: Path, samples: int, epochs: int
-) -> None:
-    """By the loops' logs, by the model's own counter, and by elche."""
-    assert identical([each.state for each in survivors])
-    counts = survivors[0].state["count"]
-    assert counts.tolist() == [epochs] * samples
-    assert {each.progress for each in survivors} == {float(samples * epochs)}
-    assert len(handed(tmp_path)) == samples * epochs
-    weights = survivors[0].state["w"]
-    assert bool((weights < 0).all())  # each was stepped along
 
 
 PLACES = [

@@ -17,7 +17,6 @@ from tests.distributed.cases.tasks import (
     shared,
 )
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 NEW_RANKS = True
@@ -56,7 +55,7 @@ def test_unequal_shares_equal_one_process(
         options=options,
     )
     reference = plain(task)
-    traces = ranks2.run(shared, task, case_setup=serve_in_thread, env=FOUR_TO_ONE)
+    traces = ranks2.serve(shared, task, env=FOUR_TO_ONE)
     assert len(reference.batch_sizes[0]) == 50
     assert not is_planned or traces[0].shares[0] == pytest.approx((0.8, 0.2), abs=0.03)
     assert identical([trace.state for trace in traces])
@@ -76,7 +75,7 @@ def test_loops_behave_as_in_one_process(
         options={"policy": "sync"},
     )
     reference = plain(task)
-    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks3.serve(shared, task)
     assert identical([trace.state for trace in traces])
     assert difference(traces[0].state, reference.state) <= 1e-12
 
@@ -84,7 +83,7 @@ def test_loops_behave_as_in_one_process(
 def test_scaler_skips_together(ranks2: RankPool) -> None:
     task = Task(samples=96, loop="scaler", options={"policy": "sync"})
     reference = plain(task)
-    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks2.serve(shared, task)
     assert identical([trace.state for trace in traces])
     assert difference(traces[0].state, reference.state) <= 1e-6
     batches = 96 // task.batch_size
@@ -97,7 +96,7 @@ def test_what_a_scaler_skips_in_windows_counts_as_done_and_is_told(
     ranks2: RankPool, policy: str
 ) -> None:
     task = Task(samples=96, loop="scaler", options={"policy": policy})
-    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks2.serve(shared, task)
     assert identical([trace.state for trace in traces])
     sizes = [trace.batch_sizes[-1] for trace in traces]
     assert sum(map(sum, sizes)) == 96
@@ -115,7 +114,7 @@ def test_break_behaves_as_in_one_process(ranks2: RankPool) -> None:
         options={"policy": "sync"},
     )
     reference = plain(task)
-    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks2.serve(shared, task)
     assert identical([trace.state for trace in traces])
     assert difference(traces[0].state, reference.state) <= 1e-12
     for epoch in range(3):
@@ -133,7 +132,7 @@ def test_unused_and_tied_parameters(ranks3: RankPool, model: str) -> None:
         options={"policy": "sync"},
     )
     reference = plain(task)
-    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks3.serve(shared, task)
     assert identical([trace.state for trace in traces])
     assert difference(traces[0].state, reference.state) <= 1e-12
 
@@ -141,7 +140,7 @@ def test_unused_and_tied_parameters(ranks3: RankPool, model: str) -> None:
 def test_small_buckets_change_nothing(ranks2: RankPool) -> None:
     task = Task(dtype="float64", options={"policy": "sync", "bucket_cap_mb": 1e-5})
     reference = plain(task)
-    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks2.serve(shared, task)
     assert difference(traces[0].state, reference.state) <= 1e-12
 
 
@@ -160,7 +159,7 @@ TASKS = [
 def test_every_position_once_in_the_users_order(ranks3: RankPool, task: Task) -> None:
     reference = plain(task)
     task = dataclasses.replace(task, options={"policy": "sync"})
-    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks3.serve(shared, task)
     for epoch in range(task.epochs):
         assert _positions(traces, epoch) == sorted(reference.orders[epoch])
         steps = [iter(trace.orders[epoch]) for trace in traces]
@@ -172,7 +171,7 @@ def test_every_position_once_in_the_users_order(ranks3: RankPool, task: Task) ->
 
 def test_batch_norm_buffers_stay_equal(ranks3: RankPool) -> None:
     task = Task(samples=101, batch_size=8, model="norm", options={"policy": "sync"})
-    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks3.serve(shared, task)
     assert identical([trace.state for trace in traces])
     state = traces[0].state
     assert int(state["1.num_batches_tracked"]) == 2 * 13
@@ -181,14 +180,14 @@ def test_batch_norm_buffers_stay_equal(ranks3: RankPool) -> None:
 
 def test_progress_is_the_same_on_every_rank(ranks2: RankPool) -> None:
     task = Task(samples=64, batch_size=16, options={"policy": "sync"})
-    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks2.serve(shared, task)
     assert traces[0].progress == traces[1].progress == [0, 16, 32, 48, 64, 80, 96, 112]
 
 
 def test_augmentation_draws_by_position(ranks2: RankPool) -> None:
     options = {"policy": "sync", "seed": 5}
     task = Task(samples=40, batch_size=8, epochs=2, options=options)
-    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks2.serve(shared, task)
     alone = shared(task)
     drawn = traces[0].draws | traces[1].draws
     assert drawn.keys() == alone.draws.keys()
@@ -201,7 +200,5 @@ def test_augmentation_draws_by_position(ranks2: RankPool) -> None:
 
 
 def test_ranks_draw_different_masks(ranks3: RankPool) -> None:
-    traces = ranks3.run(
-        shared, Task(options={"policy": "sync"}), case_setup=serve_in_thread
-    )
+    traces = ranks3.serve(shared, Task(options={"policy": "sync"}))
     assert len({trace.mask for trace in traces}) == 3

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 from tests.runtime.data.cases.seen_cases import LEAST_SHARE, slowed_for_a_while
 
 STOPPED_S, RUNS_S = 0.018, 0.003
@@ -49,10 +48,9 @@ def test_a_rank_that_was_stopped_by_turns_has_its_share_back(
     ranks2: RankPool, tmp_path: Path
 ) -> None:
     with slowing_down(tmp_path):
-        found = ranks2.run(
+        found = ranks2.serve(
             slowed_for_a_while,
             str(tmp_path),
-            case_setup=serve_in_thread,
             timeout_s=280,
         )
     assert found[0] == found[1]

@@ -9,7 +9,6 @@ import pytest
 from tests.distributed.cases.tasks import difference, identical
 from tests.distributed.cases.user_loop_cases import SAMPLES, Job, alone, on_ranks
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 SWAP = r"swap the two lines, loss\.backward\(\) first and then the next batch"
 
@@ -53,7 +52,7 @@ pytestmark = pytest.mark.distributed
 )
 def test_it_ends_as_in_one_process(ranks2: RankPool, job: Job) -> None:
     """Hooks of the user's own, memory formats, batches that nothing was learned of."""
-    found = ranks2.run(on_ranks, job, case_setup=serve_in_thread)
+    found = ranks2.serve(on_ranks, job)
     assert [each.error for each in found] == ["", ""]
     assert identical([each.state for each in found])
     bound = 1e-6 if job.loop == "converted" else 1e-13
@@ -108,7 +107,7 @@ def test_it_ends_as_in_one_process(ranks2: RankPool, job: Job) -> None:
 def test_what_would_go_wrong_unseen_is_refused(
     ranks2: RankPool, job: Job, says: str
 ) -> None:
-    for each in ranks2.run(on_ranks, job, case_setup=serve_in_thread):
+    for each in ranks2.serve(on_ranks, job):
         assert re.search(says, each.error), each.error
 
 
@@ -116,7 +115,7 @@ def test_what_would_go_wrong_unseen_is_refused(
 def test_a_window_waits_for_a_backward_pass(ranks2: RankPool, policy: str) -> None:
     """One for four batches, where a window would end after each."""
     job = Job(policy, "losses summed")
-    found = ranks2.run(on_ranks, job, case_setup=serve_in_thread)
+    found = ranks2.serve(on_ranks, job)
     assert [each.error for each in found] == ["", ""]
     assert identical([each.state for each in found])
     assert all(each.steps for each in found)

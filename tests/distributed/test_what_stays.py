@@ -18,7 +18,6 @@ from elche.runtime.sync.sync_epoch import SyncEpoch
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
@@ -114,7 +113,7 @@ def _break_down(model: Any, optimizer: Any, loader: Any, options: Any) -> bool:
 def test_nothing_is_left_behind(
     ranks2: RankPool, options: dict[str, Any], end: str
 ) -> None:
-    found = ranks2.run(_after, options, end, case_setup=serve_in_thread)
+    found = ranks2.serve(_after, options, end)
     for before, after, _ in found:
         assert after == before
     assert any(broke for *_, broke in found) == (end == "broken")
@@ -124,9 +123,7 @@ def test_nothing_is_left_behind(
 def test_nothing_is_left_behind_by_a_setup_that_fails(
     ranks2: RankPool, options: dict[str, Any]
 ) -> None:
-    for before, after, _ in ranks2.run(
-        _after, options, "in setup", case_setup=serve_in_thread
-    ):
+    for before, after, _ in ranks2.serve(_after, options, "in setup"):
         assert after == before
 
 

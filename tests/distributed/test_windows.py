@@ -24,7 +24,6 @@ from tests.distributed.cases.window_cases import (
 )
 from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 NEW_RANKS = True
@@ -41,7 +40,7 @@ def _with(task: Task, **options: Any) -> Task:
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_async_trains_on_every_position_once(ranks3: RankPool, task: Task) -> None:
     reference = plain(task)
-    traces = ranks3.run(shared, _with(task, policy="async"), case_setup=serve_in_thread)
+    traces = ranks3.serve(shared, _with(task, policy="async"))
     for epoch in range(task.epochs):
         assert _positions(traces, epoch) == sorted(reference.orders[epoch])
     assert identical([trace.state for trace in traces])
@@ -52,14 +51,14 @@ def test_async_trains_on_every_position_once(ranks3: RankPool, task: Task) -> No
 def test_async_over_each_transport(ranks2: RankPool, transport: str) -> None:
     task = Task(samples=3200, batch_size=8, epochs=1, model="norm", optimizer="adamw")
     task = _with(task, policy="async", transport=transport, local_batch_size=8)
-    traces = ranks2.run(shared, task, case_setup=serve_in_thread, env=FOUR_TO_ONE)
+    traces = ranks2.serve(shared, task, env=FOUR_TO_ONE)
     assert identical([trace.state for trace in traces])
     assert int(traces[0].state["1.num_batches_tracked"]) == 400
 
 
 def test_a_break_drains_async_for_all(ranks3: RankPool) -> None:
     task = Task(samples=400, batch_size=4, loop="break", options={"policy": "async"})
-    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks3.serve(shared, task)
     assert identical([trace.state for trace in traces])
     for epoch in range(task.epochs):
         seen = _positions(traces, epoch)
@@ -87,7 +86,7 @@ def test_a_gradient_window_is_a_step_on_the_union(
         },
     )
     reference = plain(dataclasses.replace(task, batch_size=48, options={}))
-    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks2.serve(shared, task)
     assert identical([trace.state for trace in traces])
     assert difference(traces[0].state, reference.state) <= bound
 
@@ -107,7 +106,7 @@ def test_gradient_windows_clip_after_the_reduction(ranks2: RankPool) -> None:
         },
     )
     clipped = dataclasses.replace(task, batch_size=24, loop="clip", options={})
-    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    traces = ranks2.serve(shared, task)
     assert difference(traces[0].state, plain(clipped).state) <= 1e-13
     free = plain(dataclasses.replace(clipped, loop="plain"))
     assert difference(traces[0].state, free.state) > 1e-3
@@ -115,10 +114,9 @@ def test_gradient_windows_clip_after_the_reduction(ranks2: RankPool) -> None:
 
 def test_gradient_windows_share_the_rate_and_the_buffers(ranks2: RankPool) -> None:
     """Ranks step together at one rate, whenever each last looked at the schedule."""
-    states = ranks2.run(
+    states = ranks2.serve(
         follow_progress_with_gradient_windows,
         2,
-        case_setup=serve_in_thread,
         env=FOUR_TO_ONE,
     )
     assert identical(states)
@@ -132,7 +130,7 @@ def test_deterministic_runs_are_equal_to_the_bit(ranks2: RankPool, policy: str) 
     task = Task(samples=600, batch_size=8, optimizer="adamw", options={"seed": 5})
     task = _with(task, policy=policy, deterministic=True, speed_hints=(1.0, 0.5))
     runs = [
-        ranks2.run(shared, task, case_setup=serve_in_thread, env=speeds)
+        ranks2.serve(shared, task, env=speeds)
         for speeds in (_speeds(1.0, 0.5), _speeds(0.5, 1.0))
     ]
     assert [t.orders for t in runs[0]] == [t.orders for t in runs[1]]
@@ -146,7 +144,7 @@ def test_slowmo_is_averaging_until_it_has_momentum(
     task = Task(samples=200, batch_size=8, epochs=1, options={"seed": 5})
     task = _with(task, policy=policy, deterministic=True)
     average, plain, momentum = (
-        ranks2.run(shared, _with(task, **outer), case_setup=serve_in_thread)
+        ranks2.serve(shared, _with(task, **outer))
         for outer in (
             {"outer": "average"},
             {"outer": "slowmo", "outer_momentum": 0.0, "outer_lr": 1.0},
@@ -163,9 +161,7 @@ def test_slowmo_is_averaging_until_it_has_momentum(
 def test_a_throttled_rank_stays_with_the_slowest(ranks2: RankPool, policy: str) -> None:
     task = Task(samples=480, batch_size=8, epochs=1)
     task = _with(task, policy=policy, max_batch_diff=0, local_batch_size=8)
-    traces = ranks2.run(
-        shared_by_virtual_speeds, task, (0.002, 0.04), case_setup=serve_in_thread
-    )
+    traces = ranks2.serve(shared_by_virtual_speeds, task, (0.002, 0.04))
     counts = [len(trace.batch_sizes[0]) for trace in traces]
     assert sum(counts) == 60
     # Free, the fast one does 57 of them. It may lead by one per window, and does what
@@ -177,11 +173,10 @@ def test_a_throttled_rank_stays_with_the_slowest(ranks2: RankPool, policy: str) 
 def test_auto_picks_by_what_a_reduction_costs(ranks2: RankPool, sync_s: float) -> None:
     """Steps of milliseconds hide no reduction of 0.5 s; without it either may pay."""
     task = Task(samples=3200, batch_size=32, epochs=2, options={"policy": "auto"})
-    results = ranks2.run(
+    results = ranks2.serve(
         shared_over_slow_link,
         task,
         sync_s,
-        case_setup=serve_in_thread,
     )
     traces = [trace for trace, _ in results]
     said = results[0][1]
@@ -203,8 +198,8 @@ def test_a_loader_three_times_slower_gets_a_third(
     Under async nobody waits, and who comes first gets more, whatever clocks say; its
     shares are tested in simulations.
     """
-    (fast, fast_s), (slow, slow_s) = ranks2.run(
-        share_with_slow_loader, policy, (0.001, 0.003), case_setup=serve_in_thread
+    (fast, fast_s), (slow, slow_s) = ranks2.serve(
+        share_with_slow_loader, policy, (0.001, 0.003)
     )
     assert fast_s == pytest.approx(0.001, rel=0.05)
     assert slow_s == pytest.approx(0.003, rel=0.15)

@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from tests.harness.rank_main import Place, Task, resolve, serve
 from tests.harness.rank_process import Outcome, RankCaseFailed, RankProcess
+from tests.harness.serving import serve_in_thread
 
 PRELOADED = ["torch._dynamo", "elche.session.setup"]
 """Imported once, in the server; none of them starts a thread or asks for a device."""
@@ -135,6 +136,10 @@ class RankPool:
         if any(outcome.error for outcome in outcomes):
             raise RankCaseFailed(f"{module}.{qualname} failed", outcomes)
         return [outcome.value for outcome in outcomes]
+
+    def serve(self, case: Callable[..., T], *args: Any, **more: Any) -> list[T]:
+        """As `run`, with a coordinator in a thread of this process."""
+        return self.run(case, *args, case_setup=serve_in_thread, **more)
 
     def close(self) -> list[Outcome]:
         """Ends the idle ranks.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 from tests.runtime.cases.compiled_cases import compiled_run
 
 pytestmark = pytest.mark.distributed
@@ -16,11 +15,10 @@ def test_shares_of_several_sizes_are_compiled_for_at_once(
     ranks2: RankPool, how: str
 ) -> None:
     """Made after `elche.setup` it is unknown, and Dynamo sees at the second size."""
-    found = ranks2.run(
+    found = ranks2.serve(
         compiled_run,
         how,
         "auto",
-        case_setup=serve_in_thread,
         env=[{"ELCHE_SPEED": "1", "ELCHE_MS_PER_SAMPLE": "0.1"}] * 2,
     )
     for graphs, sizes in found:

@@ -45,9 +45,7 @@ def test_a_share_that_does_not_fit_is_run_in_micro_batches(
     options["speed_hints"] = (1.0, 0.25)
     if loss_reduction == "sum":
         options["max_grad_norm"] = 1.0
-    fast, slow = ranks2.run(
-        fitted, options, case_setup=serve_in_thread, env=devices(4, None)
-    )
+    fast, slow = ranks2.serve(fitted, options, env=devices(4, None))
     alone = fitted({k: v for k, v in options.items() if k != "speed_hints"})
     assert fast.failures == 3  # 13 samples, then 7, then 5
     assert slow.failures == 0
@@ -70,11 +68,10 @@ def test_memory_that_ends_in_backward_after_buckets_were_sent(
 ) -> None:
     options = {"bucket_cap_mb": 1e-4, "speed_hints": (1.0, 0.25)}
     more: dict[str, Any] = {"weight_of": label_sum} if weighs else {}
-    ranks = ranks2.run(
+    ranks = ranks2.serve(
         fitted,
         options | more,
         backward_most=8,
-        case_setup=serve_in_thread,
         env=devices(None, None),
     )
     alone = fitted(more)
@@ -98,10 +95,9 @@ def test_windows_run_their_batches_in_micro_batches(
     options["local_batch_size"] = 16
     states = []
     for memory in (None, 6):
-        ranks = ranks2.run(
+        ranks = ranks2.serve(
             fitted,
             options,
-            case_setup=serve_in_thread,
             env=devices(None, memory, speeds=("1", "1")),
         )
         assert [rank.failures for rank in ranks] == [0, 0 if memory is None else 2]
@@ -119,9 +115,7 @@ def test_a_loop_of_the_users_own_gets_shares_within_the_caps(
         "speed_hints": (1.0, 0.25),
         "max_samples": {0: 7},
     }
-    ranks = ranks2.run(
-        looped, options, case_setup=serve_in_thread, env=devices(7, None)
-    )
+    ranks = ranks2.serve(looped, options, env=devices(7, None))
     alone = looped({"policy": "sync"})
     assert ranks[0].sizes[0] == max(ranks[0].sizes) == 7
     steps = zip(ranks[0].sizes, ranks[1].sizes, strict=True)

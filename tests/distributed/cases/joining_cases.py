@@ -1,184 +1,280 @@
-"""Ranks that join a run under way, and the account of what all hold at its end."""
+"""Ranks that join a run under way, and what all hold at its end."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import elche
 from elche.checkpoint.keeper import CheckpointKeeper
-from elche.coordination.protocol.events import EpochOpened, JoinReady
-from elche.runtime.process.launchers import launch_facts
-from elche.runtime.process.worker import Worker
-from elche.runtime.windows.regrouping import Regrouping
-from elche.session.process import failing_together
-from tests.distributed.cases.survive_cases import (
-    Counter,
-    Death,
-    Indices,
-    after,
-    before,
-    die,
-    visit_events,
-)
+from elche.session.process import current_run, failing_together
+from tests.distributed.cases import step_deaths
+from tests.distributed.cases.counting import Indices, log_batch, made
+from tests.distributed.cases.deaths import Death, Visits, after, die
+from tests.distributed.cases.step_deaths import Loop, batches_of, loss_of
+from tests.distributed.cases.tasks import state_of
 
 BEGIN_WITHIN_S = 60.0
 MOST_EPOCHS = 200
 ENOUGH_BATCHES = 5
 """That a newcomer trains on before a run may end that waits for it."""
+WINDOWS: dict[str, dict[str, Any]] = {
+    "cadence": {"local_batch_size": 4, "outer": {"optimizer": "slowmo"}},
+    "async": {"local_batch_size": 4, "outer": {"optimizer": "slowmo"}},
+    "auto": {"outer": {"optimizer": "average"}},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growing:
+    """A run that goes on until all newcomers have trained, or are gone.
+
+    Attributes:
+        folder: of logs, signs and checkpoints.
+        policy: of the run.
+        founders: ranks that it begins with.
+        joiners: ranks that join it.
+        deaths: of any of them.
+        called_at: most ranks that live when the joiners are called; 0: the founders.
+        called_after: batches of a rank before that.
+        called_in: the policy that runs then; "" for any.
+        options: of `elche.setup`.
+        samples: of an epoch.
+        batch: samples of a global batch.
+        step_s: seconds of a step beside; of rank 1 ``slow`` times as many.
+        slow: see ``step_s``.
+        saves: a checkpoint is made in each epoch.
+        raises: the first joiner's script fails once it holds the state.
+        other: what is another in the joiners' scripts: "lr", "model" or "loop".
+        loss: under ``sync``, over a batch: "mean", "sum" or "weighted".
+        accumulate: batches to an optimizer step.
+        early: the next batch is asked for before the backward pass of the last one.
+        freezes: the founders train fewer parameters from the second epoch on.
+    """
+
+    folder: str
+    policy: str = "sync"
+    founders: int = 2
+    joiners: int = 1
+    deaths: tuple[Death, ...] = ()
+    called_at: int = 0
+    called_after: int = 3
+    called_in: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    samples: int = 640
+    batch: int = 16
+    step_s: float = 0.002
+    slow: float = 1.0
+    saves: bool = False
+    raises: bool = False
+    other: str = ""
+    loss: str = "mean"
+    accumulate: int = 1
+    early: bool = False
+    freezes: bool = False
+
+    @property
+    def newcomers(self) -> range:
+        """Their ranks."""
+        return range(self.founders, self.founders + self.joiners)
+
+    @property
+    def loop(self) -> Loop:
+        """Of ``sync``, whose steps are compared with one process."""
+        return Loop(folder=self.folder, loss=self.loss)
+
+    def sign(self, rank: int) -> Path:
+        """The run need not go on for this newcomer any more."""
+        return Path(self.folder, f"over{rank}")
 
 
 @dataclass(frozen=True)
-class Joined:
-    """What a rank has at the end.
+class Grown:
+    """What a rank that lives has at the end.
 
     Attributes:
         state: of the model.
         copy: of its EMA.
-        progress: samples of the run.
         rate: learning rate.
-        ranks: its number, place and the world's size.
-        handed: digests of optimizer and model at each hand-over.
+        progress: samples of the run.
+        epochs: of the run.
+        place: of this rank.
+        world_size: of the run.
+        metrics: samples of the last epoch.
+        policies: that its loop has seen.
         batches: that it trained on.
-        held_s: longest time between two batches of an epoch.
+        handed: digests of optimizer and model at each hand-over.
     """
 
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-    copy: dict[str, torch.Tensor] = field(default_factory=dict)
-    progress: float = 0.0
-    rate: float = 0.0
-    ranks: tuple[int, int, int] = (0, 0, 0)
-    handed: list[str] = field(default_factory=list)
-    batches: int = 0
-    held_s: float = 0.0
+    state: dict[str, torch.Tensor]
+    copy: dict[str, torch.Tensor]
+    rate: float
+    progress: float
+    epochs: int
+    place: int
+    world_size: int
+    metrics: int
+    policies: list[str]
+    batches: int
+    handed: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A run that ranks join.
-
-    Attributes:
-        folder: for logs, and the word that joiners wait for.
-        policy: of the run.
-        founders: ranks that it begins with.
-        death: rank of them that dies first; -1: nobody.
-        fails: where the joiners die; "" for nowhere.
-        giver: rank of the founders that dies as it hands its state over; -1: none.
-        saves: a checkpoint is made in each epoch.
-        other: what is another in the joiners' scripts: "lr", "model" or "loop".
-        options: of the run.
-        windows: settings of them beside the usual ones.
-    """
-
-    folder: str
-    policy: str
-    founders: int
-    death: int = -1
-    fails: str = ""
-    giver: int = -1
-    saves: bool = False
-    other: str = ""
-    samples: int = 640
-    epochs: int = 3
-    options: dict[str, Any] = field(default_factory=dict)
-    windows: dict[str, Any] = field(default_factory=dict)
+def model_of(
+    growth: Growing, other: str = ""
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """What ranks train: under ``sync`` layers, else a model that counts."""
+    if growth.policy == "sync":
+        model, [optimizer] = step_deaths.make(growth.loop)
+        return model, optimizer
+    torch.manual_seed(5)
+    rate = 0.5 if other == "lr" else 1.0
+    return made(
+        growth.policy, growth.samples + (other == "model"), lr=rate, momentum=0.1
+    )
 
 
-def grow(plan: Plan) -> Joined:
-    """Trains; ranks above the founders' join when these are on their way."""
+def followers_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[torch.optim.lr_scheduler.LRScheduler, AveragedModel]:
+    """What moves along with each step."""
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.97)
+    return schedule, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+def options_of(growth: Growing) -> dict[str, Any]:
+    """Of `elche.setup`."""
+    options: dict[str, Any] = {"timeout_s": 60.0, "policy": growth.policy}
+    if growth.policy == "sync":
+        options |= step_deaths.options_of(growth.loop)
+    else:
+        given = dict(WINDOWS[growth.policy])
+        given["outer"] = elche.config.OuterConfig(**given["outer"])
+        options["windows"] = elche.WindowConfig(**given)
+    if growth.policy == "auto":
+        options["leave_out"] = False
+    return options | dict(growth.options)
+
+
+def grow(growth: Growing) -> Grown:
+    """Trains until all newcomers have, or are gone."""
+    rank = int(os.environ["RANK"])
     with failing_together():
         try:
-            return _grow(plan)
-        finally:
-            Path(plan.folder, "ready").touch()  # nobody waits for who was refused
+            return _grow(growth, rank)
+        except Exception as error:  # which may be killed before it can say so
+            growth.sign(rank).write_text(str(error))
+            raise
 
 
-def _grow(plan: Plan) -> Joined:
-    rank, is_joiner = int(os.environ["RANK"]), launch_facts().joins
-    word, ready = Path(plan.folder, "come"), Path(plan.folder, "ready")
+def _grow(growth: Growing, rank: int) -> Grown:
+    is_joiner, called = rank in growth.newcomers, Path(growth.folder, "come")
+    model: Any
+    model, optimizer = model_of(growth, growth.other if is_joiner else "")
     if is_joiner:
-        wait_for(word)
-        plan_failure(plan.fails)
-        visit_events(JoinReady, ready.touch, is_before=True)
-    other = plan.other if is_joiner else ""
-    torch.manual_seed(5 + is_joiner)
-    counter = Counter(plan.samples + (other == "model"))
-    if is_joiner:
-        torch.nn.init.uniform_(counter.w)  # none of it may come into the run
-    optimizer = torch.optim.SGD(
-        counter.parameters(), lr=0.5 if other == "lr" else 1.0, momentum=0.1
-    )
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 15, 0.9)
-    copy = AveragedModel(counter, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    handed = watch_hand_overs(counter, optimizer)
-    if rank == plan.giver:
-        before(CheckpointKeeper, "hand_over", die)
-    loader: Any = DataLoader(Indices(plan.samples), batch_size=16, shuffle=True)
+        wait_for(called)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)  # none of it may come into the run
+    visits = plan_faults(growth, rank, model)
+    schedule, copy = followers_of(model, optimizer)
+    handed = watch_hand_overs(model, optimizer)
+    data = Indices(growth.samples, lambda: visits.get("load", int)())
+    loader: Any = DataLoader(data, batch_size=growth.batch, shuffle=True)
     model, optimizer, loader = elche.setup(
-        *(counter, optimizer, loader),
-        policy=plan.policy,
+        *(model, optimizer, loader),
         schedulers=[schedule],
         copies=[copy],
-        timeout_s=60.0,
-        windows=elche.WindowConfig(
-            local_batch_size=4,
-            **({"outer": elche.config.OuterConfig(optimizer="slowmo")} | plan.windows),
-        ),
-        **plan.options,
+        **options_of(growth),
     )
-    batches, last_s, gap_s = 0, 0.0, 0.0
-    numbers = range(plan.epochs) if other == "loop" else elche.epochs(plan.epochs)
-    with Path(plan.folder, f"log{rank}.txt").open("w") as log:
-        for epoch in numbers:
-            for number, index in enumerate(loader):
-                if epoch and word.exists() and not is_joiner:
-                    wait_for(ready)  # else the run may end before it is
-                if last_s:
-                    gap_s = max(gap_s, time.monotonic() - last_s)
-                log.write(f"{epoch} {' '.join(map(str, index.tolist()))}\n")
-                log.flush()
-                model(index).backward()
+    run, policies, batches, epochs = current_run(), list[str](), 0, 0
+    assert run is not None
+
+    def note(epoch: int, number: int, index: torch.Tensor) -> None:
+        log_batch(growth.folder, epoch, elche.progress_samples(), index)
+
+    is_apart = is_joiner and growth.other == "loop"
+    for epoch in range(3) if is_apart else elche.epochs(MOST_EPOCHS):
+        if growth.freezes and epoch == 1 and not is_joiner:
+            next(model.parameters()).requires_grad_(False)
+        for number, batch in enumerate(batches_of(loader, partial(note, epoch))):
+            if policies[-1:] != [run.policy]:
+                policies.append(run.policy)
+            visits.get("forward", int)()
+            time.sleep(growth.step_s * (growth.slow if rank == 1 else 1.0))
+            if growth.policy == "sync":
+                loss = loss_of(model, batch.now, growth.loss)
+            else:
+                loss = model(batch.now)
+            if growth.early:
+                batch.fetch()
+            loss.backward()
+            visits.get("step", int)()
+            if (number + 1) % growth.accumulate == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-                schedule.step()
-                copy.update_parameters(model)
-                time.sleep(0.002)
-                batches += 1
-                last_s = time.monotonic()
-                if plan.saves and number == 12:
-                    elche.save(Path(plan.folder, "checkpoints"))
-                if rank == plan.death and batches == 6:
-                    die()
-                is_time = plan.death < 0 or elche.world_size() < plan.founders
-                if elche.rank() == 0 and batches >= 10 and is_time:
-                    word.touch()
-            last_s = 0.0
-            elche.barrier()
-    joined = Joined(
-        cloned(model),
-        cloned(copy),
-        elche.progress_samples(),
+                model.count += growth.policy == "sync"  # steps; else it counts itself
+            schedule.step()
+            copy.update_parameters(model)
+            visits.get("batch", int)()
+            batches += 1
+            if growth.saves and number == 12:
+                elche.save(Path(growth.folder, "checkpoints"))
+            if is_joiner and batches == ENOUGH_BATCHES:
+                growth.sign(rank).touch()
+            is_time = elche.world_size() <= (growth.called_at or growth.founders)
+            is_time &= growth.called_in in ("", run.policy)
+            is_time &= batches >= growth.called_after and growth.freezes <= epoch
+            if is_time and not is_joiner:
+                called.touch()
+        epochs = epoch + 1
+        visits.get("between", int)()
+        if not elche.any(not all(growth.sign(r).exists() for r in growth.newcomers)):
+            break
+    grown = Grown(
+        state_of(model),
+        state_of(copy),
         schedule.get_last_lr()[0],
-        (rank, elche.rank(), elche.world_size()),
-        handed,
+        elche.progress_samples(),
+        epochs,
+        elche.rank(),
+        elche.world_size(),
+        elche.epoch_metrics().samples,
+        policies,
         batches,
-        gap_s,
+        handed,
     )
     elche.shutdown()
-    return joined
+    return grown
 
 
-def cloned(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in module.state_dict().items()}
+def plan_faults(growth: Growing, rank: int, model: nn.Module) -> Visits:
+    """Where a rank dies, or fails; returns what its loop calls at its own places."""
+    visits: Visits = {}
+
+    def die_for_good() -> None:
+        growth.sign(rank).touch()
+        die()
+
+    for death in growth.deaths:
+        if death.rank == rank:
+            step_deaths.plan(death, visits, model, die_for_good)
+    if growth.raises and rank == growth.founders:
+        after(CheckpointKeeper, "hand_over", raise_error)
+    return visits
+
+
+def raise_error() -> None:
+    raise ValueError("a fault in the joiner's script")
 
 
 def wait_for(path: Path) -> None:
@@ -207,79 +303,13 @@ def watch_hand_overs(
     return handed
 
 
-def plan_failure(place: str) -> None:
-    """The joiner dies there, or raises."""
-    if place in ("before ready", "after ready"):
-        visit_events(JoinReady, die, is_before=place.startswith("before"))
-    elif place == "regrouping":
-        before(Regrouping, "meet", die)
-    elif place == "regrouped":
-        after(Worker, "regroup", die)
-    elif place == "handed":
-        after(CheckpointKeeper, "hand_over", die)
-    elif place == "before opened":
-        visit_events(EpochOpened, die, is_before=True)
-    elif place == "raises":
-        after(CheckpointKeeper, "hand_over", raise_error)
-
-
-def raise_error() -> None:
-    raise ValueError("a fault in the joiner's script")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Growing:
-    """A run that goes on until all newcomers have trained, or are gone.
-
-    Attributes:
-        folder: of logs and signs.
-        founders: ranks that it begins with.
-        joiners: ranks that join it.
-        deaths: of any of them.
-        called_after: batches of a rank before the joiners are called.
-        options: of `elche.setup`.
-    """
-
-    folder: str
-    founders: int = 2
-    joiners: int = 1
-    deaths: tuple[Death, ...] = ()
-    called_after: int = 3
-    options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def newcomers(self) -> range:
-        """Their ranks."""
-        return range(self.founders, self.founders + self.joiners)
-
-    def sign(self, rank: int) -> Path:
-        """The run need not go on for this newcomer any more."""
-        return Path(self.folder, f"over{rank}")
-
-
-@dataclass(frozen=True)
-class Grown:
-    """What a rank that lives has at the end of such a run."""
-
-    state: dict[str, torch.Tensor]
-    copy: dict[str, torch.Tensor]
-    rate: float
-    progress: float
-    epochs: int
-    place: int
-    world_size: int
-
-
-def is_on_the_way_in(place: str, act: Callable[[], None]) -> bool:
-    """Whether newcomers or their givers pass there; `act` is called then."""
-    if place == "handing":
-        before(CheckpointKeeper, "hand_over", act)
-    elif place == "handed":
-        after(CheckpointKeeper, "hand_over", act)
-    elif place == "ready":
-        visit_events(JoinReady, act, is_before=False)
-    elif place == "opening":
-        visit_events(EpochOpened, act, is_before=True)
-    else:
-        return False
-    return True
+def alone(
+    growth: Growing, epochs: list[list[list[list[int]]]]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
+    """The same steps in one process: model, its average, and the last rate."""
+    model, optimizer = model_of(growth)
+    schedule, copy = followers_of(model, optimizer)
+    for _ in step_deaths.steps_alone(growth.loop, model, [optimizer], epochs):
+        schedule.step()
+        copy.update_parameters(model)
+    return model.state_dict(), copy.state_dict(), schedule.get_last_lr()[0]

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 import elche
 from tests.distributed.cases.resume_cases import Seen
-from tests.distributed.cases.tasks import Task, build
+from tests.distributed.cases.tasks import Task, build, take_step
 
 folder, epochs, samples = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 model, optimizer, loader = build(Task(samples=samples, batch_size=8))
@@ -25,9 +24,7 @@ seen = Seen()
 elche.register_for_checkpointing(seen=seen)
 for epoch in elche.epochs(epochs):
     for x, y, index, _ in loader:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x, y)
         seen.pairs += [(epoch, at) for at in index.tolist() if elche.batch_weight()]
         if elche.is_main_process():
             print("batch", epoch, elche.progress_steps(), flush=True)

@@ -17,6 +17,7 @@ import elche
 from elche.errors import ElcheError
 from elche.runtime import run
 from elche.session.process import current_run, failing_together
+from tests.distributed.cases.tasks import state_of
 from tests.distributed.cases.user_loop_cases import FEATURES, POLICIES, Found, weights
 from tests.harness.settings import nested
 
@@ -72,7 +73,7 @@ def _on_rank(look: Look) -> Found:
     except ElcheError as raised:
         error = f"{type(raised).__name__}: {raised}"
     elche.shutdown()
-    return Found(error, {k: v.detach().clone() for k, v in model.state_dict().items()})
+    return Found(error, state_of(model))
 
 
 def iterated_twice(policy: str) -> str:

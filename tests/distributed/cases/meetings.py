@@ -54,7 +54,7 @@ class Meeting:
         self._checkpoints = Path(folder, "checkpoints")
         self.found: list[Any] = []
         self.is_under_way = False
-        self.at_step: Callable[[], None] | None = None
+        self.at_step: Callable[[], object] | None = None
         self._waits = 0
         send = Worker.send
 

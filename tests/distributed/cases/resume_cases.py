@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import elche
 from elche.checkpoint.store import CheckpointStore
 from elche.session.process import failing_together
-from tests.distributed.cases.tasks import Task, build
+from tests.distributed.cases.tasks import Task, begin, build, state_of, take_step
 from tests.harness.settings import nested
 
 
@@ -86,10 +86,7 @@ def train(
         for epoch in elche.epochs(task.epochs):
             epochs.append(epoch)
             for x, y, index, draw in loader:
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x, y)
                 scheduler.step()
                 if elche.batch_weight():
                     seen.pairs += [(epoch, at) for at in index.tolist()]
@@ -103,7 +100,7 @@ def train(
         progress = elche.progress_steps()
         samples = sum(elche.epoch_metrics().rank_samples) if epochs else 0
     elche.shutdown()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = state_of(model)
     return Trained(seen.pairs, seen.draws, epochs, progress, rates, state, samples)
 
 
@@ -134,7 +131,7 @@ def train_early(task: Task, folder: str, save: int, *, resumes: bool) -> Trained
                     elche.save(folder)
         progress = elche.progress_steps()
     elche.shutdown()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = state_of(model)
     return Trained(seen.pairs, [], progress=progress, state=state)
 
 
@@ -173,17 +170,12 @@ def breaks(
     Returns:
         Epochs, and whether this rank came to ask.
     """
-    model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, **nested(task.options)
-    )
+    model, optimizer, loader = begin(task, **task.options)
     epochs, has_asked = [], False
     for epoch in elche.epochs(3):
         epochs.append(epoch)
         for batch, (x, y, _, _) in enumerate(loader, 1):
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
             if batch == at[0] and epoch == 0:
                 elche.save(folder)
                 has_asked = True

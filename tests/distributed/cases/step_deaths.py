@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections import deque
@@ -16,14 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import elche
-from elche.comm.gradients.buckets.bucket import Bucket
-from elche.comm.gradients.buckets.bucket_pass import BucketPass
 from elche.comm.gradients.reducer import GradientReducer
-from elche.comm.model_buffers.buffers import BufferAverager
-from elche.comm.transport import host_exchange
 from elche.comm.transport.host_exchange import HostExchange
 from elche.coordination.protocol.instructions import (
     EndEpoch,
@@ -32,26 +27,16 @@ from elche.coordination.protocol.instructions import (
     LeaveOut,
     Regroup,
 )
-from elche.runtime.data.sample_order import SampleOrder
-from elche.runtime.epochs.run_epochs import RunEpochs
 from elche.runtime.process.worker import Worker
 from elche.runtime.sync.step_groups import StepGroups
 from elche.runtime.watch.model_sums import checksum
-from elche.runtime.windows.regrouping import Regrouping
-from tests.distributed.cases.survive_cases import Death, after, before, die
+from tests.distributed.cases.counting import Indices, log_batch, rows_of
+from tests.distributed.cases.deaths import Death, Visits, before, die, plan_death
+from tests.distributed.cases.tasks import state_of
 
 BATCH = 12
 CAP_MB = 0.0002
 """Several buckets in a small model."""
-HOST_PLACES: dict[str, tuple[Any, str, Callable[..., None]]] = {
-    "offering": (HostExchange, "begin", before),
-    "offered": (HostExchange, "begin", after),
-    "summing a host": (HostExchange, "begin_between", before),
-    "host summed": (HostExchange, "begin_between", after),
-    "handing on": (host_exchange, "succeeded", before),
-    "taken": (HostExchange, "release", after),
-}
-"""Of a bucket that is summed inside hosts first; the middle three only on leaders."""
 
 
 @dataclass(frozen=True)
@@ -113,20 +98,6 @@ class Trained:
     world_size: int
     norm: float | None
     by_hosts: bool
-
-
-class Indices(Dataset[int]):
-    """Samples that are their own index."""
-
-    def __init__(self, length: int, on_load: Callable[[], None]) -> None:
-        self._length, self._on_load = length, on_load
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> int:
-        self._on_load()
-        return index
 
 
 class Net(nn.Module):
@@ -205,14 +176,13 @@ def train(loop: Loop) -> Trained:
     rank = int(os.environ["RANK"])
     model: Any
     model, optimizers = make(loop)
-    names = "load", "forward", "fetched", "passed", "step", "between"
-    at: dict[str, Callable[[], None]] = {name: lambda: None for name in names}
+    visits: Visits = {}
     for death in loop.deaths:
         if death.rank == rank and death.place == "apart":
             die_left_out(death, Path(loop.folder, "log0.txt"))
         elif death.rank == rank:
-            plan_death(death, at, model)
-    data = Indices(loop.samples, lambda: at["load"]())
+            plan(death, visits, model)
+    data = Indices(loop.samples, lambda: visits.get("load", int)())
     loader: Any = DataLoader(
         data, batch_size=BATCH, shuffle=True, num_workers=loop.workers
     )
@@ -228,31 +198,31 @@ def train(loop: Loop) -> Trained:
     scaler = torch.amp.GradScaler(
         "cpu", enabled=loop.scaler, init_scale=64.0, growth_interval=3
     )
-    with Path(loop.folder, f"log{rank}.txt").open("w") as log:
 
-        def say(epoch: int, index: list[int]) -> None:
-            print(epoch, int(model.count), *index, file=log, flush=True)
+    def note(epoch: int, number: int, index: torch.Tensor) -> None:
+        at = int(model.count) if dict(loop.options).get("leave_out") else number
+        log_batch(loop.folder, epoch, at, index)
 
-        for epoch in range(loop.epochs):
-            for number, batch in enumerate(batches_of(loader, partial(say, epoch))):
-                at["forward"]()
-                time.sleep(loop.step_s * (loop.slow in (-1, rank)))
-                for passed in range(loop.passes):
-                    loss = loss_of(model, batch.now, loop.loss)
-                    if loop.early and not passed:
-                        batch.fetch()
-                        at["fetched"]()
-                    scaler.scale(loss).backward()
-                    at["passed"]()
-                at["step"]()
-                if (epoch, number) == (0, loop.saves_at):
-                    elche.save(Path(loop.folder, "checkpoints"))
-                if (number + 1) % loop.accumulate == 0:
-                    take_step(model, optimizers, loop.clip, scaler)
-            at["between"]()
-            elche.barrier()
+    for epoch in range(loop.epochs):
+        for number, batch in enumerate(batches_of(loader, partial(note, epoch))):
+            visits.get("forward", int)()
+            time.sleep(loop.step_s * (loop.slow in (-1, rank)))
+            for passed in range(loop.passes):
+                loss = loss_of(model, batch.now, loop.loss)
+                if loop.early and not passed:
+                    batch.fetch()
+                    visits.get("fetched", int)()
+                scaler.scale(loss).backward()
+                visits.get("passed", int)()
+            visits.get("step", int)()
+            if (epoch, number) == (0, loop.saves_at):
+                elche.save(Path(loop.folder, "checkpoints"))
+            if (number + 1) % loop.accumulate == 0:
+                take_step(model, optimizers, loop.clip, scaler)
+        visits.get("between", int)()
+        elche.barrier()
     trained = Trained(
-        {name: value.clone() for name, value in model.state_dict().items()},
+        state_of(model),
         elche.progress_samples(),
         elche.rank(),
         elche.world_size(),
@@ -276,15 +246,17 @@ class Handed:
     fetch: Callable[[], None]
 
 
-def batches_of(loader: Any, say: Callable[[list[int]], None]) -> Iterator[Handed]:
-    """Of an epoch, which the loop may ask for ahead; logged as they are given."""
-    batches, fetched = iter(loader), deque[torch.Tensor | None]()
+def batches_of(
+    loader: Any, note: Callable[[int, torch.Tensor], None]
+) -> Iterator[Handed]:
+    """Of an epoch, which the loop may ask for ahead; noted as they are given."""
+    batches, fetched = enumerate(loader), deque[torch.Tensor | None]()
 
     def fetch() -> None:
-        index = next(batches, None)
+        number, index = next(batches, (0, None))
         fetched.append(index)
         if index is not None:
-            say(index.tolist() if elche.batch_weight() else [])
+            note(number, index)
 
     while True:
         if not fetched:
@@ -316,62 +288,22 @@ def take_step(
     model.get_buffer("count").add_(1)
 
 
-def plan_death(
+def plan(
     death: Death,
-    at: dict[str, Callable[[], None]],
+    visits: Visits,
     model: nn.Module,
-    act: Callable[[], None] = die,
+    act: Callable[[], object] = die,
 ) -> None:
-    """Dies at the how manyth visit of a place."""
-    visits, when, place = 0, death.at, death.place
-
-    def visit(*_: Any) -> None:
-        nonlocal visits
-        visits += 1
-        if visits == when:
-            act()
-
-    if death.place == "time":  # from the second batch on
-        act, when, place = threading.Timer(death.at, die).start, 2, "forward"
-    elif death.place == "stopped":
-        act, place = partial(os.kill, os.getpid(), signal.SIGSTOP), "forward"
-    if place in at:
-        at[place] = visit
-    elif place == "backward":  # the last layer's bucket is sent by then
-        next(model.parameters()).register_hook(visit)
-    elif place == "first bucket":
-        after(Bucket, "send", visit)
-    elif place == "last bucket":
-        before(GradientReducer, "close_pass", visit)
-    elif place == "closed":
-        after(GradientReducer, "close_pass", visit)
-    elif place in ("_end_first", "_reorder"):
-        before(BucketPass, place, visit)
-    elif place == "ordered":
-        after(BucketPass, "_end_first", visit)
-    elif place == "built":
-        before(Bucket, "open", visit)
-    elif place == "taken over":
-        before(Bucket, "take_over", visit)
-    elif place in HOST_PLACES:
-        owner, name, visited = HOST_PLACES[place]
-        visited(owner, name, visit)
-    elif place == "buffers":
-        before(BufferAverager, "_reduce", visit)
-    elif place == "without":
-        at["step"] = left_out_for(int(when), act)
-    elif place == "without, closing":
-        before(GradientReducer, "close_pass", left_out_for(int(when), act))
-    elif place == "positions":
-        before(SampleOrder, "share", visit)
-    elif place == "pausing":
-        before(RunEpochs, "_compare", visit)
-    elif place == "forming":
-        before(Regrouping, "meet", visit)
-    elif place == "formed":
-        after(StepGroups, "settle", visit)
+    """As `plan_death`, also in a layer's backward and while ranks are left out."""
+    if death.place == "without":
+        visits["step"] = left_out_for(int(death.at), act)
+    elif death.place == "without, closing":
+        before(GradientReducer, "close_pass", left_out_for(int(death.at), act))
+    elif death.place == "backward":  # the last layer's bucket is sent by then
+        plan_death(death, visits, act)
+        next(model.parameters()).register_hook(visits[death.place])
     else:
-        raise ValueError(death.place)
+        plan_death(death, visits, act)
 
 
 def read_together() -> None:
@@ -422,7 +354,7 @@ def die_left_out(death: Death, log: Path) -> None:
     StepGroups.leave_out = leave_out  # type: ignore[method-assign]
 
 
-def left_out_for(steps: int, act: Callable[[], None]) -> Callable[[], None]:
+def left_out_for(steps: int, act: Callable[[], object]) -> Callable[[], None]:
     """To be called in each step: acts when others were left out for so many."""
     original, since = StepGroups.leave_out, -(10**6)
 
@@ -470,81 +402,59 @@ def buffers_of(reducer: GradientReducer) -> list[torch.Tensor]:
     return list(averager._model.buffers())
 
 
-def logs_of(folder: Path, rank: int, epochs: int) -> list[list[list[int]]]:
-    """Per epoch the batches that a loop was given, without those that weigh nothing."""
-    logs: list[list[list[int]]] = [[] for _ in range(epochs)]
-    for line in Path(folder, f"log{rank}.txt").read_text().splitlines():
-        epoch, _, *indices = map(int, line.split())
-        logs[epoch].append(indices)
-    return logs
-
-
 def steps_of(
-    logs: dict[int, list[list[list[int]]]], victims: Sequence[int]
+    folder: str | Path, ranks: int, victims: Sequence[int], epochs: int
 ) -> list[list[list[list[int]]]]:
     """Per epoch the batches of each step, those of ranks that live first.
 
     A dead rank's batch counts in its step, unless its samples were given out again.
 
     Args:
-        logs: of each rank.
-        victims: ranks that died, the first one first.
-    """
-    survivors = [rank for rank in logs if rank not in victims]
-    epochs = []
-    for epoch in range(len(logs[survivors[0]])):
-        own = [logs[rank][epoch] for rank in survivors]
-        assert len({len(batches) for batches in own}) == 1
-        steps = [[*filter(None, parts)] for parts in zip(*own, strict=True)]
-        given = {index for parts in steps for part in parts for index in part}
-        for rank in reversed(victims):
-            for number, batch in enumerate(logs[rank][epoch]):
-                if not batch:
-                    continue
-                if not given & {*batch}:
-                    steps[number].append(batch)
-                    given |= {*batch}
-                else:
-                    assert given >= {*batch}
-        epochs.append(steps)
-    return epochs
-
-
-def counted_steps(
-    folder: Path, ranks: int, victims: Sequence[int], epochs: int
-) -> list[list[list[list[int]]]]:
-    """As `steps_of`, where ranks that are left out lack steps.
-
-    Args:
-        folder: of the logs, in which each batch has the number of its step.
-        ranks: that began.
+        folder: of the logs, in which each batch has the place of its step.
+        ranks: that were there.
         victims: ranks that died, the first one first.
         epochs: of the run.
     """
     found: list[dict[int, list[list[int]]]] = [{} for _ in range(epochs)]
-    order = [*(rank for rank in range(ranks) if rank not in victims), *victims[::-1]]
-    for rank in order:
-        for line in Path(folder, f"log{rank}.txt").read_text().splitlines():
-            epoch, count, *batch = map(int, line.split())
+    living = [rank for rank in range(ranks) if rank not in victims]
+    for rank in (*living, *reversed(victims)):
+        for epoch, at, batch in rows_of(folder, rank):
             steps = found[epoch]
-            parts = steps.setdefault(count, [])
             given = {i for parts in steps.values() for part in parts for i in part}
-            if batch and not (rank in victims and given & {*batch}):
-                parts.append(batch)
-    return [[steps[count] for count in sorted(steps)] for steps in found]
+            if rank in victims and given & {*batch}:
+                assert given >= {*batch}
+            else:
+                steps.setdefault(at, []).extend([batch] if batch else [])
+    return [[steps[at] for at in sorted(steps)] for steps in found]
 
 
 def reference(
     loop: Loop, epochs: list[list[list[list[int]]]], apart: Sequence[int] = ()
 ) -> dict[str, torch.Tensor]:
-    """The same steps in one process.
+    """The same steps in one process; see `steps_alone`."""
+    model, optimizers = make(loop)
+    for _ in steps_alone(loop, model, optimizers, epochs, apart):
+        pass
+    state: dict[str, torch.Tensor] = model.state_dict()
+    return state | traces(loop, epochs)
+
+
+def steps_alone(
+    loop: Loop,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    epochs: list[list[list[list[int]]]],
+    apart: Sequence[int] = (),
+) -> Iterator[None]:
+    """Takes steps in one process, and yields after each.
 
     Args:
         loop: what ranks did.
+        model: of this process.
+        optimizers: of it.
         epochs: of each step the batches.
         apart: samples that are only in the first backward pass of their step.
     """
-    model, optimizers = make(loop)
     for steps in epochs:
         for number, parts in enumerate(steps):
             step = [*chain.from_iterable(parts)]
@@ -553,8 +463,7 @@ def reference(
                 step = [index for index in step if index not in apart]
             if (number + 1) % loop.accumulate == 0:
                 take_step(model, optimizers, loop.clip)
-    state: dict[str, torch.Tensor] = model.state_dict()
-    return state | traces(loop, epochs)
+            yield
 
 
 def traces(loop: Loop, epochs: list[list[list[list[int]]]]) -> dict[str, torch.Tensor]:
@@ -583,7 +492,7 @@ def leave_after(loop: Loop) -> list[tuple[int, int, str]]:
     model, optimizers, loader = elche.setup(
         model,
         optimizers,
-        DataLoader(Indices(loop.samples, lambda: None), BATCH, shuffle=True),
+        DataLoader(Indices(loop.samples), BATCH, shuffle=True),
         policy="sync",
         timeout_s=60.0,
     )

@@ -1,190 +1,208 @@
-"""Ranks that die at a named place of a run, and the account of what the others hold.
-
-Each sample is counted three times: by what loops were handed (a file, which outlives
-its rank), by a counter in the model, which travels with every commit, and by elche.
-"""
+"""Ranks that die at a named place of a run, and what the others count of it."""
 
 from __future__ import annotations
 
-import collections
+import copy
 import ctypes
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 import elche
-from elche.checkpoint import writer
-from elche.comm.averaging.averaging import Averager
-from elche.comm.averaging.parameter_group import ParameterGroup
-from elche.comm.codec.coded_hops import CodedHops
 from elche.comm.gradients.gradient_window import GradientWindow
-from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.transport.process_group import Group
 from elche.coordination.liveness import BEAT_S, QUIET_S
-from elche.coordination.protocol.events import (
-    BarrierReached,
-    EpochOpened,
-    ModelUpdated,
-    WindowClosed,
-)
-from elche.coordination.windows.window_loop import WindowLoop
 from elche.runtime.data.sample_order import SampleOrder
-from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.process import heartbeat
-from elche.runtime.process.worker import Worker
-from elche.runtime.user_collectives import UserCollectives
-from elche.runtime.watch import model_copies
-from elche.runtime.windows import gradient_sync
 from elche.runtime.windows.gradient_sync import GradientSync
-from elche.runtime.windows.regrouping import Regrouping
+from elche.session.process import current_run
+from tests.distributed.cases.counting import Indices, log_batch, made
+from tests.distributed.cases.deaths import (
+    Death,
+    Visits,
+    after,
+    before,
+    die,
+    plan_death,
+)
 from tests.distributed.cases.late_sums import LateSum, await_sums, mark_third_sum
 from tests.distributed.cases.meetings import Meeting
-
-EVENTS = {
-    "closed": WindowClosed,
-    "reduced": ModelUpdated,
-    "opened": EpochOpened,
-    "barrier": BarrierReached,
-}
+from tests.distributed.cases.tasks import state_of
 
 
-@dataclass(frozen=True)
-class Death:
-    """A rank that dies.
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A run in which ranks die.
 
     Attributes:
-        rank: which.
-        place: where; see `plan_death`.
-        at: the how manyth time that it comes there, from 1 on; seconds for "time".
-        holders: it waits there until these ranks have the third sum.
+        folder: of logs, signs and checkpoints.
+        policy: of the run.
+        deaths: of its ranks.
+        samples: of an epoch.
+        epochs: of the run.
+        options: of `elche.setup`.
+        windows: settings of windows beside the usual ones.
+        drawn: how the order of samples is, see `loader_of`.
+        momentum: of the optimizer, which ranks then hold in common.
+        freezes: the second epoch trains fewer parameters.
+        meeting: what ranks do together after each epoch.
+        saves: ranks ask for a checkpoint inside each epoch; in the first one only
+            rank 0 does.
+        late: a rank without the third sum, and how it comes to that.
+        late_order: a rank without the second epoch's order when the first rank dies.
+        slow: a rank, what keeps it once, and the argument of that.
+        step_s: seconds of a step beside.
+        quiet_s: after which a rank that trains is asked where it is.
+        beat_s: seconds between its heartbeats.
     """
 
-    rank: int
-    place: str
-    at: float = 3
-    holders: tuple[int, ...] = ()
+    folder: str
+    policy: str
+    deaths: tuple[Death, ...] = ()
+    samples: int = 640
+    epochs: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    windows: dict[str, Any] = field(default_factory=dict)
+    drawn: str = "global"
+    momentum: float = 0.0
+    freezes: bool = False
+    meeting: str = "barrier"
+    saves: bool = False
+    late: tuple[int, str] = (-1, "")
+    late_order: int = -1
+    slow: tuple[int, Callable[[float], float], float] = (-1, float, 0.0)
+    step_s: float = 0.001
+    quiet_s: float = QUIET_S
+    beat_s: float = BEAT_S
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What a rank that lives has at the end."""
+    """What a rank that lives has at the end.
 
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-    progress: float = 0.0
-    place: int = 0
-    world_size: int = 0
-    handed: int = 0
-    found: list[Any] = field(default_factory=list)
-    commits: list[torch.Tensor] = field(default_factory=list)
-    """Momentum after each common step or mean, where ranks have one in common."""
+    Attributes:
+        state: of the model, and the momentum that ranks hold in common.
+        progress: samples of the run.
+        place: of this rank.
+        world_size: of those that live.
+        handed: how often this rank was handed a sum that it lacked.
+        found: what each meeting returned.
+        commits: momentum after each common step.
+        policies: that have run.
+        orders: positions of each epoch, in order.
+    """
 
-
-class Indices(Dataset[int]):
-    """Samples that are their own index."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Counter(nn.Module):
-    """Counts in a buffer how often each sample was trained on; a BatchNorm beside."""
-
-    def __init__(self, samples: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(samples))
-        self.norm = nn.BatchNorm1d(2)
-        self.count: torch.Tensor
-        self.register_buffer("count", torch.zeros(samples, dtype=torch.int64))
-
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
-        self.count += torch.bincount(index, minlength=len(self.count))
-        noise = self.norm(torch.randn(len(index) + 1, 2))
-        return self.w[index].sum() + 0.0 * noise.sum()
+    state: dict[str, torch.Tensor]
+    progress: float
+    place: int
+    world_size: int
+    handed: int
+    found: list[Any]
+    commits: list[torch.Tensor]
+    policies: list[str]
+    orders: list[list[int]]
 
 
-def count(
-    folder: str,
-    deaths: tuple[Death, ...],
-    samples: int,
-    epochs: int,
-    options: dict[str, Any],
-    step_s: float = 0.001,
-    late: tuple[int, str] = (-1, ""),
-    meeting: str = "barrier",
-    slow: tuple[int, Callable[[float], float], float] = (-1, float, 0.0),
-    quiet_s: float = QUIET_S,
-    beat_s: float = BEAT_S,
-    momentum: float = 0.0,
-    windows: dict[str, Any] | None = None,
-    freezes: bool = False,
-) -> Counted:
+def options_of(trial: Trial) -> dict[str, Any]:
+    """Of `elche.setup`."""
+    average = elche.config.OuterConfig(optimizer="average")
+    windows: dict[str, Any] = trial.windows or {"outer": average}
+    if trial.policy != "auto":
+        # A late sum is no epoch's last one.
+        windows = {"max_anchor": 4 if trial.late[1] else 200, **windows}
+        windows["local_batch_size"] = 4
+    given = {"timeout_s": 60.0, **trial.options, "policy": trial.policy}
+    return {**given, "windows": elche.WindowConfig(**windows)}
+
+
+def loader_of(drawn: str, samples: int) -> DataLoader[int]:
+    """A loader whose order is drawn in one of the usual ways."""
+    data = Indices(samples)
+    own = torch.Generator().manual_seed(7)
+    if drawn == "global":
+        return DataLoader(data, batch_size=16, shuffle=True)
+    if drawn == "own":
+        return DataLoader(data, batch_size=16, shuffle=True, generator=own)
+    if drawn == "batch sampler":
+        batches = BatchSampler(SubsetRandomSampler(range(samples), own), 16, False)
+        return DataLoader(data, batch_sampler=batches)
+    weights = WeightedRandomSampler([1.0] * samples, samples, replacement=False)
+    return DataLoader(data, batch_size=16, sampler=weights)
+
+
+def orders_alone(drawn: str, samples: int, epochs: int) -> list[list[int]]:
+    """The orders that a plain loop in one process sees."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        loader = loader_of(drawn, samples)
+        return [[int(i) for batch in loader for i in batch] for _ in range(epochs)]
+
+
+def train(trial: Trial) -> Counted:
     """Trains, dies where planned, and says what it has at the end."""
-    rank = int(os.environ["RANK"])
-    heartbeat.QUIET_S, heartbeat.BEAT_S = quiet_s, beat_s
+    rank, folder = int(os.environ["RANK"]), trial.folder
+    heartbeat.QUIET_S, heartbeat.BEAT_S = trial.quiet_s, trial.beat_s
     torch.manual_seed(5)
-    counter = Counter(samples)
-    own = torch.optim.SGD(counter.parameters(), lr=1.0, momentum=momentum)
-    copies = [Counter(samples)] if meeting == "copies" else []
-    loader: Any = DataLoader(Indices(samples), batch_size=16, shuffle=True)
+    counter, own = made(trial.policy, trial.samples, momentum=trial.momentum)
+    copies = [copy.deepcopy(counter)] if trial.meeting == "copies" else []
+    loader: Any = loader_of(trial.drawn, trial.samples)
     model, optimizer, loader = elche.setup(
-        counter,
-        own,
-        loader,
-        windows=elche.WindowConfig(
-            local_batch_size=4,
-            max_anchor=4 if late[1] else 200,  # a late sum is no epoch's last one
-            **(windows or {"outer": elche.config.OuterConfig(optimizer="average")}),
-        ),
-        copies=copies,
-        **options,
+        *(counter, own, loader), copies=copies, **options_of(trial)
     )
-    commits: list[torch.Tensor] = []
-    if windows is not None:
-        note_commits(own, commits)
-    late_sum = LateSum(folder, rank, late[1]) if rank == late[0] else None
+    commits = note_commits(own) if trial.momentum else []
+    late_sum = LateSum(folder, rank, trial.late[1]) if rank == trial.late[0] else None
     mark_third_sum(folder, rank)
-    meet = Meeting(meeting, folder, rank)
-    hits = {d.place: plan_death(d, folder, meet) for d in deaths if d.rank == rank}
-    hits.get("setup", int)()
-    if meeting == "resume":
+    if rank == trial.late_order:
+        lose_the_order()
+    meet = Meeting(trial.meeting, folder, rank)
+    visits = plan_deaths(trial, rank, meet)
+    visits.get("setup", int)()
+    if trial.meeting == "resume":
         meet()
-    with Path(folder, f"log{rank}.txt").open("w") as log:
-        for epoch in range(epochs):
-            for index in loader:
-                log.write(f"{epoch} {' '.join(map(str, index.tolist()))}\n")
-                log.flush()
-                model(index).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                time.sleep(step_s)
-                hits.get("batch", int)()
-                if rank == slow[0] and not meet.found:
-                    meet.found.append(slow[1](slow[2]))
-                if late_sum is not None:
-                    late_sum.stay()
-            hits.get("between", int)()
-            meet()
-            counter.norm.requires_grad_(not freezes)
+    run, policies, orders = current_run(), list[str](), list[list[int]]()
+    assert run is not None
+    for epoch in range(trial.epochs):
+        for number, index in enumerate(loader):
+            log_batch(folder, epoch, number, index)
+            if policies[-1:] != [run.policy]:
+                policies.append(run.policy)
+            # The next rank may come there when it is the first, as rank 0 has died.
+            if trial.saves and number == 3 and (epoch or rank == 0):
+                elche.save(Path(folder, f"epoch{epoch}"))
+            loss = model(index)
+            visits.get("forward", int)()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(trial.step_s)
+            visits.get("batch", int)()
+            if rank == trial.slow[0] and not meet.found:
+                meet.found.append(trial.slow[1](trial.slow[2]))
+            if late_sum is not None:
+                late_sum.stay()
+        visits.get("between", int)()
+        keys: Any = run._epochs._opening.order.keys
+        orders.append([int(key) for key in keys])
+        meet()
+        counter.norm.requires_grad_(not trial.freezes)
     if late_sum is not None:
         late_sum.check()
-    held = {name: value.clone() for name, value in model.state_dict().items()}
-    if windows is not None:  # ranks hold it in common
+    held = state_of(model)
+    if trial.momentum:
         held["momentum"] = own.state[counter.w]["momentum_buffer"]
     counted = Counted(
         held,
@@ -194,13 +212,35 @@ def count(
         0 if late_sum is None else late_sum.handed,
         meet.found,
         commits,
+        policies,
+        orders,
     )
     elche.shutdown()
+    assert elche.rank() == counted.place, "who is the main process stays so"
     return counted
 
 
-def note_commits(optimizer: torch.optim.Optimizer, commits: list[torch.Tensor]) -> None:
+def plan_deaths(trial: Trial, rank: int, meet: Meeting) -> Visits:
+    """This rank's; returns what is to be called at places of the loop."""
+    visits: Visits = {}
+    for death in trial.deaths:
+        if death.rank == rank:
+            plan_death(death, visits, partial(_die_after, trial.folder, death.holders))
+    meet.at_step = visits.get("evaluating")
+    if "meeting" in visits:
+        dies = visits["meeting"]
+        before(Group, "all_reduce", lambda: dies() if meet.is_under_way else None)
+    return visits
+
+
+def _die_after(folder: str, holders: tuple[int, ...]) -> None:
+    await_sums(folder, holders)
+    die()
+
+
+def note_commits(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Keeps what its momentum is whenever all ranks hold the same."""
+    commits: list[torch.Tensor] = []
     first = optimizer.param_groups[0]["params"][0]
 
     def note() -> None:
@@ -208,21 +248,23 @@ def note_commits(optimizer: torch.optim.Optimizer, commits: list[torch.Tensor]) 
 
     after(GradientSync, "finish", note)
     after(GradientWindow, "skip", note)
+    return commits
 
 
-def handed(folder: Path) -> collections.Counter[tuple[int, int]]:
-    """How often loops were handed each position, by their logs: epoch and indices."""
-    rows = [
-        [*map(int, line.split())]
-        for path in folder.glob("log*.txt")
-        for line in path.read_text().splitlines()
-    ]
-    return collections.Counter((epoch, i) for epoch, *own in rows for i in own)
+def lose_the_order() -> None:
+    """In the second epoch this rank has no order when the one that drew it dies."""
+    shares = 0
+    original = SampleOrder.share
 
+    def share(order: SampleOrder, group: Group, source: int = 0) -> None:
+        nonlocal shares
+        shares += 1
+        original(order, group, source)
+        if shares == 2:
+            order.keys = None
+            group.wait_until(lambda: False, "a rank's death")
 
-def die() -> None:
-    """As the kernel ends a process that takes too much memory."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    SampleOrder.share = share  # type: ignore[method-assign]
 
 
 def pause(duration_s: float) -> float:
@@ -243,102 +285,3 @@ def hold_the_gil(duration_s: float) -> float:
     """One call into C code, in which no thread of this process runs Python."""
     ctypes.PyDLL(None).usleep(int(duration_s * 1e6))
     return duration_s
-
-
-def plan_death(death: Death, folder: str, meet: Meeting) -> Callable[[], object]:
-    """Dies there; for places in the loop returns what is to be called there."""
-    visits = 0
-
-    def visit() -> None:
-        nonlocal visits
-        visits += 1
-        if visits == death.at:
-            await_sums(folder, death.holders)
-            die()
-
-    if death.place in ("time", "stopped"):
-        number = signal.SIGKILL if death.place == "time" else signal.SIGSTOP
-        timer = threading.Timer(death.at, os.kill, (os.getpid(), number))
-        # From when the first epoch has begun, before which none may die.
-        after(EpochOpening, "open", lambda: None if timer.ident else timer.start())
-    elif death.place == "keys":
-        before(SampleOrder, "share", visit)
-    elif death.place == "after keys":
-        after(SampleOrder, "share", visit)
-    elif death.place == "before sending":
-        before(ParameterGroup, "begin", visit)
-    elif death.place == "before sending, late":  # the others have begun
-        WindowLoop.begins_at_close = property(lambda _: False)  # type: ignore[assignment, method-assign]
-        before(ParameterGroup, "begin", visit)
-    elif death.place == "after sending":
-        after(ParameterGroup, "begin", visit)
-    elif death.place == "sending a part":
-        before(CodedHops, "_send", visit)
-    elif death.place == "after summing":
-        after(Averager, "_wait", visit)
-    elif death.place == "before begun":
-        before(GradientWindow, "begin", visit)
-    elif death.place == "before finishing":
-        before(GradientWindow, "finish", visit)
-    elif death.place == "after finishing":
-        after(GradientWindow, "finish", visit)
-    elif death.place == "handing over":
-        before(gradient_sync, "take_step", visit)
-    elif death.place == "evaluating":
-        meet.at_step = visit
-    elif death.place == "meeting":
-        before(Group, "all_reduce", lambda: visit() if meet.is_under_way else None)
-    elif death.place == "agreed":
-        after(UserCollectives, "barrier", visit)
-    elif death.place == "sharing copies":
-        before(model_copies, "_average", visit)
-    elif death.place == "writing":
-        before(writer, "_write_part", visit)
-    elif death.place == "regrouping":
-        before(Regrouping, "meet", visit)
-    elif death.place == "regrouped":
-        after(Worker, "regroup", visit)
-    elif death.place == "reconnecting":
-        before(WindowBuffers, "join_own", visit)
-    elif " " in death.place:
-        when, _, name = death.place.partition(" ")
-        visit_events(EVENTS[name], visit, is_before=when == "before")
-    return visit
-
-
-def before(owner: Any, name: str, visit: Callable[[], None]) -> None:
-    """Visits before each call."""
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **named: Any) -> Any:
-        visit()
-        return original(*args, **named)
-
-    setattr(owner, name, wrapped)
-
-
-def after(owner: Any, name: str, visit: Callable[[], None]) -> None:
-    """Visits after each call."""
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **named: Any) -> Any:
-        result = original(*args, **named)
-        visit()
-        return result
-
-    setattr(owner, name, wrapped)
-
-
-def visit_events(kind: type, visit: Callable[[], None], *, is_before: bool) -> None:
-    """Visits where this rank sends events of a kind."""
-    original = Worker.send
-
-    def send(worker: Worker, *events: Any) -> None:
-        is_there = any(isinstance(event, kind) for event in events)
-        if is_there and is_before:
-            visit()
-        original(worker, *events)
-        if is_there and not is_before:
-            visit()
-
-    Worker.send = send  # type: ignore[method-assign]

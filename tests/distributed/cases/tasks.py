@@ -199,11 +199,10 @@ def plain(task: Task) -> Trace:
 
 def shared(task: Task, at_step: Callable[[], None] = lambda: None) -> Trace:
     """The task on this rank of a run; ``at_step`` is called in each step."""
-    model, optimizer, loader = build(task)
     options = {"policy": "sync", **task.options}
     if task.weighs:
         options["weight_of"] = label_sum
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
+    model, optimizer, loader = begin(task, **options)
     trace = _loop(task, model, optimizer, loader, at_step)
     run = current_run()
     if run is not None:
@@ -248,7 +247,7 @@ def _loop(
                 break
         trace.orders.append(order)
         trace.batch_sizes.append(sizes)
-    trace.state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    trace.state = state_of(model)
     return trace
 
 
@@ -316,6 +315,25 @@ def _scaled_step(
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
+
+
+def begin(task: Task, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """What the loop of a run on this task has, by options that stand side by side."""
+    return elche.setup(*build(task), **nested(options))
+
+
+def take_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor
+) -> None:
+    """A step on one batch."""
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of what it holds."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
+from tests.distributed.cases.tasks import state_of
 from tests.harness.settings import nested
 
 SAMPLES, BATCH, FEATURES = 48, 4, 6
@@ -219,7 +220,7 @@ class Shared(nn.Module):
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {k: v.detach().clone() for k, v in model.state_dict().items()}
+    return state_of(model)
 
 
 def _train(

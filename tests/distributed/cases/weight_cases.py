@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 import elche
 from elche.coordination.protocol.events import JoinReady
 from elche.runtime.process.launchers import launch_facts
+from tests.distributed.cases.counting import Indices
+from tests.distributed.cases.deaths import die, visit_events
 from tests.distributed.cases.joining_cases import wait_for
-from tests.distributed.cases.survive_cases import Indices, die, visit_events
 
 SAMPLES, BATCH = 480, 12
 SLOW_S = 0.05

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import elche
@@ -15,9 +14,15 @@ from elche.comm.transport.process_group import Group
 from elche.runtime.epochs import epoch_opening
 from elche.runtime.report.notifications import RunNotifications
 from elche.session.process import current_run
-from tests.distributed.cases.tasks import Task, Trace, build, shared
+from tests.distributed.cases.tasks import (
+    Task,
+    Trace,
+    begin,
+    shared,
+    state_of,
+    take_step,
+)
 from tests.distributed.virtual_clock import virtual_clock
-from tests.harness.settings import nested
 
 
 def shared_over_slow_link(task: Task, sync_s: float) -> tuple[Trace, str]:
@@ -117,16 +122,13 @@ def shared_by_virtual_speeds(task: Task, batch_s: Sequence[float]) -> Trace:
 def follow_progress_with_gradient_windows(epochs: int) -> dict[str, torch.Tensor]:
     """Gradient windows with BatchNorm, and a learning rate that follows progress."""
     task = Task(samples=320, batch_size=8, epochs=epochs, model="norm")
-    model, optimizer, loader = build(task)
     options = {"policy": "cadence", "update": "gradients", "anchor": 4}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
+    model, optimizer, loader = begin(task, **options)
     schedule = elche.ProgressLR(optimizer, lambda done: 1.0 - 0.9 * done, 320 * epochs)
     for _ in range(epochs):
         for x, y, *_ in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
             schedule.step()
-    state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    state = state_of(model)
     elche.shutdown()
     return state

@@ -14,7 +14,7 @@ from torch import nn
 
 import elche
 from elche.session.process import current_run, failing_together
-from tests.distributed.cases.tasks import Numbered
+from tests.distributed.cases.tasks import Numbered, state_of, take_step
 from tests.harness.settings import nested
 
 OutOfMemory = torch.cuda.OutOfMemoryError
@@ -181,10 +181,8 @@ def looped(options: Mapping[str, Any], most: int = 0) -> Seen:
                     seen.sizes.append(len(x))
                 if most and elche.rank() == 1 and len(x) > most:
                     raise OutOfMemory(f"no room for {len(x)}")
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x, y)
             seen.orders.append(positions)
-    seen.state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    seen.state = state_of(model)
     elche.shutdown()
     return seen

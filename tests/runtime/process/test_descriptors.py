@@ -6,12 +6,10 @@ import gc
 import os
 
 import pytest
-import torch.nn.functional as F
 
 import elche
-from tests.distributed.cases.tasks import Task, build
+from tests.distributed.cases.tasks import Task, begin, take_step
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 
@@ -25,14 +23,11 @@ def _open_after_each_run(policy: str) -> list[int]:
     gc.disable()
     try:
         for _ in range(RUNS):
-            model, optimizer, loader = build(Task(samples=32, batch_size=8))
-            model, optimizer, loader = elche.setup(
-                model, optimizer, loader, policy=policy
+            model, optimizer, loader = begin(
+                Task(samples=32, batch_size=8), policy=policy
             )
             for x, y, *_ in loader:
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x, y)
             elche.shutdown()
             del model, optimizer, loader
             counts.append(len(os.listdir("/proc/self/fd")))
@@ -44,5 +39,5 @@ def _open_after_each_run(policy: str) -> list[int]:
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
 def test_runs_leave_no_descriptor_behind(ranks2: RankPool, policy: str) -> None:
-    for counts in ranks2.run(_open_after_each_run, policy, case_setup=serve_in_thread):
+    for counts in ranks2.serve(_open_after_each_run, policy):
         assert counts[-1] < counts[0] + RUNS // 2, counts  # one a run would be nine

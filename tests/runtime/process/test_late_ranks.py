@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import elche
 from elche.by_hand.replica import init_group
@@ -18,12 +17,10 @@ from elche.comm.transport.process_group import Group
 from elche.errors import DeadlineError, ElcheError
 from elche.runtime.process import worker
 from elche.session.process import current_run
-from tests.distributed.cases.tasks import Task, build
+from tests.distributed.cases.tasks import Task, begin, take_step
 from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
-from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -42,17 +39,14 @@ def _is_late(folder: str, group: Group) -> bool:
 
 def _in_a_loop(folder: str) -> str:
     """Rank 1 is in the loop's body while the others reduce."""
-    model, optimizer, loader = build(Task())
     options: dict[str, Any] = {"policy": "sync", "transport": "gloo"}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
+    model, optimizer, loader = begin(Task(), **options)
     run = current_run()
     assert run is not None
     for number, (x, y, *_) in enumerate(loader):
         if number == 2 and _is_late(folder, run.worker.group):
             return "late"
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x, y)
     return "reduced"
 
 
@@ -71,7 +65,7 @@ def _said(folder: str) -> str:
 
 def test_who_did_not_arrive_is_named(ranks3: RankPool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        first, late, third = ranks3.run(_said, folder, case_setup=serve_in_thread)
+        first, late, third = ranks3.serve(_said, folder)
     assert late == "late"
     for said in (first, third):
         assert said.startswith("DeadlineError: ")
@@ -137,5 +131,5 @@ def test_shared_memory_names_those_who_have_not_come_and_nobody_else(
 ) -> None:
     """Whoever has sent its part need not have noticed that somebody is late."""
     with tempfile.TemporaryDirectory() as folder:
-        said, *_ = ranks3.run(_some_send, folder, absent, case_setup=serve_in_thread)
+        said, *_ = ranks3.serve(_some_send, folder, absent)
     assert said.endswith(f"did not arrive: {', '.join(map(str, absent))}"), said

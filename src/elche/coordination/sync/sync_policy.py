@@ -117,17 +117,18 @@ class SyncPolicy(Policy):
     def _go_on(self, now_s: float) -> Outcome:
         """Completes what all have done, grants more, and ends the epoch."""
         outcome = Outcome()
-        grants, ledger = self.grants, self.grants.ledger
+        grants = self.grants
         while (oldest := grants.oldest) and self._is_complete(oldest):
             outcome.instructions += self._complete(grants.complete(), now_s)
         if self._left:
             outcome.instructions += self._say_none()
             return self._end_early(outcome, now_s)
-        if self.exclusion.is_leaving and self.is_drained and ledger.pooled:
+        if self.exclusion.is_leaving and self.is_drained and grants.ungranted:
             outcome.instructions += self.exclusion.leave()
             self._handover.is_told = False
         outcome.instructions += self._top_up()
-        is_over = ledger.is_done or (self._is_cut and self.is_drained)
+        is_done = not (grants or grants.ungranted)
+        is_over = is_done or (self._is_cut and self.is_drained)
         if is_over and not self._is_carrying(outcome):
             self._end(outcome, now_s)
         return outcome
@@ -155,7 +156,7 @@ class SyncPolicy(Policy):
     @property
     def positions_left(self) -> Runs:
         """Positions of an epoch that was cut, or left, that nobody has trained on."""
-        return tuple(joined([*self.grants.ledger.positions_left(), *self._returned]))
+        return tuple(joined([*self.grants.positions_left, *self._returned]))
 
     @property
     def is_cut(self) -> bool:
@@ -165,7 +166,7 @@ class SyncPolicy(Policy):
     @property
     def steps_left(self) -> int:
         """Steps that were not run after ranks have died; else 0."""
-        return max(1, self.grants.ledger.pooled) if self._lost else 0
+        return max(1, self.grants.ungranted) if self._lost else 0
 
     @property
     def loss_limits(self) -> LossLimits:
@@ -246,7 +247,8 @@ class SyncPolicy(Policy):
         self._handover.check(self._members.keys())
         if not self._left:
             returned = sum(stop - start for start, stop in self._returned)
-            assert self._totals.samples == self.grants.ledger.used_samples - returned
+            used = self.grants.sizes.position_of(self.grants.committed_until)
+            assert self._totals.samples == used - returned
 
     def has_left(self, rank: int) -> bool:
         """True if a rank's loop has left the epoch early."""
@@ -282,7 +284,7 @@ class SyncPolicy(Policy):
         for work in grant.work():
             self._totals.add(grant.stop - 1, work)
         for step, start, stop in grant.missing_parts():
-            first = self.grants.ledger.sizes.position_of(step)
+            first = self.grants.sizes.position_of(step)
             self._returned.append((first + start, first + stop))
         self.exclusion.changing = ()
         self._left.completed(grant.stop)
@@ -318,8 +320,8 @@ class SyncPolicy(Policy):
         steps = grant.steps
         self.shares.measured(reports, steps)
         self.grants.measured(max(report.busy_s for report in reports) / steps)
-        pooled = self.grants.ledger.pooled
-        return self.exclusion.measured(reports, steps, pooled, now_s)
+        left = self.grants.ungranted
+        return self.exclusion.measured(reports, steps, left, now_s)
 
     def _top_up(self) -> list[GrantSteps]:
         holds = self._makes_room or self._is_paused

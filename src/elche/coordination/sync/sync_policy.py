@@ -87,7 +87,7 @@ class SyncPolicy(Policy):
     @property
     def _active(self) -> Set[int]:
         """Members that take part in steps."""
-        return self._members.keys() - set(self.exclusion.ranks)
+        return self._members.keys() - self._handover.behind
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Grants the first steps."""
@@ -125,7 +125,7 @@ class SyncPolicy(Policy):
             return self._end_early(outcome, now_s)
         if self.exclusion.is_leaving and self.is_drained and grants.ungranted:
             outcome.instructions += self.exclusion.leave()
-            self._handover.is_told = False
+            self._handover.behind.update(self.exclusion.ranks)
         outcome.instructions += self._top_up()
         is_done = not (grants or grants.ungranted)
         is_over = is_done or (self._is_cut and self.is_drained)
@@ -141,11 +141,10 @@ class SyncPolicy(Policy):
 
     def _is_carrying(self, outcome: Outcome) -> bool:
         """True if ranks left out have yet to take over the model of this epoch."""
-        handover, members = self._handover, self._members.keys()
-        lacking = handover.lacking(self.exclusion.ranks)
-        if lacking and not handover.is_told:
-            source, last = min(members - lacking), self.grants.until - 1
-            outcome.instructions += handover.tell(members, source, last)
+        handover = self._handover
+        if handover.is_due and not handover.adopting:
+            source, last = min(self._active), self.grants.until - 1
+            outcome.instructions += handover.tell(self._members, source, last)
         return bool(handover.adopting)
 
     @property
@@ -171,10 +170,9 @@ class SyncPolicy(Policy):
     @property
     def loss_limits(self) -> LossLimits:
         """The last rank that has the model, ranks that change groups, early ends."""
-        lacking = self._handover.lacking(self.exclusion.ranks)
-        holders = self._members.keys() - lacking
+        is_sole = bool(self._handover.behind) and len(self._active) == 1
         return LossLimits(
-            sole_holders=holders if lacking and len(holders) == 1 else frozenset(),
+            sole_holders=self._active if is_sole else frozenset(),
             changing=self.exclusion.changing,
             has_breaks=bool(self._left),
         )
@@ -238,7 +236,6 @@ class SyncPolicy(Policy):
     def _follow_members(self) -> None:
         self.grants.follow(self._members)
         self.shares.follow(self._members)
-        self._handover.follow(self._members.keys(), self.exclusion.ranks)
         self.exclusion.reset(sorted(self._members))
 
     def check(self) -> None:
@@ -363,7 +360,7 @@ class SyncPolicy(Policy):
                 f"{EARLY}; leave it after the same step on every rank"
             )
         done = grants.until if staying else self._left.step
-        source = self._left.settle(active, is_needed=active != self._members.keys())
+        source = self._left.settle(active, is_needed=bool(handover.behind))
         if source is not None:
             outcome.instructions += handover.tell(self._members, source, done - 1)
             return outcome

@@ -181,7 +181,7 @@ class Growing(Meeting):
         assert self.core._epochs is not None
         chooser = self.core._epochs.chooser
         assert isinstance(chooser, AutoChooser)
-        is_alone = chooser._is_alone and chooser._phase.name == "WINDOWS"
+        is_alone = chooser._trains_alone and chooser._phase.name == "WINDOWS"
         return ALONE if is_alone else chooser._phase.name
 
     def ready(self, rank: int) -> None:

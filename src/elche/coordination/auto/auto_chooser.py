@@ -87,7 +87,7 @@ class AutoChooser(MeasuredSteps):
         # A rank that trains nothing would be the slowest one that others wait for.
         may_lead = self._config.windows.max_batch_diff is None
         self._leaves_out = may_lead and self._config.leave_out
-        self._chooser = Chooser(leaves_out=self._leaves_out)
+        self._chooser: Chooser  # that has made the first choice
         self._choice: Choice | None = None
         self._samples = self._next_window = 0
         self._alone_since_s = 0.0

@@ -230,10 +230,8 @@ class StepGrants:
     def _tell(
         self, ranks: Collection[int], start: int, stop: int, shares: tuple[int, ...]
     ) -> list[GrantSteps]:
-        first = GrantSteps(
-            rank=0, epoch=self._epoch, start=start, stop=stop, shares=shares
-        )
-        return [replace(first, rank=rank) for rank in sorted(ranks)]
+        common = dict(epoch=self._epoch, start=start, stop=stop)
+        return [GrantSteps(rank=r, shares=shares, **common) for r in sorted(ranks)]
 
     def _next_steps(self, most: int) -> tuple[int, int, tuple[int, ...]]:
         """The next steps and their shares, as speeds are now."""

@@ -121,7 +121,7 @@ class SyncPolicy(Policy):
         while (oldest := grants.oldest) and self._is_complete(oldest):
             outcome.instructions += self._complete(grants.complete(), now_s)
         if self._left:
-            outcome.instructions += self._say_none()
+            outcome.instructions += self._top_up()
             return self._end_early(outcome, now_s)
         if self.exclusion.is_leaving and self.is_drained and grants.ungranted:
             outcome.instructions += self.exclusion.leave()
@@ -321,12 +321,10 @@ class SyncPolicy(Policy):
         return self.exclusion.measured(reports, steps, left, now_s)
 
     def _top_up(self) -> list[GrantSteps]:
+        """Grants steps; loops that wait for some are told where none are granted."""
         holds = self._makes_room or self._is_paused
-        if holds or self._is_cut or self._left:
-            return self._say_none()
-        return self.grants.top_up(self._active)
-
-    def _say_none(self) -> list[GrantSteps]:
+        if not (holds or self._is_cut or self._left):
+            return self.grants.top_up(self._active)
         return [] if self._lost else self.grants.say_none(self._active)
 
     def _leave(self, event: EpochLeft, now_s: float) -> Outcome:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from elche.coordination.accounts.batch_ranges import Range
 from elche.coordination.protocol.instructions import Abort, PolicyChosen
-from elche.monitor.trace import BATCH, DATA_WAIT, SYNC, Span
+from elche.monitor.trace import BATCH, DATA_WAIT, SYNC, SYNC_WAIT, Span
 
 DATA = "data"
 LEASE = "lease"

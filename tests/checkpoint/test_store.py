@@ -16,7 +16,7 @@ from elche.checkpoint import files
 from elche.checkpoint import manifest as manifests
 from elche.checkpoint.capture import Captured
 from elche.checkpoint.contents import bare_state
-from elche.checkpoint.manifest import MANIFEST
+from elche.checkpoint.manifest import MANIFEST, MODEL_FILE
 from elche.checkpoint.store import CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
 from elche.errors import CheckpointError, ConfigError
@@ -271,6 +271,18 @@ def test_what_cannot_be_stored_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"shared\.x: expected .* got a object"):
         begin(writer, name, None, shared={"x": object()})
     assert not writer.is_busy
+
+
+@pytest.mark.parametrize("model_file", [MODEL_FILE, "model-rank0.safetensors"])
+def test_a_tensor_of_the_models_is_stored_once_in_a_whole_model(
+    model_file: str,
+) -> None:
+    """Of a model in parts no rank reads those of others for it."""
+    weight = torch.ones(2)
+    held = Captured.of({}, {"layer": weight}, {"w": weight.detach()}, model_file)
+    assert bool(held.shared[1]) == (model_file != MODEL_FILE)
+    weight.zero_()
+    assert all(one.sum() == 2.0 for one in (*held.shared[1].values(), held.model["w"]))
 
 
 class _Tied(nn.Module):

@@ -90,7 +90,7 @@ class ThreadGroup:
         self.world_size = shared.world_size
         self.shares_host = shares_host
         self.host_leaders: Any = None
-        self.reductions = 0
+        self.reductions = self.reduced_bytes = 0
         self.ranks = range(shared.world_size)
         self.timeout_s = shared.deadline_s
         self.sent_bytes = 0
@@ -135,6 +135,7 @@ class ThreadGroup:
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Work:
         self.reductions += 1
+        self.reduced_bytes += tensor.nbytes
         return self._begin(tensor, tensor.clone())
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:

@@ -43,13 +43,16 @@ class Captured:
     ) -> Captured:
         """Encodes state and copies its tensors: nothing of it moves on.
 
-        A tensor of the shared state that is the model's is stored once.
+        A tensor of the shared state that is the model's is stored once, where one file
+        holds the whole model.
 
         Raises:
             ConfigError: something in it cannot be stored; the message says what.
         """
         own_tree, own_tensors = encode(own, "own")
-        tree, tensors = encode(shared, SHARED, model)
+        tree, tensors = encode(
+            shared, SHARED, model if model_file == MODEL_FILE else None
+        )
         return Captured(
             own=(own_tree, on_host(own_tensors)),
             shared=(tree, on_host(tensors)),

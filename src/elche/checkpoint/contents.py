@@ -146,7 +146,7 @@ class Contents:
         return {**first, "registered": {**first["registered"], **apart}}
 
     def _load_model(self, found: SavedState, more: Mapping[str, Any]) -> None:
-        model, saved = self.parts.model, found.model()
+        model, saved = self.parts.model, found.model
         held = model.state_dict().items()
         names = [name for name, value in held if isinstance(value, Tensor)]
         bare = list(bare_state(model))

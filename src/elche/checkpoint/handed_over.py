@@ -46,6 +46,7 @@ class HandedOver:
         """State of the rank that sent it."""
         return self.state["own"]
 
+    @property
     def model(self) -> dict[str, Tensor]:
         """The model alone."""
         return dict(self.state["model"])

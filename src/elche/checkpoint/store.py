@@ -19,6 +19,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Collection
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -70,7 +71,6 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self._checked: set[str] = set()
-        self._model: dict[str, Tensor] | None = None
 
     @property
     def name(self) -> str:
@@ -86,16 +86,11 @@ class Checkpoint:
         for name in self.manifest.files:
             self._check(name)
 
+    @cached_property
     def model(self) -> dict[str, Tensor]:
-        """The model alone, by the names of the bare module; {} if none was given."""
-        if self._model is None:
-            self._model = {}
-            if MODEL_FILE in self.manifest.files:
-                stored = self._stored(MODEL_FILE)
-                self._model = {
-                    name: stored.get_tensor(name) for name in sorted(stored.keys())
-                }
-        return self._model
+        """The model alone, by the names of the bare module."""
+        stored = self._stored(MODEL_FILE)
+        return {name: stored.get_tensor(name) for name in sorted(stored.keys())}
 
     def model_parts(self, wanted: Collection[str]) -> dict[str, Tensor]:
         """Tensors of a model that ranks wrote in parts, those wanted.
@@ -145,7 +140,7 @@ class Checkpoint:
         own = self._stored(f"{part}.safetensors")
 
         def tensor(name: str, in_model: bool) -> Tensor:
-            return self.model()[name] if in_model else own.get_tensor(name)
+            return self.model[name] if in_model else own.get_tensor(name)
 
         return decode(pick(content["tree"]), tensor)
 

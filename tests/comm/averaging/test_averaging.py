@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -280,3 +281,33 @@ def test_a_late_mean_keeps_the_steps_that_were_taken_meanwhile(
                 expected = known.base[name] + (before - sent)
                 torch.testing.assert_close(got, expected, rtol=near, atol=near)
     check_equal([found[-1][2] for found in ranks])
+
+
+@pytest.mark.parametrize("kind", [ParameterAverager, OverlappedAverager])
+def test_a_window_hands_the_model_to_the_transport_once(kind: Any) -> None:
+    """And hardly anything else: a weight, and what has changed of the buffers."""
+    layers = [nn.Linear(20, 20) for _ in range(30)]
+    first = nn.Sequential(*layers, nn.BatchNorm1d(20))
+    model_bytes = sum(each.nbytes for each in first.parameters())
+
+    def run(group: Any, model: nn.Module) -> list[int]:
+        averager = kind(list(model.parameters()), model, list, group)
+        averager.build()
+        found = []
+        for window in range(3):
+            model(torch.randn(8, 20)).mean()
+            before, reduction = (
+                group.reduced_bytes,
+                plan_for(group.rank, (1, 1), window),
+            )
+            if kind is ParameterAverager:
+                averager.synchronise(reduction)
+            else:
+                averager.snapshot(0.5)
+                averager.begin(reduction)
+                averager.adopt(reduction)
+            found.append(group.reduced_bytes - before)
+        return found
+
+    for handed in on_ranks(2, run, [first, copy.deepcopy(first)]):
+        assert all(model_bytes < each <= 1.1 * model_bytes for each in handed)

@@ -125,20 +125,24 @@ def hello_of(key: bytes, rank: object) -> Callable[[bytes], bytes]:
     return hello
 
 
-@pytest.mark.parametrize("what", ["garbage", "http", "wrong key", "oversized"])
+@pytest.mark.parametrize(
+    "what", ["garbage", "http", "wrong key", "oversized", 2, -1, 10**6]
+)
 def test_a_stranger_is_dropped_and_counted_and_disturbs_nobody(
-    served: Served, what: str
+    served: Served, what: str | int
 ) -> None:
+    """Also one with the key and a rank that cannot be: once any number was admitted."""
+
     def intrude() -> None:
         with served.stranger() as stranger:
             nonce = nonce_of(stranger.recv(GREETING_BYTES, socket.MSG_WAITALL))
-            sent = {
+            sent: dict[str | int, bytes] = {
                 "garbage": bytes(2 * 4 + TAG_BYTES),
                 "http": b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n",
                 "wrong key": hello_of(b"j" * 32, 0)(nonce),
                 "oversized": struct.pack(">I", 2**31) + bytes(TAG_BYTES),
-            }[what]
-            stranger.sendall(sent)
+            }
+            stranger.sendall(sent.get(what, hello_of(served.key, what)(nonce)))
             assert read_to_end(stranger) == b""
         assert served.server.drops.count == 1
 
@@ -157,21 +161,6 @@ def test_a_rank_that_is_taken_cannot_be_taken_over(served: Served) -> None:
 
     honest_run(served, intrude)
     assert served.server.core.aborted is None
-
-
-@pytest.mark.parametrize("rank", [2, -1, 10**6])
-def test_a_hello_of_a_rank_that_cannot_be_is_dropped(
-    served: Served, rank: object
-) -> None:
-    # Once: any int is admitted.
-    def intrude() -> None:
-        with served.stranger() as stranger:
-            nonce = nonce_of(stranger.recv(GREETING_BYTES, socket.MSG_WAITALL))
-            stranger.sendall(hello_of(served.key, rank)(nonce))
-            assert read_to_end(stranger) == b""
-        assert served.server.drops.count == 1
-
-    honest_run(served, intrude)
 
 
 @pytest.mark.parametrize(

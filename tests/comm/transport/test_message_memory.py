@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -132,6 +133,12 @@ def test_memory_of_another_host_or_process_is_not_opened(
     sender.close()
 
 
+def at_once(run: Callable[[int], None]) -> None:
+    """On both ranks, each a thread."""
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(run, range(2), timeout=60)] == [None, None]
+
+
 @contextmanager
 def two(by_memory: bool = True) -> Iterator[list[PointToPoint]]:
     """Two ranks in one process, connected by memory or in gloo's way."""
@@ -147,11 +154,7 @@ def two(by_memory: bool = True) -> Iterator[list[PointToPoint]]:
 
         made[rank].connect(open_message_memory(rank, 2, exchange) if by_memory else {})
 
-    threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
+    at_once(open_one)
     try:
         yield made
     finally:
@@ -175,11 +178,7 @@ def test_ranks_that_fill_each_others_slots_both_go_on(by_memory: bool) -> None:
                 found[rank].append(float(message.tensors[0][-1]))
             made[rank].flush(60.0)
 
-        threads = [threading.Thread(target=talk, args=(rank,)) for rank in range(2)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join(60)
+        at_once(talk)
         assert found == [[float(n) for n in reversed(range(count))]] * 2
         if by_memory:
             assert set(threading.enumerate()) <= before, "no thread carries them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,16 +73,16 @@ class Union:
 class Outcome:
     """What one rank has afterwards."""
 
-    replica: int
     state: dict[str, torch.Tensor]
     losses: list[float]
     norms: list[float]
     evaluated: float | None
     has_gradient: dict[str, bool]
-    complete_s: list[float]
-    last_action_s: tuple[float, float]
-    own_losses: list[int]
-    input_gradient: torch.Tensor | None = None
+    input_gradient: torch.Tensor | None
+    replica: int = 0
+    complete_s: Sequence[float] = ()
+    last_action_s: tuple[float, float] = (0.0, 0.0)
+    own_losses: Sequence[int] = ()
 
 
 def layers_for(model: str) -> list[nn.Module]:
@@ -133,7 +134,6 @@ def alone(work: Union) -> Outcome:
         x_last, y_last = batch_of(work, 0)
         evaluated = _loss_fn(work)(call(layers, x_last, {}), y_last).item()
     return Outcome(
-        replica=0,
         state=dict(whole.state_dict()),
         losses=losses,
         norms=norms,
@@ -142,9 +142,6 @@ def alone(work: Union) -> Outcome:
             name: one.grad is not None
             for name, one in whole.named_parameters(remove_duplicate=False)
         },
-        complete_s=[],
-        last_action_s=(0.0, 0.0),
-        own_losses=[],
         input_gradient=x.grad,
     )
 

@@ -216,7 +216,8 @@ class ParameterMemory:
     def _lay_out(self) -> None:
         layout = self._layout
         self._base = layout.over(self._base_memory)
-        self._own = layout.image() if self._is_overlapped else layout.workspace()
+        is_whole = self._is_overlapped or layout.is_staged
+        self._own = layout.image() if is_whole else layout.scratch()
         self._drift = self._own
         self._mean = layout.scratch()
         self._apart = layout.scratch()

@@ -145,10 +145,6 @@ class FlatLayout:
         parts = [flat[: segment.numel] for segment in self.segments]
         return FlatImage(flat, parts, self._shaped(parts))
 
-    def workspace(self) -> FlatImage:
-        """An image if the tensors are copied as a whole, else scratch."""
-        return self.image() if self.is_staged else self.scratch()
-
     def fetch(self, image: FlatImage) -> None:
         """Begins to copy staged tensors into an image; see :meth:`settle`."""
         if self._stage is not None:

@@ -31,21 +31,19 @@ class _Line:
         self.units: list[tuple[tuple[int, ...], list[GradientBucket]]] = []
         self.begun = 0
 
-    def begin_complete(self, complete: set[int]) -> None:
-        """Begins those that are complete, as far as the order allows."""
-        while self.begun < len(self.units):
-            stages, buckets = self.units[self.begun]
-            if not complete.issuperset(stages):
+    def begin(self, complete: set[int] | None) -> None:
+        """Begins those of complete stages, as far as the order allows.
+
+        Args:
+            complete: stages; None begins all units, with zeros.
+        """
+        has_batch = complete is not None
+        for stages, buckets in self.units[self.begun :]:
+            if complete is not None and not complete.issuperset(stages):
                 return
             for bucket in buckets:
-                bucket.begin(contributes=True)
+                bucket.begin(contributes=has_batch)
             self.begun += 1
-
-    def begin_zeros(self) -> None:
-        """Begins all, with zeros."""
-        for _, buckets in self.units:
-            for bucket in buckets:
-                bucket.begin(contributes=False)
 
 
 @final
@@ -95,7 +93,7 @@ class GradientReduction:
         """
         self._complete.add(stage)
         for line in self._lines:
-            line.begin_complete(self._complete)
+            line.begin(self._complete)
 
     def run(
         self,
@@ -125,7 +123,7 @@ class GradientReduction:
         for line in self._lines:
             line.begun = 0
             if not has_batch:
-                line.begin_zeros()
+                line.begin(None)
         if has_batch:
             results = carry_out(given)
         self._take_sums(given.timeout_s)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 import torch
 from torch import nn
 
@@ -120,9 +119,10 @@ class Parts:
             config.transport,
         ]
         schedule = self.plan.schedule
+        digest = hashlib.sha256(to_text(schedule).encode()).hexdigest()
         form = (
             f"{schedule.name} of {schedule.num_stages} stages and "
-            f"{schedule.num_microbatches} microbatches ({_digest(to_text(schedule))})"
+            f"{schedule.num_microbatches} microbatches ({digest[:16]})"
         )
         layers = enumerate(self.given.layers.describe())
         return [
@@ -202,10 +202,12 @@ def _seed(given: Blueprint, plan: PipelinePlan) -> int | None:
 
 
 def _runner(stage: Stage, plan: PipelinePlan, config: PipelineConfig) -> StageBackward:
-    named = named_parameters(stage.layers).items()
-    learning = {name: one for name, one in named if one.requires_grad}
-    guard = ContributionGuard(stage.index, learning, plan.schedule.name)
-    return StageBackward(stage, guard if config.guard else None, config.split_backward)
+    guard = None
+    if config.guard:
+        named = named_parameters(stage.layers).items()
+        learning = {name: one for name, one in named if one.requires_grad}
+        guard = ContributionGuard(stage.index, learning, plan.schedule.name)
+    return StageBackward(stage, guard, config.split_backward)
 
 
 def _log_unsplit(stages: dict[int, StageBackward]) -> None:
@@ -218,7 +220,3 @@ def _log_unsplit(stages: dict[int, StageBackward]) -> None:
             "deferred, of exactly these types and without hooks on their parameters",
             ", ".join(names[:5]) + (f" and {len(names) - 5} more" * (len(names) > 5)),
         )
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(msgpack.packb(value)).hexdigest()[:16]

@@ -71,7 +71,9 @@ def make_plan(
     if made.is_lowered:
         check_deadlock_free(made)
     elif num_ranks > 1:
-        made = lower(made, _fitting(config, made))
+        costs = config.costs if isinstance(config.costs, PipelineCosts) else None
+        fits = costs is not None and costs.placement == made.placement
+        made = lower(made, costs if fits else None)
     return PipelinePlan(made, _partition(made.num_stages, num_layers, config))
 
 
@@ -134,13 +136,6 @@ def _placement(
     if num_ranks > 1 and num_layers >= 2 * num_ranks and each in (None, 2):
         return v_placement(num_ranks)
     return loop_placement(num_ranks, each or 1)
-
-
-def _fitting(config: PipelineConfig, made: Schedule) -> PipelineCosts | None:
-    costs = config.costs
-    if isinstance(costs, PipelineCosts) and costs.placement == made.placement:
-        return costs
-    return None
 
 
 def _partition(

@@ -2,9 +2,8 @@
 
 The objective is a makespan that no schedule beats where each device has one stage: the
 time until the first microbatch reaches a device, messages included, plus all its work;
-the largest of the devices. (`bounds` has tighter ones, which no sum gives.) The link
-before a device counts like one: its messages pass one after another, each direction for
-itself.
+the largest of the devices. The link before a device counts like one: its messages pass
+one after another, each direction for itself.
 
 The dynamic program runs from the model's end to its beginning. What the earlier devices
 do only delays the later ones, so that the best end for a device and its first layer is

@@ -86,10 +86,7 @@ def test_given_caps_hold_from_the_first_step() -> None:
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        ({"micro_batches": True}, (16, 16)),
-        ({"deterministic": True}, (16, 16)),
-    ],
+    [({"micro_batches": True}, (16, 16)), ({"deterministic": True}, (16, 16))],
 )
 def test_a_learned_cap_leaves_shares_where_it_costs_nothing_or_all_is_planned(
     options: dict[str, Any], expected: tuple[int, int]

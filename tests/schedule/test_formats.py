@@ -20,12 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from elche.errors import ConfigError
-from elche.schedule.actions import (
-    Kind,
-    Schedule,
-    StageAction,
-    loop_placement,
-)
+from elche.schedule.actions import Kind, Schedule, StageAction, loop_placement
 from elche.schedule.codes import check_schedule, decode
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
 from elche.schedule.formats import from_csv, to_csv, to_text

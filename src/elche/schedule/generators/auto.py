@@ -16,12 +16,7 @@ from functools import partial
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule, loop_placement, v_placement
 from elche.schedule.codes import B, I, Rows, W, decode, spread
-from elche.schedule.costs import (
-    PipelineCosts,
-    RankTimes,
-    equal_costs,
-    renumbered,
-)
+from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs, renumbered
 from elche.schedule.generators.list_scheduling import Rule, list_schedule, place_weights
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,

@@ -62,11 +62,10 @@ def compare(profile: PipelineProfile, name: str, count: int) -> float:
 
 @given(profiles(most_layers=6), st.integers(2, 6), st.sampled_from(FIXED_SCHEDULES))
 @settings(max_examples=25)
-def test_no_partition_is_much_better(
+def test_no_partition_is_better(
     profile: PipelineProfile, count: int, name: str
 ) -> None:
-    """0.6 % at most in 80 other profiles, and none in 77 of them."""
-    assert compare(profile, name, count) <= 1.03
+    assert compare(profile, name, count) <= 1 + 1e-8
 
 
 def test_a_schedule_that_needs_all_activations_gets_a_partition_of_its_own() -> None:

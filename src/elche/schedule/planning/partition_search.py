@@ -7,9 +7,8 @@ the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from elche.errors import ConfigError
 from elche.schedule.actions import loop_placement, v_placement
 from elche.schedule.codes import Rows
 from elche.schedule.generators.list_scheduling import Rule, list_schedule
@@ -29,8 +28,6 @@ from elche.schedule.planning.partition import (
 )
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 
-SEARCHED_ACTIONS = 60_000  # timed for one published schedule, roughly
-DESCENTS = 3
 _LEAST_ACTIONS = 500  # `auto` on a short schedule costs as much as on one of these
 _LIST_COST = 4  # a list schedule takes about as long as timing four
 _TOLERANCE = 1e-9
@@ -183,40 +180,6 @@ def refine(evaluator: Evaluator, start: Partition, actions: int) -> Partition:
         return None if evaluator.actions >= limit else (0.0, evaluator.step_s(moved))
 
     return descend(evaluator.table, start, (0.0, evaluator.step_s(start)), measure)
-
-
-def best_for(
-    evaluator: Evaluator, name: str, starts: Iterable[Partition]
-) -> tuple[Partition | None, str]:
-    """The best partition for a published schedule, under its own times and memory.
-
-    Args:
-        evaluator: times partitions.
-        name: of the schedule, one of `FIXED_SCHEDULES`.
-        starts: partitions in its placement; layers move on from the best of them.
-
-    Returns:
-        None and the reason where the schedule is defined for none of them.
-    """
-    until, reason = evaluator.actions + SEARCHED_ACTIONS, ""
-    found: dict[Partition, Measure] = {}
-    for start in starts:
-        try:
-            found[start] = evaluator.measure(name, start)
-        except ConfigError as error:
-            reason = reason or str(error)
-
-    def measure(moved: Partition, _: Measure) -> Measure | None:
-        if evaluator.actions >= until:
-            return None
-        found[moved] = NEVER
-        if fits(evaluator.table, moved):
-            found[moved] = evaluator.measure(name, moved)
-        return found[moved]
-
-    for start in sorted(found, key=found.__getitem__)[:DESCENTS]:
-        descend(evaluator.table, start, found[start], measure)
-    return min(found, key=found.__getitem__, default=None), reason
 
 
 def polish(

@@ -27,6 +27,7 @@ from elche.schedule.generators.schedules import (
     placement_for,
 )
 from elche.schedule.planning.device_orders import device_orders
+from elche.schedule.planning.named_search import NamedSearch
 from elche.schedule.planning.partition import (
     Partition,
     Places,
@@ -39,7 +40,6 @@ from elche.schedule.planning.partition import (
 from elche.schedule.planning.partition_search import (
     Evaluator,
     balanced,
-    best_for,
     fits,
     polish,
     refine,
@@ -147,10 +147,12 @@ class _PlanSearch:
         """A schedule on the partition that suits it best."""
         if name == "auto":
             return Alternative(name=name, candidate=self._auto())
-        starts = self._affordable(self._suiting(name), TRIES)
-        best, reason = best_for(self.evaluator, name, starts)
+        stages = self.config.stages_per_device if name in LOOPED else None
+        search = NamedSearch(self.evaluator, name, stages, self._numbers_of_ranks(name))
+        search.run(self._affordable(self._suiting(name), TRIES))
+        best = search.best
         if best is None:
-            reason = reason or self._why_not(name)
+            reason = search.reason or self._why_not(name)
             return Alternative(name=name, candidate=None, reason=reason)
         candidate = self._candidate(name, best)
         if candidate.missing_bytes == 0:
@@ -243,6 +245,12 @@ class _PlanSearch:
             if improved:
                 best = refine(self.evaluator, fewer, REFINED_ACTIONS)
         return best
+
+    def _numbers_of_ranks(self, name: str) -> range:
+        """Numbers of devices for a schedule; several where it has several stages."""
+        devices = len(self.profile.devices)
+        least = devices if self.config.use_all_devices else 1
+        return range(max(least, 2 if name in LOOPED + V_SHAPED else 1), devices + 1)
 
     def _suiting(self, name: str) -> Iterator[Partition]:
         """Partitions with the stages of a schedule, half of them before refinement."""

@@ -1,0 +1,129 @@
+"""Partitions for one published schedule, under its own times and its own memory.
+
+Where there are few, all of them are tried in the order of a bound that no schedule
+beats, until the bound is above the best; else layers move from good ones on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import combinations, pairwise, permutations
+from typing import final
+
+from elche.errors import ConfigError
+from elche.schedule.generators.schedules import placement_for
+from elche.schedule.planning.partition import Partition, link_bound
+from elche.schedule.planning.partition_search import (
+    NEVER,
+    Evaluator,
+    Measure,
+    descend,
+    fits,
+    loads_of,
+)
+
+ALL_PARTITIONS = 3_000  # so many are tried one by one
+SEARCHED_ACTIONS = 60_000  # timed for one schedule, roughly
+_TOLERANCE = 1e-9
+
+
+@final
+class NamedSearch:
+    """The best partition for one schedule.
+
+    Args:
+        evaluator: times partitions.
+        name: of the schedule, one of `FIXED_SCHEDULES`.
+        stages: of each device, where the schedule takes several.
+        ranks: numbers of devices that may get layers.
+    """
+
+    def __init__(
+        self, evaluator: Evaluator, name: str, stages: int | None, ranks: Iterable[int]
+    ) -> None:
+        self._evaluator, self._table, self._name = evaluator, evaluator.table, name
+        profile = self._table.profile
+        devices, layers = len(profile.devices), len(profile.layers)
+        self._placements = {
+            count: placement
+            for count in ranks
+            if len(placement := placement_for(name, count, stages)) <= layers
+        }
+        self._num_all = sum(
+            math.perm(devices, count) * math.comb(layers - 1, len(placement) - 1)
+            for count, placement in self._placements.items()
+        )
+        self._undefined: dict[int, str] = {}
+        self.best: Partition | None = None
+        self.least = NEVER
+
+    def run(self, starts: Iterable[Partition]) -> None:
+        """Searches, from these partitions on."""
+        until = self._evaluator.actions + SEARCHED_ACTIONS
+        for each in starts:
+            self._try(each)
+        if self._num_all <= ALL_PARTITIONS:
+            bounded = sorted(
+                ((self._bound_s(each), each) for each in self._all()),
+                key=lambda pair: pair[0],
+            )
+            for bound_s, each in bounded:
+                if self._evaluator.actions >= until or self._is_beaten(bound_s):
+                    break
+                self._try(each)
+        if self.best is not None:
+            descend(self._table, self.best, self.least, partial(self._measure, until))
+
+    @property
+    def reason(self) -> str:
+        """Reason why the schedule is not defined for so many devices, or ""."""
+        return next(iter(self._undefined.values()), "")
+
+    def _measure(self, until: int, partition: Partition, _: Measure) -> Measure | None:
+        if self._evaluator.actions >= until:
+            return None
+        is_able = fits(self._table, partition)
+        if not is_able or self._is_beaten(self._bound_s(partition)):
+            return NEVER
+        return self._try(partition)
+
+    def _try(self, partition: Partition) -> Measure:
+        ranks = len(partition.ranks)
+        if ranks in self._undefined or ranks not in self._placements:
+            return NEVER
+        try:
+            found = self._evaluator.measure(self._name, partition)
+        except ConfigError as error:
+            self._undefined[ranks] = str(error)
+            return NEVER
+        lack, step_s = self.least
+        if found < (lack, step_s * (1 - _TOLERANCE)):
+            self.best, self.least = partition, found
+        return found
+
+    def _is_beaten(self, bound_s: float) -> bool:
+        lack, step_s = self.least
+        return lack == 0 and bound_s >= step_s * (1 - _TOLERANCE)
+
+    def _bound_s(self, partition: Partition) -> float:
+        busiest = max(loads_of(self._table, partition).values())
+        return max(busiest, link_bound(self._table, partition))
+
+    def _all(self) -> Iterator[Partition]:
+        layers = len(self._table.profile.layers)
+        devices = range(len(self._table.profile.devices))
+        for count, placement in self._placements.items():
+            cuts = list(combinations(range(1, layers), len(placement) - 1))
+            sizes = [_sizes((0, *each, layers)) for each in cuts]
+            for order in permutations(devices, count):
+                held = tuple(order[rank] for rank in placement)
+                for each in sizes:
+                    partition = Partition(held, each)
+                    if fits(self._table, partition):
+                        yield partition
+
+
+def _sizes(bounds: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(end - begin for begin, end in pairwise(bounds))

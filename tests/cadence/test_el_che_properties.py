@@ -64,9 +64,7 @@ def test_windows_last_as_long_as_room_is_asked_for(
 
 @pytest.mark.reaches("given back", "fixed")
 @given(
-    runs(),
-    st.lists(st.floats(0.0, 1e12), min_size=1, max_size=4),
-    st.floats(0.0, 1e6),
+    runs(), st.lists(st.floats(0.0, 1e12), min_size=1, max_size=4), st.floats(0.0, 1e6)
 )
 @settings(max_examples=500, deadline=None)
 def test_room_for_pauses_is_given_back(

@@ -11,11 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.cadence.convergence import UPDATES, optimizer_kind, sample_efficiency
-from elche.cadence.goodput import (
-    Fleet,
-    MeasuredCluster,
-    predict,
-)
+from elche.cadence.goodput import Fleet, MeasuredCluster, predict
 
 FAST_BATCH_S = 0.04
 POLICIES = list(UPDATES)

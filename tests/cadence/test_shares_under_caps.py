@@ -11,10 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elche.cadence.balancer import Balancer
-from elche.cadence.split import (
-    passes_of,
-    split_for_makespan,
-)
+from elche.cadence.split import passes_of, split_for_makespan
 from elche.errors import ConfigError
 
 SLACK = 1 + 1e-9

@@ -8,11 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.cadence.split import (
-    best_step_s,
-    given_step_s,
-    whole_sample_bound,
-)
+from elche.cadence.split import best_step_s, given_step_s, whole_sample_bound
 
 COSTS = st.lists(
     st.tuples(st.floats(0.01, 10.0), st.floats(0.0, 50.0)), min_size=1, max_size=3

@@ -50,10 +50,7 @@ def test_constant_batches_end_at_the_nearest_boundary(
     assert done == 1 or error <= batch_s / 2 + slack
 
 
-@given(
-    st.lists(st.floats(1e-3, 5.0), min_size=1, max_size=50),
-    st.floats(1e-3, 50.0),
-)
+@given(st.lists(st.floats(1e-3, 5.0), min_size=1, max_size=50), st.floats(1e-3, 50.0))
 @settings(max_examples=100, deadline=None)
 def test_a_window_always_closes_and_never_late_by_a_batch(
     taken: list[float], wall_s: float

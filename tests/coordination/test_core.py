@@ -130,15 +130,7 @@ def closed(rank: int, window: int) -> WindowClosed:
 
 
 def reduced(rank: int, window: int) -> ModelUpdated:
-    return ModelUpdated(
-        rank=rank,
-        epoch=0,
-        window=window,
-        sync_s=0.1,
-        wait_s=0.0,
-        divergence=0.0,
-        adopted_at=0,
-    )
+    return ModelUpdated(rank=rank, epoch=0, window=window, sync_s=0.1)
 
 
 def test_all_ranks_are_welcomed_in_whatever_order_they_join() -> None:
@@ -525,10 +517,7 @@ def test_an_exception_that_looked_like_a_break_ends_the_run() -> None:
     ("change", "says"),
     [
         ({"layout": "x changed"}, "rank 1 does not train what rank 0 trains"),
-        (
-            {"checks": checks_of(1)},
-            "ranks [1] and [0] hold different values in w",
-        ),
+        ({"checks": checks_of(1)}, "ranks [1] and [0] hold different values in w"),
     ],
 )
 def test_ranks_that_differ_at_the_beginning_of_an_epoch(

@@ -17,12 +17,7 @@ from elche.coordination.fatal_losses import (
     fatal_loss,
     fatal_setting,
 )
-from elche.coordination.membership import (
-    TRANSITIONS,
-    RankState,
-    cause_of,
-    next_state,
-)
+from elche.coordination.membership import TRANSITIONS, RankState, cause_of, next_state
 from elche.coordination.protocol.events import Failed, Left, RankLost
 from elche.errors import TransitionError
 

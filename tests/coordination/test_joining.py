@@ -242,10 +242,7 @@ def test_a_rank_of_another_kind_joins() -> None:
     ("other", "says"),
     [
         ({"checks": checks_of("common"), "steps": 7}, "rank 2 asks for 7 steps more"),
-        (
-            {"checks": checks_of("mine")},
-            r"ranks [2] and [0, 1] hold different",
-        ),
+        ({"checks": checks_of("mine")}, r"ranks [2] and [0, 1] hold different"),
     ],
 )
 def test_who_opens_another_epoch_ends_alone(
@@ -303,17 +300,9 @@ STEPS = st.lists(st.sampled_from([0, 1, 2, "lose", "fail", "die"]), max_size=60)
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    before=st.integers(0, 30),
-    between=STEPS,
-    after=STEPS,
-    is_ready=st.booleans(),
-)
+@given(before=st.integers(0, 30), between=STEPS, after=STEPS, is_ready=st.booleans())
 def test_it_comes_and_goes_at_any_moment(
-    before: int,
-    between: list[int | str],
-    after: list[int | str],
-    is_ready: bool,
+    before: int, between: list[int | str], after: list[int | str], is_ready: bool
 ) -> None:
     """Whatever the joiner does, the run goes on; so it does when rank 1 dies."""
     meeting = Meeting(plan_of())

@@ -239,10 +239,7 @@ def test_what_is_no_event_is_remembered_too() -> None:
     assert "torch.distributed's own process group" in record.core._fatal_loss(0)
 
 
-@given(
-    st.lists(st.integers(), max_size=30),
-    st.lists(st.integers(0, 40), max_size=5),
-)
+@given(st.lists(st.integers(), max_size=30), st.lists(st.integers(0, 40), max_size=5))
 def test_an_outbox_keeps_what_the_other_side_lacks(
     messages: list[int], said: list[int]
 ) -> None:

@@ -14,12 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
-from elche.coordination.accounts.batch_ranges import (
-    BatchSizes,
-    Range,
-    joined,
-    without,
-)
+from elche.coordination.accounts.batch_ranges import BatchSizes, Range, joined, without
 from elche.coordination.protocol.instructions import Reduce
 
 Part = tuple[int, int, int]

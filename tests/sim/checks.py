@@ -36,7 +36,7 @@ FATAL_UNDER = {
         "are being excluded from steps, or come back",
         "trains alone, and no other has its optimizer's state",
         CANNOT_GO_ON,
-    ),
+    )
 }
 """Deaths that end a run: see docs/protocol.md."""
 

@@ -24,7 +24,7 @@ from elche.sim.cluster import (
     SimulatedRun,
 )
 from elche.sim.report import Report, report_of
-from elche.sim.simulation import Simulation
+from elche.sim.simulation import Simulation, Watch
 from tests.sim.checks import (
     batches_of,
     check_outlived,
@@ -136,15 +136,10 @@ def test_it_begins_under_sync_and_says_what_it_picks(
     if ranks > 1:
         assert report.choices[0].policy == expected[-1]
         assert "times the fastest device alone" in said[0]
-    if ranks == 3:
+    if ranks == 3:  # two sizes were tried, and what was granted before the choice
         assert "left out: rank 2" in said[0]
-
-
-def test_a_rank_that_costs_more_than_it_brings_is_left_out_of_steps_at_once() -> None:
-    """By the first choice; that takes two sizes, and what was granted before it."""
-    report = run(cluster_of(1.0, 0.9, 0.01, sync_batches=0.2))
-    assert report.ranks[2].batches <= 12
-    assert report.goodput > 1.6
+        assert report.ranks[2].batches <= 12
+        assert report.goodput > 1.6
 
 
 def test_a_bad_link_is_left_after_the_first_step() -> None:
@@ -231,27 +226,24 @@ def test_progress_counts_each_part_of_an_epoch_once() -> None:
 
 def begun(cluster: Cluster, rates: str) -> tuple[Simulation, list[BeginEpoch]]:
     """A run in which ranks say so of their optimizers; how its epochs began."""
-    sim = Simulation(cluster)
-    handle = sim.core.handle
-    told: list[BeginEpoch] = []
+    sim = Simulation(cluster, Watch(details=True))
+    hear = sim.hear
 
-    def listen(event: Event, now_s: float) -> list[Instruction]:
+    def listen(event: Event) -> None:
         if isinstance(event, EpochOpened):
             event = replace(event, rates=rates.format(rank=event.rank))
-        answer = handle(event, now_s)
-        told.extend(one for one in answer if isinstance(one, BeginEpoch))
-        return answer
+        hear(event)
 
-    sim.core.handle = listen  # type: ignore[method-assign]
+    sim.hear = listen  # type: ignore[method-assign]
     sim.run()
-    return sim, told
+    return sim, told(sim, BeginEpoch)
 
 
 def test_all_take_the_optimizer_of_the_one_that_trained_alone() -> None:
     cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=16_000, epochs=10)
-    sim, told = begun(changed_link(cluster, 5.0, 60.0), "alike")
+    sim, begins = begun(changed_link(cluster, 5.0, 60.0), "alike")
     assert policies(report_of(sim))[:3] == ["sync", "async", "sync"]
-    sources = {(one.policy, one.state_from) for one in told}
+    sources = {(one.policy, one.state_from) for one in begins}
     alone = min(sim.history.ranks, key=lambda rank: -sim.history.ranks[rank].samples)
     assert sources == {("sync", None), ("async", None), ("sync", alone)}
 
@@ -259,9 +251,9 @@ def test_all_take_the_optimizer_of_the_one_that_trained_alone() -> None:
 def test_ranks_whose_learning_rates_differ_do_not_go_back_to_steps() -> None:
     """In step they would move apart: a scheduler was called on one of them only."""
     cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=16_000, epochs=10)
-    sim, told = begun(changed_link(cluster, 5.0, 60.0), "those of rank {rank}")
+    sim, begins = begun(changed_link(cluster, 5.0, 60.0), "those of rank {rank}")
     assert policies(report_of(sim)) == ["sync", "async"]
-    assert all(one.state_from is None for one in told)
+    assert all(one.state_from is None for one in begins)
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -282,18 +274,13 @@ def test_a_rank_that_joins_is_chosen_for(sync_batches: float, dies: bool) -> Non
     assert samples[2] > 0.6 * (samples[0] - 20.0 * BATCH_SAMPLES / FAST_BATCH_S)
 
 
-def planned(sim: Simulation) -> list[OpenWindow]:
-    """The windows that rank 0 opened, of the whole run."""
-    return told(sim, OpenWindow, rank=0)
-
-
 def test_an_epoch_that_was_broken_off_counts_for_what_was_trained() -> None:
     """Once: it counted whole, and schedulers of later windows ran ahead."""
     cluster = cluster_of(1.0, 0.5, sync_batches=2.4, samples=3_200, epochs=2)
     breaks = tuple(Break(rank=rank, epoch=0, batches=2) for rank in range(2))
     sim = simulate(replace(cluster, breaks=breaks))
     assert not sim.history.aborts
-    first = planned(sim)[0]
+    first = told(sim, OpenWindow, rank=0)[0]
     assert sim.history.phases[1].policy == "async"
     # Two steps of the first epoch, and the last one measured, of the second.
     assert (first.epoch, first.committed_samples) == (1, 3 * BATCH_SAMPLES)

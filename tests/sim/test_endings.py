@@ -16,13 +16,7 @@ from elche.sim.cluster import Break, Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.rank import join_of
 from elche.sim.simulation import TICK_S, Simulation
 from tests.harness.reached import reach
-from tests.sim.checks import (
-    CHECKED,
-    batches_of,
-    positions,
-    simulate,
-    trained_positions,
-)
+from tests.sim.checks import CHECKED, batches_of, positions, simulate, trained_positions
 
 
 def broken(world_size: int, step: int, **changes: Any) -> Cluster:
@@ -135,11 +129,7 @@ def test_a_rank_that_fails_or_vanishes_ends_sync_for_all_others_at_once(
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @pytest.mark.parametrize(
     ("at_s", "doing"),
-    [
-        (0.0, "waiting for ranks [1] to join"),
-        (0.0015, "[1]"),
-        (0.5, "[1]"),
-    ],
+    [(0.0, "waiting for ranks [1] to join"), (0.0015, "[1]"), (0.5, "[1]")],
 )
 def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
     policy: str, at_s: float, doing: str

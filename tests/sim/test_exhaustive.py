@@ -41,12 +41,7 @@ LARGER: list[tuple[str, int, int, dict[str, Any]]] = [
 
 
 def explore(
-    policy: str,
-    ranks: int,
-    batches: int,
-    *,
-    keeps: bool = True,
-    **bounds: Any,
+    policy: str, ranks: int, batches: int, *, keeps: bool = True, **bounds: Any
 ) -> Explored:
     """A run of one epoch, in which a global batch has a sample for each rank.
 

@@ -115,11 +115,7 @@ def test_a_slow_first_rank_is_named_and_kept() -> None:
 
 
 @pytest.mark.reaches("outlived")
-@given(
-    at_s=st.floats(0.5, 12.0),
-    rank=st.integers(1, 2),
-    joins=st.booleans(),
-)
+@given(at_s=st.floats(0.5, 12.0), rank=st.integers(1, 2), joins=st.booleans())
 @settings(max_examples=10)
 def test_ranks_left_out_take_over_when_others_die_or_join(
     at_s: float, rank: int, joins: bool

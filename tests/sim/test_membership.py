@@ -6,11 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elche.coordination.protocol.events import (
-    BatchesDone,
-    Event,
-    Join,
-)
+from elche.coordination.protocol.events import BatchesDone, Event, Join
 from elche.coordination.protocol.instructions import (
     BeginEpoch,
     EndEpoch,

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.sim.cluster import Cluster
 from tests.sim.checks import (
     check_all,
     check_outlived,
@@ -20,26 +19,22 @@ from tests.sim.checks import (
 )
 from tests.sim.strategies import clusters, deaths
 
-
-@pytest.mark.reaches("reductions", "commits")
-@given(clusters("sync"))
-@settings(max_examples=100)
-def test_sync_trains_on_every_position_once(cluster: Cluster) -> None:
-    check_all(simulate(cluster))
+THROTTLED = pytest.mark.reaches("reductions", "commits", "waits for the slowest")
+LATE = pytest.mark.reaches(*THROTTLED.args, "late adoptions")
 
 
-@pytest.mark.reaches("reductions", "commits", "waits for the slowest")
-@given(clusters("cadence"))
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param("sync", marks=pytest.mark.reaches("reductions", "commits")),
+        pytest.param("cadence", marks=THROTTLED),
+        pytest.param("async", marks=LATE),
+    ],
+)
+@given(data=st.data())
 @settings(max_examples=150)
-def test_cadence_trains_on_every_position_once(cluster: Cluster) -> None:
-    check_all(simulate(cluster))
-
-
-@pytest.mark.reaches("reductions", "commits", "late adoptions", "waits for the slowest")
-@given(clusters("async"))
-@settings(max_examples=150)
-def test_async_trains_on_every_position_once(cluster: Cluster) -> None:
-    check_all(simulate(cluster))
+def test_every_position_is_trained_on_once(policy: str, data: st.DataObject) -> None:
+    check_all(simulate(data.draw(clusters(policy))))
 
 
 @pytest.mark.reaches("reductions", "commits", "epochs left early")

@@ -69,10 +69,7 @@ class Weights:
 def run_weighed(policy: str, ranks: int, faults: tuple[Fault, ...]) -> Simulation:
     """A simulated run, checked."""
     run = SimulatedRun(
-        policy=policy,
-        batch_sizes=((BATCH, BATCHES),),
-        epochs=EPOCHS,
-        model_bytes=1e5,
+        policy=policy, batch_sizes=((BATCH, BATCHES),), epochs=EPOCHS, model_bytes=1e5
     )
     devices = tuple(
         Device(seconds_per_sample=SPEEDS_S[rank % 3], jitter=0.2, name="CPU")

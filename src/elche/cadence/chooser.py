@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from typing import final
 
 from elche.cadence.convergence import UPDATES
-from elche.cadence.goodput import (
-    Fleet,
-    MeasuredCluster,
-    Prediction,
-)
+from elche.cadence.goodput import Fleet, MeasuredCluster, Prediction
 
 MARGIN = 0.025
 """Least relative difference of goodput that counts as clearly better."""

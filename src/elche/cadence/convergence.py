@@ -30,20 +30,12 @@ FREE_LAG = 1.0 / 3.0
 # last column its slope goes on: in a former study it fell faster there.
 _WINDOW_KNOTS = (2.5, 12.5, 50.0)
 _RANK_KNOTS = (2, 4, 8)
-_EFFICIENCY = (
-    (0.98, 0.96, 0.88),
-    (0.94, 0.91, 0.76),
-    (0.82, 0.76, 0.46),
-)
+_EFFICIENCY = ((0.98, 0.96, 0.88), (0.94, 0.91, 0.76), (0.82, 0.76, 0.46))
 # What remains of that where an average comes a whole window late. Measured: 0.97 and
 # 0.85 in the first two columns of four ranks. The second, of two seeds, lies between
 # that and a former study's 0.74; other rows and longer windows follow the former ones
 # (0.95; 0.88 and 0.63) likewise.
-_WHOLE_LAG_EFFICIENCY = (
-    (0.97, 0.95, 0.95),
-    (0.97, 0.80, 0.80),
-    (0.92, 0.70, 0.70),
-)
+_WHOLE_LAG_EFFICIENCY = ((0.97, 0.95, 0.95), (0.97, 0.80, 0.80), (0.92, 0.70, 0.70))
 _OPTIMIZER_PRICES = {"adam": 1.0, "sgd": 0.3, "muon": 1.0}
 """Kinds of optimizers, and what windows cost with each, as a part of AdamW's price.
 

@@ -17,10 +17,7 @@ from statistics import NormalDist
 from typing import final
 
 from elche.cadence.balancer import split_for_makespan
-from elche.cadence.convergence import (
-    REFERENCE_BATCHES,
-    sample_efficiency,
-)
+from elche.cadence.convergence import REFERENCE_BATCHES, sample_efficiency
 from elche.cadence.overlapped import (
     BatchTimes,
     anchor_for,

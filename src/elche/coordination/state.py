@@ -80,11 +80,7 @@ class Coordinator:
     """
 
     def __init__(
-        self,
-        world_size: int,
-        timeout_s: float = 300.0,
-        *,
-        survives: bool = False,
+        self, world_size: int, timeout_s: float = 300.0, *, survives: bool = False
     ) -> None:
         self.lost: set[int] = set()
         self.silent: set[int] = set()

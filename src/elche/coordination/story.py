@@ -6,10 +6,7 @@ from collections import deque
 from dataclasses import fields
 
 from elche.coordination.protocol.events import BatchesDone, Event, StepsDone, Tick
-from elche.coordination.protocol.instructions import (
-    GrantBatches,
-    Instruction,
-)
+from elche.coordination.protocol.instructions import GrantBatches, Instruction
 
 STORY_ENTRIES = 50_000
 """Some minutes of a busy run, in at most some 20 MB."""

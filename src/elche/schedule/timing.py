@@ -76,6 +76,7 @@ class CostTable:
             start), likewise.
         links: time of a message between each stage and the next.
         rank_of: the rank of each stage.
+        work: time that each rank computes for a microbatch, B or I and W.
     """
 
     def __init__(self, costs: PipelineCosts) -> None:
@@ -86,7 +87,10 @@ class CostTable:
         self.links = tuple(costs.link(stage) for stage in range(self.num_stages - 1))
         self.durations: list[float] = []
         self.releases: list[float] = []
-        for one in costs.stages:
+        self.work = [0.0] * costs.num_ranks
+        for one, rank in zip(costs.stages, costs.placement, strict=True):
+            split = one.input_gradient + one.weight_gradient
+            self.work[rank] += one.forward + min(one.full_backward, split)
             self.durations += [
                 *(one.forward, one.full_backward),
                 *(one.input_gradient, one.weight_gradient),

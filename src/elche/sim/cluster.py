@@ -287,11 +287,13 @@ class SimulatedRun:
 
     def __post_init__(self) -> None:
         counts = ["batch_size", "epochs", "runs", "min_share_samples"]
+        if self.batch_sizes is None:
+            counts.append("samples")
         _check(
             self,
             at_least_zero=("model_bytes", "regroup_s", "start_spread_s", "pause_s"),
             positive=("until_s",),
-            at_least_one=counts if self.batch_sizes else [*counts, "samples"],
+            at_least_one=counts,
         )
         self.config  # noqa: B018 - checks them
 

@@ -229,16 +229,9 @@ class Rank:
         if pause_s := self.sim.cluster.run.pause_s:
             yield self._random.uniform(0.0, pause_s)
 
-    def take(self) -> Instruction | None:
-        """The next instruction in the inbox."""
-        return self.sim.take(self.rank)
-
     def take_all(self, handle: Callable[[Instruction], None]) -> None:
         """Hands over everything in the inbox."""
-        inbox = self.engine.processes[self.rank].inbox
-        while inbox:
-            instruction = self.sim.take(self.rank)
-            assert instruction is not None
+        while (instruction := self.sim.take(self.rank)) is not None:
             handle(instruction)
 
     def compute_s(self, samples: int) -> tuple[float, bool]:
@@ -387,7 +380,7 @@ class Rank:
         Raises:
             AbortedError: always.
         """
-        while self.take() is not None:
+        while self.sim.take(self.rank) is not None:
             pass
         self.history.aborts[self.rank] = Abort(rank=self.rank, reason=error)
         self.sim.send(Failed(rank=self.rank, error=error, traceback=""))
@@ -404,7 +397,7 @@ class Rank:
         if not self._is_new:
             self._open()
         while True:
-            while (instruction := self.take()) is None:
+            while (instruction := self.sim.take(self.rank)) is None:
                 yield Receive(f"epoch {self.epoch} to begin")
             if isinstance(instruction, BeginEpoch):
                 return instruction
@@ -452,7 +445,7 @@ class Rank:
         self.say_regrouped(-1)
 
     def _welcome(self) -> Generator[Any, Any, None]:
-        while (instruction := self.take()) is None:
+        while (instruction := self.sim.take(self.rank)) is None:
             yield Receive("all ranks to join")
         assert isinstance(instruction, Welcome), instruction
         self.generation = instruction.generation

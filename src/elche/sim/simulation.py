@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -188,9 +189,7 @@ class Simulation(World):
         began_s = timer()
         told = self.core.handle(event, now_s)
         self.load.count(type(event).__name__, timer() - began_s, len(told))
-        if told:
-            self._note_groups(told)
-            self._note_policy(told)
+        self._note(told)
         for instruction in told:
             engine = self.engine
             engine.travel("down", instruction.rank, engine.deliver, instruction)
@@ -199,27 +198,22 @@ class Simulation(World):
         if self.books:
             self.core.check()
 
-    def _note_groups(self, told: list[Instruction]) -> None:
-        """Remembers groups of generations, plans of reductions."""
-        groups: dict[int, set[int]] = {}
-        for instruction in told:
-            if isinstance(instruction, (Welcome, Regroup)):
-                groups.setdefault(instruction.generation, set()).add(instruction.rank)
-            elif isinstance(instruction, Reduce) and self.books:
-                told_of = self.plans.setdefault(instruction.window, {})
-                told_of[instruction.rank] = instruction
+    def _note(self, told: list[Instruction]) -> None:
+        """Remembers groups of generations, plans of reductions, and policies."""
+        now_s, groups = self.engine.now_s, defaultdict[int, set[int]](set)
+        for one in told:
+            match one:
+                case Welcome() | Regroup():
+                    groups[one.generation].add(one.rank)
+                case Reduce() if self.books:
+                    self.plans.setdefault(one.window, {})[one.rank] = one
+                case PolicyChosen():
+                    self.history.choices.append((now_s, one))
+                case BeginEpoch():
+                    self.history.begin_phase(one.policy, now_s)
         for generation, members in groups.items():
             # One that a newcomer is welcomed to stands already, without it.
             self.groups.setdefault(generation, frozenset(members))
-
-    def _note_policy(self, told: list[Instruction]) -> None:
-        """Remembers what ``auto`` chose, and when which policy began."""
-        now_s = self.engine.now_s
-        for instruction in told:
-            if isinstance(instruction, PolicyChosen):
-                self.history.choices.append((now_s, instruction))
-            elif isinstance(instruction, BeginEpoch):
-                self.history.begin_phase(instruction.policy, now_s)
 
     def ended(self, rank: int, by_abort: bool) -> None:
         """A process has ended by itself."""

@@ -32,13 +32,7 @@ from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepReports
 from elche.sim.engine import Collective, Receive, Script
-from elche.sim.history import (
-    LEASE,
-    LEFT_OUT,
-    REDUCTION,
-    REGROUP,
-    WINDOW_END,
-)
+from elche.sim.history import LEASE, LEFT_OUT, REDUCTION, REGROUP, WINDOW_END
 from elche.sim.rank import CANNOT_GO_ON, Rank
 from elche.sim.simulated_loader import Loaded, Loader
 

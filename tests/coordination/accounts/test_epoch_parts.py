@@ -83,14 +83,7 @@ def test_a_part_of_any_other_kind_has_equal_batches(
 
 
 def test_the_parts_of_an_epoch_count_together() -> None:
-    part = EndEpoch(
-        rank=0,
-        epoch=3,
-        samples=6,
-        sync_s=0.25,
-        windows=2,
-        anchor=5,
-    )
+    part = EndEpoch(rank=0, epoch=3, samples=6, sync_s=0.25, windows=2, anchor=5)
     whole = whole_end([part, part, part])
     assert (whole.samples, whole.windows, whole.anchor) == (18, 6, 5)
     assert whole.sync_s == pytest.approx(0.75)

@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.coordination.protocol.events import (
-    Interrupted,
-    RankLost,
-    Tick,
-)
+from elche.coordination.protocol.events import Interrupted, RankLost, Tick
 from elche.coordination.protocol.wire import (
     FROM_COORDINATOR,
     FROM_WORKERS,
@@ -94,11 +90,7 @@ def test_every_message_survives_the_wire(message: Any) -> None:
 
 
 def test_what_only_the_shell_may_say_does_not_come_from_the_wire() -> None:
-    for message in (
-        RankLost(rank=0),
-        Tick(),
-        Interrupted(by="SIGINT"),
-    ):
+    for message in (RankLost(rank=0), Tick(), Interrupted(by="SIGINT")):
         with pytest.raises(ProtocolError, match="unknown message type"):
             from_wire(to_wire(message), FROM_WORKERS)
 

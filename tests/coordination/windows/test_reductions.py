@@ -55,7 +55,7 @@ def plan_of(
         st.tuples(st.integers(0, 100), st.one_of(st.just(0.0), st.floats(1e-9, 1e15))),
         min_size=1,
         max_size=8,
-    ),
+    )
 )
 def test_drifts_of_ranks_that_count_weigh_the_same(
     said: list[tuple[int, float]],

@@ -197,14 +197,7 @@ def test_an_order_to_close_that_comes_while_the_loader_draws_is_obeyed_at_once(
 def test_the_end_of_the_epoch_ends_the_loop() -> None:
     shell, _, epoch = epoch_of(2)
     shell.inbox.append(
-        EndEpoch(
-            rank=0,
-            epoch=0,
-            samples=80,
-            sync_s=0.1,
-            windows=3,
-            anchor=1,
-        )
+        EndEpoch(rank=0, epoch=0, samples=80, sync_s=0.1, windows=3, anchor=1)
     )
     assert list(epoch.batches()) == []
     assert shell.sent == []

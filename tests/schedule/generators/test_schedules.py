@@ -11,21 +11,14 @@ from hypothesis import strategies as st
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Kind, Schedule, StageAction, loop_placement
-from elche.schedule.codes import encode
+from elche.schedule.codes import decode, encode
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.formats import from_csv
 from elche.schedule.generators.looped import gpipe_rows
-from elche.schedule.generators.schedules import (
-    make_schedule,
-)
+from elche.schedule.generators.schedules import make_schedule
 from elche.schedule.lowering import check_deadlock_free, lower
 from elche.schedule.timing import simulate
-from tests.schedule.strategies import (
-    assert_complete,
-    costs_on,
-    named,
-    placements,
-)
+from tests.schedule.strategies import assert_complete, costs_on, named, placements
 
 
 @given(named())
@@ -85,22 +78,7 @@ def test_random_orders_are_proven_or_rejected(
         random.shuffle(forwards)
         random.shuffle(backwards)
         rows.append([*forwards, *backwards])
-    schedule = Schedule(
-        name="random",
-        num_microbatches=count,
-        placement=placement,
-        actions=tuple(
-            tuple(
-                StageAction(
-                    code // 8 // count,
-                    Kind.FULL_BACKWARD if code & 7 else Kind.FORWARD,
-                    code // 8 % count,
-                )
-                for code in row
-            )
-            for row in rows
-        ),
-    )
+    schedule = decode("random", rows, placement, count)
     assert encode(schedule) == rows
     if completes(schedule):
         assert_pairs_in_order(lower(schedule))

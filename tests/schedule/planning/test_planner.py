@@ -15,11 +15,7 @@ from hypothesis import strategies as st
 from elche.errors import ConfigError
 from elche.schedule.lowering import lower
 from elche.schedule.planning.gpt_profile import GptSize, gpt_layers
-from elche.schedule.planning.partition import (
-    ProfileTable,
-    costs_of,
-    link_bound,
-)
+from elche.schedule.planning.partition import ProfileTable, costs_of, link_bound
 from elche.schedule.planning.partition_search import fits
 from elche.schedule.planning.plan import Candidate, Plan, PlanConfig, ideal_step_s
 from elche.schedule.planning.planner import plan_pipeline

@@ -16,13 +16,7 @@ from typing import Any, NamedTuple
 from elche.coordination.protocol.events import Event, RankLost
 from elche.coordination.protocol.instructions import BeginEpoch, Instruction
 from tests.sim.exploring.frozen import Freezer
-from tests.sim.exploring.rank_states import (
-    CoreStates,
-    Facts,
-    Parts,
-    RankStates,
-    Script,
-)
+from tests.sim.exploring.rank_states import CoreStates, Facts, Parts, RankStates, Script
 
 DEAD = -1
 

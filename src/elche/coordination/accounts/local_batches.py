@@ -10,10 +10,7 @@ from elche.errors import ConfigError
 
 
 def local_cut(
-    windows: WindowConfig,
-    world_size: int,
-    least: int,
-    caps: Iterable[int | None] = (),
+    windows: WindowConfig, world_size: int, least: int, caps: Iterable[int | None] = ()
 ) -> BatchCut:
     """Cut of a run's global batches in windows, until ranks die or join.
 

@@ -265,10 +265,7 @@ class WindowPolicy(Policy):
         if state.plans is None:  # a plan does not depend on measurements
             state.note(
                 state.pacing.measure(
-                    state.book.parts,
-                    state.last,
-                    is_tail=is_tail,
-                    idle=state.idle,
+                    state.book.parts, state.last, is_tail=is_tail, idle=state.idle
                 )
             )
         told += begin_reduction(state, self._planner, now_s)

@@ -4,7 +4,7 @@ It times every published schedule that is defined for the placement and fits the
 then list schedules; then the best of them with every W put where the costs leave a gap,
 and with B in place of I and W on stages where the split costs more than it gains. How
 much is tried depends on the number of actions, never on a clock, so that all ranks find
-the same schedule. All ends where the best reaches a lower bound.
+the same schedule. All ends where the busiest rank never waits.
 """
 
 from __future__ import annotations
@@ -15,14 +15,8 @@ from functools import partial
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule, loop_placement, v_placement
-from elche.schedule.bounds import MakespanBounds
 from elche.schedule.codes import B, I, Rows, W, decode, spread
-from elche.schedule.costs import (
-    PipelineCosts,
-    RankTimes,
-    equal_costs,
-    renumbered,
-)
+from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs, renumbered
 from elche.schedule.generators.list_scheduling import Rule, list_schedule, place_weights
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
@@ -111,7 +105,7 @@ class _Search:
         self.costs, self.order = renumbered(given)
         self.table = CostTable(self.costs)
         self.limits = self.costs.limits
-        self.bound = MakespanBounds(self.table, count, self.limits).least
+        self.bound = count * max(self.table.work)
         names = [name for name in FIXED_SCHEDULES if fits_placement(name, self.costs)]
         self.published = sorted(names, key=_promise)
         self.makespan = math.inf

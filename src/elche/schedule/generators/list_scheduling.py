@@ -251,12 +251,8 @@ class ListScheduler:
 
     def _spare(self, most: float) -> list[float]:
         """Time that each rank may wait and still be done before `most`."""
-        durations = self.table.durations
-        spare = [most * (1 - _TOLERANCE)] * len(self.rows)
-        for stage, rank in enumerate(self.table.rank_of):
-            forward, whole, inputs, weights = durations[stage * 8 : stage * 8 + 4]
-            spare[rank] -= self.count * (forward + min(whole, inputs + weights))
-        return spare
+        most *= 1 - _TOLERANCE
+        return [most - self.count * work for work in self.table.work]
 
 
 def list_schedule(

@@ -2,9 +2,8 @@
 
 The objective is a makespan that no schedule beats where each device has one stage: the
 time until the first microbatch reaches a device, messages included, plus all its work;
-the largest of the devices. (`bounds` has tighter ones, which no sum gives.) The link
-before a device counts like one: its messages pass one after another, each direction for
-itself.
+the largest of the devices. The link before a device counts like one: its messages pass
+one after another, each direction for itself.
 
 The dynamic program runs from the model's end to its beginning. What the earlier devices
 do only delays the later ones, so that the best end for a device and its first layer is
@@ -80,12 +79,8 @@ class ProfileTable:
     """Sums over the layers of a profile, for the inner loops.
 
     Attributes:
-        split_work: per device, seconds of F, I and W of all microbatches in the layers
-            before each index.
-        whole_work: of F and B, likewise.
-        forward: of F of one microbatch, likewise.
-        backward_input: of I, likewise.
-        weight, backward: of W and B, likewise.
+        times: per device, seconds of F, I, W and B of one microbatch, each in the
+            layers before each index.
         state: bytes of parameters and their state, likewise.
         activation, kept: bytes of one microbatch, likewise; in whole bytes, so that
             sums are exact.
@@ -96,24 +91,16 @@ class ProfileTable:
     def __init__(self, profile: PipelineProfile, num_microbatches: int) -> None:
         self.profile, self.count = profile, num_microbatches
         layers = profile.layers
-        self.split_work, self.whole_work = [], []
-        self.forward, self.backward_input = [], []
-        self.weight, self.backward = [], []
+        self.times = []
         for device in profile.devices:
-            times = [layer.times_on(device.kind) for layer in layers]
-            speed = device.speed
-            forward = _sums(one.forward_s / speed for one in times)
-            inputs = _sums(one.input_gradient_s / speed for one in times)
-            weight = _sums(one.weight_gradient_s / speed for one in times)
-            whole = _sums(one.full_backward_s / speed for one in times)
-            self.forward.append(forward)
-            self.backward_input.append(inputs)
-            self.weight.append(weight)
-            self.backward.append(whole)
-            split = map(sum, zip(forward, inputs, weight, strict=True))
-            both = map(sum, zip(forward, whole, strict=True))
-            self.split_work.append([num_microbatches * each for each in split])
-            self.whole_work.append([num_microbatches * each for each in both])
+            on = [layer.times_on(device.kind) for layer in layers]
+            parts = (
+                _sums(one.forward_s / device.speed for one in on),
+                _sums(one.input_gradient_s / device.speed for one in on),
+                _sums(one.weight_gradient_s / device.speed for one in on),
+                _sums(one.full_backward_s / device.speed for one in on),
+            )
+            self.times.append(parts)
         self.has_whole_backward = any(
             times.backward_s is not None
             for layer in layers
@@ -137,8 +124,9 @@ class ProfileTable:
 
     def work(self, device: int, begin: int, end: int) -> float:
         """Seconds of a stage in a step: F, and the cheaper of B and I + W."""
-        split, whole = self.split_work[device], self.whole_work[device]
-        return min(split[end] - split[begin], whole[end] - whole[begin])
+        parts = (sums[end] - sums[begin] for sums in self.times[device])
+        forward, inputs, weights, whole = parts
+        return self.count * (forward + min(whole, inputs + weights))
 
     def message_s(self, boundary: int, one: int, other: int) -> tuple[float, float]:
         """Time of a message, and the part for which it occupies the link.
@@ -220,7 +208,8 @@ def sum_bound(table: ProfileTable, partition: Partition) -> float:
             most = max(most, reached + table.count * transfer)
             reached += message
         most = max(most, reached + table.work(device, begin, end))
-        reached += table.forward[device][end] - table.forward[device][begin]
+        forward = table.times[device][0]
+        reached += forward[end] - forward[begin]
     return most
 
 
@@ -258,8 +247,10 @@ def _fill(
 ) -> None:
     """By the layer at which a place begins: the least bound, and where it ends."""
     device, held = places.devices[place], places.held[place]
-    split, whole = table.split_work[device], table.whole_work[device]
-    forward = table.forward[device]
+    forward, inputs, weights, backward = table.times[device]
+    three = zip(forward, inputs, weights, strict=True)
+    split = [table.count * sum(each) for each in three]
+    whole = [table.count * sum(each) for each in zip(forward, backward, strict=True)]
     room = table.memory[device] / places.devices.count(device)
     needed = [
         state + held * activation
@@ -302,6 +293,7 @@ def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
     stages, links = [], []
     for stage, device in enumerate(devices):
         begin, end = bounds[stage], bounds[stage + 1]
+        forward, inputs, weights, whole = table.times[device]
         # A stage receives and sends once in F, and once in its backward.
         messages_s = sum(
             table.busy_s(bounds[max(stage, other)], device, devices[other])
@@ -314,13 +306,11 @@ def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
 
         stages.append(
             StageCost(
-                forward=messages_s + part(table.forward[device]),
-                input_gradient=messages_s + part(table.backward_input[device]),
-                weight_gradient=part(table.weight[device]),
+                forward=messages_s + part(forward),
+                input_gradient=messages_s + part(inputs),
+                weight_gradient=part(weights),
                 backward=(
-                    messages_s + part(table.backward[device])
-                    if table.has_whole_backward
-                    else None
+                    messages_s + part(whole) if table.has_whole_backward else None
                 ),
                 activation=part(table.activation),
                 kept_for_weight=part(table.kept),
@@ -358,7 +348,7 @@ def link_bound(table: ProfileTable, partition: Partition) -> float:
     reached = 0.0
     for stage in range(1, len(devices)):
         one, other = devices[stage - 1], devices[stage]
-        forward = table.forward[one]
+        forward = table.times[one][0]
         reached += forward[bounds[stage]] - forward[bounds[stage - 1]]
         message, transfer = table.message_s(bounds[stage], one, other)
         key = min(one, other), max(one, other)

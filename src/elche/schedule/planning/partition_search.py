@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 
 from elche.schedule.actions import loop_placement, v_placement
-from elche.schedule.bounds import MakespanBounds
 from elche.schedule.codes import Rows
 from elche.schedule.generators.list_scheduling import Rule, list_schedule
 from elche.schedule.generators.looped import (
@@ -212,9 +211,8 @@ def polish(
 
 def _least_s(table: ProfileTable, partition: Partition) -> float:
     """A step time that no schedule of a partition beats."""
-    costs = costs_of(table, partition)
-    bounds = MakespanBounds(CostTable(costs), table.count, costs.limits)
-    return max(bounds.least, link_bound(table, partition))
+    busiest = table.count * max(CostTable(costs_of(table, partition)).work)
+    return max(busiest, link_bound(table, partition))
 
 
 def balanced(table: ProfileTable, start: Partition) -> Partition:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elche.cadence.chooser import Choice
-from elche.cadence.goodput import MeasuredCluster, predict
-from elche.coordination.auto import auto_chooser, first_choice
-from elche.coordination.sync import step_grants
 from tests.distributed.cases.deaths import BUILDING, Death
+from tests.distributed.chosen import ALONE, STEPS, Wanted
+from tests.distributed.chosen import wanted as wanted
 from tests.distributed.test_survive import outlive, run_with
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("wanted")]
 
 GLOO = {"transport": {"kind": "gloo"}}
 WAYS: dict[str, dict[str, Any]] = {
@@ -25,52 +22,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8": {"codec": "int8"},
 }
 EPOCHS = 3
-WINDOWS, ALONE, STEPS = "async", "alone", "sync"
-
-
-class Wanted:
-    """In place of a chooser: what a test wants, one choice after the other.
-
-    Attributes:
-        choices: the last one stays.
-        steps: that are measured before the first one.
-    """
-
-    choices: tuple[str, ...] = (WINDOWS,)
-    steps = 2
-
-    def __init__(self, **_: Any) -> None:
-        self._left = list(self.choices)
-
-    def fix_update(self, update: str) -> None: ...
-
-    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
-        kind = self._left.pop(0) if len(self._left) > 1 else self._left[0]
-        policy = "sync" if kind == ALONE else kind
-        places = [cluster.world_size - 1] if kind == ALONE else None
-        alone = [] if places is None else [cluster.ranks[places[0]]]
-        return Choice(
-            policy=policy,
-            anchor=2,
-            left_out=tuple(r for r in cluster.ranks if alone and r not in alone),
-            prediction=predict(policy, cluster, places),
-            alternatives=(),
-            reason="as the test wants",
-        )
-
-
-@pytest.fixture(autouse=True)
-def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wanted]]:
-    """Choices come as a test wants, after few measurements."""
-
-    def is_due(first: Any, *_: Any) -> bool:
-        return bool(first._measures.count >= Wanted.steps)
-
-    monkeypatch.setattr(auto_chooser, "Chooser", Wanted)
-    monkeypatch.setattr(first_choice.FirstChoice, "is_due", is_due)
-    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
-    yield Wanted
-    Wanted.choices, Wanted.steps = (WINDOWS,), 2
 
 
 def outlived(

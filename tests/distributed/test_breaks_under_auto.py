@@ -48,8 +48,7 @@ def leave(when: str, who: tuple[int, ...]) -> Found:
 
 def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
     task = Task(samples=SAMPLES, batch_size=BATCH)
-    options = {"policy": "auto", "timeout_s": 60.0}
-    model, optimizer, loader = begin(task, **options)
+    model, optimizer, loader = begin(task, policy="auto", timeout_s=60.0)
     run = current_run()
     assert run is not None
     for epoch in range(2):

@@ -7,14 +7,13 @@ all have come through what they do together.
 
 from __future__ import annotations
 
-import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from elche.comm.transport.process_group import Group
 from tests.harness.rank_main import this_place
+from tests.harness.waiting import until
 
 MEETS_WITHIN_S = 100.0
 
@@ -28,18 +27,11 @@ def all_here(folder: str, name: str = "here") -> None:
     Args:
         folder: the same on every rank, and of this case alone.
         name: tells meetings of one case apart.
-
-    Raises:
-        TimeoutError: a rank has not come.
     """
     place = this_place()
     Path(folder, f"{name}-{place.rank}").touch()
     others = [Path(folder, f"{name}-{rank}") for rank in range(place.world_size)]
-    until_s = time.monotonic() + MEETS_WITHIN_S
-    while not all(other.exists() for other in others):
-        if time.monotonic() > until_s:
-            raise TimeoutError(f"not all ranks came to {name}")
-        threading.Event().wait(0.01)
+    until(lambda: all(other.exists() for other in others), MEETS_WITHIN_S)
 
 
 def lose_patience(group: Group | None, timeout_s: float) -> None:

@@ -70,14 +70,10 @@ def train(is_own: bool, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     ],
     ids=["all rows", "own rows", "weights", "sum"],
 )
+@pytest.mark.usefixtures("plain_environment")
 def test_a_loss_over_pairs_is_one_process_loss(
-    ranks2: RankPool,
-    is_own: bool,
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    ranks2: RankPool, is_own: bool, options: dict[str, Any]
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
     alone = train(is_own, options)
     states = ranks2.serve(train, is_own, options, env=FOUR_TO_ONE)
     assert identical(states)
@@ -137,11 +133,8 @@ def by_hand() -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def test_by_hand_it_follows_the_weight_that_is_given(
-    ranks2: RankPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("plain_environment")
+def test_by_hand_it_follows_the_weight_that_is_given(ranks2: RankPool) -> None:
     alone = by_hand()
     for found in ranks2.serve(by_hand):
         for own, expected in zip(found, alone, strict=True):

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elche.coordination.auto import first_choice
-from elche.coordination.sync import step_grants
 from tests.distributed.cases.deaths import BUILDING, Death
+from tests.distributed.chosen import ALONE, STEPS, Wanted
+from tests.distributed.chosen import wanted as wanted
 from tests.distributed.test_survive import outlive, run_with
-from tests.harness.choices import want
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("wanted")]
 
 GLOO = {"transport": {"kind": "gloo"}}
 WAYS: dict[str, dict[str, Any]] = {
@@ -25,21 +22,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8": {"codec": "int8"},
 }
 EPOCHS = 3
-WINDOWS, ALONE, STEPS = ("async", ()), ("sync", (-1,)), ("sync", ())
-MEASURED = 2
-
-
-@pytest.fixture(autouse=True)
-def wanted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Choices come as a test wants, after few measurements; else it is windows."""
-
-    def is_due(first: Any, *_: Any) -> bool:
-        return bool(first._measures.count >= MEASURED)
-
-    want(monkeypatch, WINDOWS)
-    monkeypatch.setattr(first_choice.FirstChoice, "is_due", is_due)
-    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
-    return partial(want, monkeypatch)
 
 
 def outlived(
@@ -76,10 +58,10 @@ def test_deaths_on_the_way_to_windows(
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_without_work_dies(
-    rank: int, wanted: Callable[..., None], tmp_path: Path
+    rank: int, wanted: type[Wanted], tmp_path: Path
 ) -> None:
     """The one that trains alone goes on alone."""
-    wanted(ALONE)
+    wanted.choices = (ALONE,)
     found = outlived(tmp_path, Death(rank, "after reduced", 2), ranks=3)
     assert found[-1] == ["sync", "async"]
 
@@ -93,10 +75,10 @@ def test_a_rank_without_work_dies(
     ],
 )
 def test_the_death_of_the_rank_that_trains_alone_ends_the_run_by_name(
-    death: tuple[str, int], says: str, wanted: Callable[..., None], tmp_path: Path
+    death: tuple[str, int], says: str, wanted: type[Wanted], tmp_path: Path
 ) -> None:
     """What its optimizer holds has nobody else."""
-    wanted(*[ALONE] if death[0] == "batch" else [ALONE, STEPS])
+    wanted.choices = (ALONE,) if death[0] == "batch" else (ALONE, STEPS)
     more = {"epochs": EPOCHS, "options": {"epochs": EPOCHS}}
     outcomes, _ = run_with(tmp_path, (Death(2, *death),), "auto", 3, **more)
     assert says in str(outcomes[0].error)

@@ -8,13 +8,18 @@ import pytest
 import torch
 
 import elche
-from elche.coordination.auto import first_choice
-from elche.coordination.sync import step_grants
-from elche.errors import ElcheError
 from elche.runtime.epochs.window_epoch import WindowEpoch
-from elche.session.process import current_run, failing_together
-from tests.distributed.cases.tasks import Task, begin, identical, state_of, take_step
-from tests.harness.choices import want
+from elche.session.process import current_run
+from tests.distributed.cases.tasks import (
+    Task,
+    begin,
+    error_of,
+    identical,
+    state_of,
+    take_step,
+)
+from tests.distributed.chosen import Wanted
+from tests.distributed.chosen import wanted as wanted
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -37,19 +42,13 @@ class Found:
 def leave(when: str, who: tuple[int, ...]) -> Found:
     """Two epochs, the first left early by some ranks; asks for the metrics of both."""
     found = Found()
-    try:
-        with failing_together():
-            _train(found, when, who)
-    except ElcheError as error:
-        found.error = f"{type(error).__name__}: {error}"
-    elche.shutdown()
+    found.error = error_of(_train, found, when, who)
     return found
 
 
 def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
     task = Task(samples=SAMPLES, batch_size=BATCH)
-    options = {"policy": "auto", "timeout_s": 60.0}
-    model, optimizer, loader = begin(task, **options)
+    model, optimizer, loader = begin(task, policy="auto", timeout_s=60.0)
     run = current_run()
     assert run is not None
     for epoch in range(2):
@@ -71,44 +70,29 @@ def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
     found.state = state_of(model)
 
 
-@pytest.fixture(params=["async", "cadence"])
-def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Windows are chosen when the first steps are measured."""
-    want(monkeypatch, (request.param, ()))
-    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
-    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
-    return str(request.param)
-
-
-@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)], ids=str)
-def test_windows_drain_and_are_told(
-    ranks2: RankPool, chosen: str, who: tuple[int, ...]
+@pytest.mark.parametrize(
+    ("policy", "when", "who"),
+    [
+        *(
+            (policy, "after", who)
+            for policy in ("async", "cadence")
+            for who in ((0,), (1,), (0, 1))
+        ),
+        # Before the switch to windows, or while it is on its way.
+        *(("async", "before", who) for who in ((0,), (1,), (0, 1))),
+    ],
+)
+def test_an_epoch_that_is_left_is_told_as_it_was_trained(
+    ranks2: RankPool,
+    wanted: type[Wanted],
+    policy: str,
+    when: str,
+    who: tuple[int, ...],
 ) -> None:
-    ranks = ranks2.serve(leave, "after", who)
+    """And ends for all; the next one is whole."""
+    wanted.choices, wanted.steps = (policy,), 1
+    ranks = ranks2.serve(leave, when, who)
     assert [rank.error for rank in ranks] == ["", ""]
-    check(ranks)
-
-
-@pytest.mark.parametrize("chosen", ["async"], indirect=True)
-def test_steps_are_left_by_all_and_told(ranks2: RankPool, chosen: str) -> None:
-    ranks = ranks2.serve(leave, "before", (0, 1))
-    assert [rank.error for rank in ranks] == ["", ""]
-    check(ranks)
-
-
-@pytest.mark.parametrize("chosen", ["async"], indirect=True)
-@pytest.mark.parametrize("who", [0, 1])
-def test_steps_that_one_rank_leaves_end_for_all(
-    ranks2: RankPool, chosen: str, who: int
-) -> None:
-    """Before the switch to windows, or while it is on its way."""
-    ranks = ranks2.serve(leave, "before", (who,))
-    assert [rank.error for rank in ranks] == ["", ""]
-    check(ranks)
-
-
-def check(ranks: list[Found]) -> None:
-    """What was told is what was trained, and the next epoch is whole."""
     assert identical([rank.state for rank in ranks])
     first = ranks[0]
     assert [rank.metrics for rank in ranks] == [first.metrics] * len(ranks)

@@ -9,10 +9,10 @@ import pytest
 from elche.checkpoint.store import CheckpointStore
 from tests.distributed.cases.deaths import Death
 from tests.distributed.cases.epoch_ends import POLICIES, SAMPLES, train
-from tests.distributed.test_auto_deaths import wanted  # noqa: F401 - none alone
+from tests.distributed.chosen import wanted as wanted
 from tests.harness.fenced import run_fenced, survivors_of
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("wanted")]
 
 SLOW = pytest.mark.slow
 PLACES = ("before barrier", "after barrier", "agreed")

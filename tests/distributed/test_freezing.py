@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import elche
-from elche.errors import ElcheError
-from elche.session.process import current_run, failing_together
+from elche.session.process import current_run
 from tests.distributed.cases.tasks import (
     Task,
     begin,
     build,
+    error_of,
     identical,
     state_of,
     take_step,
@@ -54,18 +54,8 @@ def test_freed_between_epochs(ranks2: RankPool, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_freed_inside_an_epoch_is_refused(ranks2: RankPool, policy: str) -> None:
-    outcomes = ranks2.serve(_expect_refusal, policy)
+    outcomes = ranks2.serve(error_of, _freeze, policy, "inside")
     assert all("inside an epoch; do it between epochs" in text for text in outcomes)
-
-
-def _expect_refusal(policy: str) -> str:
-    """The error of this rank, or the other rank's as this one is told."""
-    try:
-        with failing_together():
-            _freeze(policy, "inside")
-    except ElcheError as error:
-        return str(error)
-    return "nothing was refused"
 
 
 def _carried(options: dict[str, Any]) -> tuple[int, int, int]:
@@ -165,41 +155,22 @@ def test_a_barrier_in_a_loop_of_cadence_is_refused(ranks2: RankPool) -> None:
     assert any("ranks run different numbers of batches" in text for text in texts)
 
 
-def _two_runs(policy: str) -> float:
-    """Two trainings in one script, one after the other."""
-    total = 0.0
-    for _ in range(2):
-        model, optimizer, loader = begin(Task(samples=32, batch_size=8), policy=policy)
-        for x, y, _, _ in loader:
-            take_step(model, optimizer, x, y)
-        total += sum(float(p.detach().double().sum()) for p in model.parameters())
-    elche.shutdown()
-    return total
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_two_runs_in_one_script(ranks2: RankPool, policy: str) -> None:
-    totals = ranks2.serve(_two_runs, policy)
-    assert totals[0] == totals[1]
-
-
 def _only_on_rank_0(policy: str, what: str) -> str:
     """Something that a script does on the main process alone, between epochs."""
     model, optimizer, loader = begin(Task(samples=32, batch_size=8), policy=policy)
     first: Any = model.get_submodule("0")
-    try:
-        with failing_together():
-            for epoch in range(2):
-                for x, y, _, _ in loader:
-                    take_step(model, optimizer, x, y)
-                if epoch == 0 and elche.is_main_process():
-                    if what == "freeze":
-                        first.requires_grad_(False)
-                    else:
-                        first.weight.data.zero_()
-    except ElcheError as error:
-        return str(error)
-    return "nothing was refused"
+
+    def train() -> None:
+        for epoch in range(2):
+            for x, y, _, _ in loader:
+                take_step(model, optimizer, x, y)
+            if epoch == 0 and elche.is_main_process():
+                if what == "freeze":
+                    first.requires_grad_(False)
+                else:
+                    first.weight.data.zero_()
+
+    return error_of(train)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import elche
 from elche.comm.transport import exchange
 from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import HostExchange
@@ -23,6 +24,7 @@ from tests.distributed.cases.tasks import (
     difference,
     identical,
     plain,
+    positions,
     shared,
 )
 from tests.harness.rank_main import this_place
@@ -72,8 +74,7 @@ def trained(pool: RankPool, task: Task, env: list[dict[str, str]]) -> list[Trace
     assert {kind for _, kinds in found for kind in kinds} == {HostExchange.__name__}
     assert identical([trace.state for trace in traces])
     for epoch in range(task.epochs):
-        seen = sorted(index for trace in traces for index in trace.orders[epoch])
-        assert seen == list(range(task.samples))
+        assert positions(traces, epoch) == list(range(task.samples))
     return traces
 
 
@@ -126,7 +127,6 @@ def test_non_finite_gradients_are_seen_on_all_hosts(ranks3: RankPool) -> None:
 
 def infinite(task: Task) -> list[bool]:
     """Whether gradients are finite without, and with, an infinite one on one rank."""
-    import elche
 
     model, optimizer, loader = begin(task, policy="sync", **task.options)
     found = []
@@ -183,7 +183,6 @@ def test_all_sum_by_gloo_beside_a_host_of_another_processor(ranks3: RankPool) ->
 
 def without_each_in_turn(task: Task) -> list[int]:
     """Open files of this rank after each of some steps from which one is left out."""
-    import elche
 
     begin(task, policy="sync", **task.options)
     run = current_run()

@@ -116,10 +116,7 @@ def test_twenty_kills_at_random_moments(
                 is_inside=is_inside,
             )
             assert outcomes[victim].error, kill
-        ranks = pool.serve(
-            *(train, task, str(tmp_path), (), None),
-            timeout_s=600.0,
-        )
+        ranks = pool.serve(*(train, task, str(tmp_path), (), None), timeout_s=600.0)
         assert resumed > 10
         assert ranks[0].epochs, "all was trained before the last kill"
         seen = Counter(pair for rank in ranks for pair in rank.pairs)
@@ -127,8 +124,5 @@ def test_twenty_kills_at_random_moments(
         assert seen == Counter(dict.fromkeys(pairs, 1))
         assert identical([rank.state for rank in ranks])
         if policy == "sync" or not is_inside:
-            whole = pool.serve(
-                *(train, task, str(tmp_path / "whole")),
-                timeout_s=600.0,
-            )
+            whole = pool.serve(*(train, task, str(tmp_path / "whole")), timeout_s=600.0)
             assert identical([whole[0].state, ranks[0].state])

@@ -11,10 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import elche
-from elche.errors import ElcheError
-from elche.session.process import failing_together
-from tests.distributed.cases.tasks import Task, begin, identical, state_of
+from tests.distributed.cases.tasks import Task, begin, error_of, identical, state_of
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -29,24 +26,21 @@ TASK = Task(
 def _train(task: Task, change: str) -> tuple[str, dict[str, torch.Tensor]]:
     """Two epochs, with a change of the model; the error, if any, and the model."""
     model, optimizer, loader = begin(task, **task.options)
-    error = ""
-    try:
-        with failing_together():
-            for epoch in range(2):
-                for number, (x, y, _, _) in enumerate(loader):
-                    if epoch == 0 and number == 1:
-                        _change(model, change)
-                    loss = F.cross_entropy(model(x.to(_dtype(model))), y)
-                    _backward(model, loss, change)
-                    optimizer.step()
-                    if change != "assigned":
-                        optimizer.zero_grad()
-                if epoch == 0:
-                    _change(model, change.removesuffix(" between"), is_between=True)
-    except ElcheError as raised:
-        error = str(raised)
-    elche.shutdown()
-    return error, state_of(model)
+
+    def loop() -> None:
+        for epoch in range(2):
+            for number, (x, y, _, _) in enumerate(loader):
+                if epoch == 0 and number == 1:
+                    _change(model, change)
+                loss = F.cross_entropy(model(x.to(_dtype(model))), y)
+                _backward(model, loss, change)
+                optimizer.step()
+                if change != "assigned":
+                    optimizer.zero_grad()
+            if epoch == 0:
+                _change(model, change.removesuffix(" between"), is_between=True)
+
+    return error_of(loop), state_of(model)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -18,10 +18,17 @@ from elche.coordination.auto.first_choice import MOST_STEPS
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.sync import left_out, step_grants
 from elche.coordination.sync.sync_policy import SyncPolicy
-from elche.errors import ElcheError
-from elche.session.process import current_run, failing_together
-from tests.distributed.cases.tasks import Task, build, difference, identical, take_step
-from tests.harness.choices import want
+from elche.session.process import current_run
+from tests.distributed.cases.tasks import (
+    Task,
+    build,
+    difference,
+    error_of,
+    identical,
+    take_step,
+)
+from tests.distributed.chosen import Wanted
+from tests.distributed.chosen import wanted as wanted
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
 
@@ -46,12 +53,7 @@ class Found:
 def train(task: Task, kind: str = "") -> Found:
     """Trains for some epochs; ``kind`` says what else is done."""
     found = Found()
-    try:
-        with failing_together():
-            _train(found, task, kind)
-    except ElcheError as error:
-        found.error = f"{type(error).__name__}: {error}"
-    elche.shutdown()
+    found.error = error_of(_train, found, task, kind)
     return found
 
 
@@ -187,9 +189,9 @@ def test_a_slow_rank_is_left_out_and_comes_back(
 
 
 def test_auto_leaves_out_at_once_whom_its_choice_does_without(
-    ranks3: RankPool, monkeypatch: pytest.MonkeyPatch
+    ranks3: RankPool, wanted: type[Wanted]
 ) -> None:
-    want(monkeypatch, ("sync", (0, 2)))
+    wanted.choices, wanted.left_out = ("sync",), (SLOW,)
     task = task_of(options={"policy": "auto"})
     ranks = ranks3.serve(train, task)
     check(ranks, task)

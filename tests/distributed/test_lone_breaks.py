@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche.errors import ElcheError
-from elche.session.process import current_run, failing_together
+from elche.session.process import current_run
 from tests.distributed.cases.tasks import (
     Task,
     begin,
     build,
     difference,
+    error_of,
     identical,
     state_of,
     take_step,
@@ -43,12 +43,7 @@ class Found:
 def leave(task: Task, places: dict[int, tuple[int, str]]) -> Found:
     """Two epochs; these ranks leave the first in a step, at a place in its body."""
     found = Found()
-    try:
-        with failing_together():
-            _train(found, task, places)
-    except ElcheError as error:
-        found.error = f"{type(error).__name__}: {error}"
-    elche.shutdown()
+    found.error = error_of(_train, found, task, places)
     return found
 
 
@@ -77,12 +72,8 @@ def _train(found: Found, task: Task, places: dict[int, tuple[int, str]]) -> None
         found.progress.append(elche.progress_samples())
         found.samples.append(elche.epoch_metrics().samples)
         if epoch == 0:
-            found.after_break = _copy(model)
-    found.state = _copy(model)
-
-
-def _copy(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return state_of(model)
+            found.after_break = state_of(model)
+    found.state = state_of(model)
 
 
 def alone(task: Task, ranks: list[Found]) -> dict[str, torch.Tensor]:
@@ -96,13 +87,22 @@ def alone(task: Task, ranks: list[Found]) -> dict[str, torch.Tensor]:
             F.cross_entropy(model(data.x[index]), data.y[index]).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return _copy(model)
+    return state_of(model)
 
 
 def task_of(**changes: Any) -> Task:
     options = {"policy": "sync", **changes.pop("options", {})}
     kept = {"samples": STEPS * BATCH, "batch_size": BATCH, "dtype": "float64"}
     return Task(**{**kept, "optimizer": "adamw", **changes}, options=options)
+
+
+def left(pool: RankPool, task: Task, places: dict[int, tuple[int, str]]) -> list[Found]:
+    """Such a run, in which all ranks hold the same after each epoch."""
+    ranks = pool.serve(leave, task, places)
+    assert [rank.error for rank in ranks] == [""] * len(ranks)
+    assert identical([rank.after_break for rank in ranks])
+    assert identical([rank.state for rank in ranks])
+    return ranks
 
 
 PLACES: list[tuple[str, dict[int, tuple[int, str]]]] = [
@@ -123,10 +123,7 @@ def test_the_others_end_what_was_granted_and_all_hold_its_model(
 ) -> None:
     # Once: they stalled for 60 s, and the run ended.
     task = task_of(options={"transport": transport})
-    ranks = ranks3.serve(leave, task, places)
-    assert [rank.error for rank in ranks] == [""] * 3
-    assert identical([rank.after_break for rank in ranks])
-    assert identical([rank.state for rank in ranks])
+    ranks = left(ranks3, task, places)
     assert len({tuple(rank.progress) for rank in ranks}) == 1
     seen = [i for rank in ranks for step in rank.steps[1] for i in step]
     assert sorted(seen) == list(range(task.samples))
@@ -139,18 +136,13 @@ def test_ranks_that_leave_one_step_before_and_after_its_optimizer(
 ) -> None:
     # Once: all had left after the same step, so nobody took a model over.
     places = {0: (5, "backward"), 1: (5, "end"), 2: (5, "end")}
-    ranks = ranks3.serve(leave, task_of(), places)
-    assert [rank.error for rank in ranks] == [""] * 3
-    assert identical([rank.after_break for rank in ranks])
-    assert identical([rank.state for rank in ranks])
+    left(ranks3, task_of(), places)
 
 
 @pytest.mark.parametrize("model", ["norm", "unused"])
 def test_buffers_and_unused_parameters(ranks2: RankPool, model: str) -> None:
     task = task_of(model=model, optimizer="sgd")
-    ranks = ranks2.serve(leave, task, {0: (7, "end")})
-    assert [rank.error for rank in ranks] == [""] * 2
-    assert identical([rank.state for rank in ranks])
+    ranks = left(ranks2, task, {0: (7, "end")})
     if model == "norm":  # a mean over a rank that sends zeros would halve it
         assert ranks[0].after_break["1.running_var"].min() > 0.3
 
@@ -158,69 +150,46 @@ def test_buffers_and_unused_parameters(ranks2: RankPool, model: str) -> None:
 def test_gradients_that_travel_encoded(ranks3: RankPool) -> None:
     task = task_of(dtype="float32", options={"codec": "int8"}, optimizer="sgd")
     places = {0: (5, "end"), 2: (6, "begin")}
-    ranks = ranks3.serve(leave, task, places)
-    assert [rank.error for rank in ranks] == [""] * 3
-    assert identical([rank.after_break for rank in ranks])
-    assert identical([rank.state for rank in ranks])
+    ranks = left(ranks3, task, places)
     assert 1e-6 < difference(ranks[0].state, alone(task, ranks)) <= 0.02
 
 
 def test_a_loss_that_is_a_sum(ranks2: RankPool) -> None:
     task = task_of(options={"loss_reduction": "sum"}, optimizer="sgd")
-    ranks = ranks2.serve(leave, task, {0: (7, "end")})
-    assert [rank.error for rank in ranks] == [""] * 2
-    assert identical([rank.state for rank in ranks])
+    left(ranks2, task, {0: (7, "end")})
 
 
-def _with_sync_batch_norm(places: dict[int, tuple[int, str]]) -> Found:
-    found = Found()
-    task = task_of(model="norm")
-    model, optimizer, loader = build(task)
+def _with_sync_batch_norm(places: dict[int, int]) -> None:
+    model, optimizer, loader = build(task_of(model="norm"))
     model = elche.convert_sync_batchnorm(model)
-    try:
-        with failing_together():
-            model, optimizer, loader = elche.setup(model, optimizer, loader)
-            for number, (x, y, *_) in enumerate(loader):
-                take_step(model, optimizer, x, y)
-                if number == places.get(elche.rank(), (-1, ""))[0]:
-                    break
-            elche.barrier()
-    except ElcheError as error:
-        found.error = str(error)
-    elche.shutdown()
-    return found
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    for number, (x, y, *_) in enumerate(loader):
+        take_step(model, optimizer, x, y)
+        if number == places.get(elche.rank()):
+            break
+    elche.barrier()
 
 
 def test_sync_batch_norm_needs_all_ranks(ranks2: RankPool) -> None:
-    places = {0: (7, "end")}
-    ranks = ranks2.serve(_with_sync_batch_norm, places)
-    for rank in ranks:
-        assert "rank 0 left epoch 0 after step 8, and rank 1 did not" in rank.error
-        assert "SyncBatchNorm layers need every rank" in rank.error
-    both = {0: (7, "end"), 1: (7, "end")}
-    ranks = ranks2.serve(_with_sync_batch_norm, both)
-    assert [rank.error for rank in ranks] == ["", ""]
+    for said in ranks2.serve(error_of, _with_sync_batch_norm, {0: 7}):
+        assert "rank 0 left epoch 0 after step 8, and rank 1 did not" in said
+        assert "SyncBatchNorm layers need every rank" in said
+    assert ranks2.serve(error_of, _with_sync_batch_norm, {0: 7, 1: 7}) == ["", ""]
 
 
-def _with_scheduler(folder: str) -> str:
+def _with_scheduler() -> None:
     model, optimizer, loader = build(task_of())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.99)
     model, optimizer, loader = elche.setup(model, optimizer, loader)
-    said = ""
-    try:
-        for _ in range(2):
-            for number, (x, y, *_) in enumerate(loader):
-                take_step(model, optimizer, x, y)
-                scheduler.step()
-                if elche.rank() == 1 and number == 3:
-                    break
-    except ElcheError as error:
-        said = str(error)
-    elche.shutdown()
-    return said
+    for _ in range(2):
+        for number, (x, y, *_) in enumerate(loader):
+            take_step(model, optimizer, x, y)
+            scheduler.step()
+            if elche.rank() == 1 and number == 3:
+                break
 
 
-def test_a_scheduler_that_is_behind_is_named(ranks2: RankPool, tmp_path: Any) -> None:
-    said = ranks2.serve(_with_scheduler, str(tmp_path))
-    assert "rank 1 left epoch 0 earlier than rank 0" in said[1]
-    assert "its scheduler is behind" in said[1]
+def test_a_scheduler_that_is_behind_is_named(ranks2: RankPool) -> None:
+    _, said = ranks2.serve(error_of, _with_scheduler)
+    assert "rank 1 left epoch 0 earlier than rank 0" in said
+    assert "its scheduler is behind" in said

@@ -22,6 +22,7 @@ from tests.distributed.cases.tasks import (
     difference,
     identical,
     plain,
+    positions,
     shared,
 )
 from tests.harness.rank_pool import RankPool
@@ -162,8 +163,7 @@ def check(ranks: RankPool, case: Case) -> None:
     traces = ranks.run(shared, task, case_setup=record.serve)
     assert identical([trace.state for trace in traces])
     for epoch in range(task.epochs):
-        seen = sorted(index for trace in traces for index in trace.orders[epoch])
-        assert seen == list(range(task.samples))
+        assert positions(traces, epoch) == list(range(task.samples))
     if case["way"] == "sync":
         known = plain(task).state
     else:

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from elche.checkpoint.store import CheckpointStore
-from tests.distributed.cases.resume_cases import Trained, breaks, train, train_early
+from tests.distributed.cases.resume_cases import Trained, breaks, train
 from tests.distributed.cases.tasks import Task, difference, identical
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 
@@ -61,13 +60,12 @@ def test_a_run_resumed_inside_an_epoch_sees_what_is_left(
     """And is that which went on, bit for bit, where nothing depends on time."""
     task = asking(policy, deterministic=True, codec=codec)
     saves = (random.Random(policy).randrange(14, 22),)
-    options = {"dropout": 0.2, "case_setup": serve_in_thread}
-    first = ranks2.run(train, task, str(tmp_path), saves, **options)
+    first = ranks2.serve(train, task, str(tmp_path), saves, dropout=0.2)
     assert_once(all_pairs(first), 3)
     before = seen_before(tmp_path)
     assert 0 < len(before) < len(all_pairs(first))
     assert len(before) % TASK.samples, "the cut is not inside an epoch"
-    again = ranks2.run(train, task, str(tmp_path), (), True, **options)
+    again = ranks2.serve(train, task, str(tmp_path), (), True, 0.2)
     assert_once(all_pairs(again), 3)
     assert again[0].epochs[0] == first[0].epochs[0] + len(before) // TASK.samples
     for one, other in zip(first, again, strict=True):
@@ -102,15 +100,15 @@ def test_a_batch_whose_backward_pass_was_to_come_is_trained_on_again(
     options = {"policy": "sync", "deterministic": True} if ranks == 2 else {}
     task, folder = dataclasses.replace(TASK, options=options), str(tmp_path)
 
-    def run(save: int, *, resumes: bool) -> list[Trained]:
+    def run(saves: tuple[int, ...], resumes: bool) -> list[Trained]:
+        given = task, folder, saves, resumes
         if ranks == 1:
-            return [train_early(task, folder, save, resumes=resumes)]
-        wanted = {"resumes": resumes, "case_setup": serve_in_thread}
-        return ranks2.run(train_early, task, folder, save, **wanted)
+            return [train(*given, early=True)]
+        return ranks2.serve(train, *given, early=True)
 
-    first = run(37, resumes=False)
+    first = run((37,), False)
     assert_once(all_pairs(first), 3)
-    again = run(0, resumes=True)
+    again = run((), True)
     assert_once(all_pairs(again), 3)
     for one, other in zip(first, again, strict=True):
         assert identical([one.state, other.state])
@@ -147,24 +145,21 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         assert difference(again[0].state, plain) <= 1e-5
 
 
-def test_auto_goes_on_from_windows_with_one_optimizer_state(
-    ranks2: RankPool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("first", "second", "codec"),
+    [
+        # Once: began as sync with each rank's own momentum, and replicas drifted apart.
+        ("cadence", "auto", "fp32"),
+        # Once: refused, as its residuals of gradients belonged to "other parameters".
+        ("sync", "cadence", "int4"),
+    ],
+)
+def test_a_run_goes_on_by_another_policy(
+    ranks2: RankPool, first: str, second: str, codec: str, tmp_path: Path
 ) -> None:
-    # Once: it began as sync with each rank's own momentum, and replicas drifted apart.
-    folder = str(tmp_path)
-    cadence, auto = asking("cadence"), asking("auto")
-    ranks2.serve(train, cadence, folder, (16,))
-    again = ranks2.serve(train, auto, folder, (), True)
-    assert_once(all_pairs(again), 3)
-    assert identical([rank.state for rank in again])
-
-
-def test_windows_go_on_from_sync_with_a_codec(ranks2: RankPool, tmp_path: Path) -> None:
-    # Once: refused, because its residuals of gradients belonged to "other parameters".
-    folder, sync = str(tmp_path), asking("sync", codec="int4")
-    ranks2.serve(train, sync, folder, (16,))
-    windows = asking("cadence", codec="int4")
-    again = ranks2.serve(train, windows, folder, (), True)
+    ranks2.serve(train, asking(first, codec=codec), str(tmp_path), (16,))
+    task = asking(second, codec=codec)
+    again = ranks2.serve(train, task, str(tmp_path), (), True)
     assert_once(all_pairs(again), 3)
     assert identical([rank.state for rank in again])
 
@@ -223,10 +218,8 @@ def test_a_loop_may_break_off_while_its_epoch_is_cut(
     draws = random.Random(f"{policy} {rank}")
     for number in range(4):
         at, folder = draws.randrange(2, 8), tmp_path / str(number)
-        ranks = ranks2.serve(
-            breaks,
-            *(asking(policy), str(folder), rank, (at, at + draws.randrange(4))),
-        )
+        given = asking(policy), str(folder), rank, (at, at + draws.randrange(4))
+        ranks = ranks2.serve(breaks, *given)
         assert [epochs for epochs, _ in ranks] == [[0, 1, 2], [0, 1, 2]]
         _, has_asked = ranks[0]  # the other may have ended the epoch before
         assert (CheckpointStore(folder).newest() is not None) == has_asked

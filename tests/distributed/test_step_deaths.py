@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,6 @@ PLACES = {
     "last bucket": 4,
     "closed": 4,
     "step": 4,
-    "between": 1,
 }
 
 
@@ -87,15 +87,44 @@ def outlive(
     return sum(len(steps) - whole for steps in epochs)
 
 
-@pytest.mark.parametrize("place", ["forward", "backward", "step"])
-def test_a_death_is_outlived(place: str, tmp_path: Path) -> None:
-    assert outlive(tmp_path, Death(2, place, 4)) == 0
+def outlive_each(
+    tmp_path: Path, places: Mapping[str, int], rank: int = 1, **more: Any
+) -> None:
+    """Runs in which a rank dies, each at another place, without a step more."""
+    for place, at in places.items():
+        (folder := tmp_path / place).mkdir()
+        print(place, rank, more)
+        assert outlive(folder, Death(rank, place, at), **more) == 0
 
 
-def test_who_lacks_sums_that_another_has_takes_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "early"),
+    [
+        *((place, False) for place in ("forward", "backward", "step")),
+        *((place, True) for place in ("fetched", "last bucket")),
+    ],
+)
+def test_a_death_is_outlived(place: str, early: bool, tmp_path: Path) -> None:
+    """Also by a loop that fetches the next batch early."""
+    assert outlive(tmp_path, Death(2, place, 4), early=early) == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"clip": 0.1},
+        pytest.param({"clip": 0.1, "options": GLOO}, marks=pytest.mark.slow),
+        pytest.param({"early": True}, marks=pytest.mark.slow),
+        pytest.param({"early": True, "options": GLOO}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_who_lacks_sums_that_another_has_takes_them(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
     """Also where their holder has changed them in place meanwhile."""
     dead = Death(2, "step", 4)
-    assert outlive(tmp_path, dead, ranks=4, late=1, late_at=4, clip=0.1) == 0
+    assert outlive(tmp_path, dead, ranks=4, late=1, late_at=4, **more) == 0
 
 
 def test_a_pause_has_begun_when_a_rank_dies_in_it(tmp_path: Path) -> None:
@@ -122,21 +151,14 @@ def test_a_loop_may_leave_the_epoch_in_which_a_rank_has_died(ranks: int) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("early", [False, True], ids=["plain", "early"])
 @pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_deaths_at_every_place(
-    ranks: int, options: dict[str, Any], tmp_path: Path
+    ranks: int, options: dict[str, Any], early: bool, tmp_path: Path
 ) -> None:
-    for place, at in PLACES.items():
-        (folder := tmp_path / place).mkdir()
-        print(ranks, options, place)
-        assert outlive(folder, Death(1, place, at), ranks=ranks, options=options) == 0
-
-
-@pytest.mark.slow
-def test_sums_are_handed_over_by_gloo(tmp_path: Path) -> None:
-    more = {"ranks": 4, "late": 1, "late_at": 4, "clip": 0.1, "options": GLOO}
-    assert outlive(tmp_path, Death(2, "step", 4), **more) == 0
+    places = {**PLACES, "fetched": 4} if early else {**PLACES, "between": 1}
+    outlive_each(tmp_path, places, ranks=ranks, options=options, early=early)
 
 
 @pytest.mark.slow
@@ -271,71 +293,29 @@ def test_a_death_where_others_come_back_to_steps_ends_the_run_by_name(
     assert "left out: steps of" in said, "the first rank that lives says so"
 
 
-@pytest.mark.parametrize("place", ["_end_first", "ordered", "_reorder", "built"])
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
-def test_a_death_in_the_first_backward_pass(
-    place: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    """While its buckets are ordered, or made in that order."""
-    at = 4 if place == "built" else 1  # the second of two, once more
-    assert outlive(tmp_path, Death(2, place, at), options=options) == 0
+ORDERED = {"_end_first": 1, "ordered": 1, "_reorder": 1, "built": 4}
+"""While buckets are ordered, or made in that order, which are two."""
+FIRST = {"first bucket": 2, "last bucket": 1, "closed": 1, "passed": 1}
 
 
 @pytest.mark.parametrize(
     ("place", "at"),
-    [("first bucket", 2), ("last bucket", 1), ("closed", 1), ("passed", 1)],
+    [
+        *ORDERED.items(),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in FIRST.items()),
+    ],
 )
-@pytest.mark.slow
-def test_a_death_around_the_first_backward_pass(
-    place: str, at: int, tmp_path: Path
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+def test_a_death_in_the_first_backward_pass(
+    place: str, at: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert outlive(tmp_path, Death(2, place, at)) == 0
-
-
-EARLY = {
-    "forward": 4,
-    "fetched": 4,
-    "backward": 4,
-    "first bucket": 10,
-    "last bucket": 4,
-    "closed": 4,
-    "step": 4,
-    "load": 10,
-}
-
-
-@pytest.mark.parametrize("place", ["fetched", "last bucket"])
-def test_a_loop_that_fetches_early_outlives_a_death(place: str, tmp_path: Path) -> None:
-    assert outlive(tmp_path, Death(2, place, 4), early=True) == 0
+    assert outlive(tmp_path, Death(2, place, at), options=options) == 0
 
 
 def test_a_loop_that_fetches_early_is_cut(tmp_path: Path) -> None:
     """It does not wait for the grant that none is to come of."""
     more = {"saves_at": 5, "samples": 600, "step_s": 0.02, "epochs": 1}
     assert outlive(tmp_path, ranks=2, early=True, **more) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_early_fetches_at_every_place(
-    ranks: int, options: dict[str, Any], tmp_path: Path
-) -> None:
-    for place, at in EARLY.items():
-        (folder := tmp_path / place).mkdir()
-        print(ranks, options, place)
-        more = {"ranks": ranks, "options": options, "early": True}
-        assert outlive(folder, Death(1, place, at), **more) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
-def test_sums_of_an_early_loop_are_handed_over(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
-    more = {"late": 1, "late_at": 4, "early": True, "options": options}
-    assert outlive(tmp_path, Death(2, "step", 4), ranks=4, **more) == 0
 
 
 @pytest.mark.parametrize(
@@ -367,11 +347,9 @@ def test_losses_weigh_as_in_one_process(loss: str, tmp_path: Path) -> None:
 def test_losses_at_every_place(
     loss: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    for place, at in {**PLACES, "closed": 1, "_reorder": 1}.items():
-        (folder := tmp_path / place).mkdir()
-        print(loss, options, place)
-        more = {"loss": loss, "options": options}
-        assert outlive(folder, Death(1, place, at), **more) == 0
+    more: dict[str, Any] = {"loss": loss, "options": options}
+    places = {**PLACES, "between": 1, "closed": 1, "_reorder": 1}
+    outlive_each(tmp_path, places, **more)
     (folder := tmp_path / "late").mkdir()
     more = {**more, "ranks": 4, "late": 1, "late_at": 4}
     assert outlive(folder, Death(2, "step", 4), **more) == 0

@@ -13,8 +13,6 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elche
-from elche.coordination.auto import auto_chooser, first_choice
-from elche.coordination.sync import step_grants
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import (
@@ -22,11 +20,12 @@ from tests.distributed.cases.tasks import (
     begin,
     build,
     difference,
+    error_of,
     identical,
     state_of,
     take_step,
 )
-from tests.distributed.test_breaks_under_auto import Windows
+from tests.distributed.chosen import wanted as wanted
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
 
@@ -110,14 +109,12 @@ def test_steps_of_sync_are_one_process_steps(
     assert [rank.progress for rank in ranks] == [steps, steps]
 
 
+@pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
 def test_windows_take_the_samples_of_as_many_steps(
-    ranks2: RankPool, alone: Counted, policy: str, monkeypatch: pytest.MonkeyPatch
+    ranks2: RankPool, alone: Counted, policy: str
 ) -> None:
     """Each once, those of the last epoch's first steps as well; all ranks end equal."""
-    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
-    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
-    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     task = dataclasses.replace(TASK, options={"policy": policy})
     ranks = ranks2.serve(train, task, "steps", STEPS, env=FOUR_TO_ONE)
     assert [rank.error for rank in ranks] == ["", ""]
@@ -139,19 +136,14 @@ def test_a_count_of_own_batches_in_windows_says_what_is_owed(
     assert f"samples of {STEPS} steps; write `for batch in loader.steps(31):`" in said
 
 
-def _differently(policy: str) -> str:
-    try:
-        with failing_together():
-            model, optimizer, loader = begin(TASK, policy=policy)
-            for x, y, *_ in loader.steps(4 + elche.rank()):
-                take_step(model, optimizer, x, y)
-    except ElcheError as error:
-        return str(error)
-    return ""
+def _differently(policy: str) -> None:
+    model, optimizer, loader = begin(TASK, policy=policy)
+    for x, y, *_ in loader.steps(4 + elche.rank()):
+        take_step(model, optimizer, x, y)
 
 
 def test_other_numbers_of_steps_are_refused(ranks2: RankPool) -> None:
-    for said in ranks2.serve(_differently, "sync"):
+    for said in ranks2.serve(error_of, _differently, "sync"):
         assert "rank 1 asks for 5 steps more, rank 0 for 4 steps more" in said
 
 
@@ -193,15 +185,13 @@ def _averaged(policy: str) -> int:
     return int(average.n_averaged)
 
 
+@pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("policy", ["sync", "cadence", "auto"])
 def test_an_average_is_updated_as_often_as_steps_are_taken(
-    ranks2: RankPool, policy: str, monkeypatch: pytest.MonkeyPatch
+    ranks2: RankPool, policy: str
 ) -> None:
     """Also in the last epoch, of which there are only the first steps."""
     # Once it lacked one where windows took over in an epoch with a short last batch.
-    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
-    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
-    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     found = ranks2.serve(_averaged, policy, env=FOUR_TO_ONE)
     assert found == [STEPS, STEPS]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,20 @@ def outlive(
     return survivors
 
 
+def outlive_each(
+    tmp_path: Path,
+    rank: int,
+    places: Iterable[tuple[str, int]],
+    policy: str,
+    **more: Any,
+) -> None:
+    """Runs in which a rank dies, each at another place."""
+    for place, at in places:
+        (folder := tmp_path / f"{place} {at}").mkdir()
+        print(rank, place, at, policy, more)
+        outlive(folder, (Death(rank, place, at),), policy, **more)
+
+
 PLACES = [
     "batch",
     "before closed",
@@ -130,69 +144,52 @@ def test_a_death_is_outlived_with_a_codec(
 
 
 @pytest.mark.parametrize(
-    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+    ("policy", "death", "way"),
+    [
+        ("cadence", Death(2, "batch"), "shared"),
+        pytest.param("async", Death(2, "batch"), "shared", marks=pytest.mark.slow),
+        *(
+            pytest.param(policy, Death(2, place, at), "int8", marks=pytest.mark.slow)
+            for policy in ("cadence", "async")
+            for place, at in (("batch", 3), ("between", 1), ("before opened", 2))
+        ),
+    ],
 )
 def test_what_is_built_anew_after_a_death_is_of_those_who_live(
-    policy: str, tmp_path: Path
+    policy: str, death: Death, way: str, tmp_path: Path
 ) -> None:
     """Once in the group with the dead rank, which fails."""
-    outlive(tmp_path, (Death(2, "batch"),), policy, freezes=True)
+    outlive(tmp_path, (death,), policy, freezes=True, **WAYS_AND_CODECS[way])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["batch", "between", "before opened"])
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_what_is_built_anew_with_a_codec_is_of_those_who_live(
-    policy: str, place: str, tmp_path: Path
-) -> None:
-    at = {"batch": 3, "between": 1, "before opened": 2}[place]
-    more = {"freezes": True, **CODED["int8"]}
-    outlive(tmp_path, (Death(2, place, at),), policy, **more)
-
-
-FORMS: dict[str, dict[str, Any]] = {
-    "gradients": {"update": "gradients"},
-}
+ALIKE: dict[str, Any] = {"momentum": 0.5, "windows": {"update": "gradients"}}
 """Windows in which optimizers hold the same on all ranks."""
-PLACES_OF = {
-    "gradients": ["before begun", "before finishing", "after finishing"],
-}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_death_is_outlived_where_optimizers_are_alike(
-    form: str, tmp_path: Path
-) -> None:
-    more = {"momentum": 0.5, "windows": FORMS[form]}
-    outlive(tmp_path, (Death(2, PLACES_OF[form][-1]),), "cadence", **more)
+def test_a_death_is_outlived_where_optimizers_are_alike(tmp_path: Path) -> None:
+    outlive(tmp_path, (Death(2, "after finishing"),), "cadence", **ALIKE)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("form", FORMS)
 def test_deaths_at_every_place_where_optimizers_are_alike(
-    form: str, way: str, rank: int, tmp_path: Path
+    way: str, rank: int, tmp_path: Path
 ) -> None:
-    more = {"momentum": 0.5, "windows": FORMS[form], **WAYS[way]}
-    common = ["batch", "before closed", "after closed", "before reduced"]
-    for place in [*common, *PLACES_OF[form], "after reduced"]:
-        (folder := tmp_path / place).mkdir()
-        print(form, way, rank, place)
-        outlive(folder, (Death(rank, place),), "cadence", **more)
+    common = "batch", "before closed", "after closed", "before reduced"
+    own = "before begun", "before finishing", "after finishing"
+    places = [(place, 3) for place in (*common, *own, "after reduced")]
+    outlive_each(tmp_path, rank, places, "cadence", **ALIKE, **WAYS[way])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
 def test_who_lacks_the_sum_is_handed_it_where_optimizers_are_alike(
-    form: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    more = {"momentum": 0.5, "windows": FORMS[form], "options": GLOO}
     dead = (Death(2, "after reduced", REDUCTION, (0, 3)),)
-    survivors = outlive(
-        tmp_path, dead, "cadence", samples=1600, late=(1, WAITS), **more
-    )
+    more = {"samples": 1600, "options": GLOO, "late": (1, WAITS), **ALIKE}
+    survivors = outlive(tmp_path, dead, "cadence", **more)
     assert [each.handed for each in survivors] == [0, 1, 0]
     for commit in zip(*(each.commits for each in survivors), strict=True):
         assert identical([{"momentum": momentum} for momentum in commit])
@@ -212,50 +209,34 @@ def test_deaths_at_every_place(
         at = 1 if place in BETWEEN else 3
         at += place == "keys" or place.endswith("opened")  # of the second epoch
         inside.append((place, at))
-    for place, at in inside:
-        (folder := tmp_path / f"{place} {at}").mkdir()
-        print(policy, way, rank, place)
-        outlive(folder, (Death(rank, place, at),), policy, **WAYS_AND_CODECS[way])
+    outlive_each(tmp_path, rank, inside, policy, **WAYS_AND_CODECS[way])
+
+
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("policy", "how", "handed"),
+    ("policy", "how", "codec"),
     [
-        ("cadence", WAITS, 1),
-        ("async", WAITS, 1),
-        ("async", TRAINS, 1),
-        ("async", HOLDS, 0),
+        ("cadence", WAITS, "fp32"),
+        ("async", WAITS, "fp32"),
+        ("async", TRAINS, "fp32"),
+        ("async", HOLDS, "fp32"),
+        pytest.param("cadence", WAITS, "int4", marks=SLOW),
+        pytest.param("async", WAITS, "int4", marks=SLOW),
+        ("async", TRAINS, "int4"),
+        pytest.param("async", HOLDS, "int4", marks=SLOW),
     ],
 )
 def test_who_lacks_the_sum_is_handed_it(
-    policy: str, how: str, handed: int, tmp_path: Path
+    policy: str, how: str, codec: str, tmp_path: Path
 ) -> None:
     """Over gloo a death leaves some ranks with a sum and others without."""
     holders = (0, 1, 3) if how == HOLDS else (0, 3)
     dead = (Death(2, "after reduced", REDUCTION, holders),)
-    survivors = outlive(
-        tmp_path, dead, policy, samples=1600, options=GLOO, late=(1, how)
-    )
-    assert [each.handed for each in survivors] == [0, handed, 0]
-
-
-@pytest.mark.parametrize(
-    ("policy", "how", "handed"),
-    [
-        pytest.param("cadence", WAITS, 1, marks=pytest.mark.slow),
-        pytest.param("async", WAITS, 1, marks=pytest.mark.slow),
-        ("async", TRAINS, 1),
-        pytest.param("async", HOLDS, 0, marks=pytest.mark.slow),
-    ],
-)
-def test_who_lacks_an_encoded_sum_is_handed_it(
-    policy: str, how: str, handed: int, tmp_path: Path
-) -> None:
-    holders = (0, 1, 3) if how == HOLDS else (0, 3)
-    dead = (Death(2, "after reduced", REDUCTION, holders),)
-    more = {"late": (1, how), **CODED["gloo int4"]}
-    survivors = outlive(tmp_path, dead, policy, samples=1600, **more)
-    assert [each.handed for each in survivors] == [0, handed, 0]
+    more = {"samples": 1600, "options": {"codec": codec, **GLOO}, "late": (1, how)}
+    survivors = outlive(tmp_path, dead, policy, **more)
+    assert [each.handed for each in survivors] == [0, how != HOLDS, 0]
 
 
 @pytest.mark.parametrize(
@@ -384,9 +365,6 @@ def test_a_checkpoint_waits_for_no_part_of_a_dead_rank(tmp_path: Path) -> None:
     assert newest.manifest.world_size == 3
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize("meeting", ["gather", pytest.param("evaluate", marks=SLOW)])
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 2])
 @pytest.mark.parametrize("at", [1, 2])
@@ -404,15 +382,11 @@ def test_a_second_death_while_a_step_is_handed_over_ends_the_run_by_name(
     tmp_path: Path,
 ) -> None:
     """Who takes it may have half of it by then."""
-    more = {"momentum": 0.5, "windows": FORMS["gradients"], "options": GLOO}
+    more = {"samples": 1600, "options": GLOO, "late": (1, WAITS), **ALIKE}
     deaths = Death(2, "after reduced", REDUCTION, (0, 3)), Death(0, "handing over", 1)
-    outcomes, _ = run_with(
-        tmp_path, deaths, "cadence", samples=1600, late=(1, WAITS), **more
-    )
-    for rank in (1, 3):
-        assert "a second rank died while ranks took a common" in str(
-            outcomes[rank].error
-        )
+    outcomes, _ = run_with(tmp_path, deaths, "cadence", **more)
+    says = "a second rank died while ranks took a common"
+    assert all(says in str(outcomes[rank].error) for rank in (1, 3))
 
 
 OUTSIDE = "RankLostError: rank %d: rank 2 died where the others cannot take it up again"

@@ -10,10 +10,10 @@ import pytest
 from elche.runtime.watch.scaler_watch import NAME
 from tests.distributed.cases.tasks import (
     Task,
-    Trace,
     difference,
     identical,
     plain,
+    positions,
     shared,
 )
 from tests.harness.rank_pool import RankPool
@@ -25,10 +25,6 @@ FOUR_TO_ONE = [
     {"ELCHE_SPEED": "1", "ELCHE_MS_PER_SAMPLE": "0.2"},
     {"ELCHE_SPEED": "0.25", "ELCHE_MS_PER_SAMPLE": "0.2"},
 ]
-
-
-def _positions(traces: list[Trace], epoch: int) -> list[int]:
-    return sorted(index for trace in traces for index in trace.orders[epoch])
 
 
 @pytest.mark.parametrize(
@@ -44,7 +40,7 @@ def test_unequal_shares_equal_one_process(
     ranks2: RankPool, dtype: str, optimizer: str, bound: float
 ) -> None:
     """With SGD shares are those of the hints, else they move as they are measured."""
-    options: dict[str, Any] = {"policy": "sync", "speed_hints": (1.0, 0.25)}
+    options: dict[str, Any] = {"speed_hints": (1.0, 0.25)}
     options["deterministic"] = is_planned = optimizer == "sgd"
     task = Task(
         samples=1600,
@@ -62,26 +58,30 @@ def test_unequal_shares_equal_one_process(
     assert difference(traces[0].state, reference.state) <= bound
 
 
-@pytest.mark.parametrize("loop", ["accumulate", "accumulate-in-place", "clip"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_loops_behave_as_in_one_process(
-    ranks3: RankPool, loop: str, optimizer: str
-) -> None:
-    task = Task(
-        samples=96,
-        dtype="float64",
-        loop=loop,
-        optimizer=optimizer,
-        options={"policy": "sync"},
-    )
-    reference = plain(task)
+@pytest.mark.parametrize(
+    "task",
+    [
+        *(
+            Task(samples=96, dtype="float64", loop=loop, optimizer=optimizer)
+            for loop in ("accumulate", "accumulate-in-place", "clip")
+            for optimizer in ("sgd", "adamw")
+        ),
+        *(
+            Task(samples=50, batch_size=4, dtype="float64", model=model)
+            for model in ("unused", "tied")
+        ),
+        Task(dtype="float64", options={"bucket_cap_mb": 1e-5}),
+    ],
+    ids=str,
+)
+def test_ranks_end_as_one_process(ranks3: RankPool, task: Task) -> None:
     traces = ranks3.serve(shared, task)
     assert identical([trace.state for trace in traces])
-    assert difference(traces[0].state, reference.state) <= 1e-12
+    assert difference(traces[0].state, plain(task).state) <= 1e-12
 
 
 def test_scaler_skips_together(ranks2: RankPool) -> None:
-    task = Task(samples=96, loop="scaler", options={"policy": "sync"})
+    task = Task(samples=96, loop="scaler")
     reference = plain(task)
     traces = ranks2.serve(shared, task)
     assert identical([trace.state for trace in traces])
@@ -105,43 +105,13 @@ def test_what_a_scaler_skips_in_windows_counts_as_done_and_is_told(
 
 
 def test_break_behaves_as_in_one_process(ranks2: RankPool) -> None:
-    task = Task(
-        samples=160,
-        dtype="float64",
-        loop="break",
-        epochs=3,
-        shuffle=False,
-        options={"policy": "sync"},
-    )
+    task = Task(samples=160, dtype="float64", loop="break", epochs=3, shuffle=False)
     reference = plain(task)
     traces = ranks2.serve(shared, task)
     assert identical([trace.state for trace in traces])
     assert difference(traces[0].state, reference.state) <= 1e-12
     for epoch in range(3):
-        assert _positions(traces, epoch) == sorted(reference.orders[epoch])
-
-
-@pytest.mark.parametrize("model", ["unused", "tied"])
-def test_unused_and_tied_parameters(ranks3: RankPool, model: str) -> None:
-    task = Task(
-        samples=50,
-        batch_size=4,
-        dtype="float64",
-        model=model,
-        optimizer="adamw",
-        options={"policy": "sync"},
-    )
-    reference = plain(task)
-    traces = ranks3.serve(shared, task)
-    assert identical([trace.state for trace in traces])
-    assert difference(traces[0].state, reference.state) <= 1e-12
-
-
-def test_small_buckets_change_nothing(ranks2: RankPool) -> None:
-    task = Task(dtype="float64", options={"policy": "sync", "bucket_cap_mb": 1e-5})
-    reference = plain(task)
-    traces = ranks2.serve(shared, task)
-    assert difference(traces[0].state, reference.state) <= 1e-12
+        assert positions(traces, epoch) == sorted(reference.orders[epoch])
 
 
 TASKS = [
@@ -158,19 +128,17 @@ TASKS = [
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_every_position_once_in_the_users_order(ranks3: RankPool, task: Task) -> None:
     reference = plain(task)
-    task = dataclasses.replace(task, options={"policy": "sync"})
+    task = dataclasses.replace(task)
     traces = ranks3.serve(shared, task)
     for epoch in range(task.epochs):
-        assert _positions(traces, epoch) == sorted(reference.orders[epoch])
-        steps = [iter(trace.orders[epoch]) for trace in traces]
-        assert all(steps)
+        assert positions(traces, epoch) == sorted(reference.orders[epoch])
     assert {trace.length for trace in traces} == {reference.length}
     assert identical([trace.state for trace in traces])
     assert difference(traces[0].state, reference.state) <= 1e-5
 
 
 def test_batch_norm_buffers_stay_equal(ranks3: RankPool) -> None:
-    task = Task(samples=101, batch_size=8, model="norm", options={"policy": "sync"})
+    task = Task(samples=101, batch_size=8, model="norm")
     traces = ranks3.serve(shared, task)
     assert identical([trace.state for trace in traces])
     state = traces[0].state
@@ -179,14 +147,13 @@ def test_batch_norm_buffers_stay_equal(ranks3: RankPool) -> None:
 
 
 def test_progress_is_the_same_on_every_rank(ranks2: RankPool) -> None:
-    task = Task(samples=64, batch_size=16, options={"policy": "sync"})
+    task = Task(samples=64, batch_size=16)
     traces = ranks2.serve(shared, task)
     assert traces[0].progress == traces[1].progress == [0, 16, 32, 48, 64, 80, 96, 112]
 
 
 def test_augmentation_draws_by_position(ranks2: RankPool) -> None:
-    options = {"policy": "sync", "seed": 5}
-    task = Task(samples=40, batch_size=8, epochs=2, options=options)
+    task = Task(samples=40, batch_size=8, options={"seed": 5})
     traces = ranks2.serve(shared, task)
     alone = shared(task)
     drawn = traces[0].draws | traces[1].draws
@@ -200,5 +167,5 @@ def test_augmentation_draws_by_position(ranks2: RankPool) -> None:
 
 
 def test_ranks_draw_different_masks(ranks3: RankPool) -> None:
-    traces = ranks3.serve(shared, Task(options={"policy": "sync"}))
+    traces = ranks3.serve(shared, Task())
     assert len({trace.mask for trace in traces}) == 3

@@ -48,11 +48,7 @@ def test_a_rank_that_was_stopped_by_turns_has_its_share_back(
     ranks2: RankPool, tmp_path: Path
 ) -> None:
     with slowing_down(tmp_path):
-        found = ranks2.serve(
-            slowed_for_a_while,
-            str(tmp_path),
-            timeout_s=280,
-        )
+        found = ranks2.serve(slowed_for_a_while, str(tmp_path), timeout_s=280)
     assert found[0] == found[1]
     before, fallen, back, steps = found[0]
     assert before >= 3 * LEAST_SHARE

@@ -6,14 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed.cases.tasks import (
     Task,
-    Trace,
     difference,
     identical,
     plain,
+    positions,
     shared,
 )
 from tests.distributed.cases.window_cases import (
@@ -21,48 +20,17 @@ from tests.distributed.cases.window_cases import (
     share_with_slow_loader,
     shared_by_virtual_speeds,
     shared_over_slow_link,
+    trained_by,
 )
-from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
+from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 NEW_RANKS = True
 
 
-def _positions(traces: list[Trace], epoch: int) -> list[int]:
-    return sorted(index for trace in traces for index in trace.orders[epoch])
-
-
 def _with(task: Task, **options: Any) -> Task:
     return dataclasses.replace(task, options={**task.options, **options})
-
-
-@pytest.mark.parametrize("task", TASKS, ids=str)
-def test_async_trains_on_every_position_once(ranks3: RankPool, task: Task) -> None:
-    reference = plain(task)
-    traces = ranks3.serve(shared, _with(task, policy="async"))
-    for epoch in range(task.epochs):
-        assert _positions(traces, epoch) == sorted(reference.orders[epoch])
-    assert identical([trace.state for trace in traces])
-    assert all(torch.isfinite(value).all() for value in traces[0].state.values())
-
-
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_async_over_each_transport(ranks2: RankPool, transport: str) -> None:
-    task = Task(samples=3200, batch_size=8, epochs=1, model="norm", optimizer="adamw")
-    task = _with(task, policy="async", transport=transport, local_batch_size=8)
-    traces = ranks2.serve(shared, task, env=FOUR_TO_ONE)
-    assert identical([trace.state for trace in traces])
-    assert int(traces[0].state["1.num_batches_tracked"]) == 400
-
-
-def test_a_break_drains_async_for_all(ranks3: RankPool) -> None:
-    task = Task(samples=400, batch_size=4, loop="break", options={"policy": "async"})
-    traces = ranks3.serve(shared, task)
-    assert identical([trace.state for trace in traces])
-    for epoch in range(task.epochs):
-        seen = _positions(traces, epoch)
-        assert len(seen) == len(set(seen)) < 400
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -114,11 +82,7 @@ def test_gradient_windows_clip_after_the_reduction(ranks2: RankPool) -> None:
 
 def test_gradient_windows_share_the_rate_and_the_buffers(ranks2: RankPool) -> None:
     """Ranks step together at one rate, whenever each last looked at the schedule."""
-    states = ranks2.serve(
-        follow_progress_with_gradient_windows,
-        2,
-        env=FOUR_TO_ONE,
-    )
+    states = ranks2.serve(follow_progress_with_gradient_windows, 2, env=FOUR_TO_ONE)
     assert identical(states)
     assert float(states[0]["1.running_var"].min()) > 0
 
@@ -138,26 +102,6 @@ def test_deterministic_runs_are_equal_to_the_bit(ranks2: RankPool, policy: str) 
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_slowmo_is_averaging_until_it_has_momentum(
-    ranks2: RankPool, policy: str
-) -> None:
-    task = Task(samples=200, batch_size=8, epochs=1, options={"seed": 5})
-    task = _with(task, policy=policy, deterministic=True)
-    average, plain, momentum = (
-        ranks2.serve(shared, _with(task, **outer))
-        for outer in (
-            {"outer": "average"},
-            {"outer": "slowmo", "outer_momentum": 0.0, "outer_lr": 1.0},
-            {"outer": "slowmo"},
-        )
-    )
-    assert average[0].windows[0] > 3
-    assert identical([trace.state for trace in (*average, *plain)])
-    assert identical([trace.state for trace in momentum])
-    assert difference(momentum[0].state, average[0].state) > 1e-3
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_a_throttled_rank_stays_with_the_slowest(ranks2: RankPool, policy: str) -> None:
     task = Task(samples=480, batch_size=8, epochs=1)
     task = _with(task, policy=policy, max_batch_diff=0, local_batch_size=8)
@@ -173,18 +117,14 @@ def test_a_throttled_rank_stays_with_the_slowest(ranks2: RankPool, policy: str) 
 def test_auto_picks_by_what_a_reduction_costs(ranks2: RankPool, sync_s: float) -> None:
     """Steps of milliseconds hide no reduction of 0.5 s; without it either may pay."""
     task = Task(samples=3200, batch_size=32, epochs=2, options={"policy": "auto"})
-    results = ranks2.serve(
-        shared_over_slow_link,
-        task,
-        sync_s,
-    )
+    results = ranks2.serve(shared_over_slow_link, task, sync_s)
     traces = [trace for trace, _ in results]
     said = results[0][1]
     stays = "elche: auto: sync" in said
     assert "predicted" in said
     assert sync_s == 0.0 or not stays
     for epoch in range(task.epochs):
-        assert _positions(traces, epoch) == sorted(range(3200))
+        assert positions(traces, epoch) == sorted(range(3200))
     assert identical([trace.state for trace in traces])
     assert [windows == 100 for windows in traces[0].windows] == [stays, stays]
 
@@ -205,6 +145,18 @@ def test_a_loader_three_times_slower_gets_a_third(
     assert slow_s == pytest.approx(0.003, rel=0.15)
     assert fast + slow == pytest.approx(1.0)
     assert policy == "async" or fast == pytest.approx(0.75, rel=0.05)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_sum_over_a_batch_steps_as_far_as_one_device(
+    ranks2: RankPool, policy: str
+) -> None:
+    # Once: a sum over half of the batch, averaged, made half of the step.
+    means = ranks2.serve(trained_by, policy, "mean")
+    sums = ranks2.serve(trained_by, policy, "sum")
+    assert identical([*means])
+    assert identical([*sums])
+    assert difference(sums[0], means[0]) < 1e-6
 
 
 def _speeds(*speeds: float) -> Any:

@@ -2,10 +2,76 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from tests.harness.waiting import until
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+"""What tells a script that a launcher has started it, beside elche's own."""
+ENDS_WITHIN_S = 240.0
+
+
+def environment_of(**changes: str) -> dict[str, str]:
+    """Of a program that nothing of the tests' own has launched."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("ELCHE_") and name not in LAUNCHED
+    }
+    return {**own, "OMP_NUM_THREADS": "1", **changes}
+
+
+def ended(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python program at its end."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN_S,
+        env=environment_of(**environment),
+        check=False,
+    )
+
+
+@contextmanager
+def started(
+    folder: Path, *commands: Sequence[str], variables: Sequence[Mapping[str, str]] = ()
+) -> Iterator[list[Printing]]:
+    """Programs in sessions of their own; what is left of them in the end is killed.
+
+    What they have left themselves, the leak check will say.
+
+    Args:
+        folder: of what they print.
+        commands: of each.
+        variables: of each, beside those of the tests.
+    """
+    programs: list[Printing] = []
+    try:
+        for number, command in enumerate(commands):
+            output = folder / f"output{number}.txt"
+            with output.open("wb") as file:
+                process = subprocess.Popen(
+                    command,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=environment_of(**(variables[number] if variables else {})),
+                    start_new_session=True,
+                )
+            programs.append(Printing(process, output, ENDS_WITHIN_S))
+        yield programs
+    finally:
+        for each in programs:
+            if each.process.poll() is None:
+                each.process.kill()
+            each.process.wait()
 
 
 class Printing:
@@ -43,10 +109,9 @@ class Printing:
     def wait_until_idle(self) -> None:
         """Returns when it has acted on all that was sent to it before."""
         stat = Path(f"/proc/{self.process.pid}/stat")
-        deadline_s = time.monotonic() + self._wait_s
-        while stat.read_text().rpartition(")")[2].split()[0] != "S":
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
+        until(
+            lambda: stat.read_text().rpartition(")")[2].split()[0] == "S", self._wait_s
+        )
 
     def end(self) -> int:
         """The exit code."""

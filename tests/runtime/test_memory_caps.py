@@ -69,10 +69,7 @@ def test_memory_that_ends_in_backward_after_buckets_were_sent(
     options = {"bucket_cap_mb": 1e-4, "speed_hints": (1.0, 0.25)}
     more: dict[str, Any] = {"weight_of": label_sum} if weighs else {}
     ranks = ranks2.serve(
-        fitted,
-        options | more,
-        backward_most=8,
-        env=devices(None, None),
+        fitted, options | more, backward_most=8, env=devices(None, None)
     )
     alone = fitted(more)
     assert [rank.failures for rank in ranks] == [1, 0]
@@ -96,9 +93,7 @@ def test_windows_run_their_batches_in_micro_batches(
     states = []
     for memory in (None, 6):
         ranks = ranks2.serve(
-            fitted,
-            options,
-            env=devices(None, memory, speeds=("1", "1")),
+            fitted, options, env=devices(None, memory, speeds=("1", "1"))
         )
         assert [rank.failures for rank in ranks] == [0, 0 if memory is None else 2]
         assert all_positions(ranks) == once_per_epoch()

@@ -22,6 +22,8 @@ from elche.runtime.rank_settings import check_shared, describe
 from elche.runtime.training import Training
 from elche.runtime.watch.model_sums import ModelSums
 
+pytestmark = pytest.mark.usefixtures("plain_environment")
+
 SYNC = RunConfig(policy="sync")
 SGD = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
 
@@ -30,12 +32,6 @@ def _parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     model = nn.Linear(4, 2)
     data = TensorDataset(torch.randn(64, 4))
     return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, 1)
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_nothing_is_wrapped(capsys: pytest.CaptureFixture[str]) -> None:

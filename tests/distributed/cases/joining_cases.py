@@ -23,11 +23,9 @@ from tests.distributed.cases.counting import Indices, log_batch, made
 from tests.distributed.cases.deaths import Death, Visits, after, die
 from tests.distributed.cases.step_deaths import Loop, batches_of, loss_of
 from tests.distributed.cases.tasks import state_of
+from tests.harness.waiting import until
 
-BEGIN_WITHIN_S = 60.0
 MOST_EPOCHS = 200
-ENOUGH_BATCHES = 5
-"""That a newcomer trains on before a run may end that waits for it."""
 WINDOWS: dict[str, dict[str, Any]] = {
     "cadence": {"local_batch_size": 4, "outer": {"optimizer": "slowmo"}},
     "async": {"local_batch_size": 4, "outer": {"optimizer": "slowmo"}},
@@ -53,6 +51,7 @@ class Growing:
         batch: samples of a global batch.
         step_s: seconds of a step beside; of rank 1 ``slow`` times as many.
         slow: see ``step_s``.
+        enough: batches that a newcomer trains on before the run may end.
         saves: a checkpoint is made in each epoch.
         raises: the first joiner's script fails once it holds the state.
         other: what is another in the joiners' scripts: "lr", "model" or "loop".
@@ -75,6 +74,7 @@ class Growing:
     batch: int = 16
     step_s: float = 0.002
     slow: float = 1.0
+    enough: int = 5
     saves: bool = False
     raises: bool = False
     other: str = ""
@@ -181,7 +181,7 @@ def _grow(growth: Growing, rank: int) -> Grown:
     model: Any
     model, optimizer = model_of(growth, growth.other if is_joiner else "")
     if is_joiner:
-        wait_for(called)
+        until(called.exists)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0)  # none of it may come into the run
@@ -229,7 +229,7 @@ def _grow(growth: Growing, rank: int) -> Grown:
             batches += 1
             if growth.saves and number == 12:
                 elche.save(Path(growth.folder, "checkpoints"))
-            if is_joiner and batches == ENOUGH_BATCHES:
+            if is_joiner and batches == growth.enough:
                 growth.sign(rank).touch()
             is_time = elche.world_size() <= (growth.called_at or growth.founders)
             is_time &= growth.called_in in ("", run.policy)
@@ -275,14 +275,6 @@ def plan_faults(growth: Growing, rank: int, model: nn.Module) -> Visits:
 
 def raise_error() -> None:
     raise ValueError("a fault in the joiner's script")
-
-
-def wait_for(path: Path) -> None:
-    """Until the others have come so far."""
-    deadline_s = time.monotonic() + BEGIN_WITHIN_S
-    while not path.exists():
-        assert time.monotonic() < deadline_s, "nobody called this rank"
-        time.sleep(0.002)
 
 
 def watch_hand_overs(

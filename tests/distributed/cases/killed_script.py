@@ -10,16 +10,11 @@ import torch
 
 import elche
 from tests.distributed.cases.resume_cases import Seen
-from tests.distributed.cases.tasks import Task, build, take_step
+from tests.distributed.cases.tasks import Task, begin, take_step
 
 folder, epochs, samples = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-model, optimizer, loader = build(Task(samples=samples, batch_size=8))
-model, optimizer, loader = elche.setup(
-    model,
-    optimizer,
-    loader,
-    debug=elche.config.DebugConfig(deterministic="deterministic" in sys.argv),
-)
+task = Task(samples=samples, batch_size=8)
+model, optimizer, loader = begin(task, deterministic="deterministic" in sys.argv)
 seen = Seen()
 elche.register_for_checkpointing(seen=seen)
 for epoch in elche.epochs(epochs):

@@ -5,7 +5,6 @@ As with gloo, where a rank's death leaves some with a sum and others without.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
@@ -20,6 +19,7 @@ from elche.comm.transport.exchange import GlooExchange
 from elche.coordination.protocol.instructions import Regroup
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.session.process import current_run
+from tests.harness.waiting import until
 
 REDUCTION = 3
 PATIENCE_S = 50.0
@@ -69,14 +69,6 @@ def _sum_of(folder: str, rank: int) -> Path:
 def await_sums(folder: str, ranks: tuple[int, ...]) -> None:
     """Waits until these ranks hold it."""
     until(lambda: all(_sum_of(folder, rank).exists() for rank in ranks))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for it, and not for ever."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "what was waited for did not come"
-        time.sleep(0.001)
 
 
 @final

@@ -14,12 +14,23 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche.errors import ElcheError
 from elche.runtime import run
-from elche.session.process import current_run, failing_together
-from tests.distributed.cases.tasks import state_of
-from tests.distributed.cases.user_loop_cases import FEATURES, POLICIES, Found, weights
+from elche.session.process import current_run
+from tests.distributed.cases.tasks import error_of, state_of
+from tests.distributed.cases.user_loop_cases import FEATURES, Found
+from tests.distributed.cases.user_loop_cases import POLICIES as USUAL
 from tests.harness.settings import nested
+
+POLICIES: dict[str, dict[str, Any]] = {
+    **USUAL,
+    "sync, sums": {"policy": "sync", "loss_reduction": "sum"},
+    "sync, weighed": {"policy": "sync", "weight_of": lambda batch: weights(batch[2])},
+}
+
+
+def weights(index: torch.Tensor) -> float:
+    """What a batch weighs where samples do not all weigh the same."""
+    return float((index % 3).sum())
 
 
 @dataclass(frozen=True)
@@ -64,35 +75,25 @@ def on_ranks(looks: list[Look]) -> list[Found]:
 
 
 def _on_rank(look: Look) -> Found:
-    settings = nested({"timeout_s": 60.0, **POLICIES.get(look.policy, {})})
-    model, optimizer, loader = elche.setup(*_build(look), **settings)
-    error = ""
-    try:
-        with failing_together():
-            _train(look, model, optimizer, loader)
-    except ElcheError as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    elche.shutdown()
+    model, optimizer, loader = _begin(look)
+    error = error_of(_train, look, model, optimizer, loader)
     return Found(error, state_of(model))
+
+
+def _begin(look: Look) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    settings = nested({"timeout_s": 60.0, **POLICIES[look.policy]})
+    return elche.setup(*_build(look), **settings)
 
 
 def iterated_twice(policy: str) -> str:
     """How a loop over ``zip(loader, loader)`` ends on this rank of a run."""
-    settings = nested({"timeout_s": 60.0, **POLICIES.get(policy, {})})
-    *_, loader = elche.setup(*_build(Look("plain", policy=policy)), **settings)
-    try:
-        with failing_together():
-            return f"{len(list(zip(loader, loader, strict=False)))} pairs"
-    except ElcheError as raised:
-        return f"{type(raised).__name__}: {raised}"
-    finally:
-        elche.shutdown()
+    *_, loader = _begin(Look("plain", policy=policy))
+    return error_of(lambda: list(zip(loader, loader, strict=False)))
 
 
 def held_at_the_end(policy: str) -> list[str]:
     """The lines of a run that ends while an iterator is held, on this rank of it."""
-    settings = nested({"timeout_s": 60.0, **POLICIES.get(policy, {})})
-    model, optimizer, loader = elche.setup(*_build(Look("plain")), **settings)
+    model, optimizer, loader = _begin(Look("plain", policy=policy))
     lines: list[str] = []
     present = current_run()
     assert present is not None
@@ -107,9 +108,8 @@ def held_at_the_end(policy: str) -> list[str]:
 
 def accumulated(policy: str) -> list[str]:
     """Warnings of a run whose last group waits for ``i + 1 == len(loader)``."""
-    settings = nested({"timeout_s": 60.0, **POLICIES.get(policy, {})})
-    look = Look("plain", sizes=(16,) * 40)
-    model, optimizer, loader = elche.setup(*_build(look), **settings)
+    look = Look("plain", policy=policy, sizes=(16,) * 40)
+    model, optimizer, loader = _begin(look)
     ends = len(loader) if policy == "sync" else -1  # which a window's rank passes over
     with mock.patch.object(run, "logger") as log:
         for number, (x, y, _) in enumerate(loader, 1):

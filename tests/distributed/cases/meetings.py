@@ -15,7 +15,8 @@ from elche.checkpoint.writer import CheckpointWriter
 from elche.coordination.protocol.events import BarrierReached
 from elche.runtime.process.worker import Worker
 from elche.session.process import process
-from tests.distributed.cases.late_sums import PATIENCE_S, until
+from tests.distributed.cases.late_sums import PATIENCE_S
+from tests.harness.waiting import until
 
 SIZE = 150
 ROOM_BYTES = 4096

@@ -65,10 +65,12 @@ def train(
     dropout: float = 0.0,
     *,
     saves_epochs: bool = False,
+    early: bool = False,
 ) -> Trained:
     """Trains; rank 0 asks for a checkpoint after so many of its own batches.
 
-    With ``saves_epochs`` there is one at every end of an epoch as well.
+    With ``saves_epochs`` there is one at every end of an epoch as well. An ``early``
+    loop asks for the next batch before the backward pass of the last one.
     """
     model, optimizer, loader = build(task)
     model = torch.nn.Sequential(model[0], torch.nn.Dropout(dropout), *model[1:])
@@ -85,15 +87,25 @@ def train(
             seen = Seen()
         for epoch in elche.epochs(task.epochs):
             epochs.append(epoch)
-            for x, y, index, draw in loader:
-                take_step(model, optimizer, x, y)
+            following = iter(loader)
+            got, counts = next(following, None), elche.batch_weight()
+            while got is not None:
+                (x, y, index, draw), is_own = got, counts
+                loss = F.cross_entropy(model(x), y)
+                if early:
+                    got, counts = next(following, None), elche.batch_weight()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
                 scheduler.step()
-                if elche.batch_weight():
+                if is_own:
                     seen.pairs += [(epoch, at) for at in index.tolist()]
                     seen.draws += draw.tolist()
                 batches += 1
                 if batches in saves:
                     elche.save(folder)
+                if not early:
+                    got, counts = next(following, None), elche.batch_weight()
             rates.append(scheduler.get_last_lr()[0])
             if saves_epochs:
                 elche.save(folder)
@@ -102,37 +114,6 @@ def train(
     elche.shutdown()
     state = state_of(model)
     return Trained(seen.pairs, seen.draws, epochs, progress, rates, state, samples)
-
-
-def train_early(task: Task, folder: str, save: int, *, resumes: bool) -> Trained:
-    """Trains; the next batch is asked for before the backward pass of the last one."""
-    model, optimizer, loader = build(task)
-    seen, batches = Seen(), 0
-    with failing_together():
-        model, optimizer, loader = elche.setup(
-            model, optimizer, loader, **nested(task.options)
-        )
-        elche.register_for_checkpointing(seen=seen)
-        assert elche.resume(folder) == resumes
-        for epoch in elche.epochs(task.epochs):
-            following = iter(loader)
-            got, counts = next(following, None), elche.batch_weight()
-            while got is not None:
-                x, y, index, _ = got
-                own = index.tolist() if counts else []
-                loss = F.cross_entropy(model(x), y)
-                got, counts = next(following, None), elche.batch_weight()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                seen.pairs += [(epoch, at) for at in own]
-                batches += 1
-                if batches == save:
-                    elche.save(folder)
-        progress = elche.progress_steps()
-    elche.shutdown()
-    state = state_of(model)
-    return Trained(seen.pairs, [], progress=progress, state=state)
 
 
 def train_until_killed(

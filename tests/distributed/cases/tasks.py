@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import elche
-from elche.session.process import current_run
+from elche.errors import ElcheError
+from elche.session.process import current_run, failing_together
 from tests.harness.settings import nested
 
 
@@ -322,6 +323,18 @@ def begin(task: Task, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer,
     return elche.setup(*build(task), **nested(options))
 
 
+def error_of(train: Callable[..., object], *args: Any) -> str:
+    """Ends a run after its loop; this rank's error by name, if there is one."""
+    said = ""
+    try:
+        with failing_together():
+            train(*args)
+    except ElcheError as error:
+        said = f"{type(error).__name__}: {error}"
+    elche.shutdown()
+    return said
+
+
 def take_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor
 ) -> None:
@@ -341,6 +354,11 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
     a = torch.cat([v.double().flatten() for v in one.values()])
     b = torch.cat([v.double().flatten() for v in other.values()])
     return float((a - b).norm() / b.norm())
+
+
+def positions(traces: list[Trace], epoch: int) -> list[int]:
+    """What ranks have trained on in an epoch, in the order of samples."""
+    return sorted(index for trace in traces for index in trace.orders[epoch])
 
 
 def identical(states: list[dict[str, torch.Tensor]]) -> bool:

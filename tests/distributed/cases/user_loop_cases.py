@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche.errors import ElcheError
-from elche.session.process import current_run, failing_together
-from tests.distributed.cases.tasks import state_of
+from elche.session.process import current_run
+from tests.distributed.cases.tasks import error_of, state_of
 from tests.harness.settings import nested
 
 SAMPLES, BATCH, FEATURES = 48, 4, 6
@@ -24,8 +23,6 @@ POISON = 12
 
 POLICIES: dict[str, dict[str, Any]] = {
     "sync": {"policy": "sync"},
-    "sync, sums": {"policy": "sync", "loss_reduction": "sum"},
-    "sync, weighed": {"policy": "sync", "weight_of": lambda batch: weights(batch[2])},
     "cadence": {"policy": "cadence", "max_anchor": 0},
     "async": {"policy": "async", "max_anchor": 0},
     "gradients": {
@@ -72,9 +69,6 @@ def _build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]
     )
     if job.model.startswith("reentrant"):
         model = Reentrant(has_head=job.model != "reentrant throughout")
-    if job.model == "normalised":
-        layers = nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
-        model = elche.convert_sync_batchnorm(nn.Sequential(*layers))
     if job.model == "called otherwise":
         model = CalledOtherwise()
     if job.model == "omitting":
@@ -109,23 +103,13 @@ def alone(job: Job) -> Found:
 
 def on_ranks(job: Job) -> Found:
     """On this rank of a run."""
-    model, optimizer, loader = _build(job)
-    model, optimizer, loader = elche.setup(
-        model,
-        optimizer,
-        loader,
-        **nested({"bucket_cap_mb": job.bucket_cap_mb, **POLICIES[job.policy]}),
-    )
-    error, run, steps = "", current_run(), []
+    options = {"bucket_cap_mb": job.bucket_cap_mb, **POLICIES[job.policy]}
+    model, optimizer, loader = elche.setup(*_build(job), **nested(options))
+    run, steps = current_run(), list[int]()
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
     assert run is not None
     reducer = run._synchroniser.reducer
-    try:
-        with failing_together():
-            _train(job, model, optimizer, loader)
-    except ElcheError as raised:
-        error = str(raised)
-    elche.shutdown()
+    error = error_of(_train, job, model, optimizer, loader)
     passes = 0 if reducer is None else reducer.backward_passes
     return Found(error, _state(model), passes, len(steps))
 
@@ -240,19 +224,9 @@ def _train(
             optimizer.state.clear()
 
 
-def weights(index: torch.Tensor) -> float:
-    """What a batch weighs where samples do not all weigh the same."""
-    return float((index % 3).sum())
-
-
 def _loss_of(job: Job, model: nn.Module, x: Any, y: Any, index: Any) -> torch.Tensor:
     call = model.scores if isinstance(model, CalledOtherwise) else model
-    losses = F.cross_entropy(call(x), y, reduction="none")
-    if job.policy == "sync, sums":
-        return losses.sum()
-    if job.policy == "sync, weighed":
-        return (losses * (index % 3)).sum() / max(1.0, weights(index))
-    return losses.mean()
+    return F.cross_entropy(call(x), y)
 
 
 def _fetch_ahead(
@@ -261,10 +235,10 @@ def _fetch_ahead(
     """The next batch is asked for before the backward pass, as nanoGPT does.
 
     With a backward pass that counts nowhere between, a forward pass to look at, and an
-    accumulated gradient every third time. An epoch's last backward pass comes after it,
-    or, endless, in the next one.
+    accumulated gradient every third time. An epoch's last backward pass comes in the
+    next one.
     """
-    batches = iter(_endless(loader)) if job.loop.endswith("endless") else iter(loader)
+    batches = iter(_endless(loader))
     count, left = 0, -(-SAMPLES // job.batch_size) * 2
     batch = next(batches)
     while left:
@@ -279,9 +253,6 @@ def _fetch_ahead(
         if count % 3 != 1:
             optimizer.step()
             optimizer.zero_grad()
-        if batch is None and left:
-            batches = iter(loader)
-            batch = next(batches)
 
 
 def _endless(loader: Any) -> Any:
@@ -307,7 +278,6 @@ def _sum_losses(
 
 AHEAD = {
     "fetched ahead": _fetch_ahead,
-    "fetched ahead, endless": _fetch_ahead,
     "losses summed": _sum_losses,
 }
 

@@ -14,7 +14,7 @@ from elche.coordination.protocol.events import JoinReady
 from elche.runtime.process.launchers import launch_facts
 from tests.distributed.cases.counting import Indices
 from tests.distributed.cases.deaths import die, visit_events
-from tests.distributed.cases.joining_cases import wait_for
+from tests.harness.waiting import until
 
 SAMPLES, BATCH = 480, 12
 SLOW_S = 0.05
@@ -34,7 +34,7 @@ def weigh(
     come, ready = Path(folder, "come"), Path(folder, f"ready{rank}")
     died = Path(folder, "died")
     if joins:
-        wait_for(come)
+        until(come.exists)
         visit_events(JoinReady, ready.touch, is_before=False)
     model = torch.nn.Embedding(SAMPLES, 1).double()
     torch.nn.init.zeros_(model.weight)
@@ -65,7 +65,7 @@ def weigh(
             if not joins and (epoch, number) == (2, 3):
                 come.touch()
                 for other in range(founders, int(os.environ["COMING"])):
-                    wait_for(Path(folder, f"ready{other}"))
+                    until(Path(folder, f"ready{other}").exists)
         counted = (before - model.weight.detach()).flatten().tolist()
         found.append((elche.world_size(), sizes, counted))
     elche.shutdown()

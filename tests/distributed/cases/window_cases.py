@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import elche
@@ -18,11 +19,13 @@ from tests.distributed.cases.tasks import (
     Task,
     Trace,
     begin,
+    build,
     shared,
     state_of,
     take_step,
 )
 from tests.distributed.virtual_clock import virtual_clock
+from tests.harness.settings import nested
 
 
 def shared_over_slow_link(task: Task, sync_s: float) -> tuple[Trace, str]:
@@ -132,3 +135,22 @@ def follow_progress_with_gradient_windows(epochs: int) -> dict[str, torch.Tensor
     state = state_of(model)
     elche.shutdown()
     return state
+
+
+def trained_by(policy: str, reduction: str) -> dict[str, torch.Tensor]:
+    """Parameters after two epochs, at the same step length for sum and mean."""
+    task = Task(samples=96, batch_size=8)
+    model, _, loader = build(task)
+    rate = 0.1 / (task.batch_size if reduction == "sum" else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    options = {"policy": policy, "deterministic": True, "max_anchor": 0}
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, loss_reduction=reduction, **nested(options)
+    )
+    for _ in range(2):
+        for x, y, *_ in loader:
+            F.cross_entropy(model(x), y, reduction=reduction).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    elche.shutdown()
+    return state_of(model)

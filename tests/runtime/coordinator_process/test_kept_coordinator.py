@@ -42,6 +42,7 @@ from elche.runtime.coordinator_process.serving import (
 )
 from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of
+from tests.harness.waiting import until
 
 WAIT_S = 150.0
 KILLS = 12
@@ -50,13 +51,6 @@ PAIR = Cluster(
     run=SimulatedRun(samples=160, batch_size=8, policy="sync"),
     devices=(Device(seconds_per_sample=0.01, count=2),),
 )
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 class Launcher:

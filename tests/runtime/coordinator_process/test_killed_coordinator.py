@@ -7,27 +7,18 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.chaos import ChaosConfig, RunAccount, one_run
 from benchmarks.chaos_killer import BOTH, COORDINATOR, coordinator_pid
+from tests.harness.waiting import until
 
 pytestmark = pytest.mark.distributed
 
 SCRIPTS = Path(__file__).parents[1] / "process" / "cases"
-ROOT = Path(__file__).parents[3]
 WAIT_S = 120.0
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def disturbed(policy: str, seconds: float, mtbf_s: float, **more: str) -> RunAccount:

@@ -18,26 +18,20 @@ pytestmark = pytest.mark.distributed
 
 SCRIPT = """
 import os, signal, socket, sys, time
-import torch
 from torch import distributed
-from torch.utils.data import DataLoader, TensorDataset
 import elche
+from tests.harness.small_loop import begin, take_step
 
 where, rank = sys.argv[1], int(os.environ["RANK"])
 if where == "before":
     distributed.init_process_group("gloo")
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-loader = DataLoader(TensorDataset(torch.ones(64, 2)), 8)
-model, optimizer, loader = elche.setup(model, optimizer, loader)
+model, optimizer, loader = begin(64, 8)
 held = []
 for epoch in elche.epochs(3):
     if epoch == 1 and where == "inside":
         distributed.init_process_group("gloo")
     for number, (x,) in enumerate(loader):
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
         if (epoch, number, rank) == (0, 1, 0) and where == "stranger":
             for said in (None, b"", b"GET / HTTP/1.0\\r\\n\\r\\n"):
                 port = int(os.environ["MASTER_PORT"])

@@ -8,7 +8,7 @@ import os
 import pytest
 
 import elche
-from tests.distributed.cases.tasks import Task, begin, take_step
+from tests.distributed.cases.tasks import Task, begin, state_of, take_step
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.distributed
 RUNS = 10
 
 
-def _open_after_each_run(policy: str) -> list[int]:
-    """File descriptors after every run, with nobody looking for circles meanwhile."""
-    counts = []
+def _after_each_run(policy: str) -> list[tuple[int, float]]:
+    """Open files and the model's sum, with nobody looking for circles meanwhile."""
+    found = []
     gc.collect()
     gc.disable()
     try:
@@ -29,15 +29,19 @@ def _open_after_each_run(policy: str) -> list[int]:
             for x, y, *_ in loader:
                 take_step(model, optimizer, x, y)
             elche.shutdown()
+            total = sum(float(each.double().sum()) for each in state_of(model).values())
             del model, optimizer, loader
-            counts.append(len(os.listdir("/proc/self/fd")))
+            found.append((len(os.listdir("/proc/self/fd")), total))
     finally:
         gc.enable()
-    return counts
+    return found
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
 def test_runs_leave_no_descriptor_behind(ranks2: RankPool, policy: str) -> None:
-    for counts in ranks2.serve(_open_after_each_run, policy):
+    found = ranks2.serve(_after_each_run, policy)
+    for runs in found:
+        counts = [files for files, _ in runs]
         assert counts[-1] < counts[0] + RUNS // 2, counts  # one a run would be nine
+    assert [total for _, total in found[0]] == [total for _, total in found[1]]

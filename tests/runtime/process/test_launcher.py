@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,14 +22,15 @@ from elche.runtime.process.launch import (
     launch,
     python_command,
 )
+from tests.harness import printing
 from tests.harness.printing import Printing
+from tests.harness.waiting import until
 
 pytestmark = pytest.mark.distributed
 
 HERE = Path(__file__).parent / "cases"
 RANKS = str(HERE / "launcher_ranks.py")
 TRAINING = str(HERE / "scripts.py")
-WAIT_S = 200.0
 # Whoever ends has been told, or killed by the second signal: nobody is ended for time.
 PATIENT = (
     "from elche.runtime.process import rank_processes as r; "
@@ -50,29 +49,9 @@ def started(
     command: tuple[str, ...] = ("run",),
 ) -> Iterator[Printing]:
     """Starts `elche run`; what is left of it at the end, the leak check will say."""
-    output = tmp_path / "output.txt"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, *entry, *command, *arguments],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-    try:
-        yield Printing(process, output, WAIT_S)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for it."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    program = [sys.executable, *entry, *command, *arguments]
+    with printing.started(tmp_path, program) as [run]:
+        yield run
 
 
 def is_stopped(pid: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import read_placement
 from elche.runtime.process.launchers import read_launcher
 from tests.harness.ports import free_port
+from tests.harness.printing import ended, environment_of
 
 # What each launcher sets on the last rank, of what elche reads; from their documents.
 SRUN = {
@@ -50,19 +50,12 @@ KUBEFLOW = {
     "MASTER_PORT": "23456",
 }
 TRAINING = """
-import tests.harness.uncompiled
-import torch
 import elche
-model = torch.nn.Linear(3, 1)
-data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randn(64, 1))
-loader = torch.utils.data.DataLoader(data, batch_size=8)
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
-model, optimizer, loader = elche.setup(model, optimizer, loader, leave_out=False)
-for x, y in loader:
-    (model(x) - y).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-print(sum(p.sum().item() for p in model.parameters()), elche.summary().transport)
+from tests.harness.small_loop import begin, sum_of, take_step
+model, optimizer, loader = begin(64, 8, leave_out=False)
+for (x,) in loader:
+    take_step(model, optimizer, x)
+print(sum_of(model), elche.summary().transport)
 elche.shutdown()
 """
 
@@ -140,8 +133,7 @@ def test_ranks_of_srun_train_together() -> None:
     port = free_port(ports=range(15_000, 25_000))  # those of Slurm
     ranks = []
     for rank in range(2):
-        environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith("ELCHE_")},
+        told = {
             **SRUN,
             "SLURM_JOB_ID": str(port - 15000),
             "SLURM_STEP_NUM_TASKS": "2",
@@ -150,8 +142,8 @@ def test_ranks_of_srun_train_together() -> None:
             "SLURM_PROCID": str(rank),
             "SLURM_LOCALID": str(rank),
             "SLURM_NODEID": "0",
-            "OMP_NUM_THREADS": "1",
         }
+        environment = environment_of(**told)
         command = [sys.executable, "-c", TRAINING]
         ranks.append(
             subprocess.Popen(
@@ -167,10 +159,7 @@ def test_ranks_of_srun_train_together() -> None:
 def test_an_address_of_its_own_is_found_under_elche_run_too(tmp_path: Path) -> None:
     script = tmp_path / "training.py"
     script.write_text(TRAINING)
-    command = [sys.executable, "-m", "elche", "run", "--speeds", "1,1", str(script)]
-    environment = os.environ | {"ELCHE_LISTEN": "auto", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=200.0
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("shared memory") == 2  # lines of ranks may mix
+    words = "-m", "elche", "run", "--speeds", "1,1", str(script)
+    done = ended(*words, ELCHE_LISTEN="auto")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("shared memory") == 2  # lines of ranks may mix

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness.printing import ended
+
 pytestmark = pytest.mark.distributed
 
 CASES = Path(__file__).parent / "cases"
-SCRIPT = CASES / "outlived.py"
 
 
 def run(
-    ranks: int,
-    *words: str,
-    script: str = "outlived.py",
-    options: tuple[str, ...] = (),
+    ranks: int, *words: str, script: str = "outlived.py", options: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """The script by `elche run`."""
-    launcher = "-m", "elche", "run", "--nproc", str(ranks), *options
+    launcher = "-m", "elche", "run", "--nproc", str(ranks), *options.split()
     return ended(*launcher, str(CASES / script), *words)
-
-
-def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A process of Python's, at its end."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +83,7 @@ def test_loader_workers_that_hold_a_dead_ranks_sockets_delay_nothing() -> None:
 
 @pytest.mark.slow
 def test_too_few_ranks_pause_until_another_has_joined() -> None:
-    options = "--rejoin", "1", "--min-ranks", "3"
+    options = "--rejoin 1 --min-ranks 3"
     done = run(3, "sync", script="rejoined.py", options=options)
     assert done.returncode == 0, done.stderr
     *_, joined = done.stderr.partition("elche: pausing until 3 ranks are there")

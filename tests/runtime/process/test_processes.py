@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from elche.cli.main import main
+from tests.harness.printing import ended
 
 pytestmark = pytest.mark.distributed
 
 SCRIPT = str(Path(__file__).parent / "cases" / "scripts.py")
-ELCHE = [sys.executable, "-m", "elche"]
-ENDS_WITHIN_S = 240.0
-
-
-def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    own = {k: v for k, v in os.environ.items() if not k.startswith("ELCHE_")}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        own.pop(name, None)
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=ENDS_WITHIN_S,
-        env={**own, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
+ELCHE = "-m", "elche", "run"
 
 
 @pytest.mark.parametrize(
@@ -45,14 +29,14 @@ def test_failures_end_every_rank_with_a_reason(
     case: str, policy: str, code: int, says: str
 ) -> None:
     """That a killed rank does not end a run is in test_outlived."""
-    ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, case, policy)
-    assert ended.returncode == code
-    assert re.search(says, ended.stderr), ended.stderr
-    assert "done" not in ended.stdout
-    assert "elche run: ranks [0, 1] ended with codes" in ended.stderr
+    done = ended(*ELCHE, "--nproc", "2", SCRIPT, case, policy)
+    assert done.returncode == code
+    assert re.search(says, done.stderr), done.stderr
+    assert "done" not in done.stdout
+    assert "elche run: ranks [0, 1] ended with codes" in done.stderr
     if case == "raise":  # the others show where it was
-        assert "--- traceback of rank 1 ---" in ended.stderr
-        assert ended.stderr.count("in _fail") == 2
+        assert "--- traceback of rank 1 ---" in done.stderr
+        assert done.stderr.count("in _fail") == 2
 
 
 @pytest.mark.parametrize(
@@ -60,65 +44,55 @@ def test_failures_end_every_rank_with_a_reason(
 )
 def test_sys_exit_in_the_loop_of_one_rank_ends_all_as_it_says(policy: str) -> None:
     # Once: under windows it passed for a break, and the other rank went on after it.
-    ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, "exit 0", policy)
-    assert ended.returncode == 0, ended.stderr
-    assert "rank 1 called sys.exit(0) inside the loop" in ended.stderr
-    assert "done" not in ended.stdout
+    done = ended(*ELCHE, "--nproc", "2", SCRIPT, "exit 0", policy)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 called sys.exit(0) inside the loop" in done.stderr
+    assert "done" not in done.stdout
 
 
 @pytest.mark.parametrize(
     ("policy", "case"), [("", "half-way"), ("sync", "half-way, raise")]
 )
 def test_an_iterator_left_half_way_is_silent_at_exit(policy: str, case: str) -> None:
-    command = [*ELCHE, "run", "--nproc", "2"] if policy else [sys.executable]
-    ended = _run(*command, SCRIPT, case, policy or "sync")
-    assert ended.returncode == int(case != "half-way")
-    assert ("ValueError: a fault in user code" in ended.stderr) == ended.returncode
-    assert "Exception ignored" not in ended.stderr
+    command = (*ELCHE, "--nproc", "2") if policy else ()
+    done = ended(*command, SCRIPT, case, policy or "sync")
+    assert done.returncode == int(case != "half-way")
+    assert ("ValueError: a fault in user code" in done.stderr) == done.returncode
+    assert "Exception ignored" not in done.stderr
 
 
 @pytest.mark.parametrize(
     "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow)]
 )
 def test_torchrun(policy: str) -> None:
-    ended = _run(
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        SCRIPT,
-        "key",
-        policy,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("done") == 2
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    done = ended(*torchrun, SCRIPT, "key", policy)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2
     # Once: torchrun's store, which is open to all, held the run's key.
-    paths = re.findall(r"rank \d found (/\S+) of mode 600", ended.stdout)
+    paths = re.findall(r"rank \d found (/\S+) of mode 600", done.stdout)
     assert len(paths) == 2
     assert not any(map(os.path.exists, paths))
 
 
 def test_plain_python_is_one_rank() -> None:
-    ended = _run(sys.executable, SCRIPT, "ok")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "done 0 of 1\n"
-    assert ended.stderr.startswith("elche: CPU")
+    done = ended(SCRIPT, "ok")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done 0 of 1\n"
+    assert done.stderr.startswith("elche: CPU")
 
 
 def test_speeds_are_named_and_labelled_emulated() -> None:
-    ended = _run(
-        *ELCHE, "run", "--speeds", "1,0.25", "--ms-per-sample", "0.1", SCRIPT, "ok"
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "terminate called" not in ended.stderr
-    assert ended.stdout.count("done") == 2
+    done = ended(*ELCHE, "--speeds", "1,0.25", "--ms-per-sample", "0.1", SCRIPT, "ok")
+    assert done.returncode == 0, done.stderr
+    assert "terminate called" not in done.stderr
+    assert done.stdout.count("done") == 2
     assert (
         "elche: 2 devices, unequal: 1 x CPU emulated at speed 1, 1 x CPU emulated at "
-        "speed 0.25; policy sync" in ended.stderr
+        "speed 0.25; policy sync" in done.stderr
     )
     says = r"elche: last epoch: [\d.]+ times the fastest device's own speed; shares "
-    assert re.search(says + r"\d+ %, \d+ %; policy sync", ended.stderr), ended.stderr
+    assert re.search(says + r"\d+ %, \d+ %; policy sync", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +14,12 @@ import pytest
 
 from benchmarks.links.namespaces import Link, slow_link
 from elche.errors import ConfigError
+from tests.harness import printing
 from tests.harness.printing import Printing
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
 CASES = Path(__file__).parent / "cases"
-ROOT = Path(__file__).parents[3]
-WAIT_S = 150.0
 STEP = r"step \d+ at (\S+)"
 
 
@@ -43,29 +40,13 @@ def started(
     words: Sequence[Sequence[str]],
     variables: Sequence[Mapping[str, str]] = ({}, {}),
 ) -> Iterator[list[Printing]]:
-    """A Python program on each host; what is left of them in the end is killed."""
-    own = {k: v for k, v in os.environ.items() if not k.startswith("ELCHE_")}
-    path = os.pathsep.join([str(ROOT), own.get("PYTHONPATH", "")])
-    own |= {"ELCHE_LISTEN": "auto", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    hosts: list[Printing] = []
-    try:
-        for number, (each, more) in enumerate(zip(words, variables, strict=True)):
-            output = folder / f"output{number}.txt"
-            with output.open("wb") as file:
-                process = subprocess.Popen(
-                    [*link.command(number), sys.executable, *each],
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env=own | more,
-                    start_new_session=True,
-                )
-            hosts.append(Printing(process, output, WAIT_S))
+    """A Python program on each host."""
+    programs = [
+        [*link.command(host), sys.executable, *each] for host, each in enumerate(words)
+    ]
+    told = [{"ELCHE_LISTEN": "auto", **each} for each in variables]
+    with printing.started(folder, *programs, variables=told) as hosts:
         yield hosts
-    finally:
-        for host in hosts:
-            if host.process.poll() is None:
-                host.process.kill()
-            host.process.wait()
 
 
 def torchruns(link: Link, ranks: int, *words: str) -> list[tuple[str, ...]]:

@@ -16,7 +16,7 @@ from elche.errors import ConfigError
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
-from tests.distributed.test_breaks_under_auto import Windows
+from tests.distributed.chosen import Wanted
 from tests.harness.logged import logged
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -163,7 +163,7 @@ def _schedules(options: dict[str, Any] | None) -> Schedules:
 @pytest.fixture
 def leaves_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` goes to windows inside the first epoch."""
-    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
+    monkeypatch.setattr(auto_chooser, "Chooser", Wanted)
     monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
 

@@ -11,12 +11,7 @@ import signal
 import sys
 from types import FrameType
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import elche
-import tests.harness.uncompiled  # noqa: F401 - starts faster
+from tests.harness.small_loop import begin, take_step
 
 RANK = int(os.environ["RANK"])
 got: list[str] = []
@@ -32,19 +27,13 @@ def main(case: str) -> None:
     """Trains until SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, note if case == "all" else signal.SIG_DFL)
-    model = nn.Linear(4, 2)
-    size = 600 if case == "stop" else 400_000
-    loader = DataLoader(TensorDataset(torch.randn(size, 4)), batch_size=6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader = begin(600 if case == "stop" else 400_000, 6)
     for number, (x,) in enumerate(loader):
         if number == 20:
             print(f"rank {RANK} trains", flush=True)
             if RANK == 1 and case == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
         if "SIGTERM" in got:
             break
     print(f"rank {RANK} saved", flush=True)

@@ -10,20 +10,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import Sampler
 
 import elche
-import tests.harness.uncompiled  # noqa: F401 - starts faster
+from tests.harness.small_loop import begin, sum_of, take_step
 
 ENDS_AT = 6
 rank, how, policy = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 own = elche.rank()
-torch.manual_seed(0)
-model = nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-data = TensorDataset(torch.randn(400, 4))
 
 
 class Evens(Sampler[int]):
@@ -36,10 +30,9 @@ class Evens(Sampler[int]):
         return 400
 
 
-order = {"sampler": Evens()} if "own" in sys.argv else {"shuffle": True}
-workers = 2 * ("workers" in sys.argv)
-loader: Any = DataLoader(data, batch_size=4, num_workers=workers, **order)  # type: ignore[arg-type]
-model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+order: dict[str, Any] = {"sampler": Evens()} if "own" in sys.argv else {"shuffle": True}
+order["num_workers"] = 2 * ("workers" in sys.argv)
+model, optimizer, loader = begin(400, 4, order, policy=policy)
 longest_s = 0.0  # between two batches of an epoch
 for epoch in range(2):
     last_s = math.inf
@@ -51,15 +44,13 @@ for epoch in range(2):
                 os._exit(7)
             elif how == "sleep":
                 time.sleep(float(sys.argv[4]))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
         time.sleep(0.002)
         longest_s = max(longest_s, time.monotonic() - last_s)
         last_s = time.monotonic()
     elche.barrier()
 sys.stdout.write(
     f"done {elche.rank()} of {elche.world_size()}: {elche.progress_samples():g} "
-    f"samples, sum {sum(float(p.detach().sum()) for p in model.parameters())!r}, "
+    f"samples, sum {sum_of(model)!r}, "
     f"at most {longest_s:.3f} s between batches\n"
 )

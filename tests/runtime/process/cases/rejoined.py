@@ -7,30 +7,20 @@ import signal
 import sys
 import time
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
 import elche
-import tests.harness.uncompiled  # noqa: F401 - starts faster
 from elche.runtime.process.launchers import launch_facts
+from tests.harness.small_loop import begin, sum_of, take_step
 
 own = elche.rank()
 is_joiner = launch_facts().joins
-torch.manual_seed(0)
-model = nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-data = TensorDataset(torch.randn(400, 4))
-loader = DataLoader(data, batch_size=8, shuffle=True)
-model, optimizer, loader = elche.setup(model, optimizer, loader, policy=sys.argv[1])
+order = {"shuffle": True}
+model, optimizer, loader = begin(400, 8, order, lr=0.01, policy=sys.argv[1])
 has_shrunk, epochs = is_joiner, 0
 for epoch in elche.epochs(1000):
     for number, (x,) in enumerate(loader):
         if (own, epoch, number) == (1, 0, 4) and not is_joiner:
             os.kill(os.getpid(), signal.SIGKILL)
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
         time.sleep(0.004)
         has_shrunk |= elche.world_size() == 2
     elche.barrier()
@@ -39,6 +29,5 @@ for epoch in elche.epochs(1000):
         break
 assert elche.progress_samples() == 400 * epochs, (elche.progress_samples(), epochs)
 sys.stdout.write(
-    f"done {elche.rank()} of {elche.world_size()}: "
-    f"sum {sum(float(p.detach().sum()) for p in model.parameters())!r}\n"
+    f"done {elche.rank()} of {elche.world_size()}: sum {sum_of(model)!r}\n"
 )

@@ -8,22 +8,16 @@ import sys
 import threading
 
 import torch
-from torch import nn
 from torch.distributed import PrefixStore, TCPStore
-from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-import tests.harness.uncompiled  # noqa: F401 - starts faster
 from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.protocol.events import Event, StepsDone
+from tests.harness.small_loop import begin, take_step
 
 
 def _train(case: str, policy: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(torch.randn(160, 4)), batch_size=4)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    model, optimizer, loader = begin(160, 4, policy=policy)
     # In windows a rank is sure of its first leases alone, on a machine that is busy.
     fails_at = (0, 5 if policy == "sync" else 1)
     for epoch in range(2):
@@ -31,9 +25,7 @@ def _train(case: str, policy: str) -> None:
             is_last = elche.rank() == elche.world_size() - 1
             if is_last and (epoch, number) == fails_at:
                 _fail(case)
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x)
         elche.barrier()
     if case == "key":
         _show_key()
@@ -53,15 +45,7 @@ def _show_key() -> None:
 
 def _endless(case: str, policy: str) -> None:
     """Trains on; with `stop` the last rank stops as soon as it has reported steps."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    data = TensorDataset(torch.randn(100_000, 4))
-    model, optimizer, loader = elche.setup(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        DataLoader(data, batch_size=6),
-        policy=policy,
-    )
+    model, optimizer, loader = begin(100_000, 6, policy=policy)
     is_last = elche.rank() == elche.world_size() - 1
     for _ in range(1000):
         for number, (x,) in enumerate(loader):
@@ -69,9 +53,7 @@ def _endless(case: str, policy: str) -> None:
                 print(f"rank {elche.rank()} is process {os.getpid()}", flush=True)
                 if case == "stop" and is_last:
                     _stop_after_report()
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x)
 
 
 def _idle(case: str, policy: str) -> None:
@@ -87,14 +69,7 @@ def _half_way(case: str, policy: str) -> None:
 
     The interpreter lets go of what a thread holds for itself last of all.
     """
-    data = TensorDataset(torch.randn(256, 4))
-    model = nn.Linear(4, 2)
-    model, _, loader = elche.setup(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        DataLoader(data, batch_size=8),
-        policy=policy,
-    )
+    *_, loader = begin(256, 8, policy=policy)
     torch._C.held = held = threading.local()  # type: ignore[attr-defined]
     held.batches, held.modules = iter(loader), list(sys.modules.values())
     next(held.batches)

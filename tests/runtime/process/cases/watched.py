@@ -6,19 +6,12 @@ import os
 import signal
 import sys
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
 import elche
-import tests.harness.uncompiled  # noqa: F401 - starts faster
+from tests.harness.small_loop import begin, take_step
 
 
 def _train(how: str) -> None:
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(torch.ones(640, 4)), batch_size=16)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader = begin(640, 16)
     for number, (x,) in enumerate(loader):
         if number in (10, 15, 20):
             print(f"rank {elche.rank()} printed [line] {number // 5 - 1}")
@@ -27,9 +20,7 @@ def _train(how: str) -> None:
                 raise RuntimeError("as asked")
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
 
 
 if __name__ == "__main__":

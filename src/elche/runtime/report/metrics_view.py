@@ -70,10 +70,6 @@ class MetricsView:
                 taken.append(self._windows.popleft())
         return taken
 
-    def last_epoch(self) -> EpochMetrics:
-        """The last epoch that has ended; there must be one."""
-        return self._epochs[-1]
-
     def newest_epoch(self) -> EpochMetrics | None:
         """The last epoch that has ended, if one has."""
         return self._find(None)

@@ -27,7 +27,7 @@ def check_fields(
         positive: names of positive numbers.
         group: prefix of names in messages.
     """
-    hints, least = _hints(type(settings)), whole or {}
+    hints, least = _hints(settings.__class__), whole or {}
     for item in fields(settings):
         value, hint = getattr(settings, item.name), hints[item.name]
         if value is None and item.default is None:

@@ -41,6 +41,15 @@ class Interval:
         return self.low <= value <= self.high
 
 
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Mean and 95 % interval by Student's t; of one value the interval is infinite."""
+    mean, count = statistics.fmean(values), len(values)
+    if count < 2:
+        return Interval(mean, -math.inf, math.inf)
+    margin = student_t_95(count - 1) * statistics.stdev(values) / math.sqrt(count)
+    return Interval(mean, mean - margin, mean + margin)
+
+
 def paired_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """Mean of the paired differences ours - theirs with its 95 % interval.
 
@@ -58,11 +67,7 @@ def paired_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
             "a paired interval needs at least two pairs of the same seeds, got"
             f" {len(ours)} and {len(theirs)} values"
         )
-    differences = [our - their for our, their in zip(ours, theirs, strict=True)]
-    mean = statistics.fmean(differences)
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    margin = student_t_95(len(differences) - 1) * error
-    return Interval(mean, mean - margin, mean + margin)
+    return mean_interval([our - their for our, their in zip(ours, theirs, strict=True)])
 
 
 def student_t_95(degrees_of_freedom: int) -> float:

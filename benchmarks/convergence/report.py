@@ -13,29 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
 
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.results import Results, Setting
-
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t of a 95 % interval, from one degree of freedom."""
+from benchmarks.paired import mean_interval
 
 PAIRED = 3
 """With fewer common seeds no interval is given."""
-
-
-def interval(values: Sequence[float]) -> float:
-    """Half the width of the mean's 95 % interval; NaN of a single value.
-
-    Raises:
-        ValueError: there are more than eleven values.
-    """
-    if len(values) < 2:
-        return math.nan
-    if len(values) - 1 > len(T_975):
-        raise ValueError(f"expected at most {len(T_975) + 1} values, got {len(values)}")
-    return T_975[len(values) - 2] * stdev(values) / math.sqrt(len(values))
 
 
 def samples_for(loss: float, curve: Mapping[int, float]) -> float:
@@ -110,7 +95,9 @@ def line(
     by_seed = results.of(setting)[lr]
     differences = [by_seed[seed] - alone[seed] for seed in by_seed if seed in alone]
     penalty = mean(differences)
-    half = interval(differences) if len(differences) >= PAIRED else math.nan
+    half = math.nan
+    if len(differences) >= PAIRED:
+        half = mean_interval(differences).high - penalty
     found = [math.nan] * 3
     if setting.batches in curve:
         losses = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks.goodput_table.design import Setting, bench_name
 from benchmarks.goodput_table.records import CONTROL, Record, Records
 from benchmarks.hetero.verdict import MIN_WINDOWS
-from benchmarks.paired import Interval, student_t_95
+from benchmarks.paired import Interval, mean_interval
 from elche.cadence.convergence import UPDATES, sample_efficiency
 from elche.demo.compare import MOST_OVERRUN
 
@@ -47,16 +47,6 @@ class Row:
     loss: float | None
     windows: float
     note: str
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """Mean and 95 % interval by Student's t; of one value the interval is infinite."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return Interval(mean, -math.inf, math.inf)
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    margin = student_t_95(len(values) - 1) * error
-    return Interval(mean, mean - margin, mean + margin)
 
 
 def sample_worth(setting: Setting, record: Record) -> float:
@@ -101,11 +91,11 @@ def table(
                     setting=setting.name,
                     contender=name,
                     repeats=len(runs),
-                    efficiency=interval([rate / sum(alone) for rate in rates]),
+                    efficiency=mean_interval([rate / sum(alone) for rate in rates]),
                     bound=config.bound(bench_name(name), alone),
-                    throughput=interval([rate / max(alone) for rate in rates]),
+                    throughput=mean_interval([rate / max(alone) for rate in rates]),
                     sample_efficiency=statistics.fmean(worth),
-                    goodput=interval(
+                    goodput=mean_interval(
                         [
                             rate * each / max(alone)
                             for rate, each in zip(rates, worth, strict=True)

@@ -17,7 +17,7 @@ from torch.utils.data import RandomSampler
 
 import elche
 from benchmarks.hetero.workloads import build_workload, optimizers_of
-from elche.demo.contender import KINDS, Contender, ContenderSpec, main
+from elche.demo.contender import Contender, ContenderSpec, main
 from elche.demo.workload import Order, Workload
 from elche.runtime.run import Run
 
@@ -44,11 +44,6 @@ class BenchSpec(ContenderSpec):
     optimizer: str = "adamw"
     options: dict[str, Any] = field(default_factory=dict)
     sent_counter: str | None = None
-
-    @classmethod
-    def kinds(cls) -> tuple[str, ...]:
-        """Kinds of contenders."""
-        return (*KINDS, "ddp-split")
 
 
 class BenchContender(Contender):

@@ -6,14 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from elche.config_checks import (
-    caps_of,
-    check_bool,
-    check_choice,
-    check_positive,
-    check_whole,
-    hints_of,
-)
+from elche.config_checks import caps_of, check_fields, hints_of
 from elche.config_parts import NO_AUTO_CODEC, SettingsGroup, part_of
 from elche.config_parts import DebugConfig as DebugConfig
 from elche.config_parts import OuterConfig as OuterConfig
@@ -100,18 +93,9 @@ class RunConfig(SettingsGroup):
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
-        check_choice("policy", self.policy, get_args(TrainerPolicyName))
-        check_choice("loss_reduction", self.loss_reduction, get_args(LossReduction))
         if str(self.codec) == "auto":
             raise ConfigError(NO_AUTO_CODEC)
-        check_choice("codec", self.codec, CODECS)
-        check_choice("shares", self.shares, get_args(Shares))
-        if self.seed is not None:
-            check_whole("seed", self.seed, 0)
-        check_positive("timeout_s", self.timeout_s)
-        check_bool("leave_out", self.leave_out)
-        check_bool("survive", self.survive)
-        check_whole("min_ranks", self.min_ranks, 1)
+        check_fields(self, whole={"seed": 0, "min_ranks": 1}, positive=("timeout_s",))
         normal = {
             "max_samples": caps_of(self.max_samples),
             "speed_hints": hints_of(self.speed_hints),

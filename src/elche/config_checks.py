@@ -5,9 +5,46 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TypeGuard
+from dataclasses import fields
+from functools import cache
+from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
 
 from elche.errors import ConfigError
+
+
+def check_fields(
+    settings: Any,
+    *,
+    whole: Mapping[str, int] | None = None,
+    positive: Collection[str] = (),
+    group: str = "",
+) -> None:
+    """Checks the fields of a dataclass; those that are None by default may be None.
+
+    Args:
+        settings: fields annotated as a Literal or as bool are checked by that.
+        whole: least value of each whole number.
+        positive: names of positive numbers.
+        group: prefix of names in messages.
+    """
+    hints, least = _hints(settings.__class__), whole or {}
+    for item in fields(settings):
+        value, hint = getattr(settings, item.name), hints[item.name]
+        if value is None and item.default is None:
+            continue
+        if get_origin(hint) is Literal:
+            check_choice(group + item.name, value, get_args(hint))
+        elif hint is bool:
+            check_bool(group + item.name, value)
+        elif item.name in least:
+            check_whole(group + item.name, value, least[item.name])
+        elif item.name in positive:
+            check_positive(group + item.name, value)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def caps_of(given: Mapping[int, int] | Sequence[int | None]) -> tuple[int | None, ...]:

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
-from elche.config_checks import (
-    check_bool,
-    check_choice,
-    check_known,
-    check_positive,
-    check_whole,
-    is_number,
-)
+from elche.config_checks import check_fields, check_known, is_number
 from elche.errors import ConfigError
 
 Update = Literal["auto", "gradients", "parameters"]
@@ -63,9 +56,7 @@ class OuterConfig(SettingsGroup):
     momentum: float = 0.5
 
     def __post_init__(self) -> None:
-        check_choice("outer.optimizer", self.optimizer, get_args(OuterOptimizer))
-        if self.lr is not None:
-            check_positive("outer.lr", self.lr)
+        check_fields(self, positive=("lr",), group="outer.")
         if not is_number(self.momentum) or not 0.0 <= self.momentum < 1.0:
             raise ConfigError(
                 f"expected 0 <= outer.momentum < 1, got {self.momentum!r}"
@@ -123,19 +114,14 @@ class WindowConfig(SettingsGroup):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer", part_of("outer", OuterConfig, self.outer))
-        check_choice("update", self.update, get_args(Update))
-        if self.local_batch_size is not None:
-            check_whole("local_batch_size", self.local_batch_size, 1)
-        check_whole("anchor", self.anchor, 1)
-        check_whole("min_anchor", self.min_anchor, 1)
-        check_whole("max_anchor", self.max_anchor, 0)
-        check_positive("overhead_target", self.overhead_target)
-        check_bool("guard", self.guard)
-        check_choice("non_finite", self.non_finite, get_args(NonFinite))
-        if self.max_grad_norm is not None:
-            check_positive("max_grad_norm", self.max_grad_norm)
-        if self.max_batch_diff is not None:
-            check_whole("max_batch_diff", self.max_batch_diff, 0)
+        check_fields(
+            self,
+            whole={
+                **dict.fromkeys(("local_batch_size", "anchor", "min_anchor"), 1),
+                **dict.fromkeys(("max_anchor", "max_batch_diff"), 0),
+            },
+            positive=("overhead_target", "max_grad_norm"),
+        )
         self._check_anchors()
         if self.update == "gradients" and self.outer.optimizer in (
             "nesterov",
@@ -175,8 +161,7 @@ class TransportConfig(SettingsGroup):
     bucket_cap_mb: float = 1.0
 
     def __post_init__(self) -> None:
-        check_choice("transport.kind", self.kind, get_args(TransportKind))
-        check_positive("bucket_cap_mb", self.bucket_cap_mb)
+        check_fields(self, positive=("bucket_cap_mb",), group="transport.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +176,7 @@ class DebugConfig(SettingsGroup):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        check_bool("deterministic", self.deterministic)
+        check_fields(self)
 
 
 def part_of(name: str, kind: type[_Part], given: object) -> _Part:

@@ -22,10 +22,11 @@ from benchmarks.convergence.replicas import (
     WEIGHT_DECAY,
     Column,
 )
-from benchmarks.convergence.report import describe, interval, line, samples_for, table
+from benchmarks.convergence.report import describe, line, samples_for, table
 from benchmarks.convergence.results import Results, Setting
 from benchmarks.convergence.search import Trial, wanted
 from benchmarks.convergence.tasks import Task
+from benchmarks.paired import mean_interval
 
 SIZE = 6
 BATCHES = 121
@@ -147,6 +148,7 @@ NESTEROV: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.8, "outer_momentu
         {"fleet": "8", "lag": 2, **NESTEROV},
         {"fleet": "2", "cut": 2, "lag": -1, **NESTEROV},
         {"fleet": "2", "cut": 2, "anchor": 2, "optimizer": "sgd"},
+        {"optimizer": "sgd"},
     ],
 )
 def test_virtual_ranks_train_as_ranks_of_torch_do(settings: dict[str, Any]) -> None:
@@ -156,20 +158,6 @@ def test_virtual_ranks_train_as_ranks_of_torch_do(settings: dict[str, Any]) -> N
     expected = [reference(method, c.seed, c.lr) for c in columns]
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
     assert len({round(value, 3) for value in found}) == 3
-
-
-def test_one_device_takes_a_step_of_torch_per_batch() -> None:
-    task, method = Points(), Method(optimizer="sgd")
-    found = train(task, method, [Column(3, LR)], BATCHES)
-    parameter = torch.nn.Parameter(task.initial(3))
-    optimizer = torch.optim.SGD([parameter], lr=LR, momentum=MOMENTUM)
-    for index, samples in enumerate(task.stream(3, BATCHES)):
-        optimizer.zero_grad()
-        task.losses([parameter[None]], samples[None]).backward()
-        torch.nn.utils.clip_grad_norm_([parameter], MAX_NORM)
-        optimizer.param_groups[0]["lr"] = LR * method.rate_at((index + 0.5) / BATCHES)
-        optimizer.step()
-    assert found == pytest.approx(task.evaluate([parameter[None]]))
 
 
 SAME = {"fleet": "4", "cut": 4}
@@ -303,18 +291,11 @@ def test_a_line_compares_seed_by_seed(tmp_path: Path) -> None:
     assert found is not None
     assert (found.lr, found.seeds) == (0.1, 3)
     assert found.penalty == pytest.approx(0.6)
-    assert found.half == pytest.approx(interval([0.5, 0.5, 0.8]))
+    assert found.half == pytest.approx(mean_interval([0.5, 0.5, 0.8]).high - 0.6)
     assert found.efficiency == pytest.approx(0.5)
     assert found.low < 0.5 < found.high
     assert "| 3 | 2.6000 | +0.6000 ± " in table([found])
     assert line(Setting("points", 1, Method()), results, alone, curve) is None
-
-
-def test_intervals_are_students() -> None:
-    assert interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
-    assert math.isnan(interval([1.0]))
-    with pytest.raises(ValueError, match="at most 11 values"):
-        interval([0.0] * 12)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import pytest
 from benchmarks.goodput_table.__main__ import OutOfTimeError, Table
 from benchmarks.goodput_table.design import FOUR, SETTINGS, Setting
 from benchmarks.goodput_table.records import Record, Records
-from benchmarks.goodput_table.report import control_lines, interval, lines_of, table
+from benchmarks.goodput_table.report import control_lines, lines_of, table
+from benchmarks.paired import mean_interval
 from elche.cadence.convergence import sample_efficiency
 from elche.errors import RemoteRankError
 
@@ -158,8 +159,8 @@ def test_the_figures_of_a_row() -> None:
 
 
 def test_one_run_has_no_interval() -> None:
-    assert interval([0.9]).mean == 0.9
-    assert interval([0.9]).high == float("inf")
+    assert mean_interval([0.9]).mean == 0.9
+    assert mean_interval([0.9]).high == float("inf")
 
 
 def test_the_older_code_is_run_by_its_own_command(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 from elche.integrations.fabric import ElcheFabricStrategy
 from elche.integrations.lightning import ElcheStrategy
-from elche.integrations.rank_strategy import RankExchange
+from elche.integrations.rank_strategy import RankStrategy
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
 from tests.integrations.cases.lightning_fit import Regression, loaders
@@ -71,27 +71,28 @@ def exchanged() -> dict[str, Any]:
     """What two ranks exchange, each in every way."""
     rank = this_place().rank
     elche.rank()
-    ranks = RankExchange(2, 30.0)
+    ranks = RankStrategy()
+    ranks.take_rank("a test", {"timeout_s": 30.0}, None, None)
     mine = torch.tensor([rank + 1, 5])
     with pytest.raises(elche.ConfigError, match=r"the ranks' are \[\[1\], \[2\]\]"):
-        ranks.gather(torch.zeros(rank + 1))
+        ranks.all_gather(torch.zeros(rank + 1))
     with pytest.raises(elche.ConfigError, match="stacks equal tensors"):
-        ranks.gather(mine, needs_gradient=True)
+        ranks.all_gather(mine, sync_grads=True)
     if rank == 0:
         with pytest.raises(elche.ConfigError, match="are broadcast, got object"):
             ranks.broadcast(object())
     with pytest.raises(elche.ConfigError, match="mean, sum, min or max"):
-        ranks.reduce(mine, "median")
+        ranks.reduce(mine, None, "median")
     got = {
         "mean": ranks.reduce(mine).tolist(),
-        "sum": ranks.reduce(mine, torch.distributed.ReduceOp.SUM).tolist(),
-        "max": ranks.reduce(mine, "max").tolist(),
+        "sum": ranks.reduce(mine, None, torch.distributed.ReduceOp.SUM).tolist(),
+        "max": ranks.reduce(mine, None, "max").tolist(),
         "other": ranks.reduce("text"),
-        "rows": ranks.gather(mine).tolist(),
+        "rows": ranks.all_gather(mine).tolist(),
         "said": ranks.broadcast({"path": ["a", None, 2.5]} if rank == 0 else None),
         "from 1": ranks.broadcast(f"rank {rank}", 1),
-        "all": ranks.decide(rank == 1),
-        "any": ranks.decide(rank == 1, False),
+        "all": ranks.reduce_boolean_decision(rank == 1),
+        "any": ranks.reduce_boolean_decision(rank == 1, False),
     }
     ranks.barrier()
     torch.distributed.destroy_process_group()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.errors import ConfigError
-from elche.session import learning_rate
+from elche.session import progress
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -43,7 +43,7 @@ def test_it_follows_the_samples_of_the_run() -> None:
 
 def test_progress_ends_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch more than planned, or a window planned beyond the end."""
-    monkeypatch.setattr(learning_rate, "progress_samples", lambda: 150.0)
+    monkeypatch.setattr(progress, "progress_samples", lambda: 150.0)
     seen: list[float] = []
 
     def note(progress: float) -> float:
@@ -55,7 +55,7 @@ def test_progress_ends_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_group_keeps_its_own_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning_rate, "progress_samples", lambda: 50.0)
+    monkeypatch.setattr(progress, "progress_samples", lambda: 50.0)
     optimizer = sgd()
     schedule = elche.ProgressLR(optimizer, lambda progress: progress, 100)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.1})

@@ -127,13 +127,10 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
     """
     from elche.runtime.process.launch import LaunchConfig, python_command
 
-    names = ("nproc", "devices", "speeds")
-    nproc, devices, speeds = (options.pop(name) for name in names)
-    emulated = {name: options.pop(name) for name in ("ms_per_sample", "fixed_ms")}
-    emulated = {name: each for name, each in emulated.items() if each is not None}
-    policy, least = options.pop("policy"), options.pop("min_ranks")
-    story, trace = options.pop("story"), options.pop("trace")
-    is_quiet = options.pop("quiet")
+    names = ("policy", "min_ranks", "story", "trace", "quiet", "speeds")
+    policy, least, story, trace, is_quiet, speeds = map(options.pop, names)
+    times = {name: options.pop(name) for name in ("ms_per_sample", "fixed_ms")}
+    emulated = {name: each for name, each in times.items() if each is not None}
     if emulated and speeds is None:
         raise ConfigError(
             "--ms-per-sample and --fixed-ms are for emulated devices; give their "
@@ -142,8 +139,8 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
     check_outputs(story, trace)
     return LaunchConfig(
         command=python_command(*words),
-        num_ranks=nproc,
-        devices=devices,
+        num_ranks=options.pop("nproc"),
+        devices=options.pop("devices"),
         speeds=speeds,
         environment={
             **({"ELCHE_POLICY": policy} if policy else {}),

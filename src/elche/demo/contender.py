@@ -35,7 +35,6 @@ from elche.demo.workload import (
     language_workload,
     learning_rate_scale,
 )
-from elche.errors import ConfigError
 from elche.runtime.data.transfer import to_device
 from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.process.environment import read_placement
@@ -44,7 +43,6 @@ from elche.session.process import current_emulation, current_run, shutdown
 from elche.session.progress import progress_samples
 from elche.session.setup import setup
 
-KINDS = ("solo", "ddp", "elche")
 DDP_TIMEOUT_S = 120.0
 PROGRESS_EVERY_S = 0.2
 
@@ -54,7 +52,7 @@ class ContenderSpec:
     """Kind, data and settings of a contender.
 
     Attributes:
-        kind: one of `KINDS`; ``solo`` trains alone on every rank that it is given.
+        kind: ``solo`` (alone on every rank that it is given), ``ddp`` or ``elche``.
         samples: samples to train on.
         out: directory for results.
         batch_size: samples of a batch; of all ranks together for DDP.
@@ -74,18 +72,6 @@ class ContenderSpec:
     text: str | None = None
     policy: str = "sync"
     max_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in self.kinds():
-            raise ConfigError(f"unknown contender {self.kind!r}; one of {self.kinds()}")
-        for name in ("samples", "batch_size", "segments"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
-
-    @classmethod
-    def kinds(cls) -> tuple[str, ...]:
-        """Kinds of contenders."""
-        return KINDS
 
 
 class Contender:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -17,11 +18,10 @@ from torch.utils.data import Dataset
 
 from elche.errors import ConfigError
 
-_CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
-_OTHER = len(_CHARACTERS)
-VOCABULARY_SIZE = _OTHER + 1
+VOCABULARY_SIZE = 97
 """Newline, the 95 printable ASCII characters, and one symbol for all others."""
 
+_OTHERS = re.compile(r"[^\n -~]")
 _SKIPPED_DIRECTORIES = frozenset(
     (
         *("__pycache__", "dist-packages", "site-packages", "test", "tests"),
@@ -84,12 +84,8 @@ def encode(text: str) -> Tensor:
     """Symbols of `text`, one per character: int64 in [0, VOCABULARY_SIZE)."""
     if not text:
         return torch.empty(0, dtype=torch.int64)
-    table = torch.full((128,), _OTHER)
-    table[[ord(character) for character in _CHARACTERS]] = torch.arange(_OTHER)
-    raw = bytearray(text.encode("utf-32-le", errors="replace"))
-    codes = torch.frombuffer(raw, dtype=torch.int32).long()
-    symbols = table[codes.clamp(max=127)]
-    return torch.where(codes < 128, symbols, _OTHER)
+    raw = bytearray(_OTHERS.sub("\x7f", text).encode("ascii"))
+    return (torch.frombuffer(raw, dtype=torch.uint8).long() - 31).clamp(min=0)
 
 
 @final

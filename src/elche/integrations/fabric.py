@@ -65,7 +65,7 @@ class ElcheFabricStrategy(RankStrategy, SingleDeviceStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.ranks()
+        self.meet()
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -103,7 +103,7 @@ class ElcheFabricStrategy(RankStrategy, SingleDeviceStrategy):
     def all_reduce(
         self, tensor: Any, group: Any = None, reduce_op: Any = "mean"
     ) -> Any:
-        return self.ranks().reduce(tensor, reduce_op)
+        return self.reduce(tensor, group, reduce_op)
 
 
 STRATEGY_REGISTRY.register(

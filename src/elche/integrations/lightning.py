@@ -78,7 +78,7 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.ranks()
+        self.meet()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -127,10 +127,6 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
         """Ends the epoch, or leaves it where batches are left."""
         if self._batches is not None:
             self._batches.leave()
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self.ranks().reduce(tensor, reduce_op)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, ClassVar
 
 import msgpack
 import torch
@@ -19,125 +19,13 @@ from elche.session import ranks
 from elche.session.options import run_config
 from elche.session.setup import setup
 
-T = TypeVar("T")
-
-
-@final
-class RankExchange:
-    """Small values between ranks: barriers, decisions, paths, metrics.
-
-    Made on all ranks together. Values travel through host memory in a gloo group, on
-    whatever devices the ranks train, and as msgpack, so that nothing received is
-    unpickled. Where torch has no default group it is created, because torchmetrics
-    reduces in it.
-
-    Args:
-        world_size: ranks of the run; a single one exchanges nothing.
-        timeout_s: most seconds that a rank waits for the others.
-    """
-
-    def __init__(self, world_size: int, timeout_s: float) -> None:
-        self._world_size = world_size
-        self._group: Any = None
-        if world_size == 1:
-            return
-        timeout = timedelta(seconds=timeout_s)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timeout)
-        self._group = dist.group.WORLD
-        if dist.get_backend() != "gloo":
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
-
-    def barrier(self) -> None:
-        """Waits until every rank is here."""
-        if self._world_size > 1:
-            dist.barrier(self._group)
-
-    def reduce(self, value: Any, operation: Any = "mean") -> Any:
-        """The sum, mean, least or greatest of a tensor over ranks; elementwise.
-
-        Args:
-            value: equal shapes on all ranks; what is no tensor comes back as it is.
-            operation: a name, or torch's ReduceOp.
-        """
-        if self._world_size == 1 or not isinstance(value, torch.Tensor):
-            return value
-        name = str(operation or "mean").lower().rpartition(".")[2]
-        is_mean = name in ("mean", "avg")
-        if not (is_mean or name in ("sum", "min", "max")):
-            raise ConfigError(
-                f"expected to reduce by mean, sum, min or max, got {operation!r}"
-            )
-        total = value.detach().cpu().clone()
-        by = getattr(dist.ReduceOp, "SUM" if is_mean else name.upper())
-        dist.all_reduce(total, by, self._group)
-        return (total / self._world_size if is_mean else total).to(value.device)
-
-    def decide(self, decision: bool, needs_all: bool = True) -> bool:
-        """True if all ranks say so, or any."""
-        count = int(self.reduce(torch.tensor(int(decision), device="cpu"), "sum"))
-        return count == self._world_size if needs_all else count > 0
-
-    def gather(
-        self, tensor: torch.Tensor, *, needs_gradient: bool = False
-    ) -> torch.Tensor:
-        """The tensors of all ranks, stacked in the order of ranks, without gradient.
-
-        Raises:
-            ConfigError: a gradient is asked for, or ranks bring tensors of different
-                shapes or dtypes.
-        """
-        if self._world_size == 1:
-            return tensor
-        if needs_gradient:
-            raise ConfigError(
-                "all_gather(sync_grads=True) stacks equal tensors, and ranks train "
-                "shares of different sizes; elche.all_gather() brings their rows, with "
-                "gradient"
-            )
-        host = tensor.detach().cpu().contiguous()
-        form = str(host.dtype), list(host.shape)
-        forms = [self.broadcast(form, rank) for rank in range(self._world_size)]
-        if any(each != forms[0] for each in forms):
-            raise ConfigError(
-                "all_gather stacks equal tensors, and the ranks' are "
-                f"{[shape for _, shape in forms]}: ranks train shares of different "
-                "sizes; elche.all_gather() takes them"
-            )
-        parts = [torch.empty_like(host) for _ in range(self._world_size)]
-        dist.all_gather(parts, host, self._group)
-        return torch.stack(parts).to(tensor.device)
-
-    def broadcast(self, value: T, source: int = 0) -> T:
-        """One rank's value of plain Python, on all ranks.
-
-        Raises:
-            ConfigError: it is something else.
-        """
-        if self._world_size == 1:
-            return value
-        packed = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if dist.get_rank() == source:
-            try:
-                raw = bytearray(msgpack.packb(value))
-            except (TypeError, ValueError, OverflowError) as error:
-                raise ConfigError(
-                    "only None, numbers, strings, bytes, lists and dicts are "
-                    f"broadcast, got {type(value).__name__}: {error}; a tensor goes "
-                    "through elche.all_gather()"
-                ) from error
-            packed = torch.frombuffer(raw, dtype=torch.uint8)
-        size = torch.tensor([packed.numel()], device="cpu")
-        dist.broadcast(size, source, self._group)
-        if dist.get_rank() != source:
-            packed = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        dist.broadcast(packed, source, self._group)
-        got: T = msgpack.unpackb(packed.numpy().tobytes(), strict_map_key=False)
-        return got
-
 
 class RankStrategy(ABC):
     """One rank of a run under `sync`, before a strategy for a single device.
+
+    Small values travel between ranks (barriers, decisions, paths, metrics) through host
+    memory in a gloo group, on whatever devices the ranks train, and as msgpack, so that
+    nothing received is unpickled.
 
     Attributes:
         accelerators: the framework's class for each type of device.
@@ -159,7 +47,7 @@ class RankStrategy(ABC):
         """Takes this process's place in the run, and what `elche.setup` is to get."""
         self._config = sync_config(options, framework)
         self._given = {"weight_of": weight_of, "samples_per_epoch": samples_per_epoch}
-        self._exchange: RankExchange | None = None
+        self._group: Any = None
         self.global_rank = self.local_rank = ranks.rank()
         self.world_size = ranks.world_size()
 
@@ -167,6 +55,21 @@ class RankStrategy(ABC):
         """`elche.setup`; returns this rank's loader."""
         given: dict[str, Any] = {"config": self._config, **self._given}
         return setup(module, optimizer, loader, **given)[2]
+
+    def meet(self) -> Any:
+        """Group of several ranks, which they form together at the first call.
+
+        Where torch has no default group it is created, because torchmetrics reduces in
+        it.
+        """
+        if self._group is None and self.world_size > 1:
+            timeout = timedelta(seconds=self._config.timeout_s)
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", timeout=timeout)
+            self._group = dist.group.WORLD
+            if dist.get_backend() != "gloo":
+                self._group = dist.new_group(backend="gloo", timeout=timeout)
+        return self._group
 
     @property
     def accelerator(self) -> Any:
@@ -183,29 +86,92 @@ class RankStrategy(ABC):
         """True if this is the rank that writes."""
         return self.global_rank == 0
 
+    def barrier(self, name: str | None = None) -> None:
+        """Waits until every rank is here."""
+        if self.world_size > 1:
+            dist.barrier(self.meet())
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The sum, mean, least or greatest of a tensor over ranks; elementwise.
+
+        Args:
+            tensor: equal shapes on all ranks; what is no tensor comes back as it is.
+            group: not used.
+            reduce_op: a name, or torch's ReduceOp.
+        """
+        if self.world_size == 1 or not isinstance(tensor, torch.Tensor):
+            return tensor
+        name = str(reduce_op or "mean").lower().rpartition(".")[2]
+        is_mean = name in ("mean", "avg")
+        if not (is_mean or name in ("sum", "min", "max")):
+            raise ConfigError(
+                f"expected to reduce by mean, sum, min or max, got {reduce_op!r}"
+            )
+        total = tensor.detach().cpu().clone()
+        by = getattr(dist.ReduceOp, "SUM" if is_mean else name.upper())
+        dist.all_reduce(total, by, self.meet())
+        return (total / self.world_size if is_mean else total).to(tensor.device)
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """True if all ranks say so, or any."""
-        return self.ranks().decide(decision, all)
+        count = int(self.reduce(torch.tensor(int(decision), device="cpu"), None, "sum"))
+        return count == self.world_size if all else count > 0
 
     def all_gather(
         self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """The tensors of all ranks, stacked."""
-        return self.ranks().gather(tensor, needs_gradient=sync_grads)
+        """The tensors of all ranks, stacked in the order of ranks, without gradient.
 
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks."""
-        self.ranks().barrier()
+        Raises:
+            ConfigError: a gradient is asked for, or ranks bring tensors of different
+                shapes or dtypes.
+        """
+        if self.world_size == 1:
+            return tensor
+        if sync_grads:
+            raise ConfigError(
+                "all_gather(sync_grads=True) stacks equal tensors, and ranks train "
+                "shares of different sizes; elche.all_gather() brings their rows, with "
+                "gradient"
+            )
+        host = tensor.detach().cpu().contiguous()
+        form = str(host.dtype), list(host.shape)
+        forms = [self.broadcast(form, rank) for rank in range(self.world_size)]
+        if any(each != forms[0] for each in forms):
+            raise ConfigError(
+                "all_gather stacks equal tensors, and the ranks' are "
+                f"{[shape for _, shape in forms]}: ranks train shares of different "
+                "sizes; elche.all_gather() takes them"
+            )
+        parts = [torch.empty_like(host) for _ in range(self.world_size)]
+        dist.all_gather(parts, host, self.meet())
+        return torch.stack(parts).to(tensor.device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One rank's value of plain Python, on all ranks."""
-        return self.ranks().broadcast(obj, src)
+        """One rank's value of plain Python, on all ranks.
 
-    def ranks(self) -> RankExchange:
-        """Exchange between ranks; at the first use all ranks form a group."""
-        if self._exchange is None:
-            self._exchange = RankExchange(self.world_size, self._config.timeout_s)
-        return self._exchange
+        Raises:
+            ConfigError: it is something else.
+        """
+        if self.world_size == 1:
+            return obj
+        group, packed = self.meet(), torch.empty(0, dtype=torch.uint8, device="cpu")
+        if dist.get_rank() == src:
+            try:
+                raw = bytearray(msgpack.packb(obj))
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ConfigError(
+                    "only None, numbers, strings, bytes, lists and dicts are "
+                    f"broadcast, got {type(obj).__name__}: {error}; a tensor goes "
+                    "through elche.all_gather()"
+                ) from error
+            packed = torch.frombuffer(raw, dtype=torch.uint8)
+        size = torch.tensor([packed.numel()], device="cpu")
+        dist.broadcast(size, src, group)
+        if dist.get_rank() != src:
+            packed = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        dist.broadcast(packed, src, group)
+        return msgpack.unpackb(packed.numpy().tobytes(), strict_map_key=False)
 
 
 def sync_config(options: Mapping[str, Any], framework: str) -> RunConfig:

@@ -121,8 +121,8 @@ def summary() -> RunSummary:
     Raises:
         ConfigError: there is no run yet.
     """
-    facts = needed(process.facts, "summary")
-    return summarise(facts, needed(process.notifications, "summary"))
+    view = needed(process.metrics, "summary")
+    return summarise(needed(process.facts, "summary"), view.notifications)
 
 
 def log_to(writer: Any) -> None:

@@ -22,7 +22,6 @@ from elche.runtime.process.shutdown import (
     watch_process,
 )
 from elche.runtime.report.metrics_view import MetricsView
-from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.run_summary import RunFacts
 from elche.runtime.report.timeline import Timeline
 from elche.runtime.report.trackers import TrackedMetrics, Tracker
@@ -38,7 +37,6 @@ class Process:
     run: Run | SingleRun | None = None
     metrics: MetricsView | None = None
     timeline: Timeline | None = None
-    notifications: RunNotifications | None = None
     facts: RunFacts | None = None
     trackers: ClassVar[list[Tracker]] = []
 
@@ -57,7 +55,6 @@ class Process:
         """Takes the run that this process has under way from now on."""
         self.run, self.metrics = run, MetricsView(run)
         self.timeline, self.facts = timeline, facts
-        self.notifications = run.notifications
         tracked = TrackedMetrics(self.trackers, run.steps_at)
 
         def track(metrics: EpochMetrics | WindowMetrics) -> None:
@@ -70,8 +67,6 @@ class Process:
         """The run has ended: its metrics are kept, and its model may be forgotten."""
         if self.metrics is not None:
             self.metrics.end()
-        if self.notifications is not None:
-            self.notifications.on_metrics = None
 
     def placed(self) -> Placement:
         """Rank and device of this process, also where no run is active."""

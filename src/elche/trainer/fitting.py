@@ -189,7 +189,7 @@ class Fitting:
         return REASONS[highest - 1]
 
     def _record(self, epoch: int, is_whole: bool) -> EpochRecord:
-        fields = {**self.metrics.last_epoch().as_fields(), "epoch": epoch}
+        fields = {**self.metrics.epoch(None, None).as_fields(), "epoch": epoch}
         return EpochRecord(**fields, eval_loss=self._evaluate() if is_whole else None)
 
     def _step(self, batch: Any) -> None:

@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from elche.cadence.split import passes_of
-from elche.comm.model_buffers.known_buffers import norm_buffers
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights
@@ -37,9 +36,6 @@ from elche.runtime.memory_limits import RankHost
 from elche.torch_internals.batches import tree_leaves, tree_map
 
 logger = logging.getLogger(__name__)
-
-LARGE_BUFFER_ELEMENTS = 65_536
-"""A larger buffer (a mask, a table) is not copied before every batch."""
 
 
 @final
@@ -88,12 +84,7 @@ class MicroBatches:
         self._weights = weights
         self._host = host
         self._on_part = on_part
-        norms = norm_buffers(model)
-        self._buffers = [  # that a forward pass may write
-            buffer
-            for buffer in model.buffers()
-            if id(buffer) in norms or buffer.numel() <= LARGE_BUFFER_ELEMENTS
-        ]
+        self._buffers = tuple(model.buffers())  # that a forward pass may write
         self._proven = 0
         self.max_samples = max_samples
 
@@ -252,7 +243,7 @@ class _Moment:
 
     def __init__(self, device: torch.device, buffers: Sequence[torch.Tensor]) -> None:
         self._device = device
-        self._kept = [(buffer, buffer.detach().clone()) for buffer in buffers]
+        self._kept = [(b, b.detach().to("cpu", copy=True)) for b in buffers]
         self._host_state = torch.get_rng_state()
         if device.type == "cuda":
             self._device_state = torch.cuda.get_rng_state(device)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import Required
 
 from elche.config import RunConfig, TrainerPolicyName
-from elche.config_checks import check_choice, check_known, check_positive, check_whole
+from elche.config_checks import check_fields, check_known, check_whole
 from elche.config_parts import refuse_former
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import WeightOf, check_weight_of
@@ -39,8 +39,7 @@ class EarlyStopping:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        check_choice("mode", self.mode, ("min", "max"))
-        check_whole("patience", self.patience, 1)
+        check_fields(self, whole={"patience": 1})
         if not 0.0 <= self.min_delta < math.inf:
             raise ConfigError(f"expected a min_delta from 0 on, got {self.min_delta!r}")
 
@@ -109,11 +108,11 @@ class TrainerConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        check_whole("batch_size", self.batch_size, 1)
-        check_whole("epochs", self.epochs, 1)
-        check_positive("lr_scale", self.lr_scale)
-        if self.max_grad_norm is not None:
-            check_positive("max_grad_norm", self.max_grad_norm)
+        check_fields(
+            self,
+            whole={"batch_size": 1, "epochs": 1},
+            positive=("lr_scale", "max_grad_norm"),
+        )
         if self.weight_of is not None:
             check_weight_of(self.weight_of)
         length = self.num_samples

@@ -64,22 +64,17 @@ class Source:
 
 
 def epoch(number: int) -> EpochMetrics:
-    return EpochMetrics(epoch=number, **_row())
-
-
-def window(number: int) -> WindowMetrics:
-    return WindowMetrics(epoch=0, window=number, **_row())
-
-
-def _row() -> dict[str, Any]:
-    times = ("busy_s", "data_wait_s", "transfer_s", "sync_wait_s")
-    return {
-        "synchronisations": 1,
-        "duration_s": 1.0,
-        "rank_samples": (1,),
-        "discarded_samples": (0,),
-        **dict.fromkeys(times, (0.0,)),
-    }
+    return EpochMetrics(
+        epoch=number,
+        synchronisations=1,
+        duration_s=1.0,
+        rank_samples=(1,),
+        discarded_samples=(0,),
+        busy_s=(0.0,),
+        data_wait_s=(0.0,),
+        transfer_s=(0.0,),
+        sync_wait_s=(0.0,),
+    )
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -223,7 +218,7 @@ def test_the_end_of_an_epoch_waits_for_what_was_logged(
     view = MetricsView(run)
     for (x,) in run.epoch():
         view.log("x", x.mean())
-    assert view.last_epoch().scalars == {"x": 1.5}
+    assert view.epoch(None, None).scalars == {"x": 1.5}
     assert [each.scalars for each in view.windows()] == [{}, {}, {"x": 1.5}]
 
 
@@ -267,37 +262,31 @@ def test_another_thread_waits_for_an_epoch() -> None:
     assert [each.epoch for each in seen] == [0, 1]
 
 
-@pytest.mark.parametrize("number", [None, 1])
-def test_nobody_waits_for_a_run_that_has_ended(number: int | None) -> None:
+@pytest.mark.parametrize(
+    ("number", "timeout_s", "kind", "says"),
+    [
+        (None, None, CommunicationError, "the run ended before an epoch did"),
+        (1, None, CommunicationError, "the run ended before epoch 1 did"),
+        (1, 0.03, DeadlineError, "epoch 1 did not end within 0.03 s"),
+    ],
+)
+def test_a_wait_ends_with_the_run_or_at_its_deadline(
+    number: int | None, timeout_s: float | None, kind: type[Exception], says: str
+) -> None:
     view = MetricsView(Source(epochs=0 if number is None else 1))
     failures: list[str] = []
 
     def watch() -> None:
-        with pytest.raises(CommunicationError, match="the run ended before") as raised:
-            view.epoch(number, None)
+        with pytest.raises(kind) as raised:
+            view.epoch(number, timeout_s)
         failures.append(str(raised.value))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    view.end()
+    if timeout_s is None:
+        view.end()
     watcher.join(60.0)
-    what = "an epoch" if number is None else "epoch 1"
-    assert failures == [f"the run ended before {what} did"]
-
-
-def test_a_wait_has_a_deadline() -> None:
-    view = MetricsView(Source(epochs=1))
-    says: list[str] = []
-
-    def watch() -> None:
-        with pytest.raises(DeadlineError, match="did not end within") as raised:
-            view.epoch(1, 0.03)
-        says.append(str(raised.value))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    watcher.join(60.0)
-    assert says == ["epoch 1 did not end within 0.03 s"]
+    assert failures == [says]
 
 
 def test_a_forgotten_epoch() -> None:
@@ -318,15 +307,6 @@ def test_metrics_outlive_the_run_but_the_model_does_not() -> None:
     gc.collect()
     assert alive() is None
     assert elche.epoch_metrics().scalars == {"loss": 2.0}
-
-
-def test_a_reader_sees_each_window_once() -> None:
-    source = Source()
-    view = MetricsView(source)
-    for number in range(3):
-        source.notifications.add(window(number))
-    assert [each.window for each in view.windows()] == [0, 1, 2]
-    assert view.windows() == []
 
 
 def test_what_a_scaler_skips_is_told_on_one_device_too(

@@ -29,6 +29,7 @@ class MetricsView:
         source: the run.
 
     Attributes:
+        notifications: of the run, which stay when it has ended.
         reserved: names under which users may not log.
         part: (0 to 1) of the batch in hand that logged values stand for.
     """
@@ -37,8 +38,7 @@ class MetricsView:
         self.reserved: frozenset[str] = frozenset()
         self.part = 1.0
         self._source: Run | SingleRun | None = source
-        self._windows = source.notifications.window_metrics
-        self._epochs = source.notifications.epoch_metrics
+        self.notifications = source.notifications
         self._training = threading.current_thread()
         self._ended = threading.Event()
 
@@ -65,14 +65,10 @@ class MetricsView:
     def windows(self) -> list[WindowMetrics]:
         """Windows that have ended since the last call; for any thread."""
         taken: list[WindowMetrics] = []
-        with contextlib.suppress(IndexError):  # another thread took the last one
-            while self._windows:
-                taken.append(self._windows.popleft())
+        with contextlib.suppress(IndexError):  # no more, perhaps for another thread
+            while True:
+                taken.append(self.notifications.window_metrics.popleft())
         return taken
-
-    def last_epoch(self) -> EpochMetrics:
-        """The last epoch that has ended; there must be one."""
-        return self._epochs[-1]
 
     def newest_epoch(self) -> EpochMetrics | None:
         """The last epoch that has ended, if one has."""
@@ -110,11 +106,12 @@ class MetricsView:
 
     def end(self) -> None:
         """The run has ended: nobody need wait, and its model may be forgotten."""
+        self.notifications.on_metrics = None
         self._ended.set()
         self._source = None
 
     def _find(self, epoch: int | None) -> EpochMetrics | None:
-        kept = list(self._epochs)
+        kept = list(self.notifications.epoch_metrics)
         for metrics in reversed(kept):
             if epoch in (None, metrics.epoch):
                 return metrics

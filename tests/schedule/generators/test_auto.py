@@ -14,6 +14,7 @@ from elche.schedule.actions import Kind, Schedule, loop_placement, v_placement
 from elche.schedule.codes import encode
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.generators.auto import auto_placed, auto_schedule
+from elche.schedule.generators.critical_path import improve
 from elche.schedule.generators.list_scheduling import place_weights
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
@@ -21,7 +22,7 @@ from elche.schedule.generators.schedules import (
     make_schedule,
 )
 from elche.schedule.lowering import lower
-from elche.schedule.timing import CostTable, simulate
+from elche.schedule.timing import CostTable, makespan_of, run_rows, simulate
 from tests.schedule.strategies import assert_complete, costs_on, named, placements
 
 
@@ -83,15 +84,20 @@ def test_any_placement_within_any_memory(
 
 @given(named())
 @settings(max_examples=25)
-def test_placing_weights_keeps_a_schedule_whole(
+def test_improving_and_placing_weights_keep_a_schedule_whole(
     case: tuple[str, PipelineCosts, int, int],
 ) -> None:
     name, costs, count, _ = case
     schedule = make_schedule(name, costs, count)
     table, rows = CostTable(costs), encode(schedule)
-    placed = place_weights(rows, table, count, costs.limits)
+    before = makespan_of(rows, run_rows(rows, table, count), table, count)
+    better = improve(rows, table, count, costs.limits, evaluations=10)
     assert rows == encode(schedule)
-    assert [sorted(row) for row in placed] == [sorted(row) for row in rows]
+    ends = run_rows(better, table, count)
+    assert makespan_of(better, ends, table, count) <= before * (1 + 1e-9)
+    placed = place_weights(rows, table, count, costs.limits)
+    for changed in (better, placed):
+        assert [sorted(row) for row in changed] == [sorted(row) for row in rows]
 
 
 def test_unequal_stages_are_worth_their_own_order() -> None:
@@ -115,7 +121,7 @@ def test_unequal_stages_are_worth_their_own_order() -> None:
         )
         makespan = simulate(auto_schedule(costs, 32), costs).makespan
         gains.append(best_fixed(costs, 32) / makespan - 1)
-    assert sum(gain > 0.0005 for gain in gains) >= 3
+    assert sum(gain > 0.001 for gain in gains) >= 3
 
 
 def test_the_whole_backward_is_taken_where_the_split_costs_too_much() -> None:

@@ -17,6 +17,7 @@ from elche.errors import ConfigError
 from elche.schedule.actions import Schedule, loop_placement, v_placement
 from elche.schedule.codes import B, I, Rows, W, decode, spread
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs, renumbered
+from elche.schedule.generators.critical_path import improve
 from elche.schedule.generators.list_scheduling import Rule, list_schedule, place_weights
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
@@ -32,6 +33,8 @@ from elche.schedule.generators.v_shape import (
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 
 EXTRA_ACTIONS = 150_000  # actions in variants beyond the published schedules
+MAX_EVALUATIONS = 60
+IMPROVED_ACTIONS = 10_000  # actions in all schedules that the improvement tries
 _TOLERANCE = 1e-9
 
 
@@ -136,6 +139,11 @@ class _Search:
             if self.left < 0 or self._is_optimal():
                 break
         self._merge()
+        evaluations = IMPROVED_ACTIONS // sum(map(len, self.rows))
+        if not self._is_optimal() and evaluations:
+            most = min(evaluations, MAX_EVALUATIONS)
+            rows = improve(self.rows, self.table, self.count, self.limits, most)
+            self._offer(self.name, rows)
 
     def result(self) -> Schedule:
         """The best schedule."""

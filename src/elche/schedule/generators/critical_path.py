@@ -1,0 +1,130 @@
+"""Local improvement of a schedule along its critical path.
+
+The move is the classic one of job-shop scheduling (Nowicki and Smutnicki 1996): of two
+neighbours on a rank, both on the critical path, the later one goes first if what it
+needs was there before the earlier one began.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from elche.errors import ConfigError
+from elche.schedule.codes import B, F, I, Rows, W
+from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
+
+_TOLERANCE = 1e-9
+
+
+def improve(
+    rows: Rows,
+    table: CostTable,
+    count: int,
+    limits: Sequence[float],
+    evaluations: int,
+) -> Rows:
+    """Swaps neighbours while that shortens the makespan.
+
+    Args:
+        rows: codes of each rank; left as it is.
+        table: the costs.
+        count: microbatches.
+        limits: memory of each rank, kept.
+        evaluations: most schedules to try.
+    """
+    rows = [list(row) for row in rows]
+    starts = run_rows(rows, table, count)
+    best = makespan_of(rows, starts, table, count)
+    improved = True
+    while improved and evaluations > 0:
+        improved = False
+        for rank, position in _swaps(rows, starts, table, count):
+            if evaluations == 0:
+                break
+            row = rows[rank]
+            row[position - 1 : position + 1] = row[position], row[position - 1]
+            (held,) = peaks([row], table, count)
+            if held <= limits[rank] + _TOLERANCE:
+                evaluations -= 1
+                try:
+                    tried = run_rows(rows, table, count)
+                except ConfigError:  # with actions of no duration a swap can deadlock
+                    time = math.inf
+                else:
+                    time = makespan_of(rows, tried, table, count)
+                if time < best - _TOLERANCE * best:
+                    starts, best, improved = tried, time, True
+                    break
+            row[position - 1 : position + 1] = row[position], row[position - 1]
+    return rows
+
+
+def _swaps(
+    rows: Rows, starts: list[list[float]], table: CostTable, count: int
+) -> Iterator[tuple[int, int]]:
+    """Rank and position of each action that may go before its neighbour."""
+    ready, place = _ready_times(rows, starts, table, count)
+    durations = table.durations
+    rank = max(
+        (rank for rank in range(len(rows)) if rows[rank]),
+        key=lambda each: (
+            starts[each][-1]
+            + durations[(rows[each][-1] >> 3) // count * 8 + (rows[each][-1] & 7)]
+        ),
+    )
+    position = len(rows[rank]) - 1
+    while True:
+        code, start = rows[rank][position], starts[rank][position]
+        source = ready[rank][position]
+        if position and source[0] < start - _TOLERANCE * (1 + start):
+            before = rows[rank][position - 1]
+            if source[0] <= starts[rank][position - 1] and _may_swap(before, code):
+                yield rank, position
+            position -= 1
+        elif source[1] >= 0:
+            rank, position = place[source[1]]
+        elif position:
+            position -= 1
+        else:
+            return
+
+
+def _may_swap(before: int, code: int) -> bool:
+    """True if neighbours may change places: not F and its I, not I and its W."""
+    kinds = before & 7, code & 7
+    return before >> 3 != code >> 3 and kinds[0] != kinds[1]
+
+
+def _ready_times(
+    rows: Rows, starts: list[list[float]], table: CostTable, count: int
+) -> tuple[list[list[tuple[float, int]]], dict[int, tuple[int, int]]]:
+    """Time and action at which each action's inputs have come, and its place.
+
+    An action is known by ``index * 2``, and 1 more for a backward.
+    """
+    place: dict[int, tuple[int, int]] = {}
+    ends: dict[int, float] = {}
+    for rank, (row, begun) in enumerate(zip(rows, starts, strict=True)):
+        for position, (code, start) in enumerate(zip(row, begun, strict=True)):
+            kind = code & 7
+            if kind != W:
+                key = (code >> 3) * 2 + (kind != F)
+                place[key] = rank, position
+                stage = (code >> 3) // count
+                ends[key] = start + table.durations[stage * 8 + kind]
+    ready = []
+    for row in rows:
+        times = []
+        for code in row:
+            index, kind = code >> 3, code & 7
+            stage = index // count
+            if kind == F and stage > 0:
+                key, link = (index - count) * 2, table.links[stage - 1]
+            elif kind in (B, I) and stage < table.num_stages - 1:
+                key, link = (index + count) * 2 + 1, table.links[stage]
+            else:
+                key, link = -1, 0.0
+            times.append((ends[key] + link if key >= 0 else 0.0, key))
+        ready.append(times)
+    return ready, place

@@ -26,15 +26,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, final
 
-import torch
 from torch import nn
 from typing_extensions import override
 
-from elche.comm.gradients.backward_end import at_backward_end
 from elche.comm.gradients.buckets.bucket import PassOptions
-from elche.comm.gradients.buckets.bucket_memory import formats_agree
 from elche.comm.gradients.buckets.bucket_pass import BucketPass, Phase
-from elche.comm.gradients.buckets.bucket_queue import Reduced
+from elche.comm.gradients.buckets.bucket_queue import Reduced, formats_agree
+from elche.comm.gradients.gradient_hooks import at_backward_end
 from elche.comm.gradients.part_weights import Lost, PartWeights, StepPart
 from elche.comm.gradients.residual_state import packed, unpacked
 from elche.comm.model_buffers.buffers import BufferAverager
@@ -84,13 +82,12 @@ class GradientReducer(BucketPass):
             cap_bytes=max(1, bucket_cap_bytes), codec=codec, keeps_sums=keeps_sums
         )
         names = names or [f"parameter {index}" for index in range(len(parameters))]
-        super().__init__(parameters, names, group, options, reduced or Reduced())
+        weights = PartWeights(list(parameters), group, norms)
+        reduced = reduced or Reduced()
+        super().__init__(parameters, names, group, options, reduced, weights)
         self._norms = norms
         self._buffers = buffers
         self._in_hand: StepPart | None = None
-        self._part: StepPart | None = None
-        self._weights = PartWeights(self._parameters, group, norms)
-        self._holds = False
         self._lost: Callable[[Any, int], Lost] | None = None
         self._keeps_buffers = False
         self._passes_before = 0
@@ -122,13 +119,6 @@ class GradientReducer(BucketPass):
     def parameters(self) -> Sequence[nn.Parameter]:
         """The ones whose gradients it reduces."""
         return self._parameters
-
-    @override
-    def takes(self, parameter: torch.Tensor) -> bool:
-        """True if a step is under way whose gradients are complete."""
-        if self._part is None:
-            self._reduced.strays.add(id(parameter))
-        return self._part is not None and not self._holds
 
     @override
     def attach(self) -> None:
@@ -173,7 +163,7 @@ class GradientReducer(BucketPass):
         self._hooks.keep_last()
         self._passes_before = self.backward_passes
         self._in_hand = part
-        self._weigh(part)
+        self._weights.weigh(part)
         self.wait_s = 0.0
 
     def end_step(self) -> None:
@@ -183,14 +173,14 @@ class GradientReducer(BucketPass):
             CommunicationError: the step's backward pass was broken off.
         """
         self._in_hand = None
-        self._weigh(None)
+        self._weights.weigh(None)
         self._holds = False
         if self._phase is not Phase.IDLE:
             self._refuse_broken_backward()
 
     def weigh_forward(self, part: StepPart | None) -> None:
         """A forward pass of a step begins; None: it has ended."""
-        self._weigh(self._in_hand if part is None else part)
+        self._weights.weigh(self._in_hand if part is None else part)
 
     def weigh_pass(self, part: StepPart) -> None:
         """The backward pass under way is of an earlier step than the one in hand.
@@ -198,21 +188,13 @@ class GradientReducer(BucketPass):
         Called in it, before any of its gradients is there. It is reduced after
         :meth:`end_step`, too.
         """
-        self._weigh(part)
+        self._weights.weigh(part)
         at_backward_end(self._end_late_pass)
 
     def _end_late_pass(self) -> None:
         """A pass without gradients (`torch.autograd.grad`) is not closed."""
         if self._phase is Phase.IDLE:
-            self._weigh(self._in_hand)
-
-    def _weigh(self, part: StepPart | None, ranks: float = 0.0) -> None:
-        """Sets all that depends on the step; None: none is under way."""
-        self._part = part
-        if part is None:
-            self._weights.weigh_nothing()
-        else:
-            self._weights.weigh(part, ranks)
+            self._weights.weigh(self._in_hand)
 
     def run_beneath(self, work: Callable[[], None] | None) -> None:
         """Does some work once, when the next backward pass that is reduced begins.
@@ -268,7 +250,7 @@ class GradientReducer(BucketPass):
     @property
     def part_under_way(self) -> StepPart | None:
         """This rank's part of the step whose backward pass has begun without sums."""
-        return self._part if self.backward_passes > self.closed_passes else None
+        return self._weights.part if self.backward_passes > self.closed_passes else None
 
     def go_on_in(
         self,
@@ -298,7 +280,7 @@ class GradientReducer(BucketPass):
         if self._buffers is not None:
             self._buffers.go_on_in(group, source, lacks=lacks)
         factor = self._weights.go_on_in(group, source)
-        if lacks and (part := self._part) is not None:
+        if lacks and (part := self._weights.part) is not None:
             self._look_once(part)
             self.passed = part.label
         self.reduce_in(group, source, lacks=lacks, factor=factor)
@@ -310,7 +292,7 @@ class GradientReducer(BucketPass):
         Raises:
             CommunicationError: see `_refuse_accumulated`.
         """
-        late = None if self._part is self._in_hand else self.part_under_way
+        late = None if self._weights.part is self._in_hand else self.part_under_way
         if self._in_hand is not None:
             self._in_hand = alive(self._in_hand)
         part = self._in_hand if late is None else alive(late)
@@ -318,7 +300,7 @@ class GradientReducer(BucketPass):
         if self._weights.are_of_sums and self.part_under_way is not None:
             self._refuse_accumulated()
             ranks = self._weights.ranks
-        self._weigh(part, ranks)
+        self._weights.weigh(part, ranks)
 
     def _refuse_accumulated(self) -> None:
         """Refuses to reduce anew what was added to a sum of ranks, and to that alone.
@@ -373,7 +355,8 @@ class GradientReducer(BucketPass):
             work()
         if self._traced < self.backward_passes:  # not again in another group
             self._traced = self.backward_passes
-            step = getattr(self._part and self._part.label, "step", 0)
+            part = self._weights.part
+            step = getattr(part and part.label, "step", 0)
             self.pass_steps = zlib.crc32(str(step).encode(), self.pass_steps)
         scale, wait_s = self._weights.open_pass(self._queue.side)
         self.wait_s += wait_s
@@ -390,7 +373,7 @@ class GradientReducer(BucketPass):
     @override
     def close_pass(self) -> float:
         """Averages buffers, if the model has any; by samples the sum is the mean."""
-        part = self._part
+        part = self._weights.part
         assert part is not None
         self._look_once(part)
         if part.active_ranks == 0:
@@ -399,12 +382,12 @@ class GradientReducer(BucketPass):
         if self._lost is not None:
             lost = self._lost(part.label, self.backward_passes)
         factor = self._weights.close_pass(lost)
-        if self.is_delayed:
+        if self._late is not None:
             self._late_part = part
         elif self._buffers is not None:
             mine = self._keeps_buffers or self._weights.scale != 0.0
             self._buffers.average(part.active_ranks, mine=mine)
         self.passed = part.label
         if part is not self._in_hand or self._weights.are_of_sums:
-            self._weigh(self._in_hand)
+            self._weights.weigh(self._in_hand)
         return factor

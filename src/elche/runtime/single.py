@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, IterableDataset
 
+from elche.comm.tensors.nested import batch_length
 from elche.coordination.accounts.delivered_times import BatchCost, DeliveredTimes
 from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.coordination.accounts.metrics import MetricsBook, RankReport
@@ -22,7 +23,7 @@ from elche.runtime.data.leased_data import BatchFeed
 from elche.runtime.data.positions import enumerate_batches
 from elche.runtime.data.seeds import rank_seed, seed_rank
 from elche.runtime.data.stream_data import StreamView
-from elche.runtime.data.transfer import batch_length, to_device
+from elche.runtime.data.transfer import to_device
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.timeline import Timeline
 from elche.runtime.report.trace_parts import write_part

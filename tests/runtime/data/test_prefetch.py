@@ -20,7 +20,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from elche.runtime.data.leased_data import BatchFeed, IndexBatch
+from elche.runtime.data.leased_data import BatchFeed
+from elche.runtime.data.positions import IndexBatch
 from elche.runtime.data.prefetch import (
     GAUGE_EVERY_BATCHES,
     WARM_BATCHES,

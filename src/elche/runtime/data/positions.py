@@ -6,7 +6,7 @@ import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import msgpack
@@ -22,13 +22,20 @@ from elche.comm.transport.process_group import Group
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes, Range
 from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.errors import ConfigError, MismatchError
-from elche.runtime.data.leased_data import IndexBatch
 from elche.runtime.data.seeds import position_seed
 
 SHARING = "sharing the positions of an epoch"
 SPARE = 1000  # batches of a sampler with a wrong ``len()``, beyond twice that
 _ENDLESS: WeakSet[DataLoader[Any]] = WeakSet()
 logger = logging.getLogger(__name__)
+
+
+class IndexBatch(NamedTuple):
+    """Keys of a dataset to load together in an epoch, with a seed for each if asked."""
+
+    keys: Sequence[Any]
+    seeds: Sequence[int] | None = None
+    epoch: int = 0
 
 
 class EpochPositions:

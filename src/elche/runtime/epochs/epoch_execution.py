@@ -20,7 +20,7 @@ from elche.coordination.protocol.instructions import BeginEpoch
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import CommunicationError, ElcheError, NonFiniteError
-from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.data.leased_data import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.epochs.statistics_pass import batches_tracked, refuse_statistics

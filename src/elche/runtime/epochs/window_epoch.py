@@ -32,7 +32,7 @@ from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError, RankLostError
 from elche.monitor.trace import SYNC
-from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.data.leased_data import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import warn_discarded

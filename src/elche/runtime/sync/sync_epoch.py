@@ -32,7 +32,7 @@ from elche.errors import (
     RankLostError,
 )
 from elche.runtime.data.epoch_course import FAR_AHEAD, ranges_of
-from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.data.leased_data import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
 from elche.runtime.sync.epoch_hooks import EpochHooks

@@ -207,14 +207,15 @@ class CheckpointKeeper(Pauses):
         if not any(scheduler is each for each in self._schedulers):
             self._schedulers.append(scheduler)
 
-    def wants_cut(self) -> bool:
-        """True if a checkpoint was asked for, or is due."""
-        return bool(self._asked) or self._is_due or self.wants_end()
+    @override
+    def wants_cut(self, *, is_first: bool = True) -> bool:
+        is_wanted = is_first and (bool(self._asked) or self._is_due)
+        return is_wanted or self.wants_end()
 
+    @override
     def wants_end(self) -> bool:
-        """True if the run is to end with a last checkpoint."""
         is_asked = self._stops is not None and bool(self._stops.reason)
-        return self._cuts_at_end and is_asked
+        return is_asked and self._cuts_at_end
 
     @property
     def ends_by_cut(self) -> bool:

@@ -50,7 +50,7 @@ def test_a_report_sums_what_its_steps_took() -> None:
     assert reports.take() is None
     assert reports.step_done(1, cost(3.0))
     reports.close(backward_passes=2, max_samples=5)
-    assert reports.is_due
+    assert reports.due
     said = reports.take()
     assert said == StepsDone(
         rank=0,

@@ -62,7 +62,7 @@ class RunEpochs:
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self._iterations = 0
         parts = worker, training, synchroniser, observer
-        self._opening = EpochOpening(*parts, lambda line: notifications.emit(line))
+        self._opening = EpochOpening(*parts, notifications)
         self.execution = EpochExecution(*parts, self._opening)
         self.groups = self._opening.steps
         if worker.survives:

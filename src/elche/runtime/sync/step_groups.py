@@ -22,6 +22,7 @@ from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.errors import ConfigError
 from elche.runtime.process.worker import Worker
+from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.sync.resume_sync import (
     broadcast_from,
     take_gradients,
@@ -55,14 +56,14 @@ class StepGroups:
         synchroniser: Synchroniser,
         observer: LoopObserver,
         regrouping: Regrouping,
-        emit: Callable[[str], None],
+        notifications: RunNotifications,
     ) -> None:
         self._worker = worker
         self._training = training
         self._synchroniser = synchroniser
         self._observer = observer
         self._regrouping = regrouping
-        self._emit = emit
+        self._notifications = notifications
         self._left_out: tuple[int, ...] = ()
         self._changes = 0  # in this generation; the same on all
         self._is_new = worker.is_new  # or others are, until all reduce with them
@@ -94,7 +95,7 @@ class StepGroups:
     def leave_out(self, told: LeaveOut) -> GradientReducer:
         """Other ranks take part from now on; returns what reduces their gradients."""
         if told.reason and self._worker.place == 0:
-            self._emit(f"elche: {told.reason}")
+            self._notifications.emit(f"elche: {told.reason}")
         if told.left_out != self._left_out:
             self._left_out = told.left_out
             self._changes += 1
@@ -243,7 +244,7 @@ class StepGroups:
                 rank=self._worker.rank,
                 generation=self._worker.groups.generation,
                 epoch=epoch,
-                reduced=-1 if lost.last is None else lost.last,
+                reduced=lost.last if lost.is_settled else -1,
                 lost=lost.to_wire(),
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -36,8 +36,7 @@ from elche.runtime.data.leased_data import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
 from elche.runtime.sync.epoch_hooks import EpochHooks
-from elche.runtime.sync.step import Step, open_steps
-from elche.runtime.sync.step_account import StepAccount
+from elche.runtime.sync.step_account import Step, StepAccount, open_steps
 
 LEFT_OUT_S = 1.0
 """Poll interval of an excluded rank (s)."""
@@ -111,17 +110,20 @@ class SyncEpoch:
     def open_batch(self) -> Runs:
         """Positions of each step whose backward pass is to come, of all ranks."""
         steps, is_cut = self._open_steps, self.end is not None and self.end.left
-        if is_cut and any(step.span != self._span for step in steps):
+        own = [step.step for step in steps if step.span == self._span]
+        if is_cut and len(own) < len(steps):
             raise ConfigError(FAR_AHEAD)
-        return ranges_of(self._positions.sizes, self._own(steps))
+        return ranges_of(self._positions.sizes, own)
 
     @property
     def _open_steps(self) -> list[Step]:
         return open_steps(self._reducer, self._hooks.graphs)
 
-    def _own(self, steps: Sequence[Step]) -> list[int]:
-        """Numbers of the steps that are of this part of the epoch."""
-        return [step.step for step in steps if step.span == self._span]
+    @property
+    def _first_open(self) -> int | None:
+        """First step of this part of the epoch whose backward pass is to come."""
+        steps = self._open_steps
+        return next((each.step for each in steps if each.span == self._span), None)
 
     def refill(self) -> None:
         """Reads grants that have come; called when the loader draws."""
@@ -186,7 +188,7 @@ class SyncEpoch:
             return  # delayed: a Trainer's loop, which only an error leaves
         self._settle()
         has_passed = in_hand is not None and self._place.first > in_hand.step
-        if in_hand and has_passed and self._dead.is_over(in_hand.step + 1):
+        if in_hand and has_passed and in_hand.step >= self._dead.last:
             self._end_step(in_hand)  # the others run no more: the rest is left
             self._report()
             self._await_end()
@@ -252,7 +254,7 @@ class SyncEpoch:
         if self._gone:
             self._reducer.run_beneath(self._report_beneath)
         part = step.weighed(self._leased.weight)
-        if self._dead.is_settled:
+        if self._dead.first:
             part = self._alive(part)
         self._part = part
         self._reducer.begin_step(part)
@@ -265,18 +267,19 @@ class SyncEpoch:
         self._worker.pace_device()
         self._account.step_ran(step, self._reducer)
         self.samples_done += sum(step.shares)
-        self._settle(min(self._own(self._open_steps), default=step.step + 1))
+        first = self._first_open
+        self._settle(step.step + 1 if first is None else first)
 
     def _next(self, number: int) -> tuple[Step, Any] | None:
         """The next batch; waits only if its grant has not come.
 
         None: the epoch ends here, because it is cut or a rank has left it.
         """
-        while self.end is None and not self._dead.is_over(number):
+        while self.end is None and number <= self._dead.last:
             got = self._leased.take()
             if self._worker.is_due and self.end is None:
                 self.regroup()
-                if self._dead.is_over(number):
+                if number > self._dead.last:
                     break
             if got is not None:
                 if got[0].step != number:
@@ -287,7 +290,7 @@ class SyncEpoch:
             if waits and self.end is None and not self._worker.is_due:
                 self._await_grant(number)
         self._report_all()
-        if self._dead.is_over(number):
+        if number > self._dead.last:
             self._await_end()
         return None
 
@@ -360,9 +363,8 @@ class SyncEpoch:
         if reducer is not self._reducer:
             self._reduce_by(reducer)
 
-    def _say_taken(self, step: int | None, sync_s: float) -> None:
+    def _say_taken(self, step: int, sync_s: float) -> None:
         """The model is that after a step."""
-        assert step is not None
         rank, epoch = self._worker.rank, self._positions.epoch
         taken = WindowReduced(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
         self._worker.send(taken)
@@ -393,7 +395,7 @@ class SyncEpoch:
             self._reducer.closed_passes,
             self._step,
             is_inside=self._is_inside,
-            waits=min(self._own(self._open_steps), default=None),
+            waits=self._first_open,
             passed=passed.step if passed and passed.span == self._span else -1,
         )
 

@@ -268,7 +268,7 @@ class CheckpointKeeper(Pauses):
             try:
                 if not self.counts_epochs:
                     raise ConfigError("the others do not loop over elche.epochs()")
-                told = run.hand_over()
+                told = run.epochs.hand_over()
                 messages = packed(self._contents().capture(loop), told)
             except Exception as error:  # of who joins: the others go on
                 logger.exception("a rank cannot join the run")
@@ -304,8 +304,8 @@ class CheckpointKeeper(Pauses):
         """Numbers of the epochs that are left; see `elche.epochs`."""
         self.is_active = self.counts_epochs = True
         self._count = count
-        if self._several is not None and self._several.is_new:
-            self._several.join()
+        if self._several is not None and self._several.worker.is_new:
+            self._several.epochs.opening.join()
         folder = os.environ.get("ELCHE_RESUME")
         if folder and not self._is_resumed:
             self.resume(Path(folder))
@@ -418,7 +418,7 @@ class CheckpointKeeper(Pauses):
     def resume(self, folder: Path) -> bool:
         """Goes on from the newest checkpoint; see `elche.resume`."""
         run, self.is_active, self._is_resumed = self._current, True, True
-        if self._several is not None and self._several.is_new:
+        if self._several is not None and self._several.worker.is_new:
             return False  # it goes on from where the others are, once its loop begins
         found = self._newest(folder)
         if found is None:

@@ -34,9 +34,9 @@ def test_a_rank_that_has_left_is_made_up_for_by_the_others(is_sum: bool) -> None
     def run(group: ThreadGroup, model: Net) -> Gradients:
         reducer = reducer_of(model, group, 300)
         if is_sum:
-            reducer.sum_losses()
+            reducer.weights.sum_losses()
         reducer.attach()
-        reducer.correct_by(lambda label, number: Lost(SIZES[0] / sum(SIZES), 1 / 3))
+        reducer.lost = lambda label, number: Lost(SIZES[0] / sum(SIZES), 1 / 3)
         part = StepPart(SIZES[group.rank] / sum(SIZES), len(SIZES), label="a step")
         if group.rank == 0:
             reducer.join_pass(part)

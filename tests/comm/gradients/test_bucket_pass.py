@@ -222,15 +222,15 @@ def test_work_beneath_runs_once_and_only_in_a_pass_that_is_reduced(
         for exchange in exchanges(made):
             come(exchange)
 
-    made.run_beneath(lambda: done.append("a"))
+    made.beneath = lambda: done.append("a")
     run(holds=True)
     loss_of(chain).backward()  # the user's own
     assert done == []
     run()
     run()
     assert done == ["a"]
-    made.run_beneath(lambda: done.append("b"))
-    made.run_beneath(None)
+    made.beneath = lambda: done.append("b")
+    made.beneath = None
     run()
     assert done == ["a"]
 

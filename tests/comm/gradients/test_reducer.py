@@ -134,7 +134,7 @@ def test_what_weighs_nothing_is_not_multiplied_by_zero() -> None:
 def test_a_rank_without_samples_adds_nothing_where_losses_are_sums() -> None:
     def run(group: ThreadGroup, model: Net) -> Gradients:
         reducer = reducer_of(model, group, 300)
-        reducer.sum_losses()
+        reducer.weights.sum_losses()
         reducer.attach()
         reducer.begin_step(StepPart(float(group.rank == 0), 1))
         model.losses(batch_of(group.rank, 0, 5)).sum().backward()
@@ -222,7 +222,7 @@ def test_ranks_weigh_what_the_user_says() -> None:
 
     def run(group: ThreadGroup, model: Net) -> list[Gradients]:
         reducer = reducer_of(model, group, 300)
-        reducer.weigh_by_user()
+        reducer.weights.weigh_by_user()
         reducer.attach()
         found = []
         for step, each in enumerate(weights):

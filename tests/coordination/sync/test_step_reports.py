@@ -136,10 +136,6 @@ class Shell:
         while self.inbox:
             handle(self.inbox.popleft())
 
-    def correct_by(self, lost: None) -> None: ...
-
-    def look_before(self, look: Callable[[], None]) -> None: ...
-
     on_lost: Callable[[], None] | None = None
 
     def receive(self, handle: Callable[[Instruction], None], why: str) -> None:
@@ -171,9 +167,6 @@ class Shell:
 
     def end_step(self) -> None:
         pass
-
-    def run_beneath(self, work: Callable[[], None] | None) -> None:
-        self.beneath = work
 
     def backward(self) -> None:
         work, self.beneath = self.beneath, None

@@ -113,7 +113,7 @@ def train(folder: str, deaths: tuple[Death, ...], options: dict[str, Any]) -> Co
                     log.flush()
                 if policies[-1:] != [run.policy]:
                     policies.append(run.policy)
-                in_windows = isinstance(run._epochs.under_way, WindowEpoch)
+                in_windows = isinstance(run.epochs.under_way, WindowEpoch)
                 loss = model(index, in_windows=in_windows)
                 hits.get("forward", int)()
                 loss.backward()

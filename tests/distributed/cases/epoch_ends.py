@@ -41,7 +41,7 @@ def train(
     run = current_run()
     for _ in elche.epochs(epochs):
         for index in loader:
-            in_windows = isinstance(run._epochs.under_way, WindowEpoch)
+            in_windows = isinstance(run.epochs.under_way, WindowEpoch)
             model(index, in_windows=in_windows).backward()
             optimizer.step()
             optimizer.zero_grad()

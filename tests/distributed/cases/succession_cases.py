@@ -127,7 +127,7 @@ def train(
             for death, visit in zip(mine, visits, strict=True):
                 if death.place == "batch":
                     visit()
-        keys: Any = run._epochs._opening.order.keys
+        keys: Any = run.epochs.opening.order.keys
         orders.append([int(key) for key in keys])
         elche.barrier()
     counts = model.count.tolist()

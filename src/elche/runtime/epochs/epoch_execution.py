@@ -149,7 +149,7 @@ class EpochExecution:
         is_apart, steps.is_apart = steps.is_apart, False
         if not (is_changed or is_other):
             if is_apart:
-                self._synchroniser.share_again()
+                self._synchroniser.share_with(self._synchroniser.group)
                 steps.reset()
             return
         if is_other:

@@ -103,7 +103,7 @@ class StepAccount:
     def watch(self, reducer: GradientReducer) -> None:
         """Looks for NaN and Inf in what this reduces from now on."""
         self._numbers = NonFiniteWatch(reducer.parameters, self._hooks.numbers)
-        reducer.look_before(partial(_look, self._numbers, self._hooks.graphs))
+        reducer.look = partial(_look, self._numbers, self._hooks.graphs)
 
     def granted(self, grant: GrantSteps) -> None:
         """More steps were granted."""

@@ -90,7 +90,8 @@ class StepGroups:
     def begin_anew(self, group: Group) -> None:
         """Ranks have joined: all take part, and reduce in their group; with them."""
         self._left_out, self._changes = (), 0
-        self._synchroniser.build_in(group)
+        self._synchroniser.group = group
+        self._synchroniser.build()
 
     def leave_out(self, told: LeaveOut) -> GradientReducer:
         """Other ranks take part from now on; returns what reduces their gradients."""
@@ -233,7 +234,9 @@ class StepGroups:
         if not self._regrouping.is_building:
             sharing = self._worker.groups.without(left_out, 0)
             lacks = place.passes < found.passes
-            self._synchroniser.go_on_in(sharing, found.source, alive, lacks=lacks)
+            reducer = self._synchroniser.reducer
+            if sharing is not None and reducer is not None:
+                reducer.go_on_in(sharing, found.source, alive, lacks=lacks)
         self.lost.confirm()
 
     def say_regrouped(self, epoch: int) -> None:

@@ -166,7 +166,7 @@ class SyncEpoch:
             yield
         finally:
             graphs.end_epoch()
-            self._reducer.correct_by(None)
+            self._reducer.lost = None
             self._reducer.on_lost = None
             self._worker.on_wait = None
 
@@ -223,7 +223,7 @@ class SyncEpoch:
         """Another rank's loop has left the epoch; may be called again and again."""
         if not self._is_leaving and gone.epoch == self._positions.epoch:
             self._gone[gone.gone] = gone.passes
-            self._reducer.correct_by(partial(Step.lost, gone=self._gone))
+            self._reducer.lost = partial(Step.lost, gone=self._gone)
             self._announce()
 
     def _waits(self, gone: Iterable[RankLeft]) -> None:
@@ -252,7 +252,7 @@ class SyncEpoch:
         self._step, self._is_inside = step.step, True
         self._granted.pop(step.step - 1, None)
         if self._gone:
-            self._reducer.run_beneath(self._report_beneath)
+            self._reducer.beneath = self._report_beneath
         part = step.weighed(self._leased.weight)
         if self._dead.first:
             part = self._alive(part)
@@ -431,12 +431,12 @@ class SyncEpoch:
         """Steps before this one are done: their report waits for the next pass."""
         if self._account.settle(first):
             is_due = self._account.is_due
-            self._reducer.run_beneath(self._report_beneath if is_due else None)
+            self._reducer.beneath = self._report_beneath if is_due else None
 
     def _report(self) -> None:
         """Sends what is still to be said."""
         if self._account.report():
-            self._reducer.run_beneath(None)
+            self._reducer.beneath = None
 
     def _report_all(self) -> None:
         """Also of steps whose backward pass has not come yet."""

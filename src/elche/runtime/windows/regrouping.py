@@ -139,7 +139,7 @@ class Regrouping:
         )
         self.is_building = any(are_building)
         worker.groups.let_share(all(share))
-        self._synchroniser.move_to(group)
+        self._synchroniser.group = group
         if any(lack_keys):
             order.settle(group, have_keys.index(1) if any(have_keys) else None)
         if group.rank == 0:

@@ -84,6 +84,8 @@ class BucketPass(ABC):
         weights: of this rank's gradients.
 
     Attributes:
+        parameters: as given.
+        weights: of this rank's gradients, set up before :meth:`attach`.
         order: indices of the parameters in the order of reduction.
         backward_passes: passes reduced so far.
         closed_passes: of them, those whose sums this rank has.
@@ -102,18 +104,18 @@ class BucketPass(ABC):
         reduced: Reduced,
         weights: PartWeights,
     ) -> None:
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
         self._names = list(names)
         self._group = group
         self._options = options
         self._reduced = reduced
-        self._weights = weights
+        self.weights = weights
         self._holds = False
-        self._index = {id(p): at for at, p in enumerate(self._parameters)}
-        self._dtypes = [parameter.dtype for parameter in self._parameters]
+        self._index = {id(p): at for at, p in enumerate(self.parameters)}
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
         self._queue = BucketQueue(reduced)
         self._order = GradientOrder(self._names)
-        self._hooks = GradientHooks(self._parameters)
+        self._hooks = GradientHooks(self.parameters)
         self._deferred: tuple[int, bool] | None = None
         self._lock = threading.RLock()
         self._phase = Phase.IDLE
@@ -154,11 +156,11 @@ class BucketPass(ABC):
     def delay(self) -> None:
         """Sums come one pass later, with the next one's end; before :meth:`attach`."""
         self._options = replace(self._options, delayed=True)
-        self._late = LateSums(self._parameters)
+        self._late = LateSums(self.parameters)
 
     def attach(self) -> None:
         """Allocates buckets, together with all ranks, and hooks every parameter."""
-        self._build(range(len(self._parameters))[::-1])
+        self._build(range(len(self.parameters))[::-1])
         self._hooks.attach(partial(self._on_gradient, weakref.ref(self)))
 
     def detach(self) -> None:
@@ -167,7 +169,7 @@ class BucketPass(ABC):
 
     def _build(self, order: Sequence[int]) -> None:
         self.order = list(order)
-        self._queue.build(self._parameters, self.order, self._group, self._options)
+        self._queue.build(self.parameters, self.order, self._group, self._options)
 
     def drain(self) -> bool:
         """Waits for the sums that are under way, with all ranks, between two steps.
@@ -210,7 +212,7 @@ class BucketPass(ABC):
         index = None if self is None else self._index.get(id(parameter))
         if self is None or index is None:
             return  # what a hook before returned, which torch refuses after all of them
-        if self._weights.part is None:
+        if self.weights.part is None:
             self._reduced.strays.add(id(parameter))
             return
         if self._holds:
@@ -239,7 +241,7 @@ class BucketPass(ABC):
         Raises:
             ConfigError: it cannot be reduced.
         """
-        gradient = self._parameters[index].grad
+        gradient = self.parameters[index].grad
         if gradient is not None or not is_undefined:
             refuse_gradient(gradient, self._names[index], self._dtypes[index])
         order, queue = self._order, self._queue
@@ -382,7 +384,7 @@ class BucketPass(ABC):
             self._build(self.order)
         else:  # some ranks have not come to it
             self._order.is_agreed = False
-            self._build(range(len(self._parameters))[::-1])
+            self._build(range(len(self.parameters))[::-1])
 
     def _fail(self, error: CommunicationError) -> None:
         self._phase = Phase.BROKEN

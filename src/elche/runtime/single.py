@@ -185,7 +185,7 @@ class SingleRun:
         self._epoch, course = epochs["next"] - 1, epochs["course"]
         if course is None:
             return
-        if not self._has_positions:
+        if self.iterates_loader:
             raise ConfigError(
                 "the checkpoint is inside an epoch of an IterableDataset; give "
                 "elche.setup samples_per_epoch"
@@ -229,8 +229,8 @@ class SingleRun:
             return
         number = self._begin_epoch()
         most = None if steps < 0 else steps
-        by_position = self._has_positions
-        batches = self._by_position(most) if by_position else islice(self._loader, most)
+        is_theirs = self.iterates_loader
+        batches = islice(self._loader, most) if is_theirs else self._by_position(most)
         weights = self._training.weights
         began_s = self._opened_s
         try:
@@ -259,17 +259,15 @@ class SingleRun:
 
     @property
     def iterates_loader(self) -> bool:
-        """True if batches come from the user's own loader, whose state is theirs."""
-        return not self._has_positions
+        """True if batches come from the user's own loader, whose state is theirs.
 
-    @property
-    def _has_positions(self) -> bool:
-        """True if samples are drawn by position, not as the loader comes to them."""
+        Else samples are drawn by position.
+        """
         data, pauses = self._loader.dataset, self._training.pauses
         if isinstance(data, IterableDataset):
-            return False  # nobody knows its length
+            return True  # nobody knows its length
         is_asked = self._training.config.seed is not None or pauses.is_active
-        return is_asked or isinstance(data, StreamView)
+        return not (is_asked or isinstance(data, StreamView))
 
     def _by_position(self, most: int | None) -> Iterator[Any]:
         data = self._loader.dataset

@@ -405,7 +405,7 @@ class Rank:
             self.inbox.remove(one)
 
     def regroup(self, *, is_between: bool = False) -> Script:
-        """As `StepGroups.form`, until nobody dies in it."""
+        """As `StepGroups.settle`, until nobody dies in it."""
         if self.open is not None and self.open.span != self.span:
             raise TooEarlyError
         if not is_between:

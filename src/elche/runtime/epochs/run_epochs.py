@@ -33,7 +33,7 @@ from elche.runtime.windows.synchroniser import Synchroniser
 
 
 class RunEpochs:
-    """Opens epochs with all ranks, and hands out this rank's part of each.
+    """Opens epochs with all ranks, and yields this rank's part of each.
 
     Attributes:
         opening: of epochs, with all ranks.
@@ -43,6 +43,15 @@ class RunEpochs:
         samples_before: samples of the epochs that have ended, of all ranks.
         resumed_samples: those of this epoch that were trained before it was resumed.
     """
+
+    # One iteration of the loader, as `_run_epoch` goes through it:
+    #
+    #     _open_part ► execution.run ► _end_part ─ nothing is left ─► _end_epoch
+    #         ▲                            │ cut: for a checkpoint, joins, deaths
+    #         └────────── _pause ◄─────────┘ ─ the run ends ─► _end_epoch
+    #
+    # A loop that breaks off, or asks for a new iteration meanwhile, ends the part on
+    # all ranks; if that was cut before, its rest is opened once more (_leave_rest).
 
     def __init__(
         self,

@@ -306,7 +306,7 @@ class WindowEpoch:
             lacks = False
         keeps = self._loop.batches > 0
         was_open = None if last is None else OpenReduction(last, lacks, keeps)
-        regrouping.form(was_open, self._taken_over)
+        regrouping.settle(regrouping.meet(), was_open, self._taken_over)
         self._loop.regrouped()
         self._waited_s = self._held_s = 0.0
         self._worker.send(

@@ -180,21 +180,13 @@ class StepGroups:
                 "step schedulers between epochs"
             )
 
-    def form(self, place: StepPlace, alive: Callable[[StepPart], StepPart]) -> None:
-        """Forms the group of those who live, and settles the pass under way.
-
-        Raises:
-            RankLostError: another rank has died; to be called again.
-        """
-        self.settle(self._regrouping.meet(wants_keys=False), place, alive)
-
     def settle(
         self,
         group: Group,
         place: StepPlace,
         alive: Callable[[StepPart], StepPart] = lambda part: part,
     ) -> None:
-        """The same, once all have met in their group.
+        """Settles the pass under way, once all have met in their group.
 
         Where ranks have joined, between two parts of an epoch, nothing is under way:
         what reduces gradients is built anew with them.
@@ -203,6 +195,9 @@ class StepGroups:
             group: the next one.
             place: where this rank is.
             alive: its part of a step without those that have died.
+
+        Raises:
+            RankLostError: another rank has died; to be called again.
         """
         rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
         if self._synchroniser.is_left_out:

@@ -379,7 +379,8 @@ class SyncEpoch:
         while not has_formed:
             self._worker.hear_of()
             with contextlib.suppress(RankLostError):  # the word of it is in line
-                steps.form(self._place, self._alive)
+                group = self._hooks.regrouping.meet()
+                steps.settle(group, self._place, self._alive)
                 has_formed = True
         self._has_said = False
         reported = self._account.reported

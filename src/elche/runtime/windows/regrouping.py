@@ -78,18 +78,6 @@ class Regrouping:
         self.is_building = self.has_joined = False
         self._said = list(worker.members)
 
-    def form(
-        self,
-        last: OpenReduction | None = None,
-        on_result: Callable[[], None] | None = None,
-    ) -> None:
-        """Forms the group of the members; see :meth:`settle`.
-
-        Raises:
-            RankLostError: another rank has died; to be called again.
-        """
-        self.settle(self.meet(wants_keys=False), last, on_result)
-
     def settle(
         self,
         group: Group,
@@ -121,7 +109,7 @@ class Regrouping:
         sync.reconnect(group)
         self.say()
 
-    def meet(self, *, wants_keys: bool) -> Group:
+    def meet(self, *, wants_keys: bool = False) -> Group:
         """The members' group, formed; who lacks what all have gets it there.
 
         ``wants_keys``: this rank waits for the positions of an epoch that has begun.

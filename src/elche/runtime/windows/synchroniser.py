@@ -199,6 +199,10 @@ class Synchroniser:
             self._build_reducer(group, None)
 
     def _build_reducer(self, group: Group, norms: NormScope | None) -> None:
+        codec = "fp32"
+        if self._config.policy == "sync":  # under auto a codec is for its windows
+            codec = self._config.codec
+            warn_of_codec(group, codec)
         self.reducer = reducer = GradientReducer(
             self._trainable,
             group,
@@ -206,7 +210,7 @@ class Synchroniser:
             BufferAverager.for_model(self._model, group),
             norms,
             [name for name, p in self._model.named_parameters() if p.requires_grad],
-            self._gradient_codec(group),
+            codec,
             keeps_sums=self._keeps_sums,
             reduced=self.reduced,
         )
@@ -217,13 +221,6 @@ class Synchroniser:
         if self._delayed is not None:
             self._delayed.attach(reducer, reducer.parameters)
         reducer.attach()
-
-    def _gradient_codec(self, group: Group) -> str:
-        """Codec of gradients; under ``auto`` a codec is for its windows."""
-        if self._config.policy != "sync":
-            return "fp32"
-        warn_of_codec(group, self._config.codec)
-        return self._config.codec
 
     def detach(self) -> None:
         """Takes every hook off; SyncBatchNorm is plain BatchNorm again."""

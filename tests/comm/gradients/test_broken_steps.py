@@ -11,17 +11,16 @@ from torch import nn
 from elche.comm.gradients.part_weights import Lost, StepPart
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.buffers import BufferAverager
-from tests.comm.gradients.test_reducer import (
+from tests.comm.gradients.reduced_net import (
     CAPS,
     Gradients,
     Net,
     alone,
     batch_of,
-    check,
     gradients_of,
     nets,
-    reducer_of,
 )
+from tests.comm.gradients.test_reducer import check, reducer_of
 from tests.comm.thread_group import ThreadGroup, on_ranks
 
 SIZES = (6, 2, 1)

@@ -105,7 +105,7 @@ def test_alone_sync_batch_norm_is_batch_norm() -> None:
     [
         ([], r"expected a batch count per rank \(1\), got 0"),
         ([1, 2], r"expected a batch count per rank \(1\), got 2"),
-        ([0], r"expected a batch count above 0 for at least one rank, got \[0\]"),
+        ([0], r"expected a count above 0 on at least one rank, got \[0.0\]"),
         ([-1], r"expected batch counts of at least 0, got \[-1\]"),
         ([float("nan")], "expected batch counts of at least 0"),
         (0, r"expected a count above 0 on at least one rank, got \[0.0\]"),

@@ -69,31 +69,42 @@ dropped = pytest.mark.parametrize("drop", DROPS.values(), ids=DROPS)
 as_views = pytest.mark.parametrize("as_views", [False, True])
 
 
-@dropped
-@as_views
-def test_what_was_dropped_weighs_nothing(
-    drop: Callable[[nn.Module], None], as_views: bool
-) -> None:
-    loop = Loop(gradient_as_bucket_view=as_views)
+def _after_backward(loop: Loop, drop: Callable[[nn.Module], None]) -> float:
     for _ in range(2):
+        drop(loop.model)
         loop.backward(DROPPED, local=True)
         drop(loop.model)
         loop.backward(REDUCED)
-        assert loop.weight == REDUCED
-        drop(loop.model)
+    return REDUCED
 
 
-@dropped
-@as_views
-def test_what_is_dropped_between_forward_and_backward(
-    drop: Callable[[nn.Module], None], as_views: bool
-) -> None:
-    loop = Loop(gradient_as_bucket_view=as_views)
+def _before_backward(loop: Loop, drop: Callable[[nn.Module], None]) -> float:
     loop.backward(DROPPED, local=True)
     loss = loop.loss(REDUCED)
     drop(loop.model)
     loss.backward()
-    assert loop.weight == REDUCED
+    return REDUCED
+
+
+def _before_more(loop: Loop, drop: Callable[[nn.Module], None]) -> float:
+    loop.backward(DROPPED, local=True)
+    loop.backward(DROPPED, local=True)
+    drop(loop.model)
+    loop.backward(3, local=True)
+    loop.backward(5, local=True)
+    loop.backward(REDUCED)
+    return 3 + 5 + REDUCED
+
+
+@dropped
+@as_views
+@pytest.mark.parametrize("when", [_after_backward, _before_backward, _before_more])
+def test_what_was_dropped_weighs_nothing(
+    drop: Callable[[nn.Module], None], as_views: bool, when: Callable[..., float]
+) -> None:
+    loop = Loop(gradient_as_bucket_view=as_views)
+    weight = when(loop, drop)
+    assert loop.weight == weight
 
 
 @dropped
@@ -117,20 +128,6 @@ def test_a_gradient_that_comes_before_that_of_the_output(
         backward(5)
     backward(REDUCED)
     assert loop.weight == REDUCED
-
-
-@dropped
-def test_what_is_accumulated_after_a_drop_weighs(
-    drop: Callable[[nn.Module], None],
-) -> None:
-    loop = Loop()
-    loop.backward(DROPPED, local=True)
-    loop.backward(DROPPED, local=True)
-    drop(loop.model)
-    loop.backward(3, local=True)
-    loop.backward(5, local=True)
-    loop.backward(REDUCED)
-    assert loop.weight == 3 + 5 + REDUCED
 
 
 def test_a_step_without_a_batch_after_a_drop() -> None:

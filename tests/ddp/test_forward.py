@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributions import Categorical
 from torch.nn.utils import prune
 
 from elche.comm.tensors.nested import outputs_in, tensors_in
-from elche.ddp.model_checks import cap_mb, places_of, refuse_replaced
+from elche.ddp.model_checks import cap_mb, refuse_changes
 from elche.ddp.pass_weights import samples_in
 from elche.errors import ConfigError
 
@@ -64,15 +65,19 @@ def test_samples_are_counted_along_the_dimension(
     assert samples_in(inputs, dim) == samples
 
 
-def test_a_parameter_that_a_pruning_moves_is_still_the_same() -> None:
+def test_what_is_reduced_may_move_and_nothing_else_may_be_trained() -> None:
+    group: Any = SimpleNamespace(world_size=1)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    places = places_of(model, list(model.parameters()))
+    trained, ignored = dict(model.named_parameters()), frozenset({"2.own"})
     prune.l1_unstructured(model[0], "weight", 0.5)
-    refuse_replaced(places, model)
-    assert {name for _, _, name, *_ in places} >= {"0.weight_orig", "2.weight"}
+    model[2].own = nn.Parameter(torch.zeros(2))
+    refuse_changes(group, model, trained, ignored)
+    model[2].more = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ConfigError, match=r"2\.more was frozen .*, or not there"):
+        refuse_changes(group, model, trained, ignored)
     model[2].weight = nn.Parameter(torch.zeros(2, 4))
     with pytest.raises(ConfigError, match=r"2\.weight was replaced"):
-        refuse_replaced(places, model)
+        refuse_changes(group, model, trained, ignored)
 
 
 @pytest.mark.parametrize(

@@ -316,11 +316,6 @@ def _checked_counts(
         raise ConfigError(
             f"expected a batch count per rank ({world_size}), got {len(given)}"
         )
-    elif not sum(given):
-        raise ConfigError(
-            "expected a batch count above 0 for at least one rank, got "
-            f"{batch_counts!r}"
-        )
     if any(not math.isfinite(count) or count < 0 for count in given):
         raise ConfigError(f"expected batch counts of at least 0, got {batch_counts!r}")
     return counts

@@ -127,30 +127,27 @@ class _Message:
     parameters: list[nn.Parameter]
     exchange: Exchange
 
+    def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sizes = [*map(_numel, self.parameters), len(self.parameters)]
+        return tuple(message.split(sizes))
+
     def fill(self, side: int, weight: float) -> None:
         """Writes this rank's part. Weight zero sends zeros, never 0 times a value."""
-        flat, at = self.exchange.contribution(side), 0
-        flags = [0.0] * len(self.parameters)
-        for index, parameter in enumerate(self.parameters):
-            part = flat[at : at + _numel(parameter)]
+        message = self.exchange.contribution(side).zero_()
+        *parts, flags = self._parts(message)
+        for flag, parameter, part in zip(flags, self.parameters, parts, strict=True):
             if weight and parameter.grad is not None:
                 gradient = _as_real(parameter.grad.resolve_conj())
                 part.view(gradient.shape).copy_(gradient)
                 part.mul_(weight)
-                flags[index] = 1.0
-            else:
-                part.zero_()
-            at += part.numel()
-        flat[at:].copy_(torch.tensor(flags, dtype=flat.dtype, device="cpu"))
+                flag.fill_(1.0)
 
     def hand_out(self, total: torch.Tensor) -> None:
         """Gives each parameter that any rank used its mean gradient."""
-        at = 0
-        flags = total[total.numel() - len(self.parameters) :].tolist()
-        for flag, parameter in zip(flags, self.parameters, strict=True):
-            mean = total[at : at + _numel(parameter)]
-            at += mean.numel()
-            if not flag:
+        *means, flags = self._parts(total)
+        used = flags.tolist()
+        for is_used, parameter, mean in zip(used, self.parameters, means, strict=True):
+            if not is_used:
                 parameter.grad = None
                 continue
             if parameter.grad is None or parameter.grad.is_conj():

@@ -1,13 +1,11 @@
 """A process group of torch's, as elche's reductions use it.
 
-It belongs to the user: nothing here closes it. When a collective fails, the remaining
-ranks call the roll in the group's store, so that the error names the missing ones;
-gloo's own error names no rank.
+It belongs to the user: nothing here closes it. Where a collective fails in shared
+memory, the error names the missing ranks; gloo's own error names none.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,12 +15,10 @@ from torch import distributed as dist
 from typing_extensions import override
 
 from elche.comm.transport.process_group import Group, late_error
-from elche.errors import CommunicationError, ConfigError, DeadlineError
+from elche.errors import CommunicationError, ConfigError
 from elche.torch_internals.groups import group_timeout_s
 
 DEFAULT_TIMEOUT_S = 1800.0
-ROLL_CALL_S = 2.0
-ROLL_CALL_EVERY_S = 0.02
 
 
 class TorchGroup(Group):
@@ -51,7 +47,7 @@ class TorchGroup(Group):
         if process_group.name() == "nccl":
             self.control_device = torch.device("cuda", torch.cuda.current_device())
         self.is_mixed = False
-        self.on_failure = self._explained
+        self.on_failure = _explained
         self.check = self._check
         self.pids: Sequence[int] = ()
 
@@ -99,34 +95,14 @@ class TorchGroup(Group):
     def close(self) -> None:
         """Leaves the group as it is: it is the user's."""
 
-    def _explained(self, text: str, missing: Sequence[int]) -> CommunicationError:
-        silent = self._silent(missing or range(self.world_size))
-        if not silent:  # all of them wait too
-            return CommunicationError(text)
-        error = late_error(text, missing or silent)
-        return DeadlineError(
-            f"{error}. They have ended, hang, or skipped this step (a rank without a "
-            "batch calls join_step())"
-        )
 
-    def _silent(self, ranks: Sequence[int]) -> list[int]:
-        """Ranks that have not reported a failure too, soon after this one."""
-        missing = [rank for rank in ranks if rank != self.rank]
-        name = f"elche/{self.torch_group.group_name}/failed"
-        try:
-            store = self.torch_group.get_group_store()
-            store.set(f"{name}/{self.rank}", b"failed")
-            end_s = time.monotonic() + ROLL_CALL_S
-            while missing and time.monotonic() < end_s:
-                missing = [r for r in missing if not store.check([f"{name}/{r}"])]
-                time.sleep(ROLL_CALL_EVERY_S)
-        except (
-            RuntimeError,
-            AttributeError,
-            KeyError,
-        ):  # its host is gone
-            return []
-        return missing
+def _explained(text: str, missing: Sequence[int]) -> CommunicationError:
+    """The error of a collective that failed, with what to look for."""
+    error = late_error(text, missing)
+    return type(error)(
+        f"{error}. A rank has ended, hangs, or skipped this step (a rank without a "
+        "batch calls join_step())"
+    )
 
 
 def as_group(process_group: Any, timeout_s: float | None) -> TorchGroup:

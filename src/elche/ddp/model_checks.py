@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from elche.comm.norm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
+from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.tensors.unshareable import (
     difference,
     model_layout,
@@ -22,7 +21,6 @@ from elche.comm.transport.process_group import gather_texts
 from elche.config_checks import check_choice
 from elche.ddp.group import TorchGroup
 from elche.errors import ConfigError, MismatchError
-from elche.torch_internals.held import BatchNormBase, held_modules, held_parameters
 
 MIB = 2**20
 LEAST_CAP_MB, MOST_CAP_MB = 2.0, 25.0
@@ -44,9 +42,6 @@ CHOICES = {
     "strategy": ("overlapped", "synchronous", "none"),
     "transport": ("auto", "gloo"),
 }
-
-Place = tuple[dict[str, Any], str, str, nn.Parameter, torch.dtype]
-"""Holder and key of a parameter, its name in the model, itself, its dtype."""
 
 
 def refuse_arguments(given: dict[str, Any]) -> None:
@@ -146,63 +141,44 @@ def _found(
     return {**found, **model_layout(model, ignored)}
 
 
-def places_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Place]:
-    """Places at which a model holds parameters."""
-    wanted = {id(parameter) for parameter in parameters}
-    return [
-        (held, key, f"{path}.{key}" if path else key, parameter, parameter.dtype)
-        for path, module in model.named_modules()
-        for held in [held_parameters(module)]
-        for key, parameter in held.items()
-        if parameter is not None and id(parameter) in wanted
-    ]
+def refuse_changes(
+    group: TorchGroup,
+    model: nn.Module,
+    trained: Mapping[str, nn.Parameter],
+    ignored: frozenset[str],
+) -> None:
+    """Refuses a model that trains other parameters than those that are reduced.
 
+    What it holds elsewhere now (pruning and parametrizations move parameters) is still
+    reduced.
 
-def refuse_replaced(places: list[Place], model: nn.Module) -> None:
-    """Refuses a model whose parameters are not those that are reduced, as they were.
-
-    One that the model holds elsewhere now (pruning and parametrizations move it) is
-    still reduced: ``places`` is brought up to date.
+    Args:
+        group: all ranks.
+        model: the model, as it is now.
+        trained: parameters that are reduced, by their names when it was wrapped.
+        ignored: names of parameters that stay local.
 
     Raises:
-        ConfigError: names one.
+        ConfigError: names one, or a SyncBatchNorm layer that is in no group.
     """
-    has_moved = False
-    for held, key, name, parameter, dtype in places:
-        if parameter.dtype is not dtype:
-            raise ConfigError(
-                f"{name} was {dtype} when the model was wrapped and is "
-                f"{parameter.dtype} now; convert it before wrapping the model"
-            )
-        if key in held and held[key] is parameter:
-            continue
-        has_moved = True
-        if all(parameter is not each for each in model.parameters()):
+    held = {id(parameter) for parameter in model.parameters()}
+    reduced = {id(parameter) for parameter in trained.values()}
+    for name, parameter in trained.items():
+        if id(parameter) not in held:
             raise ConfigError(
                 f"{name} was replaced after the model was wrapped, so its gradient "
                 "would not be reduced; assign to its .data, or wrap the model again"
             )
-    if has_moved:
-        places[:] = places_of(model, [parameter for *_, parameter, _ in places])
-
-
-def plain_norms(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Holders of the model's plain BatchNorm layers, and their keys."""
-    return [
-        (held, key)
-        for module in model.modules()
-        for held in [held_modules(module)]
-        for key, layer in held.items()
-        if isinstance(layer, BatchNormBase) and not isinstance(layer, SyncBatchNorm)
-    ]
-
-
-def refuse_converted(places: list[tuple[dict[str, Any], str]]) -> None:
-    """Raises ConfigError for a SyncBatchNorm layer made after wrapping: no group."""
-    for held, key in places:
-        layer = held.get(key)
-        if isinstance(layer, SyncBatchNorm) and not layer.has_own_scope:
+    for name, parameter in model.named_parameters():
+        is_reduced = id(parameter) in reduced or name in ignored
+        if parameter.requires_grad and not is_reduced:
             raise ConfigError(
-                f"BatchNorm layer {key!r} was converted after the model was wrapped, "
+                f"{name} was frozen when the model was wrapped, or not there, so its "
+                "gradient would not be reduced; wrap the model again"
+            )
+    for name, layer in sync_batchnorm_layers(model).items():
+        if group.world_size > 1 and not layer.spans_ranks:
+            raise ConfigError(
+                f"BatchNorm layer {name!r} was converted after the model was wrapped, "
                 "and does not take part in the group; convert before wrapping"
             )

@@ -21,6 +21,7 @@ from elche.comm.gradients.gradient_factor import (
     Gradients,
     accumulation_nodes,
     hook_accumulation,
+    scaled,
 )
 from elche.comm.tensors.nested import items_of, tensors_in
 from elche.errors import ConfigError
@@ -84,30 +85,22 @@ class PassWeights:
 
     Attributes:
         given: weight that was set for the next backward pass; None: samples count.
+        expected: the last forward pass, if its backward pass has not begun.
+        current: the backward pass under way, if it counts.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, is_mean: bool) -> None:
         self._parameters = parameters
         self._is_mean = is_mean
         self.given: float | None = None
-        self._expected: _Forward | None = None
-        self._current: _Pass | None = None
+        self.expected: _Forward | None = None
+        self.current: _Pass | None = None
         self._ended: _Pass | None = None
         self._passes: list[_Pass] = []
         self._sent: _Pass | None = None
         self._left: list[tuple[nn.Parameter, tuple[int, Any]]] = []
         self._holds_sum = False
         self._nodes: list[Any] = []
-
-    @property
-    def is_expected(self) -> bool:
-        """True if a forward pass has ended whose backward pass has not begun."""
-        return self._expected is not None
-
-    @property
-    def is_open(self) -> bool:
-        """True if a backward pass is under way that counts."""
-        return self._current is not None
 
     def expect(
         self,
@@ -127,8 +120,8 @@ class PassWeights:
             self._nodes = accumulation_nodes(self._parameters)
             hook_accumulation(self._nodes, self._weighed)
         if graph_task_id() == OUTSIDE:
-            self._current = None  # of a backward pass that was broken off
-        self._expected = forward = _Forward(weight, begin is not None)
+            self.current = None  # of a backward pass that was broken off
+        self.expected = forward = _Forward(weight, begin is not None)
 
         def count(gradient: torch.Tensor) -> None:
             if self._enter(forward) and begin is not None:
@@ -172,7 +165,7 @@ class PassWeights:
             if self._is_mean:
                 self._refuse_uneven()
             if graph_task_id() == OUTSIDE:
-                self._current = None
+                self.current = None
         weights = [each.weight for each in self._passes]
         first = next((weight for weight in weights if weight), 0.0)
         self._passes.clear()
@@ -202,18 +195,18 @@ class PassWeights:
 
         With a static graph the first reduction begins after the pass has ended.
         """
-        if self._current is None:
-            if self._expected is not None:  # the loss goes around the outputs
-                self._enter(self._expected)
+        if self.current is None:
+            if self.expected is not None:  # the loss goes around the outputs
+                self._enter(self.expected)
             elif self._sent is not None:  # so do the gradients that it lacks
-                self._current = self._sent
+                self.current = self._sent
                 queue_callback(self._end)
             elif self._ended is not None:
-                self._current, self._ended = self._ended, None
-                self.given = None if self._current.given is not None else self.given
-        if self._current is not None:
-            self._current.has_gradients = True
-        return self._current
+                self.current, self._ended = self._ended, None
+                self.given = None if self.current.given is not None else self.given
+        if self.current is not None:
+            self.current.has_gradients = True
+        return self.current
 
     def _enter(self, forward: _Forward) -> bool:
         """Counts a forward pass, once per backward pass that comes to its outputs.
@@ -225,13 +218,13 @@ class PassWeights:
         if forward.counted_in == task != OUTSIDE:
             return False
         forward.counted_in = task
-        self._expected, self._ended = None, None
-        is_new = self._current is None
-        if self._current is None and self._sent is not None:
+        self.expected, self._ended = None, None
+        is_new = self.current is None
+        if self.current is None and self._sent is not None:
             self._refuse_uncounted(self._sent, forward)
-            self._current, self.given = self._sent, None
+            self.current, self.given = self._sent, None
             queue_callback(self._end)
-        elif self._current is None:
+        elif self.current is None:
             self._forget_dropped()
             if not self._passes and (self._nodes or not self._is_mean):
                 self._holds_sum = any(map(_is_something, self._parameters))
@@ -241,23 +234,23 @@ class PassWeights:
                     "summed over the ranks; put all backwards of a step but the last "
                     "into no_sync(), and call zero_grad() after the step"
                 )
-            self._current, self.given = _Pass(self.given), None
+            self.current, self.given = _Pass(self.given), None
             if task != OUTSIDE:
                 queue_callback(self._end)
-        is_another = all(each is not forward for each in self._current.forwards)
-        is_late = self._current.is_weighed and is_another and forward.samples
-        if is_late and self._current.given is None:
+        is_another = all(each is not forward for each in self.current.forwards)
+        is_late = self.current.is_weighed and is_another and forward.samples
+        if is_late and self.current.given is None:
             raise ConfigError(
                 "a backward pass after others under no_sync() goes through several "
                 "forward passes, and a gradient of one came before the samples of "
                 "another were known; call backward() for each forward pass, or "
                 "set_weight() before"
             )
-        if not self._current.is_closed:
-            self._current.counted += forward.samples
+        if not self.current.is_closed:
+            self.current.counted += forward.samples
         if is_another:
-            self._current.forwards.append(forward)
-        self._current.reduces |= forward.reduces
+            self.current.forwards.append(forward)
+        self.current.reduces |= forward.reduces
         return is_new
 
     def _refuse_uncounted(self, sent: _Pass, forward: _Forward) -> None:
@@ -272,7 +265,7 @@ class PassWeights:
 
     def _end(self) -> None:
         """The backward pass has ended."""
-        current, self._current = self._current, None
+        current, self.current = self.current, None
         if current is None or current.is_closed:
             return
         if not current.has_gradients:  # of inputs alone
@@ -313,11 +306,9 @@ class PassWeights:
                 "cannot be added to gradients that were reduced before; call "
                 "zero_grad() after each step"
             )
-        if weight == 0.0:
-            return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
-        if first in (0.0, weight) or not self._is_mean:
+        if weight and (not first or not self._is_mean):
             return gradients
-        return tuple(None if g is None else g * (weight / first) for g in gradients)
+        return scaled(gradients, weight / first if weight else 0.0)
 
     def _forget_dropped(self) -> None:
         """Forgets accumulated passes whose gradients the loop has dropped.

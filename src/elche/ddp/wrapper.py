@@ -21,7 +21,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from elche.comm.gradients.gradient_hooks import refuse_capture
+from elche.comm.gradients.gradient_hooks import ParameterWatch, refuse_capture
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.comm.tensors.nested import outputs_in
@@ -29,11 +29,8 @@ from elche.ddp.group import TorchGroup, as_group
 from elche.ddp.model_checks import (
     cap_mb,
     compare,
-    places_of,
-    plain_norms,
     refuse_arguments,
-    refuse_converted,
-    refuse_replaced,
+    refuse_changes,
 )
 from elche.ddp.pass_weights import OUTSIDE, PassWeights, samples_in
 from elche.ddp.reduction import (
@@ -52,10 +49,7 @@ from elche.torch_internals.groups import (
 )
 from elche.torch_internals.passes import graph_task_id, queue_callback
 
-OF_HOOK = (
-    *("_frozen", "_group", "_norms", "_passes"),
-    *("_places", "_plain_norms", "_reduction", "_trained"),
-)
+OF_HOOK = "_group", "_named", "_norms", "_passes", "_reduction", "_trained", "_watch"
 """Attributes that a copy makes for itself."""
 
 
@@ -160,12 +154,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Registers the hook; nothing is sent."""
         settings, module = self._settings, self.module
         ignored = frozenset(self.parameters_to_ignore)
-        named = [item for item in module.named_parameters() if item[0] not in ignored]
         self._group = group
-        self._trained = [parameter for _, parameter in named if parameter.requires_grad]
-        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
-        self._places = places_of(module, self._trained)
-        self._plain_norms = plain_norms(module) if group.world_size > 1 else []
+        self._named = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        }
+        self._trained = list(self._named.values())
+        self._watch = ParameterWatch(module)
         is_mean = settings["loss_reduction"] == "mean"
         kept = [name for name, _ in module.named_buffers() if name not in ignored]
         buffers = None
@@ -192,14 +188,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Runs the model; where gradients are enabled, expects its backward.
 
         Raises:
-            ConfigError: a frozen parameter was unfrozen, a parameter replaced, or a
+            ConfigError: other parameters are trained than those that are reduced, or a
                 CUDA graph is being captured.
             CommunicationError: a reduction has failed before, or was broken off.
         """
         if self._settings["strategy"] == "none":
             with self.no_sync():
                 return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        is_again = graph_task_id() != OUTSIDE and self._passes.is_open
+        is_again = graph_task_id() != OUTSIDE and self._passes.current is not None
         if is_again or not torch.is_grad_enabled():
             if self._norms is not None and not is_again:
                 self._norms.weigh(None)
@@ -216,7 +212,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         outputs = outputs_in(output)
         is_lost = self.training and all(each.grad_fn is None for each in outputs)
-        if is_lost and self._passes.is_expected:
+        if is_lost and self._passes.expected is not None:
             raise ConfigError(
                 "no output of the model has a gradient that can be seen, so two "
                 "forward passes cannot be told apart; return tensors, or run backward "
@@ -242,14 +238,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 "checkpoint"
             )
         refuse_capture()
-        refuse_replaced(self._places, self.module)
-        refuse_converted(self._plain_norms)
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise ConfigError(
-                    f"{name} was frozen when the model was wrapped and is not any "
-                    "more; wrap the model again after unfreezing"
-                )
+        if not self._watch.is_same:
+            ignored = frozenset(self.parameters_to_ignore)
+            refuse_changes(self._group, self.module, self._named, ignored)
+            self._watch = ParameterWatch(self.module)
         first = self._reduction.last is None
         if self.static_graph and first and not self.require_backward_grad_sync:
             raise ConfigError(
@@ -283,7 +275,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"expected a weight of at least 0, got {weight!r}")
-        if self._norms is not None and self._passes.is_expected:
+        if self._norms is not None and self._passes.expected is not None:
             raise ConfigError(
                 "set_weight() came after a forward pass in which SyncBatchNorm layers "
                 "have weighed this batch; call it before"

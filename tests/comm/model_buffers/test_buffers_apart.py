@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from elche.cadence.chooser import Choice
-from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_chooser, first_choice
 from tests.comm.joined import meeting
 from tests.comm.model_buffers.cases.buffer_cases import (
@@ -18,6 +16,7 @@ from tests.comm.model_buffers.cases.buffer_cases import (
     train,
 )
 from tests.distributed.cases.tasks import identical
+from tests.distributed.test_breaks_under_auto import Windows
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 
@@ -52,44 +51,6 @@ def crossed(others: Sequence[Any]) -> list[Any]:
     ]
 
 
-def chooser_of(*script: tuple[str, tuple[int, ...]]) -> type[Any]:
-    """In place of a chooser: these policies, on these ranks, one per observation."""
-
-    class Scripted:
-        def __init__(self, **_: Any) -> None:
-            self._left = list(script)
-
-        def fix_update(self, update: str) -> None:
-            """Whatever it is, it is as the test wants."""
-
-        def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
-            """The next of them; the last one stays."""
-            policy, ranks = self._left[0]
-            if len(self._left) > 1:
-                del self._left[0]
-            return Choice(
-                policy=policy,
-                anchor=1,
-                left_out=tuple({0, 1}.difference(ranks)),
-                prediction=predict(policy, cluster, ranks),
-                alternatives=(),
-                reason=f"as the test wants: {policy} on {ranks}",
-            )
-
-    return Scripted
-
-
-def run(
-    pool: RankPool, monkeypatch: pytest.MonkeyPatch, chooser: type[Any], script: Script
-) -> list[Seen]:
-    """The script under a chooser that does as it is told."""
-    monkeypatch.setattr(auto_chooser, "Chooser", chooser)
-    monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 1)
-    monkeypatch.setattr(auto_chooser, "RETURN_COST", 1e9)
-    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
-    return pool.run(train, script, case_setup=serve_in_thread)
-
-
 def check(found: list[Seen], script: Script) -> None:
     """All went well: what is not a rank's own is equal, and was averaged."""
     own = {
@@ -115,9 +76,12 @@ def test_windows_take_over(
     change: str,
     rank: int,
 ) -> None:
-    chooser = chooser_of((policy, (0, 1)))
+    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
+    monkeypatch.setattr(Windows, "policy", policy)
+    monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 1)
+    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     script = Script(change, rank, {"policy": "auto", "max_anchor": 4}, samples=240)
-    found = run(ranks2, monkeypatch, chooser, script)
+    found = ranks2.run(train, script, case_setup=serve_in_thread)
     check(found, script)
     assert all(seen.policies == ["sync", policy] for seen in found)
 

@@ -28,7 +28,8 @@ def agreed(group: Any, forms: dict[str, Form]) -> tuple[KnownBuffers, nn.Module,
 
 
 def names_of(known: KnownBuffers) -> list[str]:
-    return [name for name, _, _ in known.common()]
+    names = list(known.numbers)
+    return [names[number] for number, _, _ in known.common()]
 
 
 kinds = st.tuples(

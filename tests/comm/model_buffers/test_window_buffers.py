@@ -58,6 +58,14 @@ def begin(held: Sequence[WindowBuffers], active: Sequence[bool]) -> None:
         each.begin(reduction)
 
 
+def window(held: Sequence[WindowBuffers], *active: bool) -> None:
+    """A window of ranks, some of which have trained; all of them by default."""
+    for each in held:
+        each.take()
+    begin(held, active or [True] * len(held))
+    finish(held)
+
+
 def average(held: WindowBuffers, reduction: Reduce) -> None:
     held.take()
     held.begin(reduction)
@@ -96,10 +104,7 @@ def test_counters_count_every_increment_once(
         for model, (_, meanwhile) in zip(models, steps, strict=True):
             model.count[1] += meanwhile
         finish(held)
-    for each in held:
-        each.take()
-    begin(held, [True] * size)
-    finish(held)
+    window(held)
     total = sum(sum(pair) for steps in windows for pair in steps)
     assert [model.count.tolist() for model in models] == [[5, total]] * size
 
@@ -139,10 +144,7 @@ def test_flags_become_what_most_ranks_have(
     models, held = ranks(3)
     for rank in set_by:
         models[rank].seen.fill_(True)
-    for each in held:
-        each.take()
-    begin(held, active)
-    finish(held)
+    window(held, *active)
     assert [bool(model.seen) for model in models] == [becomes] * 3
 
 
@@ -222,20 +224,14 @@ def test_after_a_window_that_counts_nowhere_all_is_as_before(travelled: bool) ->
         model.mean.fill_(3.0)
         model.phase.fill_(complex(1, 2))
     if travelled:
-        for each in held:
-            each.take()
-        begin(held, [True, True])
-        finish(held)
+        window(held)
     else:
         for each in held:
             each.rebase()
     models[0].mean.fill_(float("nan"))
     models[1].mean.fill_(5.0)
     models[1].phase.fill_(complex(float("inf"), 0))
-    for each in held:
-        each.take()
-    begin(held, [False, False])
-    finish(held)
+    window(held, False, False)
     for model in models:
         assert model.mean.tolist() == [[3.0, 3.0], [3.0, 3.0]]
         assert model.phase.tolist() == [1 + 2j]
@@ -268,10 +264,7 @@ def test_a_rank_of_weight_zero_counts_nothing_and_sends_no_nan() -> None:
     models[0].mean.fill_(2.0)
     models[1].mean.fill_(float("nan"))
     models[1].count[0] += 7
-    for each in held:
-        each.take()
-    begin(held, [True, False])
-    finish(held)
+    window(held, True, False)
     for model in models:
         assert model.mean[0, 0].item() == 2.0
         assert model.count[0].item() == 5
@@ -304,10 +297,7 @@ def test_a_buffer_that_is_resized_is_each_ranks_own() -> None:
             model.phase += turn
         if turn == 2.0:  # it has travelled before
             models[1].register_buffer("mean", torch.full((3, 2), 7.0))
-        for each in held:
-            each.take()
-        begin(held, [True, True])
-        finish(held)
+        window(held)
     assert torch.equal(models[0].mean, torch.full((2, 2), 3.5))  # its own
     assert torch.equal(models[1].mean, torch.full((3, 2), 7.0))
     assert all(torch.equal(model.phase, models[0].phase) for model in models)

@@ -193,48 +193,43 @@ def test_lower_precisions(dtype: torch.dtype) -> None:
     torch.testing.assert_close(ranks[0][-C:], layer.running_var, rtol=1e-5, atol=1e-5)
 
 
+def _weighed(
+    group: ThreadGroup, part: torch.Tensor, weight: float, loss: Any, layer: nn.Module
+) -> Result:
+    """The layer's result where the rank's loss has this weight."""
+    converted = convert_sync_batchnorm(copy.deepcopy(layer))
+    scope = bind_sync_batchnorm(nn.Sequential(converted), group)
+    assert scope is not None
+    scope.weigh(weight)
+    x = part.clone().requires_grad_()
+    out = converted(x)
+    loss(out, _targets(part)).backward()
+    return _result(converted, x, out)
+
+
 def test_a_batch_of_weight_zero_counts_nowhere() -> None:
-    batch, sizes = _batch(6), [4, 2]
-    layer = _layer()
+    batch, layer = _batch(6), _layer()
     whole = _alone(copy.deepcopy(layer), batch)
-
-    def run(group: ThreadGroup, part: torch.Tensor, weight: float) -> Result:
-        converted = convert_sync_batchnorm(copy.deepcopy(layer))
-        scope = bind_sync_batchnorm(nn.Sequential(converted), group)
-        assert scope is not None
-        scope.weigh(weight)
-        x = part.clone().requires_grad_()
-        out = converted(x)
-        _loss(out, _targets(part)).backward()
-        return _result(converted, x, out)
-
     ghost = torch.full_like(batch[:2], float("nan"))
-    parts = [batch[:4], ghost, batch[4:]]
-    ranks = on_ranks(3, run, parts, [4 / 6, 0.0, 2 / 6])
+    parts, weights = [batch[:4], ghost, batch[4:]], [4 / 6, 0.0, 2 / 6]
+    ranks = on_ranks(3, _weighed, parts, weights, [_loss] * 3, [layer] * 3)
     assert not ranks[1].of_input.any()
     for name, value in whole.buffers.items():
         torch.testing.assert_close(ranks[1].buffers[name], value, rtol=1e-12, atol=0.0)
-    _compare([ranks[0], ranks[2]], whole, sizes)
+    _compare([ranks[0], ranks[2]], whole, [4, 2])
 
 
 def test_weights_other_than_elements() -> None:
     """A rank's loss may weigh other than its batch is long: sums, or equal means."""
-    batch, sizes = _batch(9, "1d"), [2, 7]
-    layer = _layer("1d")
 
-    def run(group: ThreadGroup, part: torch.Tensor) -> Result:
-        converted = convert_sync_batchnorm(copy.deepcopy(layer))
-        scope = bind_sync_batchnorm(nn.Sequential(converted), group)
-        assert scope is not None
-        scope.weigh(1.0)
-        x = part.clone().requires_grad_()
-        out = converted(x)
-        (out - _targets(part)).square().sum().backward()
-        return _result(converted, x, out)
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (out - target).square().sum()
 
-    ranks = on_ranks(2, run, batch.split(sizes))
+    batch, layer = _batch(9, "1d"), _layer("1d")
+    parts = batch.split([2, 7])
+    ranks = on_ranks(2, _weighed, parts, [1.0] * 2, [loss] * 2, [layer] * 2)
     x = batch.clone().requires_grad_()
-    (layer(x) - _targets(batch)).square().sum().backward()
+    loss(layer(x), _targets(batch)).backward()
     found = torch.cat([rank.of_input for rank in ranks])
     torch.testing.assert_close(found, x.grad, rtol=1e-11, atol=1e-11)
 
@@ -400,13 +395,6 @@ def test_conversion_keeps_what_the_model_has() -> None:
     assert calls == ["hook"]
 
 
-def test_a_layer_itself_becomes_a_new_one() -> None:
-    layer = nn.BatchNorm1d(C)
-    converted = convert_sync_batchnorm(layer)
-    assert isinstance(converted, SyncBatchNorm)
-    assert converted.weight is layer.weight
-
-
 def test_lazy_layers_are_refused_until_they_know_their_size() -> None:
     model = nn.Sequential(nn.LazyBatchNorm1d()).double()
     with pytest.raises(ConfigError, match="0 is lazy and does not know its channels"):
@@ -437,7 +425,7 @@ def test_binding_leaves_layers_with_a_group_of_their_own() -> None:
         model[1] = convert_sync_batchnorm(model[1])
         scope = bind_sync_batchnorm(model, None)
         assert scope is not None
-        assert scope.world_size == 1
+        assert scope.group.world_size == 1
         assert model[0].spans_ranks
         assert not model[1].spans_ranks
 

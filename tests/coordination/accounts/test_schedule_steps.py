@@ -108,7 +108,7 @@ def test_ranks_step_together_as_one_device_has_by_the_epochs_end(
                 reach("an overestimate", ahead > due)
             reach("a commit")
     reach("the end of a schedule", most is not None and most < whole)
-    if any(rank.steps.has_called for rank in ranks):
+    if any(rank.steps._calls for rank in ranks):
         for rank in ranks:
             rank.steps.taken += rank.steps.due_at_end(sizes.num_batches)
             assert rank.steps.taken == plain

@@ -325,30 +325,10 @@ def several_backwards(case: str) -> dict[str, Any]:
     """Gradients where forwards and backwards do not come in pairs."""
     with torch_world():
         ddp = DistributedDataParallel(build("mlp"))
-        (x, y), (other, z) = data(0), data(1)
-        if case == "retained":
-            loss = F.cross_entropy(ddp(x), y)
-            loss.backward(retain_graph=True)
-            loss.backward()
-        elif case == "two forwards":
-            (F.cross_entropy(ddp(x), y) + F.cross_entropy(ddp(other), z)).backward()
-        elif case == "twice":
-            backward(ddp, 0)
-            backward(ddp, 1)
-        elif case == "penalty":
-            x.requires_grad_(True)
-            out = ddp(x)
-            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-            (F.cross_entropy(out, y) + slope.square().mean()).backward()
-        elif case == "skipped":
-            ddp(other)  # its loss was not finite, say
-            backward(ddp, 0)
+        _several_backwards(ddp, case, this_place().rank)
+        if case == "skipped":
+            assert ddp.last_reduction is not None
             assert ddp.last_reduction.weights == (4.0, 4.0)
-        elif case == "inner":
-            backward(ddp, 0)
-            if this_place().rank == 0:  # not through the wrapper: nobody is waited for
-                F.cross_entropy(ddp.module(x), y).backward(inputs=[x.requires_grad_()])
-                torch.autograd.grad(ddp(x).sum(), list(ddp.parameters()))
         return gradients_of(ddp.module)
 
 
@@ -356,19 +336,32 @@ def several_backwards_alone(case: str) -> dict[str, Any]:
     """The mean over two ranks of the same, in this process."""
     model = build("mlp")
     for rank in range(2):
-        (x, y), (other, z) = batch_of(rank, 0), batch_of(rank, 1)
-        loss = F.cross_entropy(model(x), y)
-        if case == "retained":
-            loss = 2 * loss
-        elif case in ("two forwards", "twice"):
-            loss = loss + F.cross_entropy(model(other), z)
-        elif case == "penalty":
-            x.requires_grad_(True)
-            out = model(x)
-            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-            loss = F.cross_entropy(out, y) + slope.square().mean()
-        (loss / 2).backward()
-    return gradients_of(model)
+        _several_backwards(model, case, rank)
+    return {name: g / 2 for name, g in gradients_of(model).items() if g is not None}
+
+
+def _several_backwards(model: Any, case: str, rank: int) -> None:
+    (x, y), (other, z) = batch_of(rank, 0), batch_of(rank, 1)
+    if case == "penalty":
+        x.requires_grad_(True)
+    if case == "skipped":
+        model(other)  # its loss was not finite, say
+    out = model(x)
+    loss = F.cross_entropy(out, y)
+    if case == "two forwards":
+        loss = loss + F.cross_entropy(model(other), z)
+    elif case == "penalty":
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = loss + slope.square().mean()
+    loss.backward(retain_graph=case == "retained")
+    if case == "retained":
+        loss.backward()
+    elif case == "twice":
+        F.cross_entropy(model(other), z).backward()
+    elif case == "inner" and rank == 0:  # beside the wrapper: nobody is waited for
+        beside = getattr(model, "module", model)
+        F.cross_entropy(beside(x), y).backward(inputs=[x.requires_grad_()])
+        torch.autograd.grad(model(x).sum(), list(model.parameters()))
 
 
 def uneven_loops(divide: bool) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ from elche.runtime.process.environment import Placement
 from elche.runtime.process.rank_groups import RankGroups
 from elche.runtime.run import Run
 from elche.runtime.training import Training
-from elche.runtime.watch import observer
+from elche.runtime.watch import step_guard
 from tests.runtime.epochs.rank_threads import (
     CLOSED,
     STEPPED,
@@ -158,7 +158,7 @@ def run_threads(
         own = threading.get_ident()
         return register(lambda *a: hook(*a) if threading.get_ident() == own else None)
 
-    monkeypatch.setattr(observer, "register_optimizer_step_pre_hook", of_thread)
+    monkeypatch.setattr(step_guard, "register_optimizer_step_pre_hook", of_thread)
     ranks = [RankThread(hub, case, rank) for rank in range(case.ranks)]
     with ThreadPoolExecutor(case.ranks) as pool:
         futures = [pool.submit(rank.main) for rank in ranks]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.distributed.test_breaks_under_auto import Windows
+from tests.harness.logged import logged
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
@@ -32,19 +32,14 @@ BATCHES = 7
 EVERY = 3
 
 
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _warnings(task: Task, schedule: str) -> list[str]:
     """What was warned of in two epochs with this schedule."""
-    heard, logger = _Heard(), logging.getLogger("elche.runtime.watch.rate_watch")
-    logger.addHandler(heard)
+    with logged("elche.runtime.watch.rate_watch") as lines:
+        _scheduled(task, schedule)
+    return lines
+
+
+def _scheduled(task: Task, schedule: str) -> None:
     model, optimizer, loader = build(task)
     model, optimizer, loader = elche.setup(
         model, optimizer, loader, **nested(task.options)
@@ -68,8 +63,6 @@ def _warnings(task: Task, schedule: str) -> list[str]:
                 done = elche.progress_steps() / (2 * len(loader))
                 optimizer.param_groups[0]["lr"] = 0.1 * (1 - done)
     elche.shutdown()
-    logger.removeHandler(heard)
-    return heard.lines
 
 
 def test_a_rate_set_by_hand_in_windows_is_warned_of_once(ranks2: RankPool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import elche
 from elche.errors import ConfigError
-from elche.runtime.watch.loss_reduction import MeanHints, SumLossWatch
+from elche.runtime.watch.live_graph import LiveGraph
+from elche.runtime.watch.loss_reduction import LossWatch
+from elche.torch_internals.passes import backward_roots
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -92,14 +94,22 @@ OTHERS: dict[str, Loss] = {
 }
 
 
+def watched(model: nn.Module) -> LiveGraph:
+    """The model in an epoch whose losses are watched."""
+    graphs = LiveGraph(model)
+    watch = LossWatch(print, refuses_sums=True, is_on=False)
+    graphs.thread, graphs.on_losses = threading.get_ident(), watch.look
+    graphs.begin_epoch(None)
+    graphs.begin(0)
+    return graphs
+
+
 def backward(loss: Loss) -> None:
     """A batch of five forward and backward, its first backward pass watched."""
     model = nn.Linear(4, 3)
-    watch = SumLossWatch([*model.parameters(), anchor])
-    try:
-        loss(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0])).backward()
-    finally:
-        watch.detach()
+    graphs = watched(model)
+    loss(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0])).backward()
+    graphs.forget()
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -116,12 +126,11 @@ def test_of_what_may_be_a_mean_nothing_is_said(name: str) -> None:
 def test_only_the_first_backward_pass_is_looked_at() -> None:
     """One of `torch.autograd.grad` is none: its gradients are not reduced."""
     model, x = nn.Linear(4, 3), torch.randn(5, 4)
-    watch = SumLossWatch(list(model.parameters()))
-    target = torch.zeros(5, 3)
+    graphs, target = watched(model), torch.zeros(5, 3)
     torch.autograd.grad(F.mse_loss(model(x), target, reduction="sum"), model.weight)
     model(x).mean().backward()
     F.mse_loss(model(x), target, reduction="sum").backward()
-    assert not watch._handles
+    graphs.forget()
 
 
 @pytest.mark.parametrize(
@@ -140,43 +149,32 @@ def test_a_batch_is_short_where_its_first_dimension_counts_samples(
 ) -> None:
     """Once said of sequences, time first, when a rank's share changed."""
     lines: list[str] = []
-    hints = MeanHints(lines.append, is_on=True)
+    hints = LossWatch(lines.append, refuses_sums=True, is_on=True)
     for length, samples in batches:
         hints.begin(torch.zeros(length, 3), samples)
     assert len(lines) == is_short
     assert all("a batch of" in line for line in lines)
 
 
-def test_a_watched_model_is_saved_without_its_watch(tmp_path: Path) -> None:
-    model = nn.Linear(4, 3)
-    watch = SumLossWatch(list(model.parameters()), lambda _: True)
-    torch.save(model, tmp_path / "model.pt")
-    saved = torch.load(tmp_path / "model.pt", weights_only=False)
-    saved(torch.ones(2, 4)).sum().backward()
-    assert watch._task is None
-
-
 def test_devices_that_run_hooks_in_their_own_threads() -> None:
     """As CUDA's do, while the thread that called backward waits."""
     model = nn.Linear(4, 3)
-    watch = SumLossWatch(list(model.parameters()))
-    watch.detach()
-    found: list[str] = []
+    graphs, found = watched(model), []
+    look: Any = graphs.on_losses
 
-    def look() -> None:
-        try:
-            watch.look()
-        except ConfigError as error:
-            found.append(str(error))
-
-    def hook(gradient: torch.Tensor) -> None:
-        other = threading.Thread(target=look)
+    def look_elsewhere(gradient: torch.Tensor) -> None:
+        other = threading.Thread(
+            target=lambda: found.append(backward_roots(graphs.thread))
+        )
         other.start()
         other.join()
+        look(found[0])
 
-    model.weight.register_hook(hook)
-    F.mse_loss(model(torch.ones(2, 4)), torch.zeros(2, 3), reduction="sum").backward()
-    assert len(found) == 1
+    graphs.on_losses = None
+    model.weight.register_hook(look_elsewhere)
+    loss = F.mse_loss(model(torch.ones(2, 4)), torch.zeros(2, 3), reduction="sum")
+    with pytest.raises(ConfigError, match="the loss is a sum"):
+        loss.backward()
 
 
 def _trained(task: Task, reduction: str) -> int:

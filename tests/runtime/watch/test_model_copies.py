@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.rank_settings import check_shared
-from elche.runtime.watch.model_copies import ModelCopies, check_copies
+from elche.runtime.watch.model_copies import CopiesMade, ModelCopies, check_copies
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -169,18 +171,39 @@ def test_updates_of_other_models_or_between_windows_are_made_at_once() -> None:
     assert copies.closed(is_finite=True) == (4,)
 
 
+class Lazy(OrderedDict[Any, Any]):
+    """As transformers' mappings of classes: its get is not a dict's."""
+
+    def get(self, key: Any, default: Any) -> Any:  # type: ignore[override]
+        raise TypeError(key)
+
+
+def test_objects_that_are_no_copies_are_passed_over() -> None:
+    model = nn.Linear(3, 2)
+    with torch.device("meta"):
+        held: list[Any] = [nn.Linear(3, 2)]
+    held += [nn.Linear.__new__(nn.Linear), Lazy(weight=1, bias=2)]
+    held += [[torch.zeros(2, 3).to_sparse(), torch.zeros(2)], [1, 2]]
+    copied = copy.deepcopy(model)
+    made = CopiesMade(model, [])
+    assert not made.take_written()
+    copied.weight.detach().mul_(2.0)
+    assert made.take_written()
+    assert not made.take_written()  # said once
+
+
 @pytest.mark.parametrize(
-    ("copy", "fault"),
+    ("copied", "fault"),
     [
         (lambda model: "ema", r"expected copies= to hold modules, got 'ema'"),
         (lambda model: nn.Sequential(model), r"a Sequential that shares parameters"),
         (lambda model: AveragedModel(model[0]), r"an AveragedModel of another module"),
     ],
 )
-def test_what_is_no_copy(copy: Any, fault: str) -> None:
+def test_what_is_no_copy(copied: Any, fault: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=fault):
-        check_copies([copy(model)], model)
+        check_copies([copied(model)], model)
 
 
 def test_lookahead_is_refused_where_parameters_are_averaged() -> None:

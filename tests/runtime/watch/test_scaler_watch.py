@@ -72,8 +72,7 @@ def test_a_scaler_is_refused_where_gradients_are_summed(fused: bool) -> None:
     model, optimizer = made(fused=fused)
     is_refused = [False, True]
     watch = ScalerWatch(optimizer, ScalarLog())
-    watch.refuse_where(is_refused.pop)
-    watch.attach()
+    watch.attach(is_refused.pop)
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()

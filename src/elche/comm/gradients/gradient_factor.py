@@ -12,6 +12,15 @@ from torch import nn
 Gradients = tuple[torch.Tensor | None, ...]
 
 
+def scaled(gradients: Gradients, factor: float) -> Gradients:
+    """Gradients times a factor; times 0 they are zeros, also where they are NaN."""
+    if factor == 1.0:
+        return gradients
+    if factor == 0.0:
+        return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+    return tuple(None if g is None else g * factor for g in gradients)
+
+
 def accumulation_nodes(parameters: Iterable[nn.Parameter]) -> list[Any]:
     """Nodes that add to ``p.grad``; torch keeps them only while a graph does."""
     nodes: list[Any] = []
@@ -70,8 +79,4 @@ class GradientFactor:
         self._nodes.clear()
 
     def _multiplied(self, gradients: Gradients) -> Gradients:
-        if self.value == 1.0:
-            return gradients
-        if self.value == 0.0:
-            return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
-        return tuple(None if g is None else g * self.value for g in gradients)
+        return scaled(gradients, self.value)

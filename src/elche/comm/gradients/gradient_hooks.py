@@ -1,4 +1,6 @@
-"""Hooks of a backward pass: on each gradient, after the user's own, and at its end.
+"""Hooks of a backward pass, and changes to what a model trains.
+
+Hooks on gradients run after the user's own.
 
 A replayed CUDA graph runs no hook: a backward pass inside one brings no gradient to a
 reduction, and is refused where it is captured. `torch.cuda.make_graphed_callables`
@@ -14,7 +16,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -22,8 +26,15 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from elche.errors import ConfigError
-from elche.torch_internals.held import accumulated_hooks
+from elche.torch_internals.held import (
+    accumulated_hooks,
+    held_modules,
+    held_parameters,
+)
 from elche.torch_internals.passes import current_node, queue_callback
+
+_IS_TRAINED = attrgetter("requires_grad")
+_VALUES = methodcaller("values")
 
 
 class GradientHooks:
@@ -113,6 +124,47 @@ class GradientHooks:
             return True
         hooks[handle.id] = hooks.pop(handle.id)  # torch runs them as inserted
         return False
+
+
+@final
+class ParameterWatch:
+    """Parameters of a model's modules, trained ones marked, when this was made.
+
+    Walking ``model.parameters()`` costs 0.1 ms where there are forty modules. Comparing
+    what all of them hold, one after another, with what they held then costs a tenth of
+    that, as no line of Python runs for each.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        parameters: of the model, each once, as it was.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self._were_trained = list(map(_IS_TRAINED, self.parameters))
+        holders = [
+            held
+            for module in model.modules()
+            for held in (held_parameters(module), held_modules(module))
+        ]
+        self._empty = [held for held in holders if not held]
+        self._filled = [held for held in holders if held]
+        self._counts = list(map(len, self._filled))
+        self._held = list(chain.from_iterable(map(_VALUES, self._filled)))
+
+    @property
+    def is_same(self) -> bool:
+        """True if nothing has changed; False may also mean that it cannot be told."""
+        return (
+            list(map(_IS_TRAINED, self.parameters)) == self._were_trained
+            and not any(self._empty)
+            and list(map(len, self._filled)) == self._counts
+            and all(
+                map(is_, chain.from_iterable(map(_VALUES, self._filled)), self._held)
+            )
+        )
 
 
 def refuse_capture() -> None:

@@ -11,8 +11,9 @@ of counts, which travel in the first steps to be compared alone.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import chain, repeat
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from torch import nn
 from elche.comm.model_buffers.known_buffers import KnownBuffers, norm_buffers
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.transport.exchange import Exchange, open_exchange
-from elche.comm.transport.process_group import Group
+from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import CommunicationError
 from elche.torch_internals.held import version
 
@@ -43,35 +44,28 @@ class BufferWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._marks: list[tuple[int, Any]] = []
-        self._values: list[torch.Tensor | None] = []
         self.mark()
 
     def mark(self) -> None:
         """Takes the present values as unwritten."""
-        buffers = list(self._model.buffers())
-        self._marks = [(id(buffer), version(buffer)) for buffer in buffers]
-        self._values = [
-            buffer.detach().clone() if _is_comparable(buffer) else None
-            for buffer in buffers
+        self._marks = [
+            (id(b), version(b), b.detach().clone() if _is_comparable(b) else None)
+            for b in self._model.buffers()
         ]
 
     def written(self) -> list[int]:
         """Indices (in ``model.buffers()``) of buffers written since the mark."""
         norms = norm_buffers(self._model, is_training=True)
-        written = []
-        for index, buffer in enumerate(self._model.buffers()):
-            if index >= len(self._marks):
-                written.append(index)
-                continue
-            value = self._values[index]
-            if (
-                (id(buffer), version(buffer)) != self._marks[index]
-                or id(buffer) in norms
-                or (value is not None and not _same_bits(buffer, value))
-            ):
-                written.append(index)
-        return written
+        marks = chain(self._marks, repeat((0, 0, None)))  # later ones are new
+        return [
+            index
+            for index, (buffer, (known, seen, value)) in enumerate(
+                zip(self._model.buffers(), marks, strict=False)
+            )
+            if (id(buffer), version(buffer)) != (known, seen)
+            or id(buffer) in norms
+            or (value is not None and not _same_bits(buffer, value))
+        ]
 
 
 class BufferAverager:
@@ -159,18 +153,11 @@ class BufferAverager:
 
     def _hand_over(self, group: Group, source: int, *, lacks: bool) -> None:
         """Gives the last average to whoever lacks it."""
-        kinds = self._known.kinds
-        flags = torch.zeros(2, len(kinds), dtype=torch.int64, device="cpu")
-        if group.rank == source:
-            for row, indices in enumerate((self._last.keys(), self._known.own)):
-                for index in indices:
-                    flags[row, index] = 1
-        group.broadcast(flags, HANDING_OVER, source)
-        came, own = (row.nonzero().view(-1).tolist() for row in flags)
-        means = torch.zeros(
-            sum(kinds[index].numel for index in came), dtype=self._dtype, device="cpu"
-        )
-        parts = means.split([kinds[index].numel for index in came])
+        held = json.dumps([sorted(self._last), sorted(self._known.own)])
+        came, own = json.loads(gather_texts(group, held, HANDING_OVER)[source])
+        sizes = [self._known.kinds[index].numel for index in came]
+        means = torch.zeros(sum(sizes), dtype=self._dtype, device="cpu")
+        parts = means.split(sizes)
         if group.rank == source:
             for index, part in zip(came, parts, strict=True):
                 part.copy_(self._last[index])
@@ -265,10 +252,5 @@ def _is_comparable(buffer: torch.Tensor) -> bool:
 
 def _same_bits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     """Equal, where NaN equals NaN: a mask with NaN has not been written."""
-    if torch.equal(buffer, value):
-        return True
-    return (
-        buffer.shape == value.shape
-        and torch.equal(torch.nan_to_num(buffer), torch.nan_to_num(value))
-        and torch.equal(buffer.isnan(), value.isnan())
-    )
+    is_alike = buffer.shape == value.shape
+    return is_alike and torch.allclose(buffer, value, 0.0, 0.0, equal_nan=True)

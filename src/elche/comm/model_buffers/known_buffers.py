@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 from weakref import WeakKeyDictionary
@@ -74,6 +74,7 @@ class KnownBuffers:
 
     Attributes:
         kinds: of each buffer.
+        numbers: of buffers, by name.
         own: numbers of those that are each rank's own by now.
     """
 
@@ -95,7 +96,7 @@ class KnownBuffers:
         """
         forms = {
             name: [list(kind.shape), str(kind.dtype).removeprefix("torch.")]
-            for name, kind in zip(self._numbers, self.kinds, strict=True)
+            for name, kind in zip(self.numbers, self.kinds, strict=True)
         }
         texts = gather_texts(group, json.dumps(forms), AGREEING)
         if len(set(texts)) == 1:
@@ -110,18 +111,16 @@ class KnownBuffers:
         """These are each rank's own from now on."""
         new = set(numbers) - self.own
         self.own |= new
-        names = list(self._numbers)
+        names = list(self.numbers)
         self._name(names[number] for number in sorted(new))
 
-    def common(self) -> Iterator[tuple[str, BufferKind, torch.Tensor]]:
-        """Names, kinds and present values of those that this rank holds as all do."""
-        pairs = zip(self._numbers, self.kinds, self.present(), strict=True)
-        for name, kind, buffer in pairs:
-            if buffer is not None:
-                yield name, kind, buffer
+    def common(self) -> list[tuple[int, BufferKind, torch.Tensor]]:
+        """Numbers, kinds and present values of those that this rank holds as all do."""
+        pairs = enumerate(zip(self.kinds, self.present(), strict=True))
+        return [(i, kind, buffer) for i, (kind, buffer) in pairs if buffer is not None]
 
     def _know(self, kinds: Mapping[str, BufferKind]) -> None:
-        self._numbers = {name: number for number, name in enumerate(kinds)}
+        self.numbers = {name: number for number, name in enumerate(kinds)}
         self.kinds = list(kinds.values())
 
     def _name(self, names: Iterable[str]) -> None:
@@ -140,7 +139,7 @@ class KnownBuffers:
         norms, present = norm_buffers(self._model), self.present()
         found = "means" not in told and [
             repr(name)
-            for number, name in enumerate(self._numbers)
+            for number, name in enumerate(self.numbers)
             if number in own.keys() & means.keys()
             and id(present[number]) not in norms
             and not torch.allclose(
@@ -161,7 +160,7 @@ class KnownBuffers:
         """The buffers as they are now; None for one that is no more, or is resized."""
         buffers: list[torch.Tensor | None] = [None] * len(self.kinds)
         for name, buffer in self._model.named_buffers():
-            number = self._numbers.get(name)
+            number = self.numbers.get(name)
             now = BufferKind(buffer.shape, buffer.dtype)
             if number is not None and self.kinds[number].is_like(now):
                 buffers[number] = buffer
@@ -170,7 +169,7 @@ class KnownBuffers:
     def numbers_of(self, places: list[int]) -> set[int]:
         """Numbers of buffers, given their places in ``model.buffers()``."""
         names = [name for name, _ in self._model.named_buffers()]
-        found = (self._numbers.get(names[place]) for place in places)
+        found = (self.numbers.get(names[place]) for place in places)
         return {number for number in found if number is not None}
 
 
@@ -178,7 +177,8 @@ def shared_tensors(model: nn.Module, group: Group) -> list[tuple[str, torch.Tens
     """Parameters, and the buffers that all ranks hold alike; with all of them."""
     known = KnownBuffers(model)
     known.agree(group)
-    buffers = [(name, buffer) for name, _, buffer in known.common()]
+    names = list(known.numbers)
+    buffers = [(names[number], buffer) for number, _, buffer in known.common()]
     return [*model.named_parameters(), *buffers]
 
 

@@ -20,14 +20,14 @@ cache that grows with the longest sequence). Each rank keeps its own from then o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from elche.comm.model_buffers.buffers import SNAPSHOT_ELEMENTS, BufferWatch
-from elche.comm.model_buffers.known_buffers import BufferKind, KnownBuffers
+from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.comm.transport.exchange import succeeded
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
@@ -35,13 +35,13 @@ from elche.coordination.protocol.instructions import Reduce
 WHAT = "averaging buffers"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sent:
     """Some buffers' values on their way: in one message, one after another."""
 
     indices: list[int]
     message: torch.Tensor
-    work: Any
+    work: Any = None
 
 
 class WindowBuffers:
@@ -88,7 +88,7 @@ class WindowBuffers:
         self._watch.mark()
         self._waiting.clear()
         self._taken = None
-        present = self._present()
+        present = self._known.common()
         self._common = {
             index: _counted(buffer)
             for index, kind, buffer in present
@@ -100,15 +100,6 @@ class WindowBuffers:
             for index, kind, buffer in present
             if kind.is_averaged and buffer.numel() <= SNAPSHOT_ELEMENTS
         }
-
-    def _present(self) -> list[tuple[int, BufferKind, torch.Tensor]]:
-        """Buffers that this rank holds as all do, with their numbers."""
-        pairs = zip(self._known.kinds, self._known.present(), strict=True)
-        return [
-            (index, kind, buffer)
-            for index, (kind, buffer) in enumerate(pairs)
-            if buffer is not None
-        ]
 
     def _written(self) -> set[int]:
         return self._known.numbers_of(self._watch.written()) - self._known.own
@@ -124,7 +115,7 @@ class WindowBuffers:
 
     def common_counts(self) -> dict[int, torch.Tensor]:
         """Counters without what this rank has counted since, by the buffers' ids."""
-        present = self._present()
+        present = self._known.common()
         return {id(b): self._common[i] for i, _, b in present if i in self._common}
 
     @torch.no_grad()
@@ -138,7 +129,7 @@ class WindowBuffers:
         self._watch.mark()
         self._taken = {
             index: _exact(buffer) if kind.is_averaged else _counted(buffer)
-            for index, kind, buffer in self._present()
+            for index, kind, buffer in self._known.common()
             if not kind.is_averaged or index in self._waiting | self._ever
         }
 
@@ -164,20 +155,16 @@ class WindowBuffers:
     def _send(self, indices: list[int], *, is_active: bool) -> None:
         if not indices:
             return
-        buffers = self._known.present()
-        message = torch.zeros(
-            sum(map(self._size, indices)), dtype=torch.float64, device="cpu"
-        )
-        parts = message.split([*map(self._size, indices)])
-        for index, part in zip(indices, parts, strict=True):
+        buffers, sent = self._known.present(), self._message(indices)
+        for index, part in self._parts_of(sent):
             buffer = buffers[index]
             values = None if buffer is None else self._part(index, buffer)
             if values is None:
                 part[-1] = 1.0
             elif is_active:
                 part[:-1] = values
-        work = self._group.all_reduce_async(message)
-        self._sent.append(_Sent(indices, message, work))
+        sent.work = self._group.all_reduce_async(sent.message)
+        self._sent.append(sent)
 
     @property
     def is_summed(self) -> bool:
@@ -201,19 +188,18 @@ class WindowBuffers:
             self._sent, self._plan = [], plan
         if not indices:
             return
-        size = sum(map(self._size, indices))
-        message = torch.zeros(size, dtype=torch.float64, device="cpu")
-        parts = dict(self._parts_of(_Sent(indices, message, None)))
+        message = self._message(indices)
         if group.rank == source:
+            parts = dict(self._parts_of(message))
             for sent in self._applied:
-                held = dict(self._parts_of(sent))
-                for index in held.keys() & parts.keys():
-                    parts[index].copy_(held[index])
+                for index, part in self._parts_of(sent):
+                    if index in parts:
+                        parts[index].copy_(part)
             for index in self._known.own.intersection(indices):
                 parts[index][-1] = 1.0
-        group.broadcast(message, WHAT, source)
+        group.broadcast(message.message, WHAT, source)
         if lacks:
-            self._sent = [_Sent(indices, message, None)]
+            self._sent = [message]
 
     def join_own(self) -> None:
         """Keeps as a rank's own what any rank of a new group keeps so."""
@@ -266,12 +252,19 @@ class WindowBuffers:
         self._watch.mark()
         self._taken = self._plan = None
         # Without the works: they would keep a group's connections open.
-        self._applied = [replace(sent, work=None) for sent in self._sent]
-        self._sent, self._sent_early = [], []
+        for sent in self._sent:
+            sent.work = None
+        self._applied, self._sent, self._sent_early = self._sent, [], []
 
     def _size(self, index: int) -> int:
         """Numbers in a message: the buffer's, and a flag."""
         return self._known.kinds[index].numel + 1
+
+    def _message(self, indices: list[int]) -> _Sent:
+        """Zeros in the place of these buffers."""
+        numel = sum(map(self._size, indices))
+        zeros = torch.zeros(numel, dtype=torch.float64, device="cpu")
+        return _Sent(indices, zeros)
 
     def _parts_of(self, sent: _Sent) -> Iterator[tuple[int, torch.Tensor]]:
         parts = sent.message.split([*map(self._size, sent.indices)])

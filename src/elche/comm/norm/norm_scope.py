@@ -26,15 +26,17 @@ class NormScope:
 
     Attributes:
         divided_by: the call inside which each rank has batches of its own, if any.
+        group: a group of one where none was given.
+        loss_weight: weight of this rank's losses, as set by :meth:`weigh`.
     """
 
     divided_by: ClassVar[str] = ""
 
     def __init__(self, group: Group | None = None) -> None:
-        self._group = group
+        self.group = group or Group.alone(timeout_s=1.0)
+        self.loss_weight: float | None = None
         self._exchanges: dict[int, Exchange] = {}
         self._sides: dict[int, int] = {}
-        self._loss_weight: float | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -51,21 +53,6 @@ class NormScope:
             yield
         finally:
             cls.divided_by = ""
-
-    @property
-    def rank(self) -> int:
-        """This rank in the group."""
-        return 0 if self._group is None else self._group.rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that normalise together."""
-        return 1 if self._group is None else self._group.world_size
-
-    @property
-    def loss_weight(self) -> float | None:
-        """Weight of this rank's losses, as set by :meth:`weigh`."""
-        return self._loss_weight
 
     def weigh(self, loss_weight: float | None) -> None:
         """Says how the losses of this rank's next batches weigh beside other ranks'.
@@ -86,7 +73,7 @@ class NormScope:
             raise ConfigError(
                 f"expected a loss weight of at least 0, or None, got {loss_weight!r}"
             )
-        self._loss_weight = loss_weight
+        self.loss_weight = loss_weight
 
     def sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """The sum of ``values`` over all ranks.
@@ -94,12 +81,11 @@ class NormScope:
         Raises:
             CommunicationError: a rank did not arrive in time.
         """
-        assert self._group is not None
         numel = values.numel()
         exchange = self._exchanges.get(numel)
         if exchange is None:
             try:
-                exchange = self._open(self._group, numel)
+                exchange = self._open(numel)
             except CommunicationError as error:
                 raise CommunicationError(f"{what}: {error}") from error
             self._exchanges[numel] = exchange
@@ -108,12 +94,12 @@ class NormScope:
         exchange.begin(side)
         return exchange.finish(what).to("cpu", copy=True)
 
-    @staticmethod
-    def _open(group: Group, numel: int) -> Exchange:
+    def _open(self, numel: int) -> Exchange:
         """Two sides, so that a rank that is ahead never writes what others read.
 
         On the host, unless the group (NCCL's, say) names a device for small messages.
         """
+        group = self.group
         device = getattr(group, "control_device", torch.device("cpu"))
         with torch.inference_mode(False):
             exchange = open_exchange(group, numel, torch.float64, device, sides=2)

@@ -63,6 +63,10 @@ class SyncBatchNorm(BatchNormBase):
         device: of parameters and buffers.
         dtype: of parameters and buffers.
         scope: who normalises together; see :func:`bind_sync_batchnorm`.
+
+    Attributes:
+        scope: ranks that normalise together, and the weight of the current batch.
+        has_own_scope: it was made for a group of its own, which nothing replaces.
     """
 
     def __init__(
@@ -95,29 +99,19 @@ class SyncBatchNorm(BatchNormBase):
         """A layer with everything of a BatchNorm layer: tensors, hooks, modes."""
         made = cls.__new__(cls)
         made.__dict__.update(layer.__dict__)
-        made._attach(scope, name, is_own=scope.world_size > 1)
+        made._attach(scope, name, is_own=scope.group.world_size > 1)
         return made
-
-    @property
-    def scope(self) -> NormScope:
-        """The ranks that normalise together, and the weight of the current batch."""
-        return self._scope
 
     @property
     def spans_ranks(self) -> bool:
         """True if other ranks take part in training mode."""
-        return self._scope.world_size > 1
-
-    @property
-    def has_own_scope(self) -> bool:
-        """True if it was made for a group of its own, which nothing replaces."""
-        return self._has_own_scope
+        return self.scope.group.world_size > 1
 
     def _attach(self, scope: NormScope, name: str, *, is_own: bool) -> None:
-        self._scope = scope
+        self.scope = scope
+        self.has_own_scope = is_own
         self._name = name
         self._number = float(zlib.crc32(name.encode()))
-        self._has_own_scope = is_own
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -143,12 +137,12 @@ class SyncBatchNorm(BatchNormBase):
     def _normalised(self, input: torch.Tensor) -> torch.Tensor:
         """In training mode; a compiled graph ends before other ranks are met."""
         is_again = graph_task_id() != -1
-        if self._scope.world_size == 1:
+        if not self.spans_ranks:
             return self._normalised_again(input) if is_again else super().forward(input)
-        if self._scope.divided_by:
+        if self.scope.divided_by:
             raise ConfigError(
                 f"SyncBatchNorm {self._name!r} is in training mode inside "
-                f"{self._scope.divided_by}, where ranks have different batches and "
+                f"{self.scope.divided_by}, where ranks have different batches and "
                 "never meet in it; call model.eval() before"
             )
         self._check_input_dim(input)
@@ -171,22 +165,23 @@ class SyncBatchNorm(BatchNormBase):
     @torch.no_grad()
     def _union(self, input: torch.Tensor) -> UnionStatistics:
         """Statistics of the union batch, the same on every rank."""
-        scope, channels = self._scope, input.shape[1]
+        scope, channels = self.scope, input.shape[1]
         weighs = scope.loss_weight != 0.0
         count = float(input.numel() // channels) if channels and weighs else 0.0
         size = HEAD + 2 * channels
-        parts = torch.zeros(scope.world_size, size, dtype=torch.float64, device="cpu")
-        own = parts[scope.rank]
+        ranks = scope.group.world_size
+        parts = torch.zeros(ranks, size, dtype=torch.float64, device="cpu")
+        own = parts[scope.group.rank]
         own[:HEAD] = torch.tensor(
             [count, self._number], dtype=torch.float64, device="cpu"
         )
-        kind = _arithmetic(input.dtype)
+        kind = torch.promote_types(input.dtype, torch.float32)  # half in single
         if count:
             dims = [dim for dim in range(input.dim()) if dim != 1]
             var, mean = torch.var_mean(input.to(kind), dims, correction=0)
             own[HEAD:] = torch.cat([mean, var * count]).to("cpu", torch.float64)
         what = f"the statistics of SyncBatchNorm {self._name!r}"
-        parts = scope.sum(parts.view(-1), what).view(scope.world_size, size)
+        parts = scope.sum(parts.view(-1), what).view(ranks, size)
         self._refuse_other_layers(parts[:, 1].tolist())
         mean, var, total = _combined(parts)
         if total == 1:
@@ -238,20 +233,9 @@ def _combined(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     counts = parts[:, :1]
     means, squares = parts[:, HEAD : HEAD + channels], parts[:, HEAD + channels :]
     total = float(counts.sum())
-    if not total:
-        return (
-            torch.zeros(channels, device="cpu").double(),
-            torch.ones(channels, device="cpu").double(),
-            0.0,
-        )
-    mean = (counts * means).sum(0) / total
-    var = (squares + counts * (means - mean).square()).sum(0) / total
+    mean = (counts * means).sum(0) / max(1.0, total)
+    var = (squares + counts * (means - mean).square()).sum(0) / max(1.0, total)
     return mean, var, total
-
-
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """Half precisions are summed in single."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def convert_sync_batchnorm(module: Layers, group: Group | None = None) -> Layers:
@@ -322,7 +306,7 @@ def bind_sync_batchnorm(model: nn.Module, group: Group | None) -> NormScope | No
     layers = {
         name: layer
         for name, layer in sync_batchnorm_layers(model).items()
-        if not layer._has_own_scope
+        if not layer.has_own_scope
     }
     if not layers:
         return None

@@ -69,11 +69,6 @@ class ScheduleSteps:
         self.taken = state["taken"]
 
     @property
-    def has_called(self) -> bool:
-        """True if this rank's loop has called it in this epoch."""
-        return self._calls > 0
-
-    @property
     def is_called_for(self) -> bool:
         """True if the loop has called it more often than it stepped."""
         return self._calls > self.taken

@@ -190,7 +190,9 @@ class EpochExecution:
         self._batches.start(part.positions)
         self._worker.name_samples = partial(with_samples, positions=part.positions)
         self.under_way = run = self._made(part)
-        self._observer.begin_part()
+        config, is_counted = self._training.config, self._training.epochs is not None
+        is_counted = config.leave_out and (is_counted or part.is_by_steps)
+        self._observer.begin_part(self._synchroniser, is_counted=is_counted)
         return run
 
     def run(self) -> Generator[Any, None, None]:
@@ -269,8 +271,6 @@ class EpochExecution:
         # A compiled model gets shares of several sizes.
         varies = reducer is not None and not is_fixed and any(map(is_compiled, modules))
         self._batches.marks_dynamic = varies
-        is_counted = training.epochs is not None or part.is_by_steps
-        self._observer.carried.begin_epoch(is_counted=is_counted and config.leave_out)
         if reducer is None:
             return self._windows(part)
         self._observer.copies.is_in_steps = True

@@ -116,7 +116,7 @@ class StepGroups:
         Raises:
             ConfigError: some ranks are left out, and do not.
         """
-        self._observer.carried.meets(call)
+        self._observer.meets(call)
         if self._apart:
             raise ConfigError(
                 f"{call} inside the loop waits for every rank, and ranks "
@@ -137,7 +137,7 @@ class StepGroups:
                 "left out, whose own is behind; use it from the first step on, or keep "
                 "all ranks with leave_out=False"
             )
-        return self._observer.carried.unknown()
+        return self._observer.uncarried()
 
     def adopt(self, source: int, epoch: int) -> None:
         """Takes over what one rank trains, with all ranks.
@@ -154,7 +154,7 @@ class StepGroups:
                 "optimizers had stepped; leave it when all of them have, or keep all "
                 "ranks in every step with leave_out=False"
             )
-        schedulers = self._observer.carried.carried_schedulers
+        schedulers = self._observer.carried_schedulers
         followed = {id(scheduler.optimizer) for scheduler in schedulers}
         others = [each for each in optimizers if id(each) not in followed]
         before = _rates(others)

@@ -58,6 +58,7 @@ class FollowedSchedulers:
         self, policy: str, mean: Callable[[float], float], count: StepCount
     ) -> None:
         self._policy = policy
+        self._is_touched = policy != "sync"
         self._mean = mean
         self._count = count
         self._before = count.before
@@ -74,10 +75,6 @@ class FollowedSchedulers:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Optimizers whose rates they set."""
         return [scheduler.optimizer for scheduler in self.schedulers]
-
-    @property
-    def _is_touched(self) -> bool:
-        return self._policy != "sync"
 
     def add(self, scheduler: LRScheduler) -> None:
         """Follows the run with a scheduler from now on.
@@ -147,8 +144,7 @@ class FollowedSchedulers:
                 steps.skip(self._count.at(done_samples) - self._before)
         self._resumed = []
         self._place = LoopPlace.STEPS
-        if self._is_touched:
-            self.rates.begin(optimizers)
+        self.rates.begin(optimizers)
 
     def begin_part(self) -> None:
         """An epoch that was cut goes on, and so does what is counted."""
@@ -210,14 +206,13 @@ class FollowedSchedulers:
         self.steps = []
 
     def _take(self, due: list[int]) -> None:
-        for at, count in enumerate(due):
-            for _ in range(count):
-                if self.steps[at].has_called:
-                    self._step(at)
-                    continue
-                with warnings.catch_warnings():  # on a rank that has taken none
-                    advice = "Detected call of `lr_scheduler.step"
-                    warnings.filterwarnings("ignore", advice, UserWarning)
+        if not any(due):
+            return
+        with warnings.catch_warnings():  # on a rank that has taken no step itself
+            advice = "Detected call of `lr_scheduler.step"
+            warnings.filterwarnings("ignore", advice, UserWarning)
+            for at, count in enumerate(due):
+                for _ in range(count):
                     self._step(at)
 
     def _step(self, at: int, *args: Any, **named: Any) -> None:

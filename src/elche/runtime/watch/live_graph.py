@@ -1,6 +1,6 @@
 """Watch over the batch that a forward pass and its backward pass are of.
 
-A forward pass is of the batch whose tensors it reads (`BatchTensors`), or of the one
+A forward pass is of the batch whose tensors it reads, views included, or of the one
 fetched last, where it reads none of the loader's and no other comes into question. So
 loops may be ahead:
 
@@ -19,17 +19,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from elche.comm.tensors.nested import outputs_in
 from elche.errors import ConfigError
-from elche.runtime.watch.batch_tensors import BatchForwards, BatchTensors
-from elche.torch_internals.passes import graph_task_id
+from elche.torch_internals.passes import backward_roots, graph_task_id
 
 OnLate = Callable[[Any, Any], None]
 """Called when a backward pass comes to the graph of an earlier batch than the one in
@@ -48,11 +50,41 @@ ITERATED_ELSEWHERE = (
 
 
 @final
+@dataclass(eq=False, slots=True)
+class BatchForwards:
+    """The forward passes of one batch.
+
+    Attributes:
+        batch: its label.
+        moves: how often the parameters had been replaced.
+        number: of the batch, in the order of the run.
+        had_forward: a forward pass with a gradient has read the batch.
+        had_backward: a backward pass has come.
+        storages: of its tensors, but for those that another batch shares.
+    """
+
+    batch: Any
+    moves: int
+    number: int
+    had_forward: bool = False
+    had_backward: bool = False
+    storages: list[StorageWeakRef] = field(default_factory=list)
+
+    @property
+    def is_held(self) -> bool:
+        """True while something holds a tensor of the batch."""
+        return any(not storage.expired() for storage in self.storages)
+
+
+@final
 class LiveGraph:
     """Watches the forward and backward passes of a model inside epochs.
 
     Args:
         model: what the loop calls.
+
+    Attributes:
+        on_losses: receives what is passed back, where a backward pass begins.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,7 +92,9 @@ class LiveGraph:
         self._handles: list[RemovableHandle] = []
         self._on_late: OnLate | None = None
         self._on_forward: Callable[[Any], None] | None = None
-        self._tensors = BatchTensors()
+        # Weak references: freed memory is used again, at addresses that were known.
+        self._of: dict[int, tuple[StorageWeakRef, BatchForwards | None]] = {}
+        self._most = 64
         self._waiting: list[BatchForwards] = []  # for a backward pass, oldest first
         self._number = self._first = 0  # batches so far, and before this part
         self._is_ahead: bool | None = None  # None: no forward pass in this part yet
@@ -72,8 +106,8 @@ class LiveGraph:
         self._moves = 0
         self._policy = ""
         self._has_come = False
-        self._came = weakref.WeakMethod(self.before_backward)
         self.thread = 0  # that iterates over the loader, and is to train; 0: any
+        self.on_losses: Callable[[Sequence[torch.Tensor]], None] | None = None
 
     @property
     def is_live(self) -> bool:
@@ -126,18 +160,18 @@ class LiveGraph:
             self._is_ahead = None
         self._first = self._number
         self._on_late, self._on_forward = on_late, on_forward
-        hook = _ForwardHook(self)
+        before, after = ModelHook(self.before_forward), ModelHook(self.after_forward)
         for module in _called(self._model):
             self._handles += [
-                module.register_forward_pre_hook(hook.before, with_kwargs=True),
-                module.register_forward_hook(hook),
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after),
             ]
 
     def begin(self, batch: Any, data: Any = None) -> None:
         """A batch is yielded; ``batch`` is its label, ``data`` what the loop gets."""
-        self._in_hand = BatchForwards(batch, self._moves, self._number, self._came)
+        self._in_hand = BatchForwards(batch, self._moves, self._number)
         self._number += 1
-        self._tensors.keep(self._in_hand, data)
+        self._keep(self._in_hand, data)
         waiting, last, is_known = self._waiting, self._last, self._is_ahead is not None
         while waiting and (
             waiting[0].had_backward
@@ -145,6 +179,28 @@ class LiveGraph:
         ):
             waiting.pop(0)
         waiting.append(self._in_hand)
+
+    def _keep(self, batch: BatchForwards, data: Any) -> None:
+        """A batch is yielded; memory that two batches share tells neither."""
+        if len(self._of) >= self._most:
+            kept = {k: v for k, v in self._of.items() if not v[0].expired()}
+            self._of, self._most = kept, 64 + 2 * len(kept)
+        for storage in _storages_in(data):
+            _, other = self._of.setdefault(storage.cdata, (storage, batch))
+            if other is batch:
+                batch.storages.append(storage)
+            elif other is not None:
+                other.storages.remove(storage)
+                self._of[storage.cdata] = storage, None
+
+    def _newest(self, values: Any) -> BatchForwards | None:
+        """The batch fetched last of those whose tensors are among these."""
+        newest = None
+        for storage in _storages_in(values):
+            _, batch = self._of.get(storage.cdata, (None, None))
+            if batch is not None and (newest is None or batch.number > newest.number):
+                newest = batch
+        return newest
 
     def end_epoch(self, *, is_over: bool = False) -> None:
         """No batch is in hand; what is open may have its passes, or ``is_over``."""
@@ -164,7 +220,7 @@ class LiveGraph:
         """The run is over."""
         self.end_epoch(is_over=True)
         self._waiting.clear()
-        self._on_late = self._on_forward = None
+        self._on_late = self._on_forward = self.on_losses = None
         self._in_hand = self._forward = self._last = self._pass_of = None
 
     def moved(self, policy: str) -> None:
@@ -184,15 +240,15 @@ class LiveGraph:
         if (batch := self._untold()) is not None:
             batch.had_forward = batch.had_backward = True
 
-    def before_forward(self, values: Iterable[Any]) -> None:
-        """The model is called with these.
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A hook before a forward pass.
 
         Raises:
             ConfigError: the batch is not known.
         """
         if graph_task_id() != -1:  # recomputed, for a checkpoint
             return
-        batch, in_hand = self._tensors.newest(values), self._in_hand
+        batch, in_hand = self._newest((*args, *kwargs.values())), self._in_hand
         if not torch.is_grad_enabled():
             self._forward = None
             if batch is not None and batch is in_hand and self._is_ahead is None:
@@ -242,8 +298,8 @@ class LiveGraph:
             self._is_ahead = False
         return in_hand
 
-    def after_forward(self, output: Any) -> None:
-        """The model has returned something."""
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A hook after a forward pass."""
         batch = self._forward or self._in_hand
         if batch is None or graph_task_id() != -1:
             return
@@ -251,15 +307,15 @@ class LiveGraph:
         for tensor in outputs:
             node: Any = tensor.grad_fn
             if node is not None:
-                node.register_prehook(batch)
+                node.register_prehook(partial(self.before_backward, batch))
                 batch.had_forward = True
                 self._last = batch
         is_other = self._is_ahead or batch is not self._in_hand
         if is_other and self._on_forward is not None:
             self._on_forward(None)
 
-    def before_backward(self, batch: BatchForwards) -> None:
-        """A backward pass has come to what the model returned for a batch.
+    def before_backward(self, batch: BatchForwards, gradients: Any) -> None:
+        """A hook of what the model returned for a batch: a backward pass has come.
 
         Raises:
             ConfigError: the model was another one then.
@@ -274,6 +330,8 @@ class LiveGraph:
             return
         if other is None:
             self._task, self._pass_of = task, batch
+            if self.on_losses is not None and (roots := backward_roots(self.thread)):
+                self.on_losses(roots)
             if batch is self._in_hand:
                 return
         if self._on_late is not None:
@@ -281,31 +339,23 @@ class LiveGraph:
 
 
 @final
-class _ForwardHook:
-    """Hook that the model holds; empty in copies of the model and in a saved one.
+class ModelHook:
+    """Hook that a model holds; empty in copies of the model and in a saved one.
 
     Args:
-        watch: told about every output; None: nobody is.
+        method: called while its object is there; None: never.
     """
 
-    def __init__(self, watch: LiveGraph | None = None) -> None:
-        self._watch = None if watch is None else weakref.ref(watch)
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = (lambda: None) if method is None else weakref.WeakMethod(method)
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before the forward pass; as :meth:`__call__` after it."""
-        if self._watch is None or torch.compiler.is_compiling():
-            return
-        if (watch := self._watch()) is not None:
-            watch.before_forward((*args, *kwargs.values()))
+    def __call__(self, *given: Any) -> None:
+        """Calls the method, but where a module that is compiled in place is traced."""
+        if not torch.compiler.is_compiling() and (method := self._method()) is not None:
+            method(*given)
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._watch is None or torch.compiler.is_compiling():
-            return  # the hook of a module that is compiled in place is traced
-        if (watch := self._watch()) is not None:
-            watch.after_forward(output)
-
-    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
-        return _ForwardHook, ()
+    def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
+        return ModelHook, ()
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:
@@ -326,3 +376,15 @@ def fetched_too_early(policy: str) -> ConfigError:
         "lines, loss.backward() first and then the next batch (x, y = next(batches), "
         "say), or choose policy 'sync'"
     )
+
+
+def _storages_in(values: Any) -> list[StorageWeakRef]:
+    """Storages of tensors, each part of a list or tuple looked into."""
+    storages = []
+    for part in values if isinstance(values, list | tuple) else (values,):
+        for tensor in (part,) if isinstance(part, torch.Tensor) else outputs_in(part):
+            try:
+                storages.append(StorageWeakRef(tensor.untyped_storage()))
+            except (NotImplementedError, RuntimeError):
+                continue  # sparse, or inside of functorch
+    return storages

@@ -10,7 +10,6 @@ from one over a sample's elements: of those nothing is said.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -18,12 +17,7 @@ import torch
 
 from elche.comm.tensors.nested import batch_length, outputs_in
 from elche.errors import ConfigError
-from elche.torch_internals.passes import (
-    backward_roots,
-    graph_task_id,
-    mean_of_targets,
-    saved_reduction,
-)
+from elche.torch_internals.passes import mean_of_targets, saved_reduction
 
 SUM = "sum"
 PART = "part"
@@ -33,88 +27,38 @@ ADDITIONS = frozenset(
     for name in ("Add", "Sub", "Neg", "ToCopy", "View", "Alias", "Clone", "Squeeze")
 )
 DISTANCES = frozenset({"PowBackward0", "AbsBackward0"})
-LOOKS, ACCELERATOR_LOOKS = 20, 3
-"""Backward passes to look at for hints: a look waits for an accelerator."""
+LOOKS = 20
+"""Backward passes to look at for hints: a look waits for the device."""
 WHOLE = 2
 """Whole batches after which a shorter one is said to be short."""
 
 
 @final
-class SumLossWatch:
-    """Refuses a loss that is a sum, in the first backward pass of the loop.
+class LossWatch:
+    """Looks at losses of the first backward passes, which are taken for means.
 
-    Args:
-        parameters: the trainable ones, whose gradients are reduced as of a mean.
-        look_on: looks at the loss of each pass, while it answers True.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        look_on: Callable[[Sequence[torch.Tensor]], bool] | None = None,
-    ) -> None:
-        self._look_on, self._is_first = look_on, True
-        self._thread = threading.get_ident()
-        self._task: int | None = None
-        hook = _GradientHook(self)
-        self._handles = [each.register_hook(hook) for each in parameters]
-
-    def detach(self) -> None:
-        """Ends it."""
-        while self._handles:
-            self._handles.pop().remove()
-
-    def look(self) -> None:
-        """A gradient has come, in whichever backward pass."""
-        if self._task == (task := graph_task_id()):
-            return
-        self._task = task
-        roots = backward_roots(self._thread)
-        if not roots:
-            return  # torch.autograd.grad
-        if self._look_on is None or not self._look_on(roots):
-            self.detach()
-        is_first, self._is_first = self._is_first, False
-        if is_first and all(is_sum(root.grad_fn) for root in roots):
-            self.detach()
-            raise ConfigError(
-                "the loss is a sum over the batch, but gradients are taken for those "
-                "of a mean, which is another result than on one device: give "
-                "elche.setup (or elche.Trainer) loss_reduction='sum', or make the loss "
-                "a mean"
-            )
-
-
-@final
-class _GradientHook:
-    """Hook of the parameters; nothing in a model that was saved or copied."""
-
-    def __init__(self, watch: SumLossWatch | None = None) -> None:
-        self._watch = watch
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        if self._watch is not None:
-            self._watch.look()
-
-    def __reduce__(self) -> tuple[type[_GradientHook], tuple[()]]:
-        return _GradientHook, ()
-
-
-@final
-class MeanHints:
-    """Hints, once per run, at losses that are means over something else than samples.
+    A sum is refused. A mean over something else than samples, by which gradients are
+    weighed, is named once per run.
 
     Args:
         emit: writes a line for the user.
+        refuses_sums: gradients are taken for those of a mean.
         is_on: gradients are weighed by samples.
+
+    Attributes:
+        looks_on: a look at the next backward pass may find something.
     """
 
-    def __init__(self, emit: Callable[[str], None], *, is_on: bool) -> None:
+    def __init__(
+        self, emit: Callable[[str], None], *, refuses_sums: bool, is_on: bool
+    ) -> None:
         self._emit = emit
+        self._refuses_sums = refuses_sums
         self._batch: Any = None
         self._samples = self._looks = self._whole = 0
         self._sizes: set[int] = set()  # of whole batches
         self.is_on = is_on
+        self.looks_on = refuses_sums
 
     def begin(self, batch: Any, samples: int) -> None:
         """The loop gets a batch that was to have so many samples; 0: it has no part.
@@ -122,7 +66,7 @@ class MeanHints:
         A shorter batch is reported where others of its size, or of two sizes, were
         whole: else it is not known which dimension counts samples.
         """
-        self._batch, self._samples = batch if self._looks < LOOKS else None, samples
+        self._batch, self._samples = batch if self.looks_on else None, samples
         if not (self.is_on and samples and self._whole >= 0):
             return
         length, sizes = batch_length(batch), self._sizes
@@ -134,13 +78,27 @@ class MeanHints:
             sizes.add(length)
         self._whole = self._whole + (length == samples) if length <= samples else -1
 
-    def look(self, roots: Sequence[torch.Tensor]) -> bool:
-        """Looks at the losses of a backward pass; whether at those of the next, too."""
+    def look(self, roots: Sequence[torch.Tensor]) -> None:
+        """Looks at the losses of a backward pass.
+
+        Raises:
+            ConfigError: the first one is of sums.
+        """
+        self._look(roots)
+        is_first, self._refuses_sums = self._refuses_sums, False
+        if is_first and all(is_sum(root.grad_fn) for root in roots):
+            raise ConfigError(
+                "the loss is a sum over the batch, but gradients are taken for those "
+                "of a mean, which is another result than on one device: give "
+                "elche.setup (or elche.Trainer) loss_reduction='sum', or make the loss "
+                "a mean"
+            )
+
+    def _look(self, roots: Sequence[torch.Tensor]) -> None:
         lengths = {len(t) for t in outputs_in(self._batch) if t.dim()}
         found = (t for t in outputs_in(self._batch) if t.dtype is torch.int64)
         found = (t for t in found if t.layout is torch.strided and not t.is_nested)
         labels = [t.reshape(len(t), -1) for t in found if t.dim() and t.numel()]
-        is_host = all(label.device.type == "cpu" for label in labels)
         self._looks += 1
         for has_weights, ignored in _means(roots) if self.is_on else ():
             counts = [(each != ignored).sum(1) for each in labels]
@@ -153,9 +111,7 @@ class MeanHints:
             elif labels and len(lengths) == 1 and max(lengths) % max(1, self._samples):
                 what = f"the loss is a mean over {max(lengths)} targets"
                 self._say(what, "len(labels)")
-        if not self.is_on or (not is_host and self._looks >= ACCELERATOR_LOOKS):
-            self._looks = LOOKS
-        return self._looks < LOOKS
+        self.looks_on = self.is_on and self._looks < LOOKS
 
     def _say(self, what: str, weight: str) -> None:
         self.is_on = False

@@ -1,74 +1,44 @@
-"""Observer of the user's loop: the hooks of a run, and the parts that they ask.
+"""Observer of the user's loop: the parts that see it, and what they say together.
 
 ==============  ===================================  =================================
 event           seen by                              parts
 ==============  ===================================  =================================
 forward pass    hooks of the model, inside epochs    `LiveGraph`
-backward pass   hooks of its outputs and parameters  `LiveGraph`, `SumLossWatch`
+backward pass   hooks of its outputs                 `LiveGraph`, `LossWatch`
 optimizer step  a hook of every optimizer            `StepGuard`, `ScalerWatch`
 next batch      the epoch                            all but the guard
 ==============  ===================================  =================================
+
+An excluded rank, and one that joins, takes over model and optimizers. Whatever else its
+loop would have moved with its batches stays behind. So where such state is seen, no
+rank is excluded and none joins.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 
+from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.protocol.messages import Scalars
 from elche.runtime.report.notifications import RunNotifications
+from elche.runtime.sync.resume_sync import plain_schedule
 from elche.runtime.training import Training
-from elche.runtime.watch.carried_state import CarriedState
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
 from elche.runtime.watch.live_graph import LiveGraph
-from elche.runtime.watch.loss_reduction import MeanHints, SumLossWatch
+from elche.runtime.watch.loss_reduction import LossWatch
 from elche.runtime.watch.model_copies import ModelCopies
+from elche.runtime.watch.rate_watch import is_scheduled
 from elche.runtime.watch.scaler_watch import ScalerWatch
 from elche.runtime.watch.step_guard import StepGuard
 from elche.runtime.windows.synchroniser import Synchroniser
 
-
-@final
-class SteppedOptimizers:
-    """Optimizers that step a model.
-
-    Args:
-        model: what is trained.
-        given: those that were handed over.
-
-    Attributes:
-        known: every one that has stepped, those of other models as well.
-        in_batch: ids of those that have stepped in this batch.
-    """
-
-    def __init__(
-        self, model: nn.Module, given: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        self._model = model
-        self._given = list(given)
-        self._others: list[weakref.ref[torch.optim.Optimizer]] = []
-        self.known = weakref.WeakSet(self._given)
-        self.in_batch: set[int] = set()
-
-    def learn(self, optimizer: torch.optim.Optimizer) -> None:
-        """One steps for the first time."""
-        self.known.add(optimizer)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not held.isdisjoint(map(id, self._model.parameters())):
-            self._others.append(weakref.ref(optimizer))
-
-    def all(self) -> list[torch.optim.Optimizer]:
-        """The given ones, and those that are still there, in order of first steps."""
-        if not self._others:
-            return [*self._given]
-        others = (ref() for ref in self._others)
-        return [*self._given, *(each for each in others if each is not None)]
+UNCOUNTED = "the loop may count steps (say epochs=, or use loader.steps(n))"
 
 
 @final
@@ -81,14 +51,13 @@ class LoopObserver:
         mean: of a number over all ranks, with all of them.
 
     Attributes:
+        guard: check of every optimizer step; asked where ranks reduce.
         optimizers: returns those that step the model, the given ones first.
         steps: count of the run's steps.
         scaler: steps that a GradScaler skips.
         copies: averages of the model that the loop keeps.
         graphs: forward passes whose backward pass has not come.
-        guard: check of every optimizer step; asked where ranks reduce.
         schedulers: the learning rate schedulers that were handed over.
-        carried: state that cannot be carried to another rank.
         unstepped: batches with a backward pass since the last optimizer step.
     """
 
@@ -100,26 +69,24 @@ class LoopObserver:
     ) -> None:
         config, self._model = training.config, training.model
         self._policy = config.policy
-        self._refuses_sums = config.loss_reduction == "mean"
-        self._sum_loss: SumLossWatch | None = None
-        is_mean = training.weights is None and self._refuses_sums
-        self._hints = MeanHints(lambda line: notifications.emit(line), is_on=is_mean)
+        is_mean = config.loss_reduction == "mean"
+        self._losses = LossWatch(
+            lambda line: notifications.emit(line),
+            refuses_sums=is_mean,
+            is_on=is_mean and training.weights is None,
+        )
         self._scalars = scalars = notifications.scalars
-        self._stepped = SteppedOptimizers(self._model, training.optimizers)
-        self._handle: Any = None
         self._steps_seen = self.unstepped = 0
         self._passed: Any = None
-        self._is_guarded = self._is_uneven = False
-        self.optimizers = self._stepped.all
+        self._is_uneven = False
+        self._uncarried, self._may_count = "", True
         self.steps = StepCount()
+        self.guard = StepGuard(self._model, training.optimizers, self.steps)
+        self.optimizers = self.guard.optimizers
         self.scaler = ScalerWatch(training.optimizer, scalars)
         self.copies = ModelCopies(self._model, training.copies)
         self.graphs = LiveGraph(self._model)
-        self.guard = StepGuard(self.steps)
         self.schedulers = FollowedSchedulers(config.policy, mean, self.steps)
-        self.carried = CarriedState(
-            self._model, self.optimizers, self.scaler, self.copies, self.schedulers
-        )
 
     def attach(self, synchroniser: Synchroniser | None = None) -> None:
         """Begins to see optimizer steps, and copies where windows run or may.
@@ -128,55 +95,44 @@ class LoopObserver:
             synchroniser: knows which gradients are reduced; None: no step is checked.
         """
         if synchroniser is not None:
-            self.guard.synchroniser, self._is_guarded = synchroniser, True
-            self.scaler.refuse_where(lambda: _has_common_step(synchroniser))
-            self.scaler.attach()
+            self.guard.synchroniser = synchroniser
+            self.scaler.attach(lambda: _has_common_step(synchroniser))
             if self._policy != "sync":
                 self.copies.attach()
-        me = weakref.ref(self)
+        self.guard.attach()
 
-        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-            observer = me()
-            if observer is None:
-                return None
-            return observer.before_step(optimizer, args, kwargs)
+    def begin_part(self, sync: Synchroniser, *, is_counted: bool) -> None:
+        """The loop is about to run an epoch, or what is left of it.
 
-        self._handle = self._handle or register_optimizer_step_pre_hook(hook)
-
-    def before_step(
-        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> Any:
-        """A hook before every optimizer step of the process.
-
-        Raises:
-            ConfigError: the step would not be that of the other ranks.
+        Args:
+            sync: knows what is trained.
+            is_counted: epochs, or steps, are counted here and not by the loop.
         """
-        self._stepped.in_batch.add(id(optimizer))
-        if optimizer not in self._stepped.known:
-            self._stepped.learn(optimizer)
-        if not self._is_guarded:
-            return None
-        return self.guard.check(optimizer, args, kwargs)
+        self._may_count = not is_counted
+        if is_counted:
+            self.copies.attach()
+        self.guard.is_inside = True
+        if self._losses.looks_on and self.graphs.on_losses is None:
+            self._losses.is_on &= sync.windows is None or _has_common_step(sync)
+            self.graphs.on_losses = self._look
 
-    def begin_part(self) -> None:
-        """Refuses a loss that is a sum: of a part of the batch it is another one."""
-        sync = self.guard.synchroniser
-        self.guard.begin_part()
-        if self._refuses_sums and self._sum_loss is None:
-            self._hints.is_on &= sync.windows is None or _has_common_step(sync)
-            trained = [p for p in sync.parameters if p.requires_grad]
-            self._sum_loss = SumLossWatch(trained, self._hints.look)
+    def _look(self, roots: Sequence[torch.Tensor]) -> None:
+        """A backward pass of these losses begins."""
+        self._losses.look(roots)
+        if not self._losses.looks_on:
+            self.graphs.on_losses = None
 
     def begin_batch(self, batch: Any, samples: int) -> None:
         """The loop gets a batch of its share, of so many samples."""
-        reducer = self.guard.synchroniser.reducer
+        sync = self.guard.synchroniser
+        reducer = None if sync is None else sync.reducer
         if reducer is not None and reducer.backward_passes:
-            self._is_uneven |= not self._all_have_stepped
-            self._stepped.in_batch.clear()
+            self._is_uneven |= not self.guard.all_have_stepped
+            self.guard.in_batch.clear()
         if self._policy != "sync":
             self.count_unstepped()
         self.steps.taken += 1
-        self._hints.begin(batch, samples)
+        self._losses.begin(batch, samples)
 
     def batch_done(self) -> None:
         """The loop comes back from a batch."""
@@ -192,18 +148,49 @@ class LoopObserver:
             self.unstepped += 1
         self._passed = passed
 
+    def meets(self, call: str) -> None:
+        """The loop has called something inside an epoch that all ranks must call."""
+        self._uncarried = f"the loop calls {call}, which every rank must come to"
+
     @property
-    def _all_have_stepped(self) -> bool:
-        return self._stepped.in_batch.issuperset(map(id, self.optimizers()))
+    def carried_schedulers(self) -> list[LRScheduler]:
+        """Schedulers that were handed over, with a state that can be carried."""
+        held = self.schedulers.schedulers
+        return [each for each in held if plain_schedule(each) is not None]
+
+    def uncarried(self) -> str:
+        """State that was found first, in words, of a rank to be excluded; or ""."""
+        self._uncarried = self._seen()
+        return self._uncarried or (UNCOUNTED if self._may_count else "")
 
     def barred(self) -> str:
         """Reason why a rank that joins would take other steps; "" if there is none.
 
         Its loop counts its batches from there on.
         """
-        if self._is_uneven or not self._all_have_stepped:
+        if self._is_uneven or not self.guard.all_have_stepped:
             return "some batches are not followed by a step of every optimizer"
-        return self.carried.seen()
+        return self._seen()
+
+    def _seen(self) -> str:
+        """State that moves with a rank's batches and cannot be carried, in words."""
+        if self._uncarried:
+            return self._uncarried
+        known = {id(each.optimizer) for each in self.carried_schedulers}
+        optimizers = [o for o in self.optimizers() if id(o) not in known]
+        if any(map(is_scheduled, optimizers)):
+            return "elche does not know of the learning rate scheduler (schedulers=)"
+        if self.schedulers.rates.has_moved(optimizers):
+            return "the learning rate moves inside an epoch"
+        if self.scaler.has_scaler:
+            return "the loop steps with a GradScaler"
+        if self.copies.has_unknown:
+            return "elche does not know of the AveragedModel (copies=[...])"
+        if sync_batchnorm_layers(self._model):
+            return "SyncBatchNorm layers need every rank"
+        if dist.is_available() and dist.is_initialized():
+            return "the script has a process group of torch's"
+        return ""
 
     def drain_scalars(self, final: bool) -> Scalars:
         """Scalars logged since the last call; True waits for all."""
@@ -212,12 +199,8 @@ class LoopObserver:
     def detach(self) -> None:
         """Removes every hook: no other epoch follows."""
         self.graphs.forget()
-        if self._sum_loss is not None:
-            self._sum_loss.detach()
         self.scaler.detach()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        self.guard.detach()
         self.schedulers.detach()
         self.copies.detach()
 

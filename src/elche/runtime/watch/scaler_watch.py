@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from elche.errors import ConfigError
 from elche.runtime.report.scalars import ScalarLog
@@ -48,31 +47,21 @@ class ScalerWatch:
         self._optimizer = weakref.ref(optimizer)
         self._scalars = scalars
         self._is_refused: Callable[[], bool] = bool
-        self._handle: RemovableHandle | None = None
-        self._skipped: float | torch.Tensor = 0.0
         self.has_scaler = False
 
-    def refuse_where(self, is_refused: Callable[[], bool]) -> None:
-        """Refuses scalers where this is true: no gradients are there to work on."""
+    def attach(self, is_refused: Callable[[], bool] = bool) -> None:
+        """Begins to see scalers' steps; refuses them where no gradients are there."""
         self._is_refused = is_refused
-
-    def attach(self) -> None:
-        """Begins to watch the optimizer."""
-        optimizer = self._optimizer()
-        if self._handle is None and optimizer is not None:
-            self._handle = optimizer.register_step_post_hook(self._stepped)
+        if (optimizer := self._optimizer()) is not None:
             _watches[optimizer] = weakref.ref(self)
             _watch_scalers()
 
     def detach(self) -> None:
         """Ends it."""
-        optimizer = self._optimizer()
-        if self._handle is not None and optimizer is not None:
-            self._handle.remove()
+        if (optimizer := self._optimizer()) is not None:
             _watches.pop(optimizer, None)
-        self._handle = None
 
-    def step(self, take: Callable[[], Any]) -> Any:
+    def step(self, optimizer: torch.optim.Optimizer, take: Callable[[], Any]) -> Any:
         """Has a scaler take its step, or skip it.
 
         Raises:
@@ -80,15 +69,22 @@ class ScalerWatch:
         """
         if self._is_refused():
             raise ConfigError(NO_GRADIENTS)
-        self.has_scaler, self._skipped = True, 1.0
-        result = take()
-        self._scalars.log(NAME, self._skipped, 1.0)
-        return result
+        skipped: float | torch.Tensor = 1.0
+        self.has_scaler = True
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        found, self._skipped = getattr(optimizer, "found_inf", None), 0.0
-        if isinstance(found, torch.Tensor):
-            self._skipped = (found.detach() > 0).to(torch.float32)
+        def stepped(*_: Any) -> None:
+            nonlocal skipped
+            found, skipped = getattr(optimizer, "found_inf", None), 0.0
+            if isinstance(found, torch.Tensor):  # a fused optimizer skips by itself
+                skipped = (found.detach() > 0).to(torch.float32)
+
+        handle = optimizer.register_step_post_hook(stepped)
+        try:
+            result = take()
+        finally:
+            handle.remove()
+        self._scalars.log(NAME, skipped, 1.0)
+        return result
 
 
 @functools.cache
@@ -101,6 +97,6 @@ def _watch_scalers() -> None:
         take = functools.partial(original, scaler, optimizer, *args, **kwargs)
         found = _watches.get(optimizer) if scaler.is_enabled() else None
         watch = None if found is None else found()
-        return take() if watch is None else watch.step(take)
+        return take() if watch is None else watch.step(optimizer, take)
 
     setattr(torch.amp.GradScaler, "step", step)  # noqa: B010

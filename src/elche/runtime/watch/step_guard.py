@@ -1,85 +1,133 @@
-"""Refusal of optimizer steps along gradients that ranks do not have in common.
+"""Hook of every optimizer step, and refusal of steps that ranks do not have in common.
 
 Every step is asked, inside of epochs and outside: were its gradients reduced? Those
 that were changed or replaced after their reduction pass: what all ranks do alike is
 exact. Parameters that are not the model's nobody reduces: what a loop makes anew for
-each batch is its own; what is stepped in two batches, or was in an optimizer before the
-loop, is refused.
+each batch is its own; what is stepped in two batches is refused.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any, final
 
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from elche.coordination.accounts.step_count import StepCount
 from elche.errors import ConfigError
 from elche.runtime.rank_settings import foreign_parameters
-from elche.runtime.watch.made_before import parameters_in_optimizers
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.passes import graph_task_id
 
 
 @final
 class StepGuard:
-    """Checks every optimizer step of this process before it is taken.
+    """Sees every optimizer step of this process, and checks it before it is taken.
 
     Args:
+        model: the trained model.
+        given: its optimizers that were handed over.
         steps: counts the batches that the loop has taken.
 
     Attributes:
-        synchroniser: knows which gradients are reduced; given before the first step.
+        synchroniser: knows which gradients are reduced; None: no step is checked.
         is_inside: the loop is inside an epoch.
         stepped: steps of optimizers so far.
+        in_batch: ids of optimizers that have stepped in this batch.
     """
 
-    synchroniser: Synchroniser
-
-    def __init__(self, steps: StepCount) -> None:
-        self._steps = steps
-        self._stepped = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
-        self._foreign: dict[int, tuple[weakref.ref[torch.Tensor], int]] | None = None
+    def __init__(
+        self,
+        model: nn.Module,
+        given: Sequence[torch.optim.Optimizer],
+        steps: StepCount,
+    ) -> None:
+        self._model, self._steps = model, steps
+        self._given = list(given)
+        self._others: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._passes = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
+        self._foreign = WeakTensorKeyDictionary()  # batches of first steps
+        self._handle: Any = None
+        self.synchroniser: Synchroniser | None = None
         self.is_inside = False
         self.stepped = 0
+        self.in_batch: set[int] = set()
 
-    def begin_part(self) -> None:
-        """The loop begins, in which optimizers step."""
-        self.is_inside = True
-        if self._foreign is None:
-            self._foreign = {
-                id(p): (weakref.ref(p), -1) for p in parameters_in_optimizers()
-            }
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers of the model: the given ones, then others by their first step."""
+        if not self._others:
+            return [*self._given]
+        others = (ref() for ref in self._others)
+        return [*self._given, *(each for each in others if each is not None)]
 
-    def check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    @property
+    def all_have_stepped(self) -> bool:
+        """True if every optimizer of the model has stepped in this batch."""
+        return self.in_batch.issuperset(map(id, self.optimizers()))
+
+    def attach(self) -> None:
+        """Begins to see optimizer steps, if it has not begun."""
+        found = weakref.WeakMethod(self.before_step)
+
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            before_step = found()
+            return before_step and before_step(optimizer, args, kwargs)
+
+        self._handle = self._handle or register_optimizer_step_pre_hook(hook)
+
+    def detach(self) -> None:
+        """Ends it."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> Any:
         """A hook before the step; where that has a closure, after each call of it.
 
         Raises:
             ConfigError: the step would not be that of the other ranks.
         """
         self.stepped += 1
+        self.in_batch.add(id(optimizer))
+        if optimizer not in self._passes:
+            self._learn(optimizer)
+        sync = self.synchroniser
+        if sync is None:
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self._check(optimizer)
+            self._check(optimizer, sync)
             return None
 
         def checked() -> Any:
             loss = closure()
-            self._check(optimizer)
+            self._check(optimizer, sync)
             return loss
 
         others = {name: value for name, value in kwargs.items() if name != "closure"}
         return (args[0], checked, *args[2:]), others
 
-    def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        sync, is_inside = self.synchroniser, self.is_inside
+    def _learn(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keeps an optimizer that steps for the first time, if it is the model's."""
+        self._passes[optimizer] = -1
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        is_given = any(optimizer is each for each in self._given)
+        if not is_given and not held.isdisjoint(map(id, self._model.parameters())):
+            self._others.append(weakref.ref(optimizer))
+
+    def _check(self, optimizer: torch.optim.Optimizer, sync: Synchroniser) -> None:
+        is_inside = self.is_inside
         reduced, windows, own = sync.reduced, sync.windows, sync.own_ids
         if windows is not None:
             windows.refuse_step(optimizer)
-        is_new = self._stepped.get(optimizer) != reduced.passes
-        self._stepped[optimizer] = reduced.passes
+        is_new = self._passes[optimizer] != reduced.passes
+        self._passes[optimizer] = reduced.passes
         is_local = is_inside and windows is not None and windows.takes_steps
         is_closed = sync.reducer is not None and graph_task_id() == -1
         usual: Container[int] = own if is_local else ()
@@ -105,15 +153,13 @@ class StepGuard:
         self, foreign: list[torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
         """Refuses parameters older than the batch in hand."""
-        now, known = self._steps.taken, self._foreign or {}
-        seen = {at: s for at, s in known.items() if s[0]() is not None}
-        old = [p for p in foreign if id(p) in seen and seen[id(p)][1] < now]
+        now = self._steps.taken
+        old = [p for p in foreign if self._foreign.setdefault(p, now) < now]
         if any(_moves(p.grad) for p in old):
             why = foreign_parameters(type(optimizer).__name__, old)
             raise ConfigError(
                 f"{why}; what begins anew in every batch is made inside the loop"
             )
-        self._foreign = {id(p): (weakref.ref(p), now) for p in foreign} | seen
 
 
 def _moves(gradient: Any) -> bool:

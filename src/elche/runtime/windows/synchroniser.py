@@ -17,6 +17,7 @@ from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.gradients.buckets.bucket_queue import Reduced
 from elche.comm.gradients.gradient_factor import GradientFactor
+from elche.comm.gradients.gradient_hooks import ParameterWatch
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.buffers import BufferAverager
@@ -28,7 +29,6 @@ from elche.config import RunConfig, TrainerPolicyName
 from elche.errors import ConfigError, NonFiniteError
 from elche.runtime.rank_settings import refuse_sync_norms
 from elche.runtime.sync.delayed_steps import DelayedSteps
-from elche.runtime.watch.parameter_watch import ParameterWatch
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.parameter_sync import (
     LocalSteps,

@@ -22,6 +22,7 @@ from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
 from tests.comm.joined import joined
 from tests.comm.plans import plan
+from tests.harness.logged import logged
 from tests.harness.rank_main import this_place
 from tests.harness.settings import nested
 
@@ -139,19 +140,6 @@ def _keep(model: nn.Module, name: str, values: torch.Tensor) -> None:
     model.register_buffer(name, values, persistent=False)
 
 
-class Listener(logging.Handler):
-    """What loggers say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        said = record.getMessage()
-        if "become the mean" not in said:  # tests/runtime/watch/test_hints.py
-            self.said.append(said)
-
-
 def train(script: Script) -> Seen:
     """Trains while buffers change; what was wrong comes back as text."""
     torch.manual_seed(2)
@@ -159,28 +147,24 @@ def train(script: Script) -> Seen:
     model.out.requires_grad_(not script.unfreezes)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     loader: Any = DataLoader(Vectors(script.samples), batch_size=6)
-    listener, log = Listener(), logging.getLogger("elche.comm")
-    log.addHandler(listener)
-    log.setLevel(logging.INFO)
     error, policies = "", []
-    try:
-        with failing_together():
-            model, optimizer, loader = elche.setup(
-                model, optimizer, loader, **nested(script.options)
-            )
-            for epoch in range(script.epochs):
-                model.out.requires_grad_(epoch > 0 or not script.unfreezes)
-                for number, (x, y) in enumerate(loader):
-                    change(model, script.change, script.rank, epoch * 1000 + number)
-                    F.cross_entropy(model(x), y).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    policies.append(_policy())
-    except ElcheError as raised:
-        error = str(raised)
-    finally:
-        log.removeHandler(listener)
-        log.setLevel(logging.NOTSET)
+    with logged("elche.comm", logging.INFO) as lines:
+        try:
+            with failing_together():
+                model, optimizer, loader = elche.setup(
+                    model, optimizer, loader, **nested(script.options)
+                )
+                for epoch in range(script.epochs):
+                    model.out.requires_grad_(epoch > 0 or not script.unfreezes)
+                    for number, (x, y) in enumerate(loader):
+                        change(model, script.change, script.rank, epoch * 1000 + number)
+                        F.cross_entropy(model(x), y).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        policies.append(_policy())
+        except ElcheError as raised:
+            error = str(raised)
+    said = [line for line in lines if "become the mean" not in line]  # test_hints.py
     state = {name: value.clone() for name, value in model.state_dict().items()}
     own = {
         name: tuple(buffer.shape)
@@ -188,9 +172,7 @@ def train(script: Script) -> Seen:
         if name.startswith(("cache", "late"))
     }
     elche.shutdown()
-    return Seen(
-        error, state, own, listener.said, [name for name, _ in groupby(policies)]
-    )
+    return Seen(error, state, own, said, [name for name, _ in groupby(policies)])
 
 
 def _policy() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import elche
 from elche.runtime.watch import model_copies
 from tests.distributed.cases.tasks import Task, build
+from tests.harness.logged import logged
 from tests.harness.settings import nested
 
 DECAY = 0.9
@@ -123,18 +123,15 @@ def said_of_copies(task: Task, kind: str) -> list[str]:
     model, optimizer, loader = elche.setup(
         model, optimizer, loader, copies=given, **nested(task.options)
     )
-    lines: list[str] = []
-    handler, said = logging.Handler(), logging.getLogger(model_copies.__name__)
-    setattr(handler, "emit", lambda r: lines.append(r.getMessage()))  # noqa: B010
-    said.addHandler(handler)
-    for _ in range(task.epochs):
-        for x, y, *_ in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            mine = [*other.parameters()] if held is other else plain
-            for one, new in zip(mine, source if kind != "frozen" else (), strict=False):
-                one.detach().lerp_(new.detach(), 1.0 - DECAY)
-    elche.shutdown()
-    said.removeHandler(handler)
+    mine = [*other.parameters()] if held is other else plain
+    with logged(model_copies.__name__) as lines:
+        for _ in range(task.epochs):
+            for x, y, *_ in loader:
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                for one, new in zip(mine, source, strict=True):
+                    if kind != "frozen":
+                        one.detach().lerp_(new.detach(), 1.0 - DECAY)
+        elche.shutdown()
     return [line for line in lines if "does not know" in line]

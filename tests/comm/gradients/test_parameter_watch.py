@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche.runtime.watch.parameter_watch import ParameterWatch
+from elche.comm.gradients.gradient_hooks import ParameterWatch
 
 
 def model() -> nn.Sequential:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elche.cadence.chooser import Choice
-from elche.cadence.goodput import MeasuredCluster, predict
-from elche.coordination.auto import auto_chooser, first_choice
+from elche.coordination.auto import first_choice
 from elche.coordination.sync import step_grants
 from tests.distributed.cases.auto_deaths import (
     BUILDING,
@@ -22,6 +21,7 @@ from tests.distributed.cases.auto_deaths import (
 )
 from tests.distributed.cases.survive_cases import Death, handed
 from tests.distributed.cases.tasks import identical
+from tests.harness.choices import want
 from tests.harness.fenced import run_fenced, survivors_of
 
 pytestmark = pytest.mark.distributed
@@ -32,52 +32,21 @@ WAYS: dict[str, dict[str, Any]] = {
     "gloo": GLOO,
     "int8": {"codec": "int8"},
 }
-WINDOWS, ALONE, STEPS = "async", "alone", "sync"
-
-
-class Wanted:
-    """In place of a chooser: what a test wants, one choice after the other.
-
-    Attributes:
-        choices: the last one stays.
-        steps: that are measured before the first one.
-    """
-
-    choices: tuple[str, ...] = (WINDOWS,)
-    steps = 2
-
-    def __init__(self, **_: Any) -> None:
-        self._left = list(self.choices)
-
-    def fix_update(self, update: str) -> None: ...
-
-    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
-        kind = self._left.pop(0) if len(self._left) > 1 else self._left[0]
-        policy = "sync" if kind == ALONE else kind
-        places = [cluster.world_size - 1] if kind == ALONE else None
-        alone = [] if places is None else [cluster.ranks[places[0]]]
-        return Choice(
-            policy=policy,
-            anchor=2,
-            left_out=tuple(r for r in cluster.ranks if alone and r not in alone),
-            prediction=predict(policy, cluster, places),
-            alternatives=(),
-            reason="as the test wants",
-        )
+WINDOWS, ALONE, STEPS = ("async", ()), ("sync", (-1,)), ("sync", ())
+MEASURED = 2
 
 
 @pytest.fixture(autouse=True)
-def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wanted]]:
-    """Choices come as a test wants, after few measurements."""
+def wanted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Choices come as a test wants, after few measurements; else it is windows."""
 
     def is_due(first: Any, *_: Any) -> bool:
-        return bool(first._measures.count >= Wanted.steps)
+        return bool(first._measures.count >= MEASURED)
 
-    monkeypatch.setattr(auto_chooser, "Chooser", Wanted)
+    want(monkeypatch, WINDOWS)
     monkeypatch.setattr(first_choice.FirstChoice, "is_due", is_due)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
-    yield Wanted
-    Wanted.choices, Wanted.steps = (WINDOWS,), 2
+    return partial(want, monkeypatch)
 
 
 def outlive(
@@ -126,10 +95,10 @@ def test_deaths_on_the_way_to_windows(
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_without_work_dies(
-    rank: int, wanted: type[Wanted], tmp_path: Path
+    rank: int, wanted: Callable[..., None], tmp_path: Path
 ) -> None:
     """The one that trains alone goes on alone."""
-    wanted.choices = (ALONE,)
+    wanted(ALONE)
     found = outlive(tmp_path, Death(rank, "after reduced", 2), ranks=3)
     assert found[-1] == ["sync", "async"]
 
@@ -143,10 +112,10 @@ def test_a_rank_without_work_dies(
     ],
 )
 def test_the_death_of_the_rank_that_trains_alone_ends_the_run_by_name(
-    death: tuple[str, int], says: str, wanted: type[Wanted], tmp_path: Path
+    death: tuple[str, int], says: str, wanted: Callable[..., None], tmp_path: Path
 ) -> None:
     """What its optimizer holds has nobody else."""
-    wanted.choices = (ALONE,) if death[0] == "batch" else (ALONE, STEPS)
+    wanted(*[ALONE] if death[0] == "batch" else [ALONE, STEPS])
     outcomes, _ = run_fenced(3, train, str(tmp_path), (Death(2, *death),), {})
     assert says in str(outcomes[0].error)
     assert outcomes[1].error is not None

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import elche
-from elche.cadence.chooser import Choice
-from elche.cadence.goodput import MeasuredCluster, predict
-from elche.coordination.auto import auto_chooser, first_choice
+from elche.coordination.auto import first_choice
 from elche.coordination.sync import step_grants
 from elche.errors import ElcheError
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Task, build, identical
+from tests.harness.choices import want
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
@@ -25,27 +23,6 @@ from tests.harness.settings import nested
 pytestmark = pytest.mark.distributed
 
 SAMPLES, BATCH = 480, 8
-
-
-class Windows:
-    """In place of a chooser: windows of all ranks, by the policy that a test wants."""
-
-    policy = "async"
-
-    def __init__(self, **_: Any) -> None: ...
-
-    def fix_update(self, update: str) -> None:
-        assert update == "parameters"
-
-    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
-        return Choice(
-            policy=self.policy,
-            anchor=2,
-            left_out=(),
-            prediction=predict(self.policy, cluster),
-            alternatives=(),
-            reason="as the test wants",
-        )
 
 
 @dataclass
@@ -103,8 +80,7 @@ def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
 @pytest.fixture(params=["async", "cadence"])
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Windows are chosen when the first steps are measured."""
-    monkeypatch.setattr(Windows, "policy", request.param)
-    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
+    want(monkeypatch, (request.param, ()))
     monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     return str(request.param)

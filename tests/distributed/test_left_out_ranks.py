@@ -14,9 +14,6 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elche
-from elche.cadence.chooser import Choice
-from elche.cadence.goodput import MeasuredCluster, predict
-from elche.coordination.auto import auto_chooser
 from elche.coordination.auto.first_choice import MOST_STEPS
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.sync import left_out, step_grants
@@ -24,6 +21,7 @@ from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Task, build, difference, identical
+from tests.harness.choices import want
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.harness.settings import nested
@@ -191,30 +189,10 @@ def test_a_slow_rank_is_left_out_and_comes_back(
     assert said[1].startswith(" rank 1 takes part again")
 
 
-class StepsWithoutOne:
-    """In place of a chooser: steps of all but the slow rank."""
-
-    def __init__(self, **_: object) -> None: ...
-
-    def fix_update(self, update: str) -> None:
-        assert update == "gradients"
-
-    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
-        kept = [rank for rank in range(cluster.world_size) if rank != SLOW]
-        return Choice(
-            policy="sync",
-            anchor=1,
-            left_out=(SLOW,),
-            prediction=predict("sync", cluster, kept),
-            alternatives=(),
-            reason="as the test wants",
-        )
-
-
 def test_auto_leaves_out_at_once_whom_its_choice_does_without(
     ranks3: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto_chooser, "Chooser", StepsWithoutOne)
+    want(monkeypatch, ("sync", (0, 2)))
     task = task_of(options={"policy": "auto"})
     ranks = ranks3.run(train, task, case_setup=serve_in_thread)
     check(ranks, task)

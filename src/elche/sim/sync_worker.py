@@ -342,10 +342,8 @@ class SimulatedSyncEpoch:
         """A step is done; a grant's report waits for the next one's backward pass."""
         if self._lost.is_settled:
             return  # what was begun before the death is not reported
-        grant = self._reports.under_way
         if self._reports.step_done(number, cost):
-            assert grant is not None
-            self._reports.close(backward_passes=grant.stop)
+            self._reports.close(backward_passes=number + 1)
 
     def _report(self) -> None:
         """Says what is still to be said."""

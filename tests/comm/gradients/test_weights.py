@@ -17,9 +17,9 @@ from tests.comm.gradients.cases.weight_cases import (
 )
 from tests.distributed.cases.tasks import difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
+from tests.harness.choices import want
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
-from tests.runtime.sync.test_resume_sync_ranks import Scripted
 
 pytestmark = pytest.mark.distributed
 NEW_RANKS = True
@@ -94,7 +94,8 @@ def test_auto_switches_between_policies(
     ranks2: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In step, then rank 1 alone in windows, then in step again."""
-    monkeypatch.setattr(auto_chooser, "Chooser", Scripted)
+    together, alone_1 = ("sync", ()), ("sync", (1,))
+    want(monkeypatch, together, alone_1, alone_1, together)
     monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 2)
     options = {"policy": "auto", "max_anchor": 20}
     job = Job(samples=960, batch_size=8, epochs=4, options=options)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elche.coordination.auto import auto_chooser, first_choice
+from elche.coordination.auto import first_choice
 from tests.comm.joined import meeting
 from tests.comm.model_buffers.cases.buffer_cases import (
     Script,
@@ -16,7 +16,7 @@ from tests.comm.model_buffers.cases.buffer_cases import (
     train,
 )
 from tests.distributed.cases.tasks import identical
-from tests.distributed.test_breaks_under_auto import Windows
+from tests.harness.choices import want
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 
@@ -76,9 +76,7 @@ def test_windows_take_over(
     change: str,
     rank: int,
 ) -> None:
-    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
-    monkeypatch.setattr(Windows, "policy", policy)
-    monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 1)
+    want(monkeypatch, (policy, ()))
     monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     script = Script(change, rank, {"policy": "auto", "max_anchor": 4}, samples=240)
     found = ranks2.run(train, script, case_setup=serve_in_thread)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elche.cadence.chooser import Choice
-from elche.cadence.goodput import MeasuredCluster, predict
+from elche.cadence.goodput import MeasuredCluster
 from elche.coordination.auto import auto_chooser
 from elche.coordination.auto.auto_chooser import AutoChooser
 from elche.coordination.protocol.events import EpochCut, Event, JoinReady, StepsDone
@@ -25,8 +25,9 @@ from elche.coordination.protocol.instructions import (
     Welcome,
 )
 from elche.coordination.sync import step_grants
-from tests.coordination.test_core import steps_done
+from tests.coordination.sync.granted_steps import ran
 from tests.coordination.test_joining import FOUNDERS, Meeting, Member, plan_of
+from tests.harness.choices import choice
 from tests.harness.reached import reach
 
 BATCH, LENGTH = 8, 60
@@ -56,18 +57,8 @@ class Wanted:
             kind = WINDOWS
         elif self._update and kind == WINDOWS:
             kind = ALONE
-        is_alone = kind == ALONE and cluster.world_size > 1
         policy = WINDOWS if kind == WINDOWS else "sync"
-        return Choice(
-            policy=policy,
-            anchor=2,
-            left_out=tuple(cluster.ranks[:-1]) if is_alone else (),
-            prediction=predict(
-                policy, cluster, [cluster.world_size - 1] if is_alone else None
-            ),
-            alternatives=(),
-            reason="as the test wants",
-        )
+        return choice(cluster, policy, [-1] if kind == ALONE else [])
 
 
 class Part:
@@ -149,15 +140,11 @@ class Trainer(Member):
             first = step * BATCH + before
             self.see(first, first + own)
             self.passes += 1
-        steps = grant.stop - grant.start
         is_warm, self.is_warm = self.is_warm, True
-        return steps_done(
+        return ran(
+            grant,
             self.rank,
-            grant.start,
-            grant.stop,
-            samples=own * steps,
-            busy_s=0.01 * steps,
-            sync_wait_s=0.001 * steps,
+            sync_wait_s=0.001 * (grant.stop - grant.start),
             warm=is_warm,
             backward_passes=self.passes,
         )
@@ -181,7 +168,7 @@ class Growing(Meeting):
         assert self.core._epochs is not None
         chooser = self.core._epochs.chooser
         assert isinstance(chooser, AutoChooser)
-        is_alone = chooser._is_alone and chooser._phase.name == "WINDOWS"
+        is_alone = chooser._trains_alone and chooser._phase.name == "WINDOWS"
         return ALONE if is_alone else chooser._phase.name
 
     def ready(self, rank: int) -> None:

@@ -8,23 +8,22 @@ from dataclasses import replace
 
 import pytest
 
-from elche.cadence.chooser import Choice
-from elche.cadence.goodput import MeasuredCluster, predict
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto import auto_chooser
 from elche.coordination.auto.auto_chooser import AutoChooser, _Phase
-from elche.coordination.policy import Member
 from elche.coordination.protocol.events import (
     EpochLeft,
     StepsDone,
     WindowReduced,
 )
-from elche.coordination.protocol.instructions import GrantSteps, Instruction
+from elche.coordination.protocol.instructions import GrantSteps
 from elche.coordination.sync import step_grants
 from elche.sim.cluster import Cluster as SimulatedCluster
-from tests.coordination.test_core import reduced, steps_done
+from tests.coordination.sync.granted_steps import granted, members, ran
+from tests.coordination.test_core import reduced
+from tests.harness.choices import want
 from tests.sim.checks import simulate
 from tests.sim.test_auto import changed_link, cluster_of
 
@@ -32,55 +31,19 @@ BATCH = 8
 STEPS = 40
 
 
-class Turns:
-    """In place of a chooser: all in steps, or the first one alone, as they come."""
-
-    alone: tuple[bool, ...] = ()
-
-    def __init__(self, **_: object) -> None:
-        self._left = list(self.alone)
-
-    def fix_update(self, update: str) -> None:
-        assert update == "gradients"
-
-    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
-        is_alone = self._left.pop(0)
-        return Choice(
-            policy="sync",
-            anchor=1,
-            left_out=tuple(cluster.ranks[1:]) if is_alone else (),
-            prediction=predict("sync", cluster, [0] if is_alone else None),
-            alternatives=(),
-            reason="as the test wants",
-        )
-
-
-class Windows:
-    """In place of a chooser: always windows of all ranks."""
-
-    def __init__(self, **_: object) -> None:
-        pass
-
-    def fix_update(self, update: str) -> None:
-        assert update == "parameters"
-
-    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
-        return Choice(
-            policy="async",
-            anchor=2,
-            left_out=(),
-            prediction=predict("async", cluster),
-            alternatives=(),
-            reason="as the test wants",
-        )
+WINDOWS, STEPS_OF_ALL, ALONE = ("async", ()), ("sync", ()), ("sync", (0,))
 
 
 @pytest.fixture
 def auto(monkeypatch: pytest.MonkeyPatch) -> AutoChooser:
     """Of two ranks; windows are better by far once anything is measured."""
-    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
-    members = [Member(rank, "CPU", 3) for rank in range(2)]
-    return AutoChooser(members, Settings(config=RunConfig(policy="auto"), epochs=2))
+    want(monkeypatch, WINDOWS)
+    return of(2)
+
+
+def of(ranks: int) -> AutoChooser:
+    settings = Settings(config=RunConfig(policy="auto"), epochs=2)
+    return AutoChooser(members(*["CPU"] * ranks), settings)
 
 
 def begin(auto: AutoChooser, epoch: int, sync_s: float) -> list[GrantSteps]:
@@ -89,22 +52,8 @@ def begin(auto: AutoChooser, epoch: int, sync_s: float) -> list[GrantSteps]:
     return granted(auto.begin_epoch(epoch, sizes, 0.0).instructions)
 
 
-def granted(told: list[Instruction]) -> list[GrantSteps]:
-    """What rank 0 was granted."""
-    return [each for each in told if isinstance(each, GrantSteps) and each.rank == 0]
-
-
 def done(grant: GrantSteps, rank: int, shown_s: float = 0.09) -> StepsDone:
-    steps = grant.stop - grant.start
-    return steps_done(
-        rank,
-        grant.start,
-        grant.stop,
-        samples=steps * grant.shares[rank],
-        busy_s=0.01 * steps,
-        sync_wait_s=shown_s * steps,
-        warm=grant.start > 0,
-    )
+    return ran(grant, rank, sync_wait_s=shown_s * (grant.stop - grant.start))
 
 
 def test_an_epoch_is_not_cut_for_windows_where_a_loop_has_left_it(
@@ -183,14 +132,6 @@ def test_phases_follow_each_other_as_drawn(
     assert changes == expected.split()
 
 
-@pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch) -> AutoChooser:
-    """Of three ranks; windows are better by far once anything is measured."""
-    monkeypatch.setattr(auto_chooser, "Chooser", Windows)
-    members = [Member(rank, "CPU", 3) for rank in range(3)]
-    return AutoChooser(members, Settings(config=RunConfig(policy="auto"), epochs=2))
-
-
 def taken(rank: int, step: int) -> WindowReduced:
     """A rank holds the model after a step."""
     return replace(reduced(rank, step), sync_s=0.0)
@@ -212,20 +153,24 @@ def lose(auto: AutoChooser, rank: int, step: int, others: list[int]) -> None:
     assert policy.steps_left == STEPS - step
 
 
-def test_steps_are_measured_on_where_a_rank_has_died(three: AutoChooser) -> None:
+def test_steps_are_measured_on_where_a_rank_has_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What was measured of the others counts; the choice is of them alone."""
-    (first,) = begin(three, 0, sync_s=0.0001)
+    want(monkeypatch, WINDOWS)
+    auto = of(3)
+    (first,) = begin(auto, 0, sync_s=0.0001)
     for rank in range(3):
-        three.policy.handle(done(first, rank, 0.0), 1.0)
-    lose(three, 1, 1, [0, 2])
-    assert three._phase is _Phase.MEASURING
-    waiting = begin(three, 0, sync_s=0.0001)
-    while three._phase is _Phase.MEASURING:
+        auto.policy.handle(done(first, rank, 0.0), 1.0)
+    lose(auto, 1, 1, [0, 2])
+    assert auto._phase is _Phase.MEASURING
+    waiting = begin(auto, 0, sync_s=0.0001)
+    while auto._phase is _Phase.MEASURING:
         step = waiting.pop(0)
         assert step.shares[1] == 0
         for rank in (0, 2):
-            waiting += granted(three.policy.handle(done(step, rank), 1.0).instructions)
-    assert three._chosen.prediction.world_size == 2
+            waiting += granted(auto.policy.handle(done(step, rank), 1.0).instructions)
+    assert auto._chosen.prediction.world_size == 2
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -233,12 +178,11 @@ def test_a_death_before_one_rank_trains_alone(
     last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others choose anew: it does all the same, or steps go on."""
-    monkeypatch.setattr(Turns, "alone", (False, True, last))
+    choices = STEPS_OF_ALL, ALONE, ALONE if last else STEPS_OF_ALL
+    want(monkeypatch, *choices)
     monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 4)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
-    monkeypatch.setattr(auto_chooser, "Chooser", Turns)
-    members = [Member(rank, "CPU", 3) for rank in range(4)]
-    auto = AutoChooser(members, Settings(config=RunConfig(policy="auto"), epochs=2))
+    auto = of(4)
     waiting, step = begin(auto, 0, sync_s=0.0001), 0
     while auto._phase is not _Phase.LEAVING:
         step = waiting[0].stop

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from elche.cadence.chooser import Choice
@@ -10,20 +12,11 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.auto_chooser import AutoChooser
 from elche.coordination.auto.first_choice import MOST_STEPS
-from elche.coordination.policy import Member
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import GrantSteps
-from tests.coordination.test_core import steps_done
+from tests.coordination.sync.granted_steps import grants_in, members, ran, run_epoch
 
 BATCH = 32
-
-
-def done(
-    count: int, rank: int, samples: int, busy_s: float, wait_s: float
-) -> StepsDone:
-    """A rank's report of one step."""
-    took = {"samples": samples, "busy_s": busy_s, "sync_wait_s": wait_s}
-    return steps_done(rank, count, count + 1, warm=count > 0, **took)
 
 
 def first_choice(
@@ -34,25 +27,29 @@ def first_choice(
     compiling_s: float = 0.0,
 ) -> tuple[int, Choice]:
     """Warm steps until the choice, and the choice; two devices, 1 ms per sample."""
-    members = [Member(rank, "cpu", 2) for rank in range(2)]
-    config = RunConfig(policy="auto")
-    chooser = AutoChooser(members, Settings(config=config, epochs=1))
-    chooser.prepare(sync_s, 0.0, alike=True)
-    begun = chooser.begin_epoch(0, BatchSizes.of([BATCH] * run_steps), 0.0)
-    told = [one for one in begun.instructions if isinstance(one, GrantSteps)]
-    for count in range(MOST_STEPS + 2):
-        sizes = told[-1].shares
+
+    def report(grant: GrantSteps, rank: int) -> StepsDone:
+        sizes = grant.shares
         took_s = [fixed_s + 0.001 * sizes[0], slower * (fixed_s + 0.001 * sizes[1])]
-        if not count:
-            took_s = [s + compiling_s for s in took_s]
-        for rank in range(2):
-            wait_s = sync_s + max(took_s) - took_s[rank]
-            report = done(count, rank, sizes[rank], took_s[rank], wait_s)
-            answer = chooser.policy.handle(report, 0.0).instructions
-            told += [one for one in answer if isinstance(one, GrantSteps)]
-        if chooser._choice is not None:
-            return count, chooser._choice
-    raise AssertionError("it never chose")
+        took_s = [took + compiling_s * (not grant.start) for took in took_s]
+        wait_s = sync_s + max(took_s) - took_s[rank]
+        return ran(grant, rank, took_s[rank], sync_wait_s=wait_s)
+
+    chooser, told = measured(2, sync_s, run_steps, report)
+    assert chooser._choice is not None
+    return told[-1].start, chooser._choice
+
+
+def measured(
+    ranks: int, sync_s: float, run_steps: int, report: Any
+) -> tuple[AutoChooser, list[GrantSteps]]:
+    """Steps of ranks until the first choice."""
+    settings = Settings(config=RunConfig(policy="auto"), epochs=1)
+    chooser = AutoChooser(members(*["cpu"] * ranks), settings)
+    chooser.prepare(sync_s, 0.0, alike=True)
+    sizes = BatchSizes.of([BATCH] * run_steps)
+    is_made = lambda: chooser._choice is not None  # noqa: E731
+    return chooser, grants_in(run_epoch(chooser, sizes, report, is_made))
 
 
 def test_a_reduction_of_a_hundredth_of_the_run_lets_the_first_step_decide() -> None:
@@ -87,18 +84,12 @@ def test_a_clear_gain_is_made_sure_of_where_that_is_free(
 
 def test_the_fastest_rank_gets_the_whole_batch_in_every_other_step() -> None:
     """Which shows what it would take alone, and what is fixed of the others' steps."""
-    members = [Member(rank, "cpu", 2) for rank in range(3)]
-    chooser = AutoChooser(members, Settings(config=RunConfig(policy="auto"), epochs=1))
-    chooser.prepare(0.001, 0.0, alike=True)
-    begun = chooser.begin_epoch(0, BatchSizes.of([BATCH] * 10_000), 0.0)
-    told = [one for one in begun.instructions if isinstance(one, GrantSteps)]
-    shares = []
-    for count in range(5):
-        shares.append(sizes := told[-1].shares)
-        for rank in range(3):
-            busy_s = (0.004, 0.002, 0.003)[rank] * (0.5 + sizes[rank])
-            report = done(count, rank, sizes[rank], busy_s, 0.001)
-            answer = chooser.policy.handle(report, 0.0).instructions
-            told += [one for one in answer if isinstance(one, GrantSteps)]
+
+    def report(grant: GrantSteps, rank: int) -> StepsDone:
+        busy_s = (0.004, 0.002, 0.003)[rank] * (0.5 + grant.shares[rank])
+        return ran(grant, rank, busy_s, sync_wait_s=0.001)
+
+    _, told = measured(3, 0.001, 10_000, report)
+    shares = [grant.shares for grant in told]
     assert shares[2] == shares[4] == (1, BATCH - 2, 1)
     assert min(shares[0] + shares[1] + shares[3]) > 1

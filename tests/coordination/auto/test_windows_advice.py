@@ -11,14 +11,15 @@ from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.windows_advice import ADVICE_GRANTS, advice
-from elche.coordination.policy import Member, PolicyChooser
+from elche.coordination.policy import PolicyChooser
+from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import (
     GrantSteps,
     Instruction,
     PolicyChosen,
 )
 from elche.coordination.state import policy_chooser
-from tests.coordination.test_core import steps_done
+from tests.coordination.sync.granted_steps import PAIR, ran, run_epoch
 from tests.harness.reached import reach
 
 BATCH = 64
@@ -31,31 +32,16 @@ def run_steps(
     chooser: PolicyChooser, exposed_s: float, steps: int = 200
 ) -> list[Instruction]:
     """What two ranks receive in an epoch: a sample takes 1 ms, or 2 on rank 1."""
-    sizes = BatchSizes.of([BATCH] * steps)
-    told = list(chooser.begin_epoch(0, sizes, 0.0).instructions)
-    grants = [each for each in told if isinstance(each, GrantSteps) and not each.rank]
-    while grants:
-        grant = grants.pop(0)
-        count = grant.stop - grant.start
-        busy_s = [0.001 * (rank + 1) * n for rank, n in enumerate(grant.shares)]
-        for rank, share in enumerate(grant.shares):
-            report = steps_done(
-                rank,
-                grant.start,
-                grant.stop,
-                samples=share * count,
-                busy_s=count * busy_s[rank],
-                sync_wait_s=count * (max(busy_s) - busy_s[rank] + exposed_s),
-                warm=grant.start > 0,
-            )
-            new = chooser.policy.handle(report, 0.0).instructions
-            told += new
-            grants += [g for g in new if isinstance(g, GrantSteps) and not g.rank]
-    return told
 
+    def report(grant: GrantSteps, rank: int) -> StepsDone:
+        busy_s = [0.001 * (r + 1) * n for r, n in enumerate(grant.shares)]
+        wait_s = max(busy_s) - busy_s[rank] + exposed_s
+        wait_s *= grant.stop - grant.start
+        return ran(grant, rank, busy_s[rank], sync_wait_s=wait_s)
 
-def members() -> list[Member]:
-    return [Member(rank, "CPU", 3) for rank in range(2)]
+    return [
+        one for _, one in run_epoch(chooser, BatchSizes.of([BATCH] * steps), report)
+    ]
 
 
 def said(told: list[Instruction]) -> list[PolicyChosen]:
@@ -64,12 +50,12 @@ def said(told: list[Instruction]) -> list[PolicyChosen]:
 
 def test_it_is_said_once_and_changes_nothing_else() -> None:
     """A reduction that shows for seven times a step."""
-    told = run_steps(policy_chooser(members(), DEFAULT), exposed_s=0.3)
+    told = run_steps(policy_chooser(PAIR, DEFAULT), exposed_s=0.3)
     (line,) = said(told)
     assert line.rank == 0
     assert line.is_advice
     assert line.reason.startswith("policy='async' is predicted to train ")
-    named = policy_chooser(members(), Settings(config=KEEPING))
+    named = policy_chooser(PAIR, Settings(config=KEEPING))
     plain = run_steps(named, exposed_s=0.3)
     assert [each for each in told if each is not line] == plain
 
@@ -88,7 +74,7 @@ def test_it_is_said_once_and_changes_nothing_else() -> None:
 def test_otherwise_it_is_silent(
     settings: Settings, exposed_s: float, steps: int
 ) -> None:
-    assert not said(run_steps(policy_chooser(members(), settings), exposed_s, steps))
+    assert not said(run_steps(policy_chooser(PAIR, settings), exposed_s, steps))
 
 
 @pytest.mark.reaches("a line", "silence")

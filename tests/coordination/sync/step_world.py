@@ -306,11 +306,10 @@ class Rank:
         """Reports steps of which nothing is missing."""
         while self.ran and self.ran[0] < until:
             step = self.ran.popleft()
-            share = self.grants[step].shares[self.rank]
+            grant = self.grants[step]
+            share = grant.shares[self.rank]
             cost = BatchCost(samples=share, busy_s=0.01 * share, data_wait_s=0.0)
-            grant = self.reports.under_way
             if not self.lost.is_settled and self.reports.step_done(step, cost):
-                assert grant is not None
                 checks = self.checks.pop(grant.start, ())
                 self.said_until, is_early = step + 1, self.open is not None
                 self.is_known |= is_early

@@ -66,11 +66,15 @@ def reasons(told: list[LeaveOut]) -> list[str]:
     return [one.reason for one in told if one.reason and one.rank == 0]
 
 
-def test_a_rank_that_brings_nothing_is_left_out() -> None:
+def test_a_rank_that_brings_nothing_is_left_out_until_it_is_as_fast_again() -> None:
     core = Core()
     (line,) = reasons(core.epoch(0))
     assert core.left_out.ranks == (1,)
     assert "rank 1 left out: steps of 202 ms take 32 ms without it (6.3" in line
+    core.slow_s = 0.0
+    lines = [line for number in range(1, 40) for line in reasons(core.epoch(number))]
+    assert core.left_out.ranks == ()
+    assert lines == ["rank 1 takes part again: 2.00 times as fast"]
 
 
 def test_all_keep_a_share_where_state_would_stay_behind() -> None:
@@ -92,15 +96,6 @@ def test_all_stay_where_state_is_seen_in_an_epochs_first_step() -> None:
     (line,) = reasons(told)
     assert line.endswith(f"without rank 1, but all keep a share: {why}")
     assert core.epoch(2, unknown=why) == []
-
-
-def test_who_is_as_fast_again_comes_back() -> None:
-    core = Core()
-    core.epoch(0)
-    core.slow_s = 0.0
-    lines = [line for number in range(1, 40) for line in reasons(core.epoch(number))]
-    assert core.left_out.ranks == ()
-    assert lines == ["rank 1 takes part again: 2.00 times as fast"]
 
 
 def test_a_trial_that_is_slower_ends_where_no_prediction_says_so(
@@ -139,18 +134,25 @@ def test_a_change_of_the_membership_forgets_who_brought_nothing(
 
 
 def test_who_was_left_out_lacks_the_model_until_it_is_brought() -> None:
-    """Also where another rank dies meanwhile, and all take part again."""
+    """Also where another rank dies meanwhile: those that are behind run no steps."""
     handover, members = ModelHandover(3), {0, 1, 2}
-    handover.follow(members, (2,))
-    assert handover.lacking(()) == {2}
-    told = handover.tell(members, 0, 9)
-    assert [(one.rank, one.source, one.window) for one in told] == [
-        *((0, 0, 9), (1, 0, 9), (2, 0, 9))
-    ]
-    for rank in members:
-        taken = WindowReduced(rank=rank, epoch=3, window=9)
-        handover.take(taken, is_paused=False)
-    assert handover.lacking(()) == handover.adopting == set()
+    handover.behind.add(2)
+    for dead in (set(), {1}):
+        members -= dead
+        assert handover.is_due
+        told = handover.tell(members, 0, 9)
+        assert [(one.rank, one.source, one.window) for one in told] == [
+            (rank, 0, 9) for rank in sorted(members)
+        ]
+        for rank in members:
+            taken = WindowReduced(rank=rank, epoch=3, window=9)
+            handover.take(taken, is_paused=False)
+        assert not handover.is_due
+        assert not handover.adopting
+        handover.remove(1)
+        handover.await_steps(members - {1})
+        assert handover.adopting == {0}
+        handover.adopting.clear()
 
 
 def test_nobody_may_die_until_all_have_run_a_step_in_the_same_group() -> None:
@@ -158,29 +160,26 @@ def test_nobody_may_die_until_all_have_run_a_step_in_the_same_group() -> None:
     core = Core()
     assert core.left_out.changing == ()
     core.epoch(0)
-    assert core.left_out.changing == (1,)
+    assert core.left_out.changing == core.left_out.ranks == (1,)
     core.left_out.changing = ()
-    assert core.left_out.ranks == (1,)
-    assert core.left_out.changing == ()
     core.left_out.begin_epoch(1, BatchSizes(((32, 100),)), core.now_s)
     assert core.left_out.changing == (1,)
-    core.left_out.changing = ()
-    assert core.left_out.changing == ()
-
-
-def test_an_epoch_too_short_to_gain_by_it_keeps_all() -> None:
-    core = Core()
-    core.left_out.carrying_s = 30.0
-    assert core.epoch(0) + core.epoch(1) == []
+    assert core.left_out.ranks == ()
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"leave_out": False}, {"deterministic": True}, {"policy": "auto"}],
-    ids=str,
+    ("options", "carrying_s"),
+    [
+        ({"leave_out": False}, 0.0),
+        ({"deterministic": True}, 0.0),
+        ({"policy": "auto"}, 0.0),
+        ({}, 30.0),
+    ],
+    ids=["kept", "deterministic", "auto", "too short to gain by it"],
 )
-def test_nobody_is_ever_left_out(options: dict[str, Any]) -> None:
+def test_nobody_is_ever_left_out(options: dict[str, Any], carrying_s: float) -> None:
     core = Core(**options)
+    core.left_out.carrying_s = carrying_s
     assert core.epoch(0) + core.epoch(1) == []
 
 

@@ -79,7 +79,8 @@ def test_a_change_of_the_group_voids_grants_and_what_was_measured() -> None:
     reports.granted(grant(0, 2))
     assert not reports.step_done(0, cost(1.0))
     reports.void()
-    assert reports.under_way is None
+    assert not reports.step_done(1, cost(1.0))
+    reports.void()
     reports.granted(grant(1, 2))
     assert reports.step_done(1, cost(2.0))
     reports.close(backward_passes=1)
@@ -209,18 +210,15 @@ def said_by_the_simulator(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, fl
     return said
 
 
-def test_the_shell_reports_beneath_the_next_step() -> None:
+@pytest.mark.parametrize("has_backward", [True, False])
+def test_the_shell_reports_beneath_the_next_step(has_backward: bool) -> None:
+    """Or at its end, where it has no backward pass."""
     expected = ["forward 0", "end 0"]
     for number in range(1, STEPS):
-        expected += [f"forward {number}", f"report {number - 1}", f"end {number}"]
-    assert said_by_the_shell() == [*expected, f"report {STEPS - 1}"]
-
-
-def test_without_a_backward_pass_the_shell_reports_at_the_steps_end() -> None:
-    expected = ["forward 0", "end 0"]
-    for number in range(1, STEPS):
-        expected += [f"forward {number}", f"end {number}", f"report {number - 1}"]
-    assert said_by_the_shell(has_backward=False) == [*expected, f"report {STEPS - 1}"]
+        later = [f"report {number - 1}", f"end {number}"]
+        expected += [f"forward {number}", *(later if has_backward else later[::-1])]
+    expected += [f"report {STEPS - 1}"]
+    assert said_by_the_shell(has_backward=has_backward) == expected
 
 
 def test_the_simulator_reports_beneath_the_next_step(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,48 +15,38 @@ from hypothesis import strategies as st
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.policy import Member, PolicyChooser
-from elche.coordination.protocol.instructions import GrantSteps, Instruction
+from elche.coordination.policy import PolicyChooser
+from elche.coordination.protocol.events import StepsDone
+from elche.coordination.protocol.instructions import GrantSteps
 from elche.coordination.state import policy_chooser
 from elche.coordination.sync.sync_policy import SyncPolicy
-from tests.coordination.test_core import steps_done
+from tests.coordination.sync.granted_steps import (
+    HORIZON,
+    PAIR,
+    grants_in,
+    members,
+    ran,
+    run_epoch,
+)
 from tests.harness.reached import reach
 from tests.harness.settings import nested
 
-HORIZON = 3
 BATCH = 64
 Time = Callable[[int, int, int], float]
 """Seconds of a step: of a rank, with so many samples, at its number."""
 
 
-def run_epoch(
+def grants_of(
     chooser: PolicyChooser, sizes: BatchSizes, step_s: Time
 ) -> list[GrantSteps]:
     """Grants of an epoch of steps, until it ends or is cut for another policy."""
-    seen = grants(chooser.begin_epoch(0, sizes, 0.0).instructions)
-    run = 0
-    while run < len(seen):
-        grant = seen[run]
-        run += 1
-        for rank, share in enumerate(grant.shares):
-            steps = range(grant.start, grant.stop)
-            report = steps_done(
-                *(rank, grant.start, grant.stop),
-                samples=share * len(steps),
-                busy_s=sum(step_s(rank, share, step) for step in steps),
-                warm=grant.start > 0,
-            )
-            seen += grants(chooser.policy.handle(report, 0.0).instructions)
-            chooser.policy.check()
-    return seen
 
+    def report(grant: GrantSteps, rank: int) -> StepsDone:
+        share, steps = grant.shares[rank], range(grant.start, grant.stop)
+        busy_s = sum(step_s(rank, share, step) for step in steps)
+        return replace(ran(grant, rank), busy_s=busy_s)
 
-def grants(told: list[Instruction]) -> list[GrantSteps]:
-    return [each for each in told if isinstance(each, GrantSteps) and each.rank == 0]
-
-
-def members(count: int) -> list[Member]:
-    return [Member(rank, "CPU", HORIZON) for rank in range(count)]
+    return grants_in(run_epoch(chooser, sizes, report))
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
@@ -70,8 +61,8 @@ def test_a_throttled_rank_gets_its_share_back_through_trials_of_one_step(
         return slow * noise * (0.05 + 0.00015 * share)
 
     rng = random.Random(0)
-    policy = SyncPolicy(members(2), Settings(config=RunConfig(**nested(options))))
-    seen = run_epoch(PolicyChooser(policy), BatchSizes.of([BATCH] * 1200), step_s)
+    policy = SyncPolicy(PAIR, Settings(config=RunConfig(**nested(options))))
+    seen = grants_of(PolicyChooser(policy), BatchSizes.of([BATCH] * 1200), step_s)
     assert seen[-1].stop == 1200
     if options:
         assert {grant.shares for grant in seen} == {(32, 32)}
@@ -86,9 +77,9 @@ def test_a_trial_is_a_single_step_and_the_next_one_comes_later() -> None:
         return (0.0, 0.003)[rank] + (0.001, 0.002)[rank] * share
 
     config = RunConfig(speed_hints=(1.0, 0.1))
-    policy = SyncPolicy(members(2), Settings(config=config))
+    policy = SyncPolicy(PAIR, Settings(config=config))
     sizes = BatchSizes.of([8] * 800)
-    seen = run_epoch(PolicyChooser(policy), sizes, step_s)
+    seen = grants_of(PolicyChooser(policy), sizes, step_s)
     long = [grant for grant in seen if grant.start >= 2 * HORIZON]
     tried = [grant for grant in long if grant.stop == grant.start + 1]
     assert tried
@@ -138,9 +129,9 @@ def test_each_rank_has_samples_wherever_the_batch_allows_it(
     agreed = Settings(
         config=RunConfig(policy=policy, leave_out=False), min_share_samples=least
     )
-    runs = policy_chooser(members(world), agreed)
+    runs = policy_chooser(members(*["CPU"] * world), agreed)
     runs.prepare(1e-4, 0.0, alike=True)
-    for grant in run_epoch(runs, BatchSizes.of(sizes), step_s):
+    for grant in grants_of(runs, BatchSizes.of(sizes), step_s):
         total = sum(grant.shares)
         assert {total} == set(sizes[grant.start : grant.stop])
         is_first = grant.start < 10 and total == batch
@@ -157,9 +148,9 @@ def test_fixed_shares_keep_columns_on_their_rank(
 ) -> None:
     """By the hints or equal from the first step on, however slow a rank becomes."""
     config = RunConfig(shares="fixed", speed_hints=hints)
-    policy = SyncPolicy(members(2), Settings(config=config))
+    policy = SyncPolicy(PAIR, Settings(config=config))
     sizes = BatchSizes.of([16] * 300 + [13, 1])
-    seen = run_epoch(
+    seen = grants_of(
         PolicyChooser(policy), sizes, lambda rank, share, step: 0.001 * (1 + 9 * rank)
     )
     first = (12, 4) if hints else (8, 8)

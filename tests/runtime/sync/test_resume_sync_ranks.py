@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 
-from elche.cadence.chooser import Choice
-from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_chooser, first_choice
 from elche.coordination.auto.auto_chooser import AutoChooser
 from tests.distributed.cases.tasks import (
@@ -19,6 +16,7 @@ from tests.distributed.cases.tasks import (
     plain,
     shared,
 )
+from tests.harness.choices import want
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 
@@ -34,33 +32,11 @@ TASK = Task(
 )
 
 
-class Scripted:
-    """In place of a chooser: all ranks in step, then rank 1 alone, then all again."""
-
-    def __init__(self, **_: Any) -> None:
-        self.observed = 0
-
-    def fix_update(self, update: str) -> None:
-        assert update == "gradients"
-
-    def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
-        """The next choice: alone at the second and third observation."""
-        self.observed += 1
-        ranks = [1] if 2 <= self.observed <= 3 else [0, 1]
-        return Choice(
-            policy="sync",
-            anchor=1,
-            left_out=tuple({0, 1}.difference(ranks)),
-            prediction=predict("sync", cluster, ranks),
-            alternatives=(),
-            reason=f"as the test wants: {ranks}",
-        )
-
-
 @pytest.fixture
 def returned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Choices are scripted; who had trained alone whenever all went on in step."""
-    monkeypatch.setattr(auto_chooser, "Chooser", Scripted)
+    alone, together = ("sync", (1,)), ("sync", ())
+    want(monkeypatch, together, alone, alone, together)
     monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 2)
     monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
     returned: list[int] = []

@@ -47,7 +47,7 @@ class EpochLedger:
 
     Args:
         sizes: the epoch's batch sizes.
-        holders: who may hold leases: ranks, or one common holder under ``sync``.
+        holders: ranks, which may hold leases.
 
     Attributes:
         pooled: batches that no rank holds.
@@ -85,10 +85,8 @@ class EpochLedger:
         """Batches that a holder has trained on since it last closed a window."""
         return count_batches(self._holdings[holder].trained)
 
-    def lease(self, holder: int, most: int, *, equal_sizes: bool = False) -> Range:
+    def lease(self, holder: int, most: int) -> Range:
         """Moves up to ``most`` consecutive batches from the pool to a holder.
-
-        With ``equal_sizes`` the lease ends where the batch size changes.
 
         Raises:
             TransitionError: the pool is empty.
@@ -97,8 +95,6 @@ class EpochLedger:
             raise TransitionError(f"nothing to lease to {holder} (asked for {most})")
         start, stop = self._pool.popleft()
         end = min(stop, start + most)
-        if equal_sizes:
-            end = min(end, self.sizes.run_of(start)[1])
         if end < stop:
             self._pool.appendleft((end, stop))
         self._granted(holder, (start, end))

@@ -19,16 +19,15 @@ from enum import Enum
 from typing import cast, final
 
 from elche.cadence.chooser import PATIENCE, Choice, Chooser
-from elche.cadence.goodput import MeasuredCluster, predict
-from elche.cadence.rank_time import RankTimes
+from elche.cadence.goodput import predict
 from elche.config import PolicyName, RunConfig
 from elche.config_parts import OuterConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.first_choice import FirstChoice
-from elche.coordination.auto.measures import Measures, RunLength
+from elche.coordination.auto.measures import MeasuredSteps
 from elche.coordination.fatal_losses import LossLimits
-from elche.coordination.policy import Member, Outcome, PolicyChooser
+from elche.coordination.policy import Member, Outcome
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import Instruction, PolicyChosen
 from elche.coordination.sync.sync_policy import SyncPolicy
@@ -74,30 +73,23 @@ class _Phase(Enum):
 
 
 @final
-class AutoChooser(PolicyChooser):
+class AutoChooser(MeasuredSteps):
     """Chooses by predicted goodput, and again as measurements change."""
 
     policy: SyncPolicy | WindowPolicy
 
     def __init__(self, members: Sequence[Member], settings: Settings) -> None:
-        self._times = RankTimes()
-        self._sync = SyncPolicy(members, settings, self._times)
-        super().__init__(self._sync)
+        super().__init__(members, settings)
         self._settings = settings
         self._config = settings.config
-        self._members = {member.rank: member for member in members}
         self._phase = _Phase.MEASURING if len(members) > 1 else _Phase.FIXED
-        self._sync.watch = self._watch
-        self._measures = Measures(settings, self._times)
         self._first = FirstChoice(self._measures)
         # A rank that trains nothing would be the slowest one that others wait for.
         may_lead = self._config.windows.max_batch_diff is None
         self._leaves_out = may_lead and self._config.leave_out
-        self._chooser = Chooser(leaves_out=self._leaves_out)
+        self._chooser: Chooser  # that has made the first choice
         self._choice: Choice | None = None
-        self._averages_gradients = True
-        self._length = RunLength(settings.epochs)
-        self._batch_size = self._samples = self._next_window = 0
+        self._samples = self._next_window = 0
         self._alone_since_s = 0.0
         self._trains_alone = False  # one rank, in windows
         self._is_unsaid = False  # a choice that was made between epochs
@@ -109,11 +101,6 @@ class AutoChooser(PolicyChooser):
         return self.policy if isinstance(self.policy, WindowPolicy) else None
 
     @property
-    def _is_alone(self) -> bool:
-        """True if one rank trains in place of ``sync``."""
-        return self._windows is not None and self._averages_gradients
-
-    @property
     def _chosen(self) -> Choice:
         assert self._choice is not None, self._phase
         return self._choice
@@ -121,10 +108,6 @@ class AutoChooser(PolicyChooser):
     @property
     def _wants_windows(self) -> bool:
         return self._chosen.carried_out_by != "sync"
-
-    def _cluster(self) -> MeasuredCluster:
-        batches = float(max(1, self._length.batches))
-        return self._measures.cluster([*self._members], self._batch_size, batches)
 
     @property
     def loss_limits(self) -> LossLimits:
@@ -155,8 +138,6 @@ class AutoChooser(PolicyChooser):
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Starts an epoch, or the rest of one, under the policy in force."""
-        self._length.begin_epoch(epoch, sizes)
-        self._batch_size = max(sizes.runs, key=lambda run: run[1])[0]
         outcome = super().begin_epoch(epoch, sizes, now_s)
         if self._phase is _Phase.STEPS:
             outcome.instructions += self._exclude()
@@ -172,7 +153,7 @@ class AutoChooser(PolicyChooser):
         if windows := self._windows:
             windows.remove(rank)
         if len(self._members) < 2 or (
-            self._is_alone and windows and not windows.state.idle
+            windows and self._trains_alone and not windows.state.idle
         ):
             self._phase = _Phase.FIXED
             self._is_unsaid = False
@@ -226,9 +207,8 @@ class AutoChooser(PolicyChooser):
             choice = chooser.choose(cluster)
             if self._first.accepts(choice):
                 self._choice, self._chooser = choice, chooser
-                self._averages_gradients = choice.is_alone or not self._wants_windows
-                averaged = "gradients" if self._averages_gradients else "parameters"
-                chooser.fix_update(averaged)
+                is_local = self._wants_windows and not choice.is_alone
+                chooser.fix_update("parameters" if is_local else "gradients")
                 self._measures.settle()
                 self._share_among_all()
                 return [*self._announce(), *self._stay_or_leave()]

@@ -7,6 +7,7 @@ the group was formed, and is then inferred from the part of it that shows in ste
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -17,7 +18,10 @@ from elche.cadence.rank_time import RankTime, RankTimes
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.agreement import Settings
+from elche.coordination.policy import Member, Outcome, PolicyChooser
 from elche.coordination.protocol.events import StepsDone
+from elche.coordination.protocol.instructions import Instruction
+from elche.coordination.sync.sync_policy import SyncPolicy
 
 MOST_HIDDEN = 0.95
 """Part of a reduction beyond which it cannot be told from the rest of a step."""
@@ -215,3 +219,32 @@ class RunLength:
         if self.given_epochs is None:
             text += f", assuming {self.epochs} epochs (set epochs= to change it)"
         return text
+
+
+class MeasuredSteps(PolicyChooser):
+    """``sync`` whose steps are measured."""
+
+    def __init__(self, members: Sequence[Member], settings: Settings) -> None:
+        self._times = RankTimes()
+        self._sync = SyncPolicy(members, settings, self._times)
+        super().__init__(self._sync)
+        self._members = {member.rank: member for member in members}
+        self._measures = Measures(settings, self._times)
+        self._length = RunLength(settings.epochs)
+        self._batch_size = 0
+        self._sync.watch = self._watch
+
+    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
+        """Starts an epoch, or the rest of one, under the policy in force."""
+        self._length.begin_epoch(epoch, sizes)
+        self._batch_size = max(sizes.runs, key=lambda run: run[1])[0]
+        return super().begin_epoch(epoch, sizes, now_s)
+
+    def _cluster(self) -> MeasuredCluster:
+        """The members as measured so far."""
+        batches = float(max(1, self._length.batches))
+        return self._measures.cluster([*self._members], self._batch_size, batches)
+
+    @abstractmethod
+    def _watch(self, reports: Sequence[StepsDone], steps: int) -> list[Instruction]:
+        """Takes in the reports of so many steps, before others are granted."""

@@ -14,14 +14,9 @@ from typing import final
 
 from elche.cadence.chooser import Chooser
 from elche.cadence.goodput import BACKWARD_SHARE, MeasuredCluster, predict
-from elche.cadence.rank_time import RankTimes
-from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.agreement import Settings
-from elche.coordination.auto.measures import Measures, RunLength
-from elche.coordination.policy import Member, Outcome, PolicyChooser
+from elche.coordination.auto.measures import MeasuredSteps
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import Instruction, PolicyChosen
-from elche.coordination.sync.sync_policy import SyncPolicy
 
 ADVICE_GRANTS = 16
 """Grants of warm steps that are measured for it; the shares have settled by then."""
@@ -30,49 +25,22 @@ ADVICE_GAIN = 1.1
 
 
 @final
-class AdvisedSync(PolicyChooser):
+class AdvisedSync(MeasuredSteps):
     """``sync`` by default: measures some steps and says once what windows bring."""
 
-    def __init__(self, members: Sequence[Member], settings: Settings) -> None:
-        times = RankTimes()
-        self._sync = SyncPolicy(members, settings, times)
-        super().__init__(self._sync)
-        self._ranks = [member.rank for member in members]
-        self._measures: Measures | None = Measures(settings, times)
-        self._length = RunLength(settings.epochs)
-        self._batch_size = 0
-        self._sync.watch = self._watch
-
-    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
-        """Starts an epoch, or the rest of one."""
-        self._length.begin_epoch(epoch, sizes)
-        self._batch_size = sizes.runs[0][0]
-        return super().begin_epoch(epoch, sizes, now_s)
-
-    def remove(self, rank: int) -> None:
-        """A rank is gone: what was measured is of another membership."""
-        self._measures = None
-        super().remove(rank)
-
-    def add(self, member: Member) -> None:
-        """A rank joins: what was measured is of another membership."""
-        self._measures = None
-        super().add(member)
+    _is_over = False  # it was said, or other ranks take part than were measured
 
     def _watch(self, reports: Sequence[StepsDone], steps: int) -> list[Instruction]:
         """The line, when all ranks have run enough; nothing before and ever after."""
         measures = self._measures
-        if self._sync.exclusion.ranks:
-            self._measures = None  # it measures steps of all ranks
-        if measures is None or not all(report.warm for report in reports):
+        self._is_over |= {report.rank for report in reports} != self._members.keys()
+        if self._is_over or not all(report.warm for report in reports):
             return []
         measures.take(reports, steps)
         if measures.count < ADVICE_GRANTS:
             return []
-        self._measures = None
-        batches = float(max(1, self._length.batches))
-        cluster = measures.cluster(self._ranks, self._batch_size, batches)
-        reason, first, name = advice(cluster), min(self._ranks), self._sync.name
+        self._is_over, cluster = True, self._cluster()
+        reason, first, name = advice(cluster), min(self._members), self._sync.name
         line = PolicyChosen(rank=first, policy=name, reason=reason, is_advice=True)
         return [line] if reason else []
 

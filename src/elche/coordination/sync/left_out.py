@@ -124,13 +124,14 @@ class LeftOutRanks:
         self._recent: list[_Measured] = []
         self._settling = SETTLING_GRANTS
         self._suspects: _Exclusion | None = None
+        self._agreed: _Exclusion | None = None  # found twice in a row
         self._chosen = _Exclusion((), 0.0, 0.0)
         self._epoch, self._samples, self._steps_left = -1, 0, 0
         self._bias = 0.0  # of predictions, once one was verified
         self.carrying_s = CARRYING_S
         self._now_s = self._all_s = self._trial_due_s = 0.0
         self._announced: tuple[int, ...] = ()
-        self._has_said_why = self._decides = self._is_sure = False
+        self._has_said_why = self._decides = False
 
     def allow(
         self, ranks: tuple[int, ...], with_s: float, without_s: float
@@ -177,11 +178,11 @@ class LeftOutRanks:
         self._epoch, self._samples = epoch, sizes.runs[0][0]
         self._steps_left, self._now_s = sizes.num_batches, now_s
         told: list[LeaveOut] = []
-        decides, found = False, self._suspects
+        decides, found = False, self._agreed
         if self._phase is _Phase.APART:
             is_worth = self._is_worth(self._chosen)
             decides = now_s >= self._trial_due_s or not is_worth
-        elif self._is_sure and found is not None and self._is_worth(found):
+        elif found is not None and self._is_worth(found):
             told = self._choose(found)
         if self._phase in (_Phase.LEAVING, _Phase.APART):
             self._enter(_Phase.TRIAL)  # one that is under way goes on
@@ -253,25 +254,19 @@ class LeftOutRanks:
             if found is not None and self._is_worth(found):
                 return self._choose(found)
             self._enter(_Phase.MEASURING)
-            self._announced = ()
-            return self._say_again(before, step_s)
-        suspects, self._suspects = self._suspects, found
-        self._is_sure = found is not None and suspects is not None
+            self._announced, gain = (), before.without_s / step_s
+            takes = "takes" if len(before.ranks) == 1 else "take"
+            line = (
+                f"{_named(before.ranks)} {takes} part again: {gain:.2f} times as fast"
+            )
+            return self._say(line) if gain > 1.0 else []
+        agreed = self._agreed = found if self._suspects is not None else None
+        self._suspects = found
         if found is None and self._phase is _Phase.MEASURING:
             self._phase = _Phase.TOGETHER
-        if self._phase is _Phase.TOGETHER or found is None or suspects is None:
+        if self._phase is _Phase.TOGETHER or agreed is None:
             return []
-        return self._choose(found) if self._is_worth(found) else []
-
-    def _say_again(self, before: _Exclusion, step_s: float) -> list[LeaveOut]:
-        """A line for the user where the ranks tried make steps shorter."""
-        if step_s >= before.without_s:
-            return []
-        takes = "takes" if len(before.ranks) == 1 else "take"
-        gain = before.without_s / step_s
-        return self._say(
-            f"{_named(before.ranks)} {takes} part again: {gain:.2f} times as fast"
-        )
+        return self._choose(agreed) if self._is_worth(agreed) else []
 
     def reset(self, members: Sequence[int]) -> None:
         """The members are others now, and all take part."""
@@ -284,7 +279,7 @@ class LeftOutRanks:
         """Another phase begins, in which steps are measured anew."""
         self._phase = phase
         self._recent.clear()
-        self._settling, self._suspects, self._is_sure = SETTLING_GRANTS, None, False
+        self._settling, self._suspects, self._agreed = SETTLING_GRANTS, None, None
 
     def _choose(self, found: _Exclusion) -> list[LeaveOut]:
         """Ranks are to be left out; all are kept where that would lose something."""
@@ -362,10 +357,8 @@ class LeftOutRanks:
 
     def _say(self, reason: str) -> list[LeaveOut]:
         """A line for the user; nothing else changes."""
-        told = LeaveOut(
-            rank=self._first, epoch=self._epoch, left_out=self.ranks, reason=reason
-        )
-        return [told]
+        rank, epoch = self._first, self._epoch
+        return [LeaveOut(rank=rank, epoch=epoch, left_out=self.ranks, reason=reason)]
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -23,40 +23,38 @@ class ModelHandover:
         epoch: which; all that begin it hold the same model.
 
     Attributes:
+        behind: members that were excluded from steps of the epoch. They adopt the
+            model at its end.
         adopting: members that take it over now, or run the steps that they have begun.
         ready: members that have done so while another group formed.
-        is_told: all were told, and none was left out since.
     """
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
+        self.behind: set[int] = set()
         self.adopting: set[int] = set()
         self.ready: set[int] = set()
-        self._behind: set[int] = set()
-        self.is_told = False
+        self._is_told = False
 
-    def lacking(self, left_out: Iterable[int]) -> set[int]:
-        """Members that lack the model at the epoch's end, as those left out do."""
-        return self._behind.union(left_out)
+    @property
+    def is_due(self) -> bool:
+        """True if ranks are behind, and no rank was told to adopt the model yet."""
+        return bool(self.behind) and not self._is_told
 
     def remove(self, rank: int) -> None:
         """A rank is gone."""
-        for each in (self.adopting, self._behind, self.ready):
+        for each in (self.behind, self.adopting, self.ready):
             each.discard(rank)
-
-    def follow(self, members: Set[int], left_out: Iterable[int]) -> None:
-        """The members are others now, and those left out take part again."""
-        lack = self.adopting if self.is_told else members
-        self._behind |= lack & {*left_out}
 
     def await_steps(self, members: Set[int]) -> None:
         """Ranks have died, and the others run what they have begun."""
-        self.adopting = {*members} - self.ready - self._behind
+        self.adopting = {*members} - self.ready - self.behind
         self.ready.clear()
+        self._is_told = False
 
     def tell(self, members: Iterable[int], source: int, last: int) -> list[Adopt]:
         """All take the model after the step ``last`` from one rank."""
-        self.is_told = True
+        self._is_told = True
         self.adopting.update(members)
         return [
             Adopt(rank=rank, epoch=self._epoch, window=last, source=source)
@@ -75,8 +73,7 @@ class ModelHandover:
         if is_paused:
             self.ready.add(event.rank)  # others have yet to say that they are there
         self.adopting.discard(event.rank)
-        self._behind.discard(event.rank)
 
     def check(self, members: Set[int]) -> None:
         """Asserts that they are members."""
-        assert self._behind | self.adopting <= members
+        assert self.behind | self.adopting <= members

@@ -16,8 +16,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import final
 
-from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.accounts.ledger import EpochLedger
+from elche.coordination.accounts.batch_ranges import BatchSizes, Range
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import EpochLeft, StepsDone
@@ -30,7 +29,6 @@ from elche.errors import ProtocolError
 
 GRANT_S = 0.1
 MAX_GRANT_STEPS = 64
-ALL_RANKS = -1
 FIRST_STEPS = 2
 """One that is not timed (compilation), and one that is."""
 
@@ -39,11 +37,12 @@ FIRST_STEPS = 2
 class StepGrants:
     """Steps of an epoch, from their grant to their commit.
 
+    Steps before ``committed_until`` are committed, those before ``until`` are granted,
+    and no rank has the others.
+
     Attributes:
         world_size: ranks that there are numbers for.
-        ledger: the place of every step.
-        until: the first step that has not been granted.
-        committed_until: the first that is not committed.
+        sizes: of the epoch's steps.
         is_single: a step is granted only when the last one is done.
         fetches_early: loops ask for the next batch before a step's backward pass.
     """
@@ -61,7 +60,7 @@ class StepGrants:
         self.world_size = max(member.rank for member in members) + 1
         self._ahead_steps = max(member.horizon_batches for member in members) + 2
         self._granted: deque[Granted] = deque()  # and not committed, oldest first
-        self.ledger = EpochLedger(BatchSizes(()), [ALL_RANKS])
+        self.sizes = BatchSizes(())
         self.until = self.committed_until = 0
         self._step_s = math.inf
         self._has_said_none = False
@@ -74,6 +73,17 @@ class StepGrants:
         return bool(self._granted)
 
     @property
+    def ungranted(self) -> int:
+        """Steps of the epoch that have not been granted."""
+        return self.sizes.num_batches - self.until
+
+    @property
+    def positions_left(self) -> list[Range]:
+        """Positions of the steps that have not been granted."""
+        first = self.sizes.position_of(self.until)
+        return [(first, self.sizes.num_samples)] if self.ungranted else []
+
+    @property
     def oldest(self) -> Granted | None:
         """The grant that is completed next."""
         return self._granted[0] if self._granted else None
@@ -82,7 +92,7 @@ class StepGrants:
         """Nothing of it is granted yet."""
         self._epoch = epoch
         self._granted.clear()
-        self.ledger = EpochLedger(sizes, [ALL_RANKS])
+        self.sizes = sizes
         self.until = self.committed_until = 0
         self._has_said_none = False
 
@@ -148,10 +158,6 @@ class StepGrants:
     def complete(self) -> Granted:
         """All ranks have run the oldest grant, which is committed."""
         grant = self._granted.popleft()
-        self.ledger.train(ALL_RANKS, grant.start, grant.stop)
-        self.ledger.close(ALL_RANKS)
-        self.ledger.stage()
-        self.ledger.commit()
         self.committed_until = grant.stop
         self._guesses &= grant.stop < FIRST_STEPS
         return grant
@@ -189,10 +195,7 @@ class StepGrants:
                 kept.append(part)
                 start = stop
         self._granted = kept
-        self.ledger.give_back(ALL_RANKS)
-        if done > self.committed_until:
-            self.ledger.lease_range(ALL_RANKS, self.committed_until, done)
-        self.until = done
+        self.until = max(done, self.committed_until)
 
     def top_up(self, ranks: Collection[int]) -> list[GrantSteps]:
         """Grants steps until the loaders' horizon and two grants are covered."""
@@ -201,8 +204,8 @@ class StepGrants:
         is_single = self.is_single or self._guesses or left_out.is_trying
         steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
         steps = 1 if is_single else steps
-        while self.ledger.pooled and not left_out.is_leaving:
-            ahead = self.ledger.leased(ALL_RANKS)
+        while self.ungranted and not left_out.is_leaving:
+            ahead = self.until - self.committed_until
             oldest = self.oldest.steps if self.oldest is not None else 1
             most = self._ahead_steps + (oldest - 1) + (steps - 1)
             if ahead >= (1 if is_single else most) + self.fetches_early:
@@ -218,7 +221,7 @@ class StepGrants:
 
         Else they would wait for a grant to report their last step, and it for them.
         """
-        waits = self.fetches_early and self._granted and self.ledger.pooled
+        waits = self.fetches_early and self._granted and self.ungranted
         if not waits or self._has_said_none:
             return []
         self._has_said_none = True
@@ -227,24 +230,23 @@ class StepGrants:
     def _tell(
         self, ranks: Collection[int], start: int, stop: int, shares: tuple[int, ...]
     ) -> list[GrantSteps]:
-        first = GrantSteps(
-            rank=0, epoch=self._epoch, start=start, stop=stop, shares=shares
-        )
-        return [replace(first, rank=rank) for rank in sorted(ranks)]
+        common = dict(epoch=self._epoch, start=start, stop=stop)
+        return [GrantSteps(rank=r, shares=shares, **common) for r in sorted(ranks)]
 
     def _next_steps(self, most: int) -> tuple[int, int, tuple[int, ...]]:
         """The next steps and their shares, as speeds are now."""
-        samples, _ = self.ledger.sizes.run_of(self.until)
-        granted = self.ledger.leased(ALL_RANKS)
+        samples, run_end = self.sizes.run_of(self.until)
+        granted = self.until - self.committed_until
         trial = self._shares.trial(samples, self.world_size, granted)
-        if trial is not None:
-            most = 1
-        start, stop = self.ledger.lease(ALL_RANKS, most, equal_sizes=True)
-        return start, stop, trial or self._shares.of(samples, self.world_size)
+        stop = min(self.until + (1 if trial else most), run_end)
+        shares = trial or self._shares.of(samples, self.world_size)
+        return self.until, stop, shares
 
     def check(self, members: Set[int]) -> None:
         """Asserts that every step is in one place, and that members owe reports."""
-        self.ledger.check()
-        if self.oldest is not None:
-            assert self.oldest.start == self.committed_until
-            assert self.oldest.owing <= members
+        at = self.committed_until
+        for grant in self._granted:
+            assert grant.start == at
+            assert grant.owing <= members
+            at = grant.stop
+        assert at == self.until <= self.sizes.num_batches

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import final
 
 from elche.coordination.accounts.delivered_times import BatchCost, DeliveredTimes
 from elche.coordination.protocol.events import EpochLeft, StepsDone
@@ -22,7 +21,6 @@ EARLY = "the next batch is asked for before the backward pass of the last one"
 """Steps are then reported one step later."""
 
 
-@final
 class StepReports:
     """One rank's grants of an epoch, oldest first, and what is to be said of them.
 
@@ -42,11 +40,6 @@ class StepReports:
         self._times = DeliveredTimes()
         self.due: StepsDone | None = None
         self._numbers = numbers
-
-    @property
-    def under_way(self) -> GrantSteps | None:
-        """The grant whose steps are run."""
-        return self._grants[0] if self._grants else None
 
     def granted(self, grant: GrantSteps) -> None:
         """More steps were granted."""

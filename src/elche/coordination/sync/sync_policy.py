@@ -87,7 +87,7 @@ class SyncPolicy(Policy):
     @property
     def _active(self) -> Set[int]:
         """Members that take part in steps."""
-        return self._members.keys() - set(self.exclusion.ranks)
+        return self._members.keys() - self._handover.behind
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Grants the first steps."""
@@ -117,17 +117,18 @@ class SyncPolicy(Policy):
     def _go_on(self, now_s: float) -> Outcome:
         """Completes what all have done, grants more, and ends the epoch."""
         outcome = Outcome()
-        grants, ledger = self.grants, self.grants.ledger
+        grants = self.grants
         while (oldest := grants.oldest) and self._is_complete(oldest):
             outcome.instructions += self._complete(grants.complete(), now_s)
         if self._left:
-            outcome.instructions += self._say_none()
+            outcome.instructions += self._top_up()
             return self._end_early(outcome, now_s)
-        if self.exclusion.is_leaving and self.is_drained and ledger.pooled:
+        if self.exclusion.is_leaving and self.is_drained and grants.ungranted:
             outcome.instructions += self.exclusion.leave()
-            self._handover.is_told = False
+            self._handover.behind.update(self.exclusion.ranks)
         outcome.instructions += self._top_up()
-        is_over = ledger.is_done or (self._is_cut and self.is_drained)
+        is_done = not (grants or grants.ungranted)
+        is_over = is_done or (self._is_cut and self.is_drained)
         if is_over and not self._is_carrying(outcome):
             self._end(outcome, now_s)
         return outcome
@@ -140,11 +141,10 @@ class SyncPolicy(Policy):
 
     def _is_carrying(self, outcome: Outcome) -> bool:
         """True if ranks left out have yet to take over the model of this epoch."""
-        handover, members = self._handover, self._members.keys()
-        lacking = handover.lacking(self.exclusion.ranks)
-        if lacking and not handover.is_told:
-            source, last = min(members - lacking), self.grants.until - 1
-            outcome.instructions += handover.tell(members, source, last)
+        handover = self._handover
+        if handover.is_due and not handover.adopting:
+            source, last = min(self._active), self.grants.until - 1
+            outcome.instructions += handover.tell(self._members, source, last)
         return bool(handover.adopting)
 
     @property
@@ -155,7 +155,7 @@ class SyncPolicy(Policy):
     @property
     def positions_left(self) -> Runs:
         """Positions of an epoch that was cut, or left, that nobody has trained on."""
-        return tuple(joined([*self.grants.ledger.positions_left(), *self._returned]))
+        return tuple(joined([*self.grants.positions_left, *self._returned]))
 
     @property
     def is_cut(self) -> bool:
@@ -165,15 +165,14 @@ class SyncPolicy(Policy):
     @property
     def steps_left(self) -> int:
         """Steps that were not run after ranks have died; else 0."""
-        return max(1, self.grants.ledger.pooled) if self._lost else 0
+        return max(1, self.grants.ungranted) if self._lost else 0
 
     @property
     def loss_limits(self) -> LossLimits:
         """The last rank that has the model, ranks that change groups, early ends."""
-        lacking = self._handover.lacking(self.exclusion.ranks)
-        holders = self._members.keys() - lacking
+        is_sole = bool(self._handover.behind) and len(self._active) == 1
         return LossLimits(
-            sole_holders=holders if lacking and len(holders) == 1 else frozenset(),
+            sole_holders=self._active if is_sole else frozenset(),
             changing=self.exclusion.changing,
             has_breaks=bool(self._left),
         )
@@ -237,7 +236,6 @@ class SyncPolicy(Policy):
     def _follow_members(self) -> None:
         self.grants.follow(self._members)
         self.shares.follow(self._members)
-        self._handover.follow(self._members.keys(), self.exclusion.ranks)
         self.exclusion.reset(sorted(self._members))
 
     def check(self) -> None:
@@ -246,7 +244,8 @@ class SyncPolicy(Policy):
         self._handover.check(self._members.keys())
         if not self._left:
             returned = sum(stop - start for start, stop in self._returned)
-            assert self._totals.samples == self.grants.ledger.used_samples - returned
+            used = self.grants.sizes.position_of(self.grants.committed_until)
+            assert self._totals.samples == used - returned
 
     def has_left(self, rank: int) -> bool:
         """True if a rank's loop has left the epoch early."""
@@ -282,7 +281,7 @@ class SyncPolicy(Policy):
         for work in grant.work():
             self._totals.add(grant.stop - 1, work)
         for step, start, stop in grant.missing_parts():
-            first = self.grants.ledger.sizes.position_of(step)
+            first = self.grants.sizes.position_of(step)
             self._returned.append((first + start, first + stop))
         self.exclusion.changing = ()
         self._left.completed(grant.stop)
@@ -318,16 +317,14 @@ class SyncPolicy(Policy):
         steps = grant.steps
         self.shares.measured(reports, steps)
         self.grants.measured(max(report.busy_s for report in reports) / steps)
-        pooled = self.grants.ledger.pooled
-        return self.exclusion.measured(reports, steps, pooled, now_s)
+        left = self.grants.ungranted
+        return self.exclusion.measured(reports, steps, left, now_s)
 
     def _top_up(self) -> list[GrantSteps]:
+        """Grants steps; loops that wait for some are told where none are granted."""
         holds = self._makes_room or self._is_paused
-        if holds or self._is_cut or self._left:
-            return self._say_none()
-        return self.grants.top_up(self._active)
-
-    def _say_none(self) -> list[GrantSteps]:
+        if not (holds or self._is_cut or self._left):
+            return self.grants.top_up(self._active)
         return [] if self._lost else self.grants.say_none(self._active)
 
     def _leave(self, event: EpochLeft, now_s: float) -> Outcome:
@@ -361,7 +358,7 @@ class SyncPolicy(Policy):
                 f"{EARLY}; leave it after the same step on every rank"
             )
         done = grants.until if staying else self._left.step
-        source = self._left.settle(active, is_needed=active != self._members.keys())
+        source = self._left.settle(active, is_needed=bool(handover.behind))
         if source is not None:
             outcome.instructions += handover.tell(self._members, source, done - 1)
             return outcome

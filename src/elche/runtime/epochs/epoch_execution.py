@@ -144,19 +144,15 @@ class EpochExecution:
             is_changed: what is trained, since it was built last.
             wants_keys: this rank waits for the positions of the epoch.
         """
-        steps = self._opening.steps
         is_other = begin.policy != self._synchroniser.policy
-        is_apart, steps.is_apart = steps.is_apart, False
-        if not (is_changed or is_other):
-            if is_apart:
-                self._synchroniser.share_with(self._synchroniser.group)
-                steps.reset()
+        rebuilds = is_changed or is_other
+        self._opening.steps.take_back(rebuilds=rebuilds)
+        if not rebuilds:
             return
         if is_other:
             self._observer.graphs.moved(begin.policy)
         build = partial(self._build, begin, is_changed=is_changed)
         self._opening.build(begin.policy, build, wants_keys=wants_keys)
-        steps.reset()
         self._numbers = NonFiniteRecord(self._lag_steps)  # it counts what is trained
 
     def _build(self, begin: BeginEpoch, *, is_changed: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from elche.errors import ConfigError
 from elche.runtime.rank_settings import plain_settings
 from elche.runtime.watch.rate_watch import is_scheduled
 
-WHAT = "taking over from the rank that trained alone"
 _CPU = torch.device("cpu")
 _SETTING = int, float, tuple, torch.Tensor
 
@@ -79,12 +78,10 @@ def broadcast_from(
     Raises:
         CommunicationError: a rank did not arrive in time.
     """
-    for parameter in model.parameters():
-        _take(group, parameter.detach(), source, parameter.dtype)
+    _take(group, model.parameters(), source)
     known = KnownBuffers(model)
     known.agree(group)
-    for _, kind, buffer in known.common():
-        _take(group, buffer.detach(), source, kind.dtype)
+    _take(group, (buffer for _, _, buffer in known.common()), source)
     for optimizer in optimizers:
         _take_state(group, optimizer, source)
 
@@ -100,11 +97,11 @@ def take_step(
     Raises:
         CommunicationError: a rank did not arrive in time.
     """
-    for parameter in parameters:
-        _take(group, parameter.detach(), source, parameter.dtype)
+    _take(group, parameters, source)
     _take_state(group, optimizer, source)
 
 
+@torch.no_grad()
 def take_gradients(
     group: Group, parameters: Sequence[nn.Parameter], source: int
 ) -> None:
@@ -113,14 +110,10 @@ def take_gradients(
     Raises:
         CommunicationError: a rank did not arrive in time.
     """
-    held = _sent(group, [p.grad is not None for p in parameters], source)
-    for parameter, has_gradient in zip(parameters, held, strict=True):
-        if not has_gradient:
-            parameter.grad = None
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        _take(group, parameter.grad, source, parameter.grad.dtype)
+    for parameter in parameters:
+        own, device = {"grad": parameter.grad}, parameter.device
+        _fill(own, _sent(group, dict(own), source), device, device)
+        parameter.grad = own["grad"]
 
 
 def take_schedules(
@@ -218,12 +211,7 @@ def _packed(value: Any) -> list[bytearray]:
 
 
 @torch.no_grad()
-def _take(group: Group, tensor: torch.Tensor, source: int, dtype: torch.dtype) -> None:
-    """Every rank holds the same after it, to the bit where it has that dtype."""
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    kind = torch.uint8 if dtype == torch.bool else dtype.to_real()
-    message = values.to("cpu", kind, copy=True).contiguous()
-    if group.rank != source:
-        message.zero_()
-    group.all_reduce(message, WHAT)
-    values.copy_(message)
+def _take(group: Group, tensors: Iterable[torch.Tensor], source: int) -> None:
+    """Copies tensors of one rank to all, to the bit where ranks hold one dtype."""
+    for tensor in tensors:
+        tensor.copy_(_sent(group, tensor, source))

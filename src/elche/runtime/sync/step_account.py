@@ -78,7 +78,7 @@ def open_steps(reducer: GradientReducer, graphs: LiveGraph) -> list[Step]:
 
 
 @final
-class StepAccount:
+class StepAccount(StepReports):
     """Measures steps, and reports those of a grant once the next one is under way.
 
     Attributes:
@@ -89,12 +89,12 @@ class StepAccount:
     def __init__(
         self, worker: Worker, positions: EpochPositions, hooks: EpochHooks
     ) -> None:
+        super().__init__(worker.rank, positions.epoch, hooks.numbers)
         self._worker = worker
         self._positions = positions
         self._hooks = hooks
         self._dead = hooks.steps.lost
-        self._reports = StepReports(worker.rank, positions.epoch, hooks.numbers)
-        self._numbers = NonFiniteWatch([], hooks.numbers)
+        self._watch = NonFiniteWatch([], hooks.numbers)
         self._ran: deque[tuple[int, BatchCost, tuple[int, int]]] = deque()
         self._began_s = self._ready_s = self._transfer_s = 0.0
         self.reported = 0
@@ -102,13 +102,13 @@ class StepAccount:
 
     def watch(self, reducer: GradientReducer) -> None:
         """Looks for NaN and Inf in what this reduces from now on."""
-        self._numbers = NonFiniteWatch(reducer.parameters, self._hooks.numbers)
-        reducer.look = partial(_look, self._numbers, self._hooks.graphs)
+        self._watch = NonFiniteWatch(reducer.parameters, self._hooks.numbers)
+        reducer.look = partial(_look, self._watch, self._hooks.graphs)
 
     def granted(self, grant: GrantSteps) -> None:
         """More steps were granted."""
         if not self._dead.is_settled:
-            self._reports.granted(grant)
+            super().granted(grant)
 
     def begin(self) -> None:
         """The first step begins."""
@@ -153,16 +153,16 @@ class StepAccount:
 
     def _done(self, number: int, cost: BatchCost, passes: tuple[int, int]) -> bool:
         """A step is done; what is to be said of its grant waits for the next one."""
-        has_sent = self.is_due and self.report()  # there was no backward pass
-        if self._dead.first or not self._reports.step_done(number, cost):
+        has_sent = self.due is not None and self.report()  # there was no backward pass
+        if self._dead.first or not self.step_done(number, cost):
             return has_sent
         hooks, is_live = self._hooks, bool(self._hooks.graphs.open_batches)
         is_last = number + 1 == self._positions.num_batches
         tells_norm = is_last and self._worker.place == 0
-        self._numbers.report(final=is_last)
+        self._watch.report(final=is_last)
         checks, self.reported = hooks.sums.take(self.reported), number + 1
         self.is_early |= is_live
-        self._reports.close(
+        self.close(
             backward_passes=passes[0],
             pass_steps=passes[1],
             max_samples=self._worker.max_samples,
@@ -173,14 +173,9 @@ class StepAccount:
         )
         return True
 
-    @property
-    def is_due(self) -> bool:
-        """True if there is something to say."""
-        return self._reports.due is not None
-
     def report(self) -> bool:
         """Sends what is due; whether anything was."""
-        event = self._reports.take()
+        event = self.take()
         if event is not None:
             self._worker.send(event)
         return event is not None
@@ -191,9 +186,9 @@ class StepAccount:
         ``apart`` says why this rank cannot take part in later passes, if it cannot.
         """
         cost = None if in_hand is None else self._cost(in_hand, reducer.wait_s)
-        self._numbers.report(final=True)
+        self._watch.report(final=True)
         checks, stepped = self._hooks.left_with()
-        left = self._reports.left(
+        left = self.left(
             0 if in_hand is None else in_hand.step + 1,
             cost,
             self._hooks.scalars(True),
@@ -206,7 +201,7 @@ class StepAccount:
 
     def void(self) -> None:
         """The group has changed: what is not reported is granted anew."""
-        self._reports.void()
+        super().void()
         self._ran.clear()
 
 

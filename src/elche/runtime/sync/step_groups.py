@@ -83,9 +83,16 @@ class StepGroups:
         self._members = list(self._worker.members)
         self.lost.begin_part()
 
-    def reset(self) -> None:
-        """Resets after the reducer was rebuilt with all ranks."""
-        self._left_out = ()
+    def take_back(self, *, rebuilds: bool) -> None:
+        """A part begins: excluded ranks take part in steps again if one has died.
+
+        Args:
+            rebuilds: what reduces gradients is rebuilt with all ranks now.
+        """
+        if self.is_apart and not rebuilds:
+            self._synchroniser.share_with(self._worker.group)
+        if self.is_apart or rebuilds:
+            self._left_out, self.is_apart = (), False
 
     def begin_anew(self, group: Group) -> None:
         """Ranks have joined: all take part, and reduce in their group; with them."""
@@ -200,7 +207,7 @@ class StepGroups:
             RankLostError: another rank has died; to be called again.
         """
         rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
-        if self._synchroniser.is_left_out:
+        if self._worker.rank in self._left_out:
             place = APART
         rows[group.rank] = torch.tensor((*place, self._is_new), device="cpu")
         group.all_reduce(rows, WHAT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator, Iterable, Iterator
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -46,17 +47,39 @@ TOO_EARLY = (
 )
 
 
-class SyncEpoch:
-    """Hands out this rank's share of every global batch."""
+class _State(Enum):
+    """States of a rank in an epoch of ``sync``, or a part of one.
 
-    # A step, as its rank goes through it:
-    #
-    #     _grant ► the loader draws ► _begin_step ► the loop's body ► _end_step
-    #
-    # Its report waits for the next step's backward pass and is sent beneath it, or
-    # where nothing else is to be done. A loop that breaks off answers for the passes
-    # that all the others have begun (_leave). Ranks may die in any wait of a pass, or
-    # between two steps: then `regroup` settles which steps are still run.
+    =====================================  ==================  ===================
+    event                                  from                to
+    =====================================  ==================  ===================
+    the loop receives a step's batch       BETWEEN             INSIDE
+    the loop asks for the next batch       INSIDE              BETWEEN
+    `LeaveOut` names this rank             BETWEEN             EXCLUDED
+    the loop breaks off                    BETWEEN, INSIDE     LEAVING
+    the last step that a death left is     BETWEEN             SETTLED
+    run
+    another rank dies                      BETWEEN, SETTLED    BETWEEN
+    another rank dies                      INSIDE, EXCLUDED    the same
+    `EndEpoch`                             any but INSIDE      `SyncEpoch.end` set
+    =====================================  ==================  ===================
+
+    A step goes from `_grant` through the loader to `_begin_step`, the loop's body and
+    `_end_step`. Its report waits for the next step's backward pass and is sent beneath
+    it, or where nothing else is to be done. Ranks may die in any wait of a pass, or
+    between two steps: then `regroup` settles which steps are still run. While a rank
+    is LEAVING, a death ends the run.
+    """
+
+    BETWEEN = "the loader loads, or waits for a grant"
+    INSIDE = "the loop has a step's batch"
+    EXCLUDED = "the loader waits for the end of the epoch; others run its steps"
+    LEAVING = "the loop is gone, and joins passes that the others have begun"
+    SETTLED = "all steps are run that ranks which have died left, and reported"
+
+
+class SyncEpoch:
+    """Yields this rank's share of every global batch."""
 
     def __init__(
         self,
@@ -82,8 +105,8 @@ class SyncEpoch:
         self._granted_until = 0
         self._step = -1
         self._part: StepPart | None = None
-        self._is_inside = self._has_said = self._is_held = False
-        self._is_leaving = self._is_left_out = False
+        self._state = _State.BETWEEN
+        self._is_held = False  # no step is granted for now
         self.end: EndEpoch | None = None
         self.samples_done = 0
         self._reduce_by(reducer)
@@ -138,16 +161,14 @@ class SyncEpoch:
                 for number in range(self._positions.num_batches):
                     got = self._next(number)
                     if got is None:
-                        self._hooks.drain()
                         break
                     in_hand, data = got
                     self._begin_step(in_hand, data)
                     yield data
                     self._end_step(in_hand)
-                else:
-                    self._hooks.drain()
-                    self._report_all()
-                    self._await_end()
+                self._hooks.drain()
+                self._report_all()
+                self._await_end()
             except GeneratorExit:
                 self._break_off(in_hand)
 
@@ -193,7 +214,7 @@ class SyncEpoch:
             self._report()
             self._await_end()
             return
-        self._is_leaving, self._worker.on_wait = True, None
+        self._state, self._worker.on_wait = _State.LEAVING, None
         broken, apart = None, ""
         if not reducer.is_joinable:
             apart = "SyncBatchNorm layers need every rank's forward pass"
@@ -211,17 +232,12 @@ class SyncEpoch:
             raise broken  # most likely this rank fails; others do not wait for it
         while self.end is None:
             self._worker.receive(self.handle, "the other ranks to end the epoch")
-            self._join_passes()
-
-    def _join_passes(self) -> None:
-        """Takes part with nothing in what the others have begun."""
-        joins = self._joins
-        while joins is not None and self._reducer.backward_passes < joins.passes:
-            self._reducer.join_pass(self._granted[joins.step - 1].weighed(None))
+            while (joins := self._joins) and reducer.backward_passes < joins.passes:
+                reducer.join_pass(self._granted[joins.step - 1].weighed(None))
 
     def _rank_left(self, gone: RankLeft) -> None:
         """Another rank's loop has left the epoch; may be called again and again."""
-        if not self._is_leaving and gone.epoch == self._positions.epoch:
+        if self._state is not _State.LEAVING and gone.epoch == self._positions.epoch:
             self._gone[gone.gone] = gone.passes
             self._reducer.lost = partial(Step.lost, gone=self._gone)
             self._announce()
@@ -229,7 +245,7 @@ class SyncEpoch:
     def _waits(self, gone: Iterable[RankLeft]) -> None:
         for each in gone:
             self._rank_left(each)
-        if self._is_inside:  # else passes may be another reducer's soon
+        if self._state is _State.INSIDE:  # else passes may be another reducer's soon
             self._announce()
 
     def _announce(self) -> None:
@@ -249,7 +265,7 @@ class SyncEpoch:
         """The loop gets the batch of a step."""
         self._account.ready(self._leased.transfer_s)
         self._hooks.check()
-        self._step, self._is_inside = step.step, True
+        self._step, self._state = step.step, _State.INSIDE
         self._granted.pop(step.step - 1, None)
         if self._gone:
             self._reducer.beneath = self._report_beneath
@@ -262,7 +278,7 @@ class SyncEpoch:
 
     def _end_step(self, step: Step) -> None:
         """The loop comes back from a step."""
-        self._is_inside = False
+        self._state = _State.BETWEEN
         self._reducer.end_step()
         self._worker.pace_device()
         self._account.step_ran(step, self._reducer)
@@ -289,9 +305,6 @@ class SyncEpoch:
             waits = self._granted_until <= number and not self._leased.has_work
             if waits and self.end is None and not self._worker.is_due:
                 self._await_grant(number)
-        self._report_all()
-        if number > self._dead.last:
-            self._await_end()
         return None
 
     def _await_grant(self, number: int) -> None:
@@ -299,7 +312,7 @@ class SyncEpoch:
         is_early = self._account.is_early and len(self._open_steps) < 2
         if not is_early or self._is_held:  # the grant may wait for it
             self._report_all()
-        if self._is_left_out:
+        if self._state is _State.EXCLUDED:
             self._worker.sleep_until_told(LEFT_OUT_S)
             self.refill()
         else:
@@ -308,8 +321,8 @@ class SyncEpoch:
     def _await_end(self) -> None:
         """All steps are run; where ranks have died, says so."""
         while self.end is None:
-            if self._dead.is_settled and not self._has_said:
-                self._has_said = True
+            if self._dead.is_settled and self._state is _State.BETWEEN:
+                self._state = _State.SETTLED
                 self._say_taken(self._dead.last, 0.0)
             self._worker.receive(self.handle, "the end of the epoch")
             if self._worker.is_due:
@@ -358,7 +371,8 @@ class SyncEpoch:
 
     def _leave_out(self, told: LeaveOut) -> None:
         """Shares steps among others from the next one on."""
-        self._is_left_out = self._worker.rank in told.left_out
+        if self._worker.rank in told.left_out:
+            self._state = _State.EXCLUDED
         reducer = self._hooks.steps.leave_out(told)
         if reducer is not self._reducer:
             self._reduce_by(reducer)
@@ -382,7 +396,8 @@ class SyncEpoch:
                 group = self._hooks.regrouping.meet()
                 steps.settle(group, self._place, self._alive)
                 has_formed = True
-        self._has_said = False
+        if self._state is _State.SETTLED:
+            self._state = _State.BETWEEN
         reported = self._account.reported
         if any(first < reported for first in self._dead.first.values()):
             raise CommunicationError(TOO_EARLY)
@@ -395,7 +410,7 @@ class SyncEpoch:
         return StepPlace.at(
             self._reducer.closed_passes,
             self._step,
-            is_inside=self._is_inside,
+            is_inside=self._state is _State.INSIDE,
             waits=self._first_open,
             passed=passed.step if passed and passed.span == self._span else -1,
         )
@@ -431,7 +446,7 @@ class SyncEpoch:
     def _settle(self, first: int | None = None) -> None:
         """Steps before this one are done: their report waits for the next pass."""
         if self._account.settle(first):
-            is_due = self._account.is_due
+            is_due = self._account.due is not None
             self._reducer.beneath = self._report_beneath if is_due else None
 
     def _report(self) -> None:

@@ -58,7 +58,6 @@ class Synchroniser:
         policy: the one in force; under ``auto`` at first ``"sync"``.
         reducer: of gradients, under ``sync``.
         windows: of windows, under the other policies.
-        is_left_out: this rank reduces nothing.
         reduced: which gradients are sums of ranks, under ``sync``.
         group: in which it is built next.
         own_ids: of the model's parameters, as it was when this was built last.
@@ -90,7 +89,6 @@ class Synchroniser:
         self.policy: str = "sync" if config.policy == "auto" else config.policy
         self.reducer: GradientReducer | None = None
         self.windows: WindowSync | None = None
-        self.is_left_out = False
         self.reduced = Reduced()
         self.own_ids = {*map(id, self.parameters)}
         self._is_nan_from_start = math.isnan(self._norm())
@@ -130,7 +128,6 @@ class Synchroniser:
             self.windows.retire()
         self.policy = policy or self.policy
         self.reducer = self.windows = None
-        self.is_left_out = False
         self._signature = self._current_signature()
         self._watch = ParameterWatch(self._model)
         self.own_ids = {*map(id, self.parameters)}
@@ -194,7 +191,6 @@ class Synchroniser:
         """
         assert self.reducer is not None
         self.reducer.detach()
-        self.is_left_out = group is None
         if group is not None:
             self._build_reducer(group, None)
 

@@ -109,7 +109,7 @@ def main() -> None:
         return
     median = steps[len(steps) // 2]
     print(f"{'part':13} {'files':>5} {'calls':>5}")
-    for part in dict.fromkeys(key[0] for key in median):
+    for part in (LOST,) if arguments.death else PARTS:
         own = {key: count for key, count in median.items() if key[0] == part}
         print(f"{part:13} {len({k[1] for k in own}):5} {sum(own.values()):5}")
         for (_, file, name), count in own.items() if arguments.calls else ():

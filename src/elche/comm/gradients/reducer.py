@@ -99,7 +99,6 @@ class GradientReducer(BucketPass):
         self.lost: Callable[[Any, int], Lost] | None = None
         self._keeps_buffers = False
         self._passes_before = 0
-        self._sends = False
         self.beneath: Callable[[], None] | None = None
         self.look: Look | None = None
         self._late_part: StepPart | None = None
@@ -327,15 +326,15 @@ class GradientReducer(BucketPass):
             self.pass_steps = zlib.crc32(str(step).encode(), self.pass_steps)
         scale, wait_s = self.weights.open_pass(self._queue.side)
         self.wait_s += wait_s
-        self._sends = scale != 0.0
         return scale
 
     def _look_once(self, part: StepPart) -> None:
         """Also of a pass that is reduced anew, or whose sums are taken over."""
         came, is_new = self._order.came, self._looked_at < self.backward_passes
-        if self.look is not None and is_new and (came or self._sends):
+        has_weight = self._scale != 0.0
+        if self.look is not None and is_new and (came or has_weight):
             self._looked_at = self.backward_passes
-            self.look(part.label, came if self._sends else {})
+            self.look(part.label, came if has_weight else {})
 
     @override
     def close_pass(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.harness.serving import serve_in_thread
 pytestmark = pytest.mark.distributed
 
 SCRIPT = str(Path(__file__).parent / "cases" / "replica_scripts.py")
+slow = partial(pytest.param, marks=pytest.mark.slow)
 ELCHE = [sys.executable, "-m", "elche", "run", "--nproc", "2"]
 
 
@@ -81,41 +83,18 @@ def test_models_that_grow_and_freeze(ranks2: RankPool) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (
-            "shape",
-            "0.weight: rank 0 has [4, 3] float64 trained, rank {last} has [5",
-        ),
-        (
-            "dtype",
-            "rank 0 has [4] float64 trained, rank {last} has [4] float32",
-        ),
-        ("missing", "rank {last} has none"),
-        (
-            "frozen",
-            "float64 trained, rank {last} has [4] float64 frozen",
-        ),
-        (
-            "converted",
-            "rank 0 has [4] float64 trained, rank {last} has [4] float32",
-        ),
-        (
-            "converted buffer",
-            "mean: rank 0 has [4] float32, rank {last} has [4] float64",
-        ),
-        (
-            "order",
-            "rank 0 calls all_reduce_gradients of 'one', rank {last} calls "
-            "all_reduce_gradients of 'other'",
-        ),
-        (
-            "call",
-            "rank 0 calls sync_params of 'one', rank {last} calls "
-            "sync_buffers('mean') of 'one'",
-        ),
+        ("shape", "0.weight: rank 0 has [4, 3] float64 trained, rank 2 has [5"),
+        ("dtype", "rank 0 has [4] float64 trained, rank 2 has [4] float32"),
+        ("missing", "rank 2 has none"),
+        ("frozen", "float64 trained, rank 2 has [4] float64 frozen"),
+        ("converted", "rank 0 has [4] float64 trained, rank 2 has [4] float32"),
+        ("converted buffer", "mean: rank 0 has [4] float32, rank 2 has [4] float64"),
+        ("order", "all_reduce_gradients of 'one', rank 2 calls all_reduce_gradients"),
+        ("call", "sync_params of 'one', rank 2 calls sync_buffers('mean') of 'one'"),
         ("counts", "rank 0 gives the counts ["),
         ("no sum", "1.7e+308], whose sum is inf"),
         ("own zero", "expected a count above 0 on at least one rank, got [0.0, 0.0"),
-        ("values", "rank {last} holds other values than rank 0 in 2.bias;"),
+        ("values", "one: ranks hold different values in 2.bias; take the same"),
         ("second name", "RuntimeError: passed"),
     ],
 )
@@ -123,8 +102,7 @@ def test_mistakes_are_named_on_every_rank(
     ranks3: RankPool, wrong: str, says: str
 ) -> None:
     said = ranks3.run(cases.said_by, wrong, case_setup=serve_in_thread)
-    for text in said:
-        assert says.format(last=2) in text
+    assert all(says in text for text in said), said
     assert len(set(said)) == 1
 
 
@@ -158,15 +136,9 @@ def test_a_plain_script_is_one_rank_without_sockets() -> None:
     ("case", "says"),
     [
         ("raise", "rank 1 failed: ValueError: a fault in user code"),
-        pytest.param(
-            "kill", "rank 1 is gone: its connection ended", marks=pytest.mark.slow
-        ),
-        pytest.param("leave", "check_equal of 'model'", marks=pytest.mark.slow),
-        pytest.param(
-            "quit",
-            "all_reduce_gradients of 'model' failed on rank 0",
-            marks=pytest.mark.slow,
-        ),
+        slow("kill", "rank 1 is gone: its connection ended"),
+        slow("leave", "check_equal of 'model'"),
+        slow("quit", "all_reduce_gradients of 'model' failed on rank 0"),
     ],
 )
 def test_a_rank_that_ends_early_ends_the_others(case: str, says: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.ddp.cases import ddp_contract_cases as cases
+from tests.ddp.cases import ddp_user_cases as users
 from tests.ddp.cases.ddp_cases import meeting
 from tests.ddp.test_ddp import same
 from tests.harness.rank_pool import RankPool
@@ -247,3 +248,31 @@ def test_a_hook_of_the_users_reduces_weighted_gradients(
         cases.by_a_hook, name, loss, case_setup=meeting
     ):
         same(by_hook, by_elche, bound)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "compiled"))
+        for name in users.SCRIPTS
+    ],
+)
+def test_it_ends_as_with_torchs_wrapper(ranks2: RankPool, script: str) -> None:
+    for ours, theirs in ranks2.run(users.both, script, case_setup=meeting):
+        assert ours
+        same(ours, theirs, 1e-12)
+
+
+def test_a_buffer_resized_on_one_rank_is_refused(ranks2: RankPool) -> None:
+    for text in ranks2.run(users.caches_of_other_lengths, case_setup=meeting):
+        assert text.startswith("the model has other buffers on rank 1 than on rank 0")
+
+
+def test_an_empty_batch_counts_nowhere(ranks2: RankPool) -> None:
+    for found, expected in ranks2.run(users.an_empty_batch, case_setup=meeting):
+        same(found, expected, 1e-13)
+
+
+def test_a_copy_trains(ranks2: RankPool) -> None:
+    for copied, first in ranks2.run(users.a_copy_trains, case_setup=meeting):
+        same(copied, first, 0.0)

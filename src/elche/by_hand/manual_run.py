@@ -138,15 +138,17 @@ def current_manual_run() -> ManualRun | None:
     return _Process.run
 
 
-def end_manual_run() -> None:
-    """Leaves the run of this process, if there is one; so does the process' end."""
+def end_manual_run(error: BaseException | None = None) -> None:
+    """Leaves the run of this process, if there is one; so does the process' end.
+
+    Args:
+        error: reported to the other ranks; None: this rank is done.
+    """
     run, _Process.run = _Process.run, None
     if run is not None:
-        run.end()
+        run.end(error)
 
 
 def _report_failure(error: BaseException) -> None:
-    run, _Process.run = _Process.run, None
-    if run is not None:
-        with contextlib.suppress(ElcheError):
-            run.end(error)
+    with contextlib.suppress(ElcheError):
+        end_manual_run(error)

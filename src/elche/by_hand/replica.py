@@ -19,7 +19,6 @@ late is named.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from numbers import Real
@@ -37,13 +36,12 @@ from elche.by_hand.replica_calls import (
 )
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm
-from elche.comm.tensors.equal_tensors import broadcast_bits
+from elche.comm.tensors.equal_tensors import average, broadcast_bits, differing
 from elche.comm.tensors.unshareable import unshareable_module
-from elche.comm.transport.process_group import Group, gather_texts
+from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.config_parts import TransportConfig, TransportKind
 from elche.errors import ConfigError, MismatchError
-from elche.runtime.watch.model_sums import ModelSums
 from elche.session.process import current_run
 
 BUFFER_RULES = ("mean", "first")
@@ -105,8 +103,7 @@ class Replica:
         self.name = name
         self._structure = Structure(model)
         self._gradients = GradientExchange(group)
-        self._scope: NormScope | None = None
-        self._loss_weight: float | None = None
+        self._scope = NormScope()
         self._is_stale = True
 
     @staticmethod
@@ -173,13 +170,7 @@ class Replica:
         averaged = [b for b in buffers if rule == "mean" and b.is_floating_point()]
         chosen = {id(buffer) for buffer in averaged}
         broadcast_bits(self.group, [b for b in buffers if id(b) not in chosen], what)
-        if averaged:
-            flat = torch.cat([b.to("cpu", torch.float64).reshape(-1) for b in averaged])
-            self.group.all_reduce(flat, what)
-            flat /= self.world_size
-            parts = flat.split([buffer.numel() for buffer in averaged])
-            for buffer, part in zip(averaged, parts, strict=True):
-                buffer.copy_(part.view(buffer.shape))
+        average(self.group, averaged, what)
 
     def all_reduce_gradients(self) -> None:
         """Makes every ``p.grad`` the plain mean over the ranks.
@@ -225,36 +216,23 @@ class Replica:
         Raises:
             ConfigError: the weight is negative or not finite.
         """
-        scope = NormScope() if self._scope is None else self._scope
-        scope.weigh(weight)
-        self._loss_weight = weight
+        self._scope.weigh(weight)
 
     def check_equal(self) -> None:
         """Makes sure that parameters and buffers are equal to the bit on all ranks.
 
         Raises:
-            MismatchError: names the tensors that differ from rank 0's.
+            MismatchError: names the tensors that differ.
         """
-        what = self._announce("check_equal")[0]
-        if self.world_size == 1:
-            return
+        self._announce("check_equal")
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        sums = json.dumps(
-            [[row[3] for row in ModelSums([each]).whole()] for each in named]
-        )
-        texts = [json.loads(text) for text in gather_texts(self.group, sums, what)]
-        for rank, other in enumerate(texts):
-            wrong = [
-                name
-                for (name, _), ours, theirs in zip(named, texts[0], other, strict=True)
-                if ours != theirs
-            ]
-            if wrong:
-                raise MismatchError(
-                    f"{self.name}: rank {rank} holds other values than rank 0 in "
-                    f"{', '.join(wrong[:5])}{' and more' if len(wrong) > 5 else ''}; "
-                    "take the same optimizer steps on every rank, or call sync_params"
-                )
+        wrong = [named[index][0] for index in differing(self.group, named)]
+        if wrong:
+            raise MismatchError(
+                f"{self.name}: ranks hold different values in {', '.join(wrong[:5])}"
+                f"{' and more' if len(wrong) > 5 else ''}; take the same optimizer "
+                "steps on every rank, or call sync_params"
+            )
 
     def _reduce(self, call: str, counts: Sequence[float]) -> None:
         check_gradients(self.model)
@@ -284,8 +262,9 @@ class Replica:
         if is_stale:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             self._gradients.build(trained)
-            self._scope = bind_sync_batchnorm(self.model, self.group)
-            self.weigh_losses(self._loss_weight)
+            weight = self._scope.loss_weight
+            self._scope = bind_sync_batchnorm(self.model, self.group) or NormScope()
+            self._scope.weigh(weight)
             self._is_stale = False
         return what, rows
 

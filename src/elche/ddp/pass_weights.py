@@ -87,6 +87,7 @@ class PassWeights:
         given: weight that was set for the next backward pass; None: samples count.
         expected: the last forward pass, if its backward pass has not begun.
         current: the backward pass under way, if it counts.
+        sent: the pass of the reduction under way, which may still lack gradients.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, is_mean: bool) -> None:
@@ -97,7 +98,7 @@ class PassWeights:
         self.current: _Pass | None = None
         self._ended: _Pass | None = None
         self._passes: list[_Pass] = []
-        self._sent: _Pass | None = None
+        self.sent: _Pass | None = None
         self._left: list[tuple[nn.Parameter, tuple[int, Any]]] = []
         self._holds_sum = False
         self._nodes: list[Any] = []
@@ -161,7 +162,7 @@ class PassWeights:
                 current.before = [each.weight for each in self._passes]
                 self._add(current)
                 current.is_closed = True
-                self._sent = current
+                self.sent = current
             if self._is_mean:
                 self._refuse_uneven()
             if graph_task_id() == OUTSIDE:
@@ -173,10 +174,6 @@ class PassWeights:
         if not self._is_mean:
             return sum(weights), float(first > 0.0)
         return sum(weights), first * len(weights)
-
-    def end_reduction(self) -> None:
-        """All gradients have come: the next backward pass is another one."""
-        self._sent = None
 
     def _refuse_uneven(self) -> None:
         """Two backward passes of one forward pass would count its samples twice."""
@@ -198,8 +195,8 @@ class PassWeights:
         if self.current is None:
             if self.expected is not None:  # the loss goes around the outputs
                 self._enter(self.expected)
-            elif self._sent is not None:  # so do the gradients that it lacks
-                self.current = self._sent
+            elif self.sent is not None:  # so do the gradients that it lacks
+                self.current = self.sent
                 queue_callback(self._end)
             elif self._ended is not None:
                 self.current, self._ended = self._ended, None
@@ -220,9 +217,9 @@ class PassWeights:
         forward.counted_in = task
         self.expected, self._ended = None, None
         is_new = self.current is None
-        if self.current is None and self._sent is not None:
-            self._refuse_uncounted(self._sent, forward)
-            self.current, self.given = self._sent, None
+        if self.current is None and self.sent is not None:
+            self._refuse_uncounted(self.sent, forward)
+            self.current, self.given = self.sent, None
             queue_callback(self._end)
         elif self.current is None:
             self._forget_dropped()

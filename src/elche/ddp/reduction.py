@@ -135,9 +135,9 @@ class WeightedReduction:
 
     Attributes:
         last: the last reduction.
-        failure: the error that broke off a reduction.
         is_armed: torch's reducer expects a backward pass.
-        is_under_way: gradients have been sent, and not all are there.
+        is_under_way: it has begun, and not all sums are there; so it stays after an
+            error.
         is_joining: the reduction is of what was accumulated alone.
         divides_by_world: the mean is divided by all ranks, not only by those that
             contributed.
@@ -172,7 +172,6 @@ class WeightedReduction:
         self._layouts: tuple[float, ...] = ()
         self._factor: float | None = None
         self.last: DdpReduction | None = None
-        self.failure: Exception | None = None
         self.is_armed = False
         self.is_under_way = False
         self.is_joining = False
@@ -187,13 +186,6 @@ class WeightedReduction:
         Raises:
             CommunicationError: it failed, or a rank did not arrive in time.
         """
-        try:
-            return self._reduced(bucket)
-        except Exception as error:
-            self.failure = error
-            raise
-
-    def _reduced(self, bucket: dist.GradBucket) -> Reduced:
         buffer, is_last = bucket.buffer(), bucket.is_last()
         devices: Any = [] if buffer.device.type == "cpu" else [buffer.device]
         future = torch.futures.Future[torch.Tensor](devices=devices)
@@ -223,8 +215,8 @@ class WeightedReduction:
         """Sends this rank's weight, and whether it has written buffers."""
         group, buffers = self._group, self._buffers
         is_joining = self.is_joining or not self.is_armed
-        weight, self._scale = self._passes.close(is_joining=is_joining)
         self.is_armed, self.is_under_way = False, True
+        weight, self._scale = self._passes.close(is_joining=is_joining)
         self._complete.clear()
         self._sent.clear()
         self._factor = None
@@ -320,7 +312,7 @@ class WeightedReduction:
         self._reference = sum(weights) or self._reference
         self.last = DdpReduction(weights, wait_s)
         self.is_under_way = False
-        self._passes.end_reduction()
+        self._passes.sent = None
         source = next((rank for rank, weight in enumerate(weights) if weight), None)
         if self._buffers is not None and self._layouts and source is not None:
             self._buffers.send(self._layouts, source)

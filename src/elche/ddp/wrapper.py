@@ -226,16 +226,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _check(self) -> None:
         """Refuses a forward pass whose gradients would not be reduced."""
-        if self._reduction.failure is not None:
-            raise CommunicationError(
-                f"a reduction of this wrapper has failed: {self._reduction.failure}; "
-                "start the ranks again from a checkpoint"
-            )
         if self._reduction.is_under_way:
             raise CommunicationError(
                 f"the backward pass before was broken off on rank {self._group.rank}, "
-                "so its reduction cannot be completed; start the ranks again from a "
-                "checkpoint"
+                "or its reduction failed, so it cannot be completed; start the ranks "
+                "again from a checkpoint"
             )
         refuse_capture()
         if not self._watch.is_same:

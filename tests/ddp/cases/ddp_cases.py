@@ -281,22 +281,19 @@ def complete_when_sent(strategy: str) -> list[int]:
         F.cross_entropy(
             ddp(torch.ones(2, FEATURES).double()), torch.tensor([0, 1])
         ).backward()
-        reduction, send, reduced = (
-            ddp._reduction,
-            ddp._reduction._send,
-            ddp._reduction._reduced,
-        )
+        reduction = ddp._reduction
+        send, reduce = reduction._send, reduction.reduce
 
         def counted(bucket: Any) -> Any:
             nonlocal complete
             complete += 1
-            return reduced(bucket)
+            return reduce(bucket)
 
         def noted(*message: Any) -> Any:
             sent.append(complete)
             return send(*message)
 
-        reduction._reduced, reduction._send = counted, noted
+        reduction.reduce, reduction._send = counted, noted
         F.cross_entropy(
             ddp(torch.ones(2, FEATURES).double()), torch.tensor([0, 1])
         ).backward()

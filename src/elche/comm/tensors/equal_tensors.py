@@ -108,3 +108,26 @@ def broadcast_bits(
     for tensor, raw in zip(tensors, message.split(sizes), strict=True):
         # Autograd would refuse a change of what a pass under way has saved.
         tensor.data.copy_(raw.clone().view(tensor.dtype).view(tensor.shape))
+
+
+@torch.no_grad()
+def average(
+    group: Group, tensors: Sequence[torch.Tensor], what: str, *, counts: bool = True
+) -> None:
+    """Makes tensors their mean over the ranks that count, with all ranks.
+
+    In one message of float64; integers are rounded.
+    """
+    if not tensors:
+        return
+    values = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    parts = [each.detach().to("cpu", torch.float64).reshape(-1) for each in values]
+    message = torch.cat([*parts, torch.ones(1, dtype=torch.float64, device="cpu")])
+    if not counts:
+        message.zero_()  # and not 0 times what may be NaN
+    group.all_reduce(message, what)
+    means = (message[:-1] / message[-1]).split([part.numel() for part in parts])
+    if message[-1]:
+        for each, mean in zip(values, means, strict=True):
+            mean = mean if each.is_floating_point() else mean.round()
+            each.copy_(mean.view(each.shape))

@@ -69,7 +69,10 @@ class LossWatch:
         self._batch, self._samples = batch if self.looks_on else None, samples
         if not (self.is_on and samples and self._whole >= 0):
             return
-        length, sizes = batch_length(batch), self._sizes
+        first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+        is_plain = isinstance(first, torch.Tensor) and first.dim() > 0
+        length = len(first) if is_plain else batch_length(batch)
+        sizes = self._sizes
         is_known = self._whole >= WHOLE and (samples in sizes or len(sizes) > 1)
         if length < samples and is_known:
             what = f"a batch of {length} samples came where {samples} were asked for"

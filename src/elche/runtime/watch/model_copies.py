@@ -14,10 +14,13 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from elche.comm.tensors.equal_tensors import average
 from elche.comm.transport.process_group import Group
 from elche.coordination.accounts.copy_updates import DueUpdates
 from elche.errors import ConfigError
 from elche.torch_internals.held import version
+
+AVERAGING = "averaging copies of the model"
 
 logger = logging.getLogger(__name__)
 
@@ -174,8 +177,8 @@ class ModelCopies:
                 "or use torch.optim.swa_utils.AveragedModel, which follows the run"
             )
         for copy in self._others:
-            for tensor in (*copy.parameters(), *copy.buffers()):
-                _average(tensor.detach(), group, counts=has_trained)
+            for tensor in (*copy.parameters(), *copy.buffers()):  # one may be large
+                average(group, [tensor], AVERAGING, counts=has_trained)
 
     def _warn_of_missing(self, has_trained: bool) -> None:
         """Warns once where only other ranks have updated a copy in this epoch."""
@@ -252,19 +255,6 @@ def check_copies(copies: Sequence[nn.Module], model: nn.Module) -> None:
                 "copies= holds an AveragedModel of another module than the model; "
                 "leave it out: it is recognised when it is updated"
             )
-
-
-def _average(tensor: torch.Tensor, group: Group, *, counts: bool) -> None:
-    """Makes a tensor its mean over the ranks that count; integers are rounded."""
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    message = torch.zeros(values.numel() + 1, dtype=torch.float64, device="cpu")
-    if counts:
-        message[:-1] = values.reshape(-1)
-        message[-1] = 1.0
-    group.all_reduce(message, "averaging copies of the model")
-    mean = (message[:-1] / message[-1]).view(values.shape)
-    if message[-1]:
-        values.copy_(mean if values.is_floating_point() else mean.round())
 
 
 @final

@@ -16,7 +16,7 @@ from elche.coordination.sync.sync_policy import SyncPolicy
 from tests.coordination.sync.granted_steps import (
     HORIZON,
     PAIR,
-    granted,
+    grants_in,
     ran,
     run_epoch,
 )
@@ -47,8 +47,8 @@ def grants_of(
         met = known if rank == 0 else 0
         return ran(grant, rank, 0.01 * grant.shares[rank], max_samples=met, warm=True)
 
-    told = run_epoch(PolicyChooser(core), BatchSizes.of([BATCH] * 40), report)
-    return [(done, each) for done, each in told if granted([each])]  # type: ignore[misc]
+    sizes = BatchSizes.of([BATCH] * 40)
+    return grants_in(run_epoch(PolicyChooser(core), sizes, report))
 
 
 def test_shares_keep_within_the_cap_from_a_stated_step_on() -> None:

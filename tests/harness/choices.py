@@ -47,7 +47,8 @@ class Wanted:
     def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
         """The next one."""
         policy, places = self._left[0]
-        del self._left[: len(self._left) > 1]
+        if len(self._left) > 1:
+            del self._left[0]
         return choice(cluster, policy, places)
 
 

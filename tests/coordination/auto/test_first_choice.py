@@ -48,8 +48,12 @@ def measured(
     chooser = AutoChooser(members(*["cpu"] * ranks), settings)
     chooser.prepare(sync_s, 0.0, alike=True)
     sizes = BatchSizes.of([BATCH] * run_steps)
-    is_made = lambda: chooser._choice is not None  # noqa: E731
-    return chooser, grants_in(run_epoch(chooser, sizes, report, is_made))
+
+    def is_made() -> bool:
+        return chooser._choice is not None
+
+    told = run_epoch(chooser, sizes, report, is_made)
+    return chooser, [grant for _, grant in grants_in(told)]
 
 
 def test_a_reduction_of_a_hundredth_of_the_run_lets_the_first_step_decide() -> None:

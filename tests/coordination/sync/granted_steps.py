@@ -66,6 +66,6 @@ def run_epoch(
     return told
 
 
-def grants_in(told: list[tuple[int, Instruction]]) -> list[GrantSteps]:
-    """The first rank's grants of an epoch."""
-    return granted([each for _, each in told])
+def grants_in(told: list[tuple[int, Instruction]]) -> list[tuple[int, GrantSteps]]:
+    """The first rank's grants of an epoch, each with the steps run before it."""
+    return [(done, grant) for done, each in told for grant in granted([each])]

@@ -19,6 +19,7 @@ from tests.coordination.sync.granted_steps import (
     HORIZON,
     PAIR,
     granted,
+    grants_in,
     members,
     ran,
     run_epoch,
@@ -38,10 +39,10 @@ def first_grants(
     def report(grant: GrantSteps, rank: int) -> StepsDone:
         return ran(grant, rank, SECONDS_PER_SAMPLE[rank] * grant.shares[rank])
 
-    told = run_epoch(PolicyChooser(core), BatchSizes.of([BATCH] * STEPS), report)
-    seen = [(done, each) for done, each in told if granted([each])]
-    assert seen[-1][1].stop == STEPS  # type: ignore[union-attr]
-    return seen  # type: ignore[return-value]
+    sizes = BatchSizes.of([BATCH] * STEPS)
+    seen = grants_in(run_epoch(PolicyChooser(core), sizes, report))
+    assert seen[-1][1].stop == STEPS
+    return seen
 
 
 def test_unequal_devices_share_by_guess_two_steps_at_most() -> None:

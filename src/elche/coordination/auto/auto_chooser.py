@@ -25,7 +25,7 @@ from elche.config_parts import OuterConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.first_choice import FirstChoice
-from elche.coordination.auto.measures import MeasuredSteps
+from elche.coordination.auto.measures import MeasuredSteps, Measures
 from elche.coordination.fatal_losses import LossLimits
 from elche.coordination.policy import Member, Outcome
 from elche.coordination.protocol.events import StepsDone
@@ -80,7 +80,6 @@ class AutoChooser(MeasuredSteps):
 
     def __init__(self, members: Sequence[Member], settings: Settings) -> None:
         super().__init__(members, settings)
-        self._settings = settings
         self._config = settings.config
         self._phase = _Phase.MEASURING if len(members) > 1 else _Phase.FIXED
         self._first = FirstChoice(self._measures)
@@ -169,8 +168,8 @@ class AutoChooser(MeasuredSteps):
             windows.add(member, is_idle=True)
         if self._choice is None:
             self._phase = _Phase.MEASURING
-            self._measures.begin_anew()
-            self._first.begin_anew()
+            self._measures = Measures(self._settings, self._times)
+            self._first = FirstChoice(self._measures)
             self._share_among_all()
         elif self._phase is _Phase.FIXED:
             self._phase = _Phase.STEPS if self._windows is None else _Phase.WINDOWS

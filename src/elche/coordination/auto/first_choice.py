@@ -41,10 +41,6 @@ class FirstChoice:
 
     def __init__(self, measures: Measures) -> None:
         self._measures = measures
-        self.begin_anew()
-
-    def begin_anew(self) -> None:
-        """A rank joins: what was spent was of others' steps."""
         self._lost_s = 0.0
         self._is_first = True
 

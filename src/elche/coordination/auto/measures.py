@@ -66,13 +66,6 @@ class Measures:
         self.probe_s = self.sync_s = 0.0
         self.count = 0
 
-    def begin_anew(self) -> None:
-        """Other ranks: steps are measured anew."""
-        self._shown_s.clear()
-        self._cold.clear()
-        self.probe_s = self.sync_s = 0.0
-        self.count = 0
-
     def settle(self) -> None:
         """A choice was made: what hides of a reduction stays as it is."""
         self._is_learned = True
@@ -228,6 +221,7 @@ class MeasuredSteps(PolicyChooser):
         self._times = RankTimes()
         self._sync = SyncPolicy(members, settings, self._times)
         super().__init__(self._sync)
+        self._settings = settings
         self._members = {member.rank: member for member in members}
         self._measures = Measures(settings, self._times)
         self._length = RunLength(settings.epochs)

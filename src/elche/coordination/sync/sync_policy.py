@@ -30,8 +30,7 @@ from elche.coordination.protocol.messages import Runs
 from elche.coordination.sync.left_out import LeftOutRanks
 from elche.coordination.sync.model_handover import ModelHandover
 from elche.coordination.sync.nonfinite import NonFiniteReports
-from elche.coordination.sync.step_book import Granted, report_of
-from elche.coordination.sync.step_grants import StepGrants
+from elche.coordination.sync.step_grants import Granted, StepGrants, report_of
 from elche.coordination.sync.step_leaving import SAME_PASSES, EarlyEnd
 from elche.coordination.sync.step_reports import EARLY
 from elche.coordination.sync.step_shares import StepShares
@@ -54,6 +53,8 @@ class SyncPolicy(Policy):
         grants: the steps of the epoch.
     """
 
+    watch: Callable[[Sequence[StepsDone], int], list[Instruction]] | None = None
+
     def __init__(
         self,
         members: Sequence[Member],
@@ -61,8 +62,6 @@ class SyncPolicy(Policy):
         times: RankTimes | None = None,
     ) -> None:
         config = settings.config
-        self.watch: Callable[[Sequence[StepsDone], int], list[Instruction]] | None
-        self.watch = None
         self._members = {member.rank: member.horizon_batches for member in members}
         self.shares = StepShares(settings, self._members, times)
         self.exclusion = LeftOutRanks([*self._members], settings, self.shares)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import ipaddress
 import os
 import platform
@@ -28,7 +27,6 @@ _OPTIONS: Final = (
 """Linux names them."""
 
 
-@functools.cache
 def host_name() -> str:
     """Names this host: equal for processes that share loopback, files and memory.
 

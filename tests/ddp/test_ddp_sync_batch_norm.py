@@ -16,12 +16,7 @@ from tests.ddp.cases.ddp_cases import (
     gradients_of,
     meeting,
 )
-from tests.ddp.cases.ddp_norm_cases import (
-    mixed_models,
-    refusals,
-    train_by_tokens,
-    train_norms,
-)
+from tests.ddp.cases.ddp_norm_cases import mixed_models, refusals, train_norms
 from tests.ddp.test_ddp import THREE, TWO, Gradients, equal_bits
 from tests.harness.rank_pool import RankPool
 
@@ -72,8 +67,8 @@ def test_unequal_batches_equal_one_process(
 def test_weights_that_are_set_weigh_in_the_layers_too(ranks2: RankPool) -> None:
     """Rank 0's samples count double; in the last step rank 1 has none."""
     sizes, tokens = ((5, 3), (4, 4), (6, 0)), ((10, 3), (8, 4), (12, 0))
-    plan = Plan(sizes, model="cnn")
-    traces = ranks2.run(train_by_tokens, plan, tokens, case_setup=meeting)
+    plan = Plan(sizes, model="cnn", tokens=tokens)
+    traces = [trace for trace, _ in ranks2.run(train_norms, plan, case_setup=meeting)]
     model, reference = build("cnn"), Trace()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step, (mine, _) in enumerate(sizes):

@@ -135,6 +135,7 @@ class Plan:
     Attributes:
         branches: per step, the branch that each rank takes, for that model.
         micro: micro-batches per step, all but the last under no_sync.
+        tokens: per step, the weight of each rank, whose batch may be empty.
         wrapper: ``"elche"``, ``"torch"``.
         options: of the wrapper.
     """
@@ -145,6 +146,7 @@ class Plan:
     loss: str = "mean"
     branches: tuple[tuple[int, ...], ...] = ()
     micro: int = 1
+    tokens: tuple[tuple[int, ...], ...] = ()
     wrapper: str = "elche"
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -214,7 +216,9 @@ def steps(plan: Plan, ddp: Any, rank: int | None = None) -> Trace:
         x, y = plan.batch(step)
         begin = sum(sizes[:rank])
         mine = slice(begin, begin + sizes[rank])
-        if sizes[rank]:
+        if plan.tokens:
+            ddp.set_weight(plan.tokens[step][rank])
+        if sizes[rank] or plan.tokens:
             extra = (plan.branches[step][rank],) if plan.branches else ()
             _backward(plan, ddp, x[mine], y[mine], extra)
         else:
@@ -235,7 +239,9 @@ def _backward(
     for number, (part_x, part_y) in enumerate(parts):
         is_last = number + 1 == len(parts)
         with nullcontext() if is_last else ddp.no_sync():
-            loss = F.cross_entropy(ddp(part_x, *extra), part_y, reduction=plan.loss)
+            out = ddp(part_x, *extra)
+            loss = F.cross_entropy(out, part_y, reduction=plan.loss)
+            loss = loss if len(part_y) else out.sum()
             if plan.loss == "mean":
                 loss = loss / len(parts)
             loss.backward()

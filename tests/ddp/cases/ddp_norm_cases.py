@@ -5,22 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import elche
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.transport.exchange import SharedExchange
 from elche.ddp.wrapper import DistributedDataParallel
-from tests.ddp.cases.ddp_cases import (
-    Plan,
-    Trace,
-    build,
-    gradients_of,
-    steps,
-    torch_world,
-    wrap,
-)
+from tests.ddp.cases.ddp_cases import Plan, Trace, build, steps, torch_world, wrap
 from tests.harness.rank_main import this_place
 
 
@@ -39,27 +30,6 @@ def train_norms(plan: Plan) -> tuple[Trace, set[bool]]:
         met = {isinstance(each, SharedExchange) for each in exchanges}
         assert layer.spans_ranks
     return trace, met
-
-
-def train_by_tokens(plan: Plan, tokens: tuple[tuple[int, ...], ...]) -> Trace:
-    """Weights that the user sets; an empty batch where a rank has no samples."""
-    rank, trace = this_place().rank, Trace()
-    with torch_world():
-        ddp = wrap(plan, converted())
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-        for step, sizes in enumerate(plan.sizes):
-            x, y = plan.batch(step)
-            begin = sum(sizes[:rank])
-            mine = slice(begin, begin + sizes[rank])
-            ddp.set_weight(tokens[step][rank])
-            out = ddp(x[mine])
-            empty = not sizes[rank]
-            (out.sum() if empty else F.cross_entropy(out, y[mine])).backward()
-            trace.gradients.append(gradients_of(ddp.module))
-            optimizer.step()
-            optimizer.zero_grad()
-        trace.state = {k: v.clone() for k, v in ddp.module.state_dict().items()}
-    return trace
 
 
 def refusals() -> list[str]:

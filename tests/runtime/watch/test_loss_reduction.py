@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import elche
 from elche.errors import ConfigError
-from elche.runtime.watch.live_graph import LiveGraph
 from elche.runtime.watch.loss_reduction import LossWatch
 from elche.torch_internals.passes import backward_roots
 from tests.distributed.cases.tasks import Task, build
@@ -94,22 +92,21 @@ OTHERS: dict[str, Loss] = {
 }
 
 
-def watched(model: nn.Module) -> LiveGraph:
-    """The model in an epoch whose losses are watched."""
-    graphs = LiveGraph(model)
+def watched(model: nn.Module) -> LossWatch:
+    """A watch of the losses of a model and its regularised parameter."""
     watch = LossWatch(print, refuses_sums=True, is_on=False)
-    graphs.thread, graphs.on_losses = threading.get_ident(), watch.look
-    graphs.begin_epoch(None)
-    graphs.begin(0)
-    return graphs
+    watch.attach([*model.parameters(), anchor], is_weighed=True)
+    return watch
 
 
 def backward(loss: Loss) -> None:
     """A batch of five forward and backward, its first backward pass watched."""
     model = nn.Linear(4, 3)
-    graphs = watched(model)
-    loss(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0])).backward()
-    graphs.forget()
+    watch = watched(model)
+    try:
+        loss(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0])).backward()
+    finally:
+        watch.detach()
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -126,11 +123,11 @@ def test_of_what_may_be_a_mean_nothing_is_said(name: str) -> None:
 def test_only_the_first_backward_pass_is_looked_at() -> None:
     """One of `torch.autograd.grad` is none: its gradients are not reduced."""
     model, x = nn.Linear(4, 3), torch.randn(5, 4)
-    graphs, target = watched(model), torch.zeros(5, 3)
+    watch, target = watched(model), torch.zeros(5, 3)
     torch.autograd.grad(F.mse_loss(model(x), target, reduction="sum"), model.weight)
     model(x).mean().backward()
     F.mse_loss(model(x), target, reduction="sum").backward()
-    graphs.forget()
+    assert not watch._handles
 
 
 @pytest.mark.parametrize(
@@ -159,18 +156,17 @@ def test_a_batch_is_short_where_its_first_dimension_counts_samples(
 def test_devices_that_run_hooks_in_their_own_threads() -> None:
     """As CUDA's do, while the thread that called backward waits."""
     model = nn.Linear(4, 3)
-    graphs, found = watched(model), []
-    look: Any = graphs.on_losses
+    watch, found = watched(model), []
+    watch.detach()
 
     def look_elsewhere(gradient: torch.Tensor) -> None:
         other = threading.Thread(
-            target=lambda: found.append(backward_roots(graphs.thread))
+            target=lambda: found.append(backward_roots(watch._thread))
         )
         other.start()
         other.join()
-        look(found[0])
+        watch.look(found[0])
 
-    graphs.on_losses = None
     model.weight.register_hook(look_elsewhere)
     loss = F.mse_loss(model(torch.ones(2, 4)), torch.zeros(2, 3), reduction="sum")
     with pytest.raises(ConfigError, match="the loss is a sum"):

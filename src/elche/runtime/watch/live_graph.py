@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elche.comm.tensors.nested import outputs_in
 from elche.errors import ConfigError
-from elche.torch_internals.passes import backward_roots, graph_task_id
+from elche.torch_internals.passes import graph_task_id
 
 OnLate = Callable[[Any, Any], None]
 """Called when a backward pass comes to the graph of an earlier batch than the one in
@@ -82,9 +82,6 @@ class LiveGraph:
 
     Args:
         model: what the loop calls.
-
-    Attributes:
-        on_losses: receives what is passed back, where a backward pass begins.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,7 +104,6 @@ class LiveGraph:
         self._policy = ""
         self._has_come = False
         self.thread = 0  # that iterates over the loader, and is to train; 0: any
-        self.on_losses: Callable[[Sequence[torch.Tensor]], None] | None = None
 
     @property
     def is_live(self) -> bool:
@@ -220,7 +216,7 @@ class LiveGraph:
         """The run is over."""
         self.end_epoch(is_over=True)
         self._waiting.clear()
-        self._on_late = self._on_forward = self.on_losses = None
+        self._on_late = self._on_forward = None
         self._in_hand = self._forward = self._last = self._pass_of = None
 
     def moved(self, policy: str) -> None:
@@ -330,8 +326,6 @@ class LiveGraph:
             return
         if other is None:
             self._task, self._pass_of = task, batch
-            if self.on_losses is not None and (roots := backward_roots(self.thread)):
-                self.on_losses(roots)
             if batch is self._in_hand:
                 return
         if self._on_late is not None:

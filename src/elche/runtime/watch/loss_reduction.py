@@ -10,14 +10,22 @@ from one over a sample's elements: of those nothing is said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from elche.comm.tensors.nested import batch_length, outputs_in
 from elche.errors import ConfigError
-from elche.torch_internals.passes import mean_of_targets, saved_reduction
+from elche.runtime.watch.live_graph import ModelHook
+from elche.torch_internals.passes import (
+    backward_roots,
+    graph_task_id,
+    mean_of_targets,
+    saved_reduction,
+)
 
 SUM = "sum"
 PART = "part"
@@ -46,7 +54,7 @@ class LossWatch:
         is_on: gradients are weighed by samples.
 
     Attributes:
-        looks_on: a look at the next backward pass may find something.
+        is_on: as given, until something was named.
     """
 
     def __init__(
@@ -57,8 +65,36 @@ class LossWatch:
         self._batch: Any = None
         self._samples = self._looks = self._whole = 0
         self._sizes: set[int] = set()  # of whole batches
+        self._looks_on = refuses_sums
+        self._handles: list[RemovableHandle] = []
+        self._thread, self._task = 0, -1
         self.is_on = is_on
-        self.looks_on = refuses_sums
+
+    def attach(self, parameters: Iterable[torch.Tensor], *, is_weighed: bool) -> None:
+        """Begins to look, once, in the thread that trains.
+
+        Args:
+            parameters: the trained ones: a hook of the outputs would not see a model
+                that is compiled, or called by another method.
+            is_weighed: gradients are weighed by samples.
+        """
+        if self._looks_on and not self._handles:
+            self.is_on &= is_weighed
+            self._thread, hook = threading.get_ident(), ModelHook(self._came)
+            self._handles = [each.register_hook(hook) for each in parameters]
+
+    def detach(self) -> None:
+        """Ends it."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _came(self, gradient: torch.Tensor) -> None:
+        """A hook of gradients, in whichever backward pass."""
+        if self._task == (task := graph_task_id()):
+            return
+        self._task = task
+        if roots := backward_roots(self._thread):  # none in torch.autograd.grad
+            self.look(roots)
 
     def begin(self, batch: Any, samples: int) -> None:
         """The loop gets a batch that was to have so many samples; 0: it has no part.
@@ -66,7 +102,7 @@ class LossWatch:
         A shorter batch is reported where others of its size, or of two sizes, were
         whole: else it is not known which dimension counts samples.
         """
-        self._batch, self._samples = batch if self.looks_on else None, samples
+        self._batch, self._samples = batch if self._looks_on else None, samples
         if not (self.is_on and samples and self._whole >= 0):
             return
         first = batch[0] if isinstance(batch, list | tuple) and batch else batch
@@ -88,6 +124,8 @@ class LossWatch:
             ConfigError: the first one is of sums.
         """
         self._look(roots)
+        if not self._looks_on:
+            self.detach()
         is_first, self._refuses_sums = self._refuses_sums, False
         if is_first and all(is_sum(root.grad_fn) for root in roots):
             raise ConfigError(
@@ -114,7 +152,7 @@ class LossWatch:
             elif labels and len(lengths) == 1 and max(lengths) % max(1, self._samples):
                 what = f"the loss is a mean over {max(lengths)} targets"
                 self._say(what, "len(labels)")
-        self.looks_on = self.is_on and self._looks < LOOKS
+        self._looks_on = self.is_on and self._looks < LOOKS
 
     def _say(self, what: str, weight: str) -> None:
         self.is_on = False

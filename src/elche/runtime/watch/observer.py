@@ -4,7 +4,7 @@
 event           seen by                              parts
 ==============  ===================================  =================================
 forward pass    hooks of the model, inside epochs    `LiveGraph`
-backward pass   hooks of its outputs                 `LiveGraph`, `LossWatch`
+backward pass   hooks of its outputs and parameters  `LiveGraph`, `LossWatch`
 optimizer step  a hook of every optimizer            `StepGuard`, `ScalerWatch`
 next batch      the epoch                            all but the guard
 ==============  ===================================  =================================
@@ -16,10 +16,9 @@ rank is excluded and none joins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
-import torch
 from torch import distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -112,15 +111,9 @@ class LoopObserver:
         if is_counted:
             self.copies.attach()
         self.guard.is_inside = True
-        if self._losses.looks_on and self.graphs.on_losses is None:
-            self._losses.is_on &= sync.windows is None or _has_common_step(sync)
-            self.graphs.on_losses = self._look
-
-    def _look(self, roots: Sequence[torch.Tensor]) -> None:
-        """A backward pass of these losses begins."""
-        self._losses.look(roots)
-        if not self._losses.looks_on:
-            self.graphs.on_losses = None
+        is_weighed = sync.windows is None or _has_common_step(sync)
+        trained = (p for p in sync.parameters if p.requires_grad)
+        self._losses.attach(trained, is_weighed=is_weighed)
 
     def begin_batch(self, batch: Any, samples: int) -> None:
         """The loop gets a batch of its share, of so many samples."""
@@ -199,6 +192,7 @@ class LoopObserver:
     def detach(self) -> None:
         """Removes every hook: no other epoch follows."""
         self.graphs.forget()
+        self._losses.detach()
         self.scaler.detach()
         self.guard.detach()
         self.schedulers.detach()

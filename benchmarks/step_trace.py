@@ -5,7 +5,8 @@ elche run --nproc 2 benchmarks/step_trace.py --calls        every call, by part
 elche run --nproc 3 benchmarks/step_trace.py --death        of a survivor
 
 A step lasts from one batch to the next. Calls are counted by `sys.setprofile`, each
-resumption of a generator among them, on rank 0. Figures are of the median step. With
+resumption of a generator among them, on rank 0. Figures are of the median step; where
+the machine is busy, grants are short, and that is a step with a report. With
 ``--death`` the last rank kills itself, and calls count from the error that tells the
 survivor to the end of the backward pass that it broke off.
 """
@@ -114,9 +115,9 @@ def main() -> None:
         print(f"{part:13} {len({k[1] for k in own}):5} {sum(own.values()):5}")
         for (_, file, name), count in own.items() if arguments.calls else ():
             print(f"    {count:4} {file}:{name}")
-    files = {key[1] for key in median}
-    print(f"{'step':13} {len(files):5} {median.total():5}  (median of {len(steps)})")
-    print(f"{'least, most':13} {'':5} {steps[0].total()} to {steps[-1].total()}")
+    for name, step in ("median", median), ("least", steps[0]), ("most", steps[-1]):
+        files = len({key[1] for key in step})
+        print(f"{name:13} {files:5} {step.total():5}  (of {len(steps)} steps)")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
                 order += index.tolist()
             take_step(model, optimizer, x, y)
             elche.log_scalar("seen", 1.0)
-            in_windows += isinstance(run._epochs.under_way, WindowEpoch)
+            in_windows += isinstance(run.epochs.under_way, WindowEpoch)
             found.switched |= in_windows > 0
             due = len(order) >= BATCH if when == "before" else in_windows == 2
             if epoch == 0 and elche.rank() in who and due:

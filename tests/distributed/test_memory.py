@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche.comm.gradients.buckets.bucket_memory import give_back_freed
+from elche.comm.gradients.buckets.bucket import give_back_freed
 from elche.session.process import current_run
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread

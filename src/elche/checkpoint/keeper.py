@@ -200,14 +200,15 @@ class CheckpointKeeper(Pauses):
         if not any(scheduler is each for each in self._schedulers):
             self._schedulers.append(scheduler)
 
-    def wants_cut(self) -> bool:
-        """True if a checkpoint was asked for, or is due."""
-        return bool(self._asked) or self._is_due or self.wants_end()
+    @override
+    def wants_cut(self, *, is_first: bool = True) -> bool:
+        is_wanted = is_first and (bool(self._asked) or self._is_due)
+        return is_wanted or self.wants_end()
 
+    @override
     def wants_end(self) -> bool:
-        """True if the run is to end with a last checkpoint."""
         is_asked = self._stops is not None and bool(self._stops.reason)
-        return self._cuts_at_end and is_asked
+        return is_asked and self._cuts_at_end
 
     @property
     def ends_by_cut(self) -> bool:
@@ -259,7 +260,7 @@ class CheckpointKeeper(Pauses):
             try:
                 if not self.counts_epochs:
                     raise ConfigError("the others do not loop over elche.epochs()")
-                told = run.hand_over()
+                told = run.epochs.hand_over()
                 messages = packed(self._contents().capture(loop), told)
             except Exception as error:  # of who joins: the others go on
                 logger.exception("a rank cannot join the run")
@@ -295,8 +296,8 @@ class CheckpointKeeper(Pauses):
         """Numbers of the epochs that are left; see `elche.epochs`."""
         self.is_active = self.counts_epochs = True
         self._count = count
-        if isinstance(self._run, Run) and self._run.is_new:
-            self._run.join()
+        if isinstance(self._run, Run) and self._run.worker.is_new:
+            self._run.epochs.opening.join()
         folder = os.environ.get("ELCHE_RESUME")
         if folder and not self._is_resumed:
             self.resume(Path(folder))
@@ -409,7 +410,7 @@ class CheckpointKeeper(Pauses):
     def resume(self, folder: Path) -> bool:
         """Goes on from the newest checkpoint; see `elche.resume`."""
         run, self.is_active, self._is_resumed = self._current, True, True
-        if isinstance(run, Run) and run.is_new:
+        if isinstance(run, Run) and run.worker.is_new:
             return False  # it goes on from where the others are, once its loop begins
         found = self._newest(folder)
         if found is None:

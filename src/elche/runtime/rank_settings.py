@@ -70,7 +70,7 @@ def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             for index, group in enumerate(optimizer.param_groups)
             for name, value in plain_settings(group)
         },
-        "state": state_layout(optimizer),
+        "state": [f"{key} {list(t.shape)}" for key, t in state_tensors(optimizer)],
     }
 
 
@@ -316,25 +316,15 @@ def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
     return [*plain, ("parameters", len(group["params"]))]
 
 
-def state_layout(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names and shapes of the state that the optimizer already has, in one order."""
-    return [f"{key} {list(value.shape)}" for value, key in _state_tensors(optimizer)]
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, str]]:
-    """State tensors in the order of parameters and names."""
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """State that an optimizer already has, in the order of parameters and names."""
     return [
-        (value, name)
+        (name, value)
         for group in optimizer.param_groups
         for parameter in group["params"]
         for name, value in sorted(optimizer.state.get(parameter, {}).items())
         if isinstance(value, torch.Tensor)
     ]
-
-
-def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Tensors of the state that the optimizer already has, in a fixed order."""
-    return [value for value, _ in _state_tensors(optimizer)]
 
 
 def _is_plain(value: Any) -> bool:

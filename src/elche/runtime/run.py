@@ -64,6 +64,7 @@ class Run:
         welcome: what the coordinator said of all ranks.
 
     Attributes:
+        epochs: of the run on this rank.
         collectives: that the user's script calls.
         iterates_loader: no batch comes from the user's own loader.
     """
@@ -96,14 +97,14 @@ class Run:
             delayed=training.delayed,
             keeps_sums=welcome.survives,
         )
-        self._epochs = RunEpochs(
+        self.epochs = RunEpochs(
             worker,
             training,
             self._synchroniser,
             self.notifications,
             observer,
         )
-        self.collectives = UserCollectives(worker, training.config, self._epochs)
+        self.collectives = UserCollectives(worker, training.config, self.epochs)
         self.iterates_loader = False
         self._samples_resumed = 0
         self._closed = False
@@ -135,14 +136,14 @@ class Run:
                 worker.groups.stay_apart(config.transport.kind)
             else:
                 worker.groups.form(welcome, config.transport.kind)
-            states = [t for o in training.optimizers for t in state_tensors(o)]
+            states = [each for o in training.optimizers for each in state_tensors(o)]
             named = [
                 *shared_tensors(model, worker.group),
-                *((f"state {index}", state) for index, state in enumerate(states)),
+                *((f"state {index}", s) for index, (_, s) in enumerate(states)),
             ]
             make_equal(worker.group, named, "the first broadcast")
             run = Run(worker, training, welcome)
-            run._epochs.attach()
+            run.epochs.attach()
             worker.begin_beats()
         except BaseException as error:
             if run is not None:
@@ -165,13 +166,13 @@ class Run:
     @property
     def samples_done(self) -> float:
         """Samples of `progress_samples`, for display only."""
-        return self._samples_resumed + self._epochs.progress_samples
+        return self._samples_resumed + self.epochs.progress_samples
 
     @property
     def progress_steps(self) -> float:
         """Steps of the run so far, the same function on every rank."""
         self._observer.schedulers.rates.has_read_progress = True
-        return self._epochs.progress_steps
+        return self.epochs.progress_steps
 
     def steps_left(self, steps: int) -> int:
         """Steps of the whole run that are still to be taken."""
@@ -186,7 +187,7 @@ class Run:
         """State of this rank's run between epochs, beside model and optimizer."""
         held = self._synchroniser.windows or self._synchroniser.reducer
         return {
-            "samples": self._samples_resumed + self._epochs.samples_kept,
+            "samples": self._samples_resumed + self.epochs.samples_kept,
             "steps": self._observer.steps.before,
             "averaging": None if held is None else held.state_dict(),
         }
@@ -218,7 +219,7 @@ class Run:
         self._note_progress(state)
 
     def _note_progress(self, state: dict[str, Any]) -> None:
-        self._samples_resumed = state["samples"] - self._epochs.samples_before
+        self._samples_resumed = state["samples"] - self.epochs.samples_before
         self._observer.steps.before = state["steps"]
 
     @property
@@ -247,41 +248,28 @@ class Run:
 
     def parts(self) -> RunParts:
         """Parts of a checkpoint; between epochs, or where one is cut."""
-        return self._epochs.parts(self.state_dict())
+        return self.epochs.parts(self.state_dict())
 
     def described(self) -> dict[str, Any]:
         """Progress for a checkpoint's manifest."""
         return {
-            "samples": self._samples_resumed + self._epochs.samples_kept,
-            "steps": self._epochs.progress_steps,
+            "samples": self._samples_resumed + self.epochs.samples_kept,
+            "steps": self.epochs.progress_steps,
             "policy": self._synchroniser.policy,
             "config": self.config.as_dict(),
         }
 
     def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
         """Goes on from a checkpoint's state; with all ranks."""
-        self._epochs.load_state_dict(epochs)
-        self._epochs.share_generators()
+        self.epochs.load_state_dict(epochs)
+        self.epochs.opening.order.share_generators(self.worker.group)
         self.load_state_dict(state)
-
-    @property
-    def is_new(self) -> bool:
-        """True if this rank is to join a run under way, and has not yet."""
-        return self.worker.is_new
-
-    def hand_over(self) -> dict[str, Any]:
-        """State for ranks that join, beside a checkpoint's contents."""
-        return self._epochs.hand_over()
-
-    def join(self) -> None:
-        """Joins the run under way: waits for the others to pause, and takes over."""
-        self._epochs.join()
 
     def take_over(
         self, state: dict[str, Any], epochs: dict[str, Any], info: Mapping[str, Any]
     ) -> None:
         """Goes on from where another rank stands, by its `hand_over`; only this one."""
-        self._epochs.take_over(epochs, info)
+        self.epochs.take_over(epochs, info)
         if self._synchroniser.windows is not None:
             self._synchroniser.windows.load_state_dict(state["averaging"])
         self._note_progress(state)
@@ -289,13 +277,13 @@ class Run:
     @property
     def is_in_epoch(self) -> bool:
         """True if the loop is inside an epoch."""
-        return self._epochs.under_way is not None
+        return self.epochs.under_way is not None
 
     @property
     def meets_in_forward(self) -> bool:
         """True if ranks meet in forward passes, so that none can leave alone."""
         reducer = self._synchroniser.reducer
-        if reducer is None or not isinstance(self._epochs.under_way, SyncEpoch):
+        if reducer is None or not isinstance(self.epochs.under_way, SyncEpoch):
             return False
         return self.worker.meets_in_forward or not reducer.is_joinable
 
@@ -307,24 +295,24 @@ class Run:
     @property
     def samples_in_hand(self) -> int:
         """Samples of the batch in hand that count for this rank."""
-        under_way = self._epochs.under_way
+        under_way = self.epochs.under_way
         return 0 if under_way is None else under_way.samples_in_hand
 
     @property
     def weight_in_hand(self) -> float:
         """Weight of the current batch in means: its samples, or ``weight_of``."""
-        under_way = self._epochs.under_way
+        under_way = self.epochs.under_way
         return 0.0 if under_way is None else under_way.weight_in_hand
 
     @property
     def last_samples(self) -> int:
         """Samples of the batch in hand, or that the last epoch ended with."""
-        return self.samples_in_hand or self._epochs.execution.last_samples
+        return self.samples_in_hand or self.epochs.execution.last_samples
 
     @property
     def reports(self) -> list[EndEpoch]:
         """Reports of the coordinator on each finished epoch."""
-        return self._epochs.reports
+        return self.epochs.reports
 
     def headline(self) -> str:
         """The line that names the devices and whether they differ."""
@@ -352,11 +340,11 @@ class Run:
 
     def steps_at(self, samples: float) -> float:
         """Steps of the run when so many samples of the epoch are trained here."""
-        return self._observer.steps.at(samples + self._epochs.resumed_samples)
+        return self._observer.steps.at(samples + self.epochs.resumed_samples)
 
     def check(self) -> None:
         """Raises what went wrong where nothing could be raised."""
-        self._epochs.execution.check()
+        self.epochs.execution.check()
 
     def heeds_signals(self, heeds: bool) -> None:
         """Tells the launcher whether this rank ends by itself after a signal."""
@@ -372,7 +360,7 @@ class Run:
 
     def epoch(self, steps: int = -1) -> Iterator[Any]:
         """Opens the next epoch, of so many steps at most; yields this rank's part."""
-        return self._epochs.iterate(steps)
+        return self.epochs.iterate(steps)
 
     def leave(self) -> None:
         """Ends this rank's part, and sums the run up on the first one."""
@@ -393,22 +381,22 @@ class Run:
             return
         try:
             if not isinstance(last_event, Failed):
-                if isinstance(self._epochs.under_way, WindowEpoch):
+                if isinstance(self.epochs.under_way, WindowEpoch):
                     self.notifications.emit(HELD.format(self.policy))
-                self._epochs.end_iteration()
+                self.epochs.end_iteration()
                 self._observer.count_unstepped()
                 if (count := self._observer.unstepped) and self.policy != "sync":
                     logger.warning(UNSTEPPED, self.worker.rank, count, self.policy)
-                last_event = self._epochs.left_how(last_event)
+                last_event = self.epochs.left_how(last_event)
         finally:
             self._closed = True
             self._release()
             self.worker.close(last_event)
             write_part(self.worker.timeline)
             with contextlib.suppress(Exception):  # while there are modules to do it
-                self._epochs.end_iteration()
+                self.epochs.end_iteration()
 
     def _release(self) -> None:
         """Takes every hook off model and optimizer, the last one first."""
         self._synchroniser.detach()
-        self._epochs.close()
+        self.epochs.close()

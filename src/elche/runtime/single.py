@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, IterableDataset
 
+from elche.comm.tensors.nested import batch_length
 from elche.coordination.accounts.delivered_times import BatchCost, DeliveredTimes
 from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.coordination.accounts.metrics import MetricsBook, RankReport
@@ -22,7 +23,7 @@ from elche.runtime.data.leased_data import BatchFeed
 from elche.runtime.data.positions import enumerate_batches
 from elche.runtime.data.seeds import rank_seed, seed_rank
 from elche.runtime.data.stream_data import StreamView
-from elche.runtime.data.transfer import batch_length, to_device
+from elche.runtime.data.transfer import to_device
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.timeline import Timeline, write_part
 from elche.runtime.training import RunParts, Training, generators_of
@@ -183,7 +184,7 @@ class SingleRun:
         self._epoch, course = epochs["next"] - 1, epochs["course"]
         if course is None:
             return
-        if not self._has_positions:
+        if self.iterates_loader:
             raise ConfigError(
                 "the checkpoint is inside an epoch of an IterableDataset; give "
                 "elche.setup samples_per_epoch"
@@ -227,8 +228,8 @@ class SingleRun:
             return
         number = self._begin_epoch()
         most = None if steps < 0 else steps
-        by_position = self._has_positions
-        batches = self._by_position(most) if by_position else islice(self._loader, most)
+        is_theirs = self.iterates_loader
+        batches = islice(self._loader, most) if is_theirs else self._by_position(most)
         weights = self._training.weights
         began_s = self._opened_s
         try:
@@ -257,17 +258,15 @@ class SingleRun:
 
     @property
     def iterates_loader(self) -> bool:
-        """True if batches come from the user's own loader, whose state is theirs."""
-        return not self._has_positions
+        """True if batches come from the user's own loader, whose state is theirs.
 
-    @property
-    def _has_positions(self) -> bool:
-        """True if samples are drawn by position, not as the loader comes to them."""
+        Else samples are drawn by position.
+        """
         data, pauses = self._loader.dataset, self._training.pauses
         if isinstance(data, IterableDataset):
-            return False  # nobody knows its length
+            return True  # nobody knows its length
         is_asked = self._training.config.seed is not None or pauses.is_active
-        return is_asked or isinstance(data, StreamView)
+        return not (is_asked or isinstance(data, StreamView))
 
     def _by_position(self, most: int | None) -> Iterator[Any]:
         data = self._loader.dataset

@@ -71,12 +71,15 @@ class Pauses:
         """The loop goes over the loader; False for a pass that is done already."""
         return True
 
-    def wants_cut(self) -> bool:
-        """True if rank 0 is to have the epoch cut; asked at every batch."""
+    def wants_cut(self, *, is_first: bool = True) -> bool:
+        """True if this rank is to have the epoch cut; asked at every batch.
+
+        The first rank for a checkpoint that was asked for or is due, any at an end.
+        """
         return False
 
     def wants_end(self) -> bool:
-        """True if this rank is to have it cut, and left; asked likewise."""
+        """True if the run is to end with a last checkpoint."""
         return False
 
     def cut(self, *, is_end: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from elche.runtime.process.shutdown import (
     failure_of,
     watch_process,
 )
+from elche.runtime.process.worker import Worker
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.report.run_summary import RunFacts
 from elche.runtime.report.timeline import Timeline
@@ -29,6 +31,7 @@ from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 
 _Value = TypeVar("_Value")
+logger = logging.getLogger(__name__)
 
 
 class Process:
@@ -159,6 +162,14 @@ def write_line(line: str) -> None:
     """Writes a line to stderr regardless of logging configuration."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
+
+
+def write_on_first(worker: Worker, line: str) -> None:
+    """Writes a line for the user on the first rank that lives; others log it."""
+    if worker.place == 0:
+        write_line(line)
+    else:
+        logger.info(line)
 
 
 def watch_exit() -> None:

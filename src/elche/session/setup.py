@@ -6,9 +6,9 @@ One run at a time per process. On one device nothing is wrapped, hooked or start
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -37,11 +37,14 @@ from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 from elche.runtime.training import SetupConfig, Training
 from elche.runtime.watch.model_copies import check_copies
-from elche.session import ranks
 from elche.session.options import SetupOptions, names_no_policy, run_config
-from elche.session.process import process, shutdown, watch_exit, write_line
-
-logger = logging.getLogger(__name__)
+from elche.session.process import (
+    process,
+    shutdown,
+    watch_exit,
+    write_line,
+    write_on_first,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar(
@@ -196,7 +199,7 @@ def _begin_shared(training: Training, asked: SetupConfig, placement: Placement) 
     if isinstance(dataset, StreamView):
         seed = torch.initial_seed() if config.seed is None else config.seed
         dataset.elche_reader.join(run.worker.group, seed)
-    run.notifications.emit = _write_if_first
+    run.notifications.emit = partial(write_on_first, run.worker)
     if placement.rank == 0:
         write_line(run.headline())
         if hint := batch_norm_hint(training.model, config.policy):
@@ -230,11 +233,3 @@ def _single_line(placement: Placement) -> str:
     if count > 1 and "ELCHE_COORDINATOR" not in os.environ:
         line += f" ({count} devices are here; use all of them: elche run script.py)"
     return line
-
-
-def _write_if_first(line: str) -> None:
-    """Writes a line for the user on the first rank that lives; others log it."""
-    if ranks.rank() == 0:
-        write_line(line)
-    else:
-        logger.info(line)

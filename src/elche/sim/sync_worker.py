@@ -112,7 +112,7 @@ class SimulatedSyncEpoch:
     @property
     def _is_over(self) -> bool:
         """True if no step is run any more, as ranks have died."""
-        return self._lost.is_over(self._rank.reduced + 1)
+        return self._rank.reduced + 1 > self._lost.last
 
     def _leave(self, cost: BatchCost) -> Script:
         """The loop has broken off; takes part with nothing in what is granted.
@@ -161,7 +161,7 @@ class SimulatedSyncEpoch:
         if rank.is_back:
             rank.goes_on()
         item = self._loader.take(rank.now_s)
-        due = self._report_beneath if self._reports.is_due else None
+        due = self._report_beneath if self._reports.due else None
         cost = yield from rank.run_batch(item, f"step {item.number}", due)
         self._in_hand = _Computed(item, rank.gradients_s, rank.now_s, cost)
 
@@ -222,7 +222,6 @@ class SimulatedSyncEpoch:
             return
         self._lost.confirm()
         self._has_said = False
-        assert self._lost.last is not None
         rank.say_regrouped(self._lost.last, self._lost.to_wire())
 
     def _settle(self, said: dict[int, StepPlace | None]) -> Generator[Any, Any, bool]:

@@ -29,9 +29,9 @@ from torch import nn
 
 from elche.cadence.split import passes_of
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
+from elche.comm.tensors.nested import batch_length
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights
-from elche.runtime.data.transfer import batch_length
 from elche.runtime.memory_limits import RankHost
 from elche.torch_internals.batches import tree_leaves, tree_map
 

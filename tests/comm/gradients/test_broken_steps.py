@@ -11,17 +11,16 @@ from torch import nn
 from elche.comm.gradients.part_weights import Lost, StepPart
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.buffers import BufferAverager
-from tests.comm.gradients.test_reducer import (
+from tests.comm.gradients.reduced_net import (
     CAPS,
     Gradients,
     Net,
     alone,
     batch_of,
-    check,
     gradients_of,
     nets,
-    reducer_of,
 )
+from tests.comm.gradients.test_reducer import check, reducer_of
 from tests.comm.thread_group import ThreadGroup, on_ranks
 
 SIZES = (6, 2, 1)
@@ -34,9 +33,9 @@ def test_a_rank_that_has_left_is_made_up_for_by_the_others(is_sum: bool) -> None
     def run(group: ThreadGroup, model: Net) -> Gradients:
         reducer = reducer_of(model, group, 300)
         if is_sum:
-            reducer.sum_losses()
+            reducer.weights.sum_losses()
         reducer.attach()
-        reducer.correct_by(lambda label, number: Lost(SIZES[0] / sum(SIZES), 1 / 3))
+        reducer.lost = lambda label, number: Lost(SIZES[0] / sum(SIZES), 1 / 3)
         part = StepPart(SIZES[group.rank] / sum(SIZES), len(SIZES), label="a step")
         if group.rank == 0:
             reducer.join_pass(part)

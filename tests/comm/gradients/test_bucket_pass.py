@@ -15,7 +15,8 @@ from elche.comm.gradients.buckets.bucket import Bucket
 from elche.comm.gradients.part_weights import StepPart
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.transport.exchange import SharedExchange
-from elche.errors import ConfigError
+from elche.comm.transport.process_group import Group
+from elche.errors import ConfigError, RankLostError
 
 OTHERS = 10
 
@@ -221,15 +222,15 @@ def test_work_beneath_runs_once_and_only_in_a_pass_that_is_reduced(
         for exchange in exchanges(made):
             come(exchange)
 
-    made.run_beneath(lambda: done.append("a"))
+    made.beneath = lambda: done.append("a")
     run(holds=True)
     loss_of(chain).backward()  # the user's own
     assert done == []
     run()
     run()
     assert done == ["a"]
-    made.run_beneath(lambda: done.append("b"))
-    made.run_beneath(None)
+    made.beneath = lambda: done.append("b")
+    made.beneath = None
     run()
     assert done == ["a"]
 
@@ -263,3 +264,38 @@ def test_hooks_go_with_who_set_them(chain: list[nn.Parameter]) -> None:
 def _hooks_of(parameter: nn.Parameter) -> dict[int, Any]:
     hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
     return hooks or {}
+
+
+class Mortal(HalfGroup):
+    """Rank 1 has died: what it has not sent never comes."""
+
+    def wait_until(self, ready: Callable[[], bool], what: str, missing: Any) -> None:
+        if not ready():
+            raise RankLostError(what)
+
+
+def test_sums_that_another_rank_has_are_published_and_nothing_is_reduced_anew(
+    chain: list[nn.Parameter],
+) -> None:
+    made = reducer(chain, Mortal())
+    died: list[bool] = []
+
+    def go_on() -> None:
+        for exchange in exchanges(made):
+            come(exchange)
+        survivors = Group.alone(1.0)
+        made.go_on_in(survivors, 0, lambda part: part, lacks=True)
+        died.append(True)
+
+    made.on_lost = go_on
+    for _ in range(2):
+        for exchange in exchanges(made) if made.backward_passes == 0 else ():
+            come(exchange)
+        for parameter in chain:
+            parameter.grad = None
+        made.begin_step(StepPart(0.5, 2))
+        loss_of(chain).backward()
+        made.end_step()
+    assert died == [True]
+    assert [p.grad.item() for p in chain if p.grad is not None] == [7.5, 5.0, 3.0]
+    assert made.backward_passes == made.closed_passes == 2

@@ -11,8 +11,8 @@ from torch import nn
 from elche.comm.gradients.buckets.bucket import (
     Bucket,
     PassOptions,
-    make_buckets,
 )
+from elche.comm.gradients.buckets.bucket_queue import make_buckets
 from tests.comm.bus import Bus
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)

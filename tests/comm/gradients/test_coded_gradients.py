@@ -17,42 +17,24 @@ from elche.comm.codec.codec_message import CodedMessage
 from elche.comm.gradients.part_weights import StepPart
 from elche.comm.gradients.reducer import GradientReducer
 from elche.errors import MismatchError
+from tests.comm.gradients.reduced_net import (
+    Gradients,
+    Net,
+    alone,
+    batch_of,
+    gradients_of,
+    trained,
+)
 from tests.comm.thread_group import ThreadGroup, on_ranks
 
 LOSSY = ("bf16", "int8", "int4")
 CAPS = (1, 1000, 1 << 20)
 OFF = {"bf16": 0.02, "int8": 0.02, "int4": 0.3}
 """Of the largest element that a rank sends: twice rounded, beside what was left."""
-Gradients = list[torch.Tensor | None]
 
 
-class Net(nn.Module):
-    """Layers of unlike size, one that large parts use, and one that nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.body = nn.Sequential(nn.Linear(4, 33), nn.Tanh(), nn.Linear(33, 2))
-        self.large = nn.Linear(4, 2)
-        self.never = nn.Parameter(torch.ones(3))
-
-    def losses(self, x: torch.Tensor) -> torch.Tensor:
-        """One per sample; the second layer helps where there are four at least."""
-        out = self.body(x)
-        if len(x) >= 4:
-            out = out + self.large(x).tanh()
-        return out.square().sum(1)
-
-
-def batch_of(rank: int, step: int, samples: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(samples, 4, generator=generator)
-
-
-def gradients_of(model: nn.Module) -> Gradients:
-    return [
-        None if p.grad is None else p.grad.detach().clone() for p in model.parameters()
-    ]
+def net() -> Net:
+    return Net(33, torch.float32)
 
 
 def coded(model: nn.Module, group: Any, codec: str, cap_bytes: int) -> GradientReducer:
@@ -87,16 +69,6 @@ def unsent(reducer: GradientReducer, weight: float) -> dict[int, torch.Tensor]:
     return found
 
 
-def step(
-    reducer: GradientReducer, model: Net, group: ThreadGroup, number: int, sizes: Any
-) -> None:
-    """One of a rank with a part of a batch; one without runs on what is not its own."""
-    mine = sizes[group.rank]
-    reducer.begin_step(StepPart(mine / sum(sizes), sum(s > 0 for s in sizes)))
-    model.losses(batch_of(group.rank, number, mine or 4)).mean().backward()
-    reducer.end_step()
-
-
 def same(one: Gradients, other: Gradients) -> bool:
     return all(
         (a is None and b is None)
@@ -107,12 +79,7 @@ def same(one: Gradients, other: Gradients) -> bool:
 
 def true_gradient(number: int, sizes: Sequence[int]) -> Gradients:
     """What one process finds on the union batch."""
-    model = Net()
-    for rank, samples in enumerate(sizes):
-        if samples:
-            losses = model.losses(batch_of(rank, number, samples))
-            (losses.sum() / sum(sizes)).backward()
-    return gradients_of(model)
+    return alone(number, sizes, model=net())
 
 
 @settings(max_examples=20, deadline=None)
@@ -130,14 +97,10 @@ def test_all_ranks_get_the_same_bits_near_the_gradient_of_the_union(
     steps = data.draw(st.lists(some.filter(any), min_size=1, max_size=4))
 
     def run(group: ThreadGroup, model: Net) -> list[Gradients]:
-        reducer, found = coded(model, group, codec, cap_bytes), []
-        for number, sizes in enumerate(steps):
-            model.zero_grad()
-            step(reducer, model, group, number, sizes)
-            found.append(gradients_of(model))
-        return found
+        reducer = coded(model, group, codec, cap_bytes)
+        return trained(reducer, model, group.rank, steps)
 
-    ranks = on_ranks(world_size, run, [Net() for _ in range(world_size)])
+    ranks = on_ranks(world_size, run, [net() for _ in range(world_size)])
     largest = max(
         float(g.abs().max())
         for number, sizes in enumerate(steps)
@@ -175,14 +138,11 @@ def test_what_is_not_sent_is_kept(
     steps = 6
 
     def run(group: ThreadGroup, model: Net) -> tuple[list[Gradients], Any]:
-        reducer, found = coded(model, group, codec, cap_bytes), []
-        for number in range(steps):
-            model.zero_grad()
-            step(reducer, model, group, number, sizes)
-            found.append(gradients_of(model))
+        reducer = coded(model, group, codec, cap_bytes)
+        found = trained(reducer, model, group.rank, [sizes] * steps)
         return found, unsent(reducer, sizes[group.rank] / sum(sizes))
 
-    ranks = on_ranks(len(sizes), run, [Net() for _ in sizes])
+    ranks = on_ranks(len(sizes), run, [net() for _ in sizes])
     got = total(ranks[0][0])
     true = total([true_gradient(number, sizes) for number in range(steps)])
     off = 0.0
@@ -204,14 +164,10 @@ def test_what_nobody_uses_in_a_pass_keeps_what_was_left_out(
     plan = [(4 if number % 2 == 0 else 2,) * world_size for number in range(8)]
 
     def run(group: ThreadGroup, model: Net) -> tuple[list[Gradients], Any]:
-        reducer, found = coded(model, group, codec, cap_bytes), []
-        for number, sizes in enumerate(plan):
-            model.zero_grad()
-            step(reducer, model, group, number, sizes)
-            found.append(gradients_of(model))
-        return found, residuals(reducer)
+        reducer = coded(model, group, codec, cap_bytes)
+        return trained(reducer, model, group.rank, plan), residuals(reducer)
 
-    ranks = on_ranks(world_size, run, [Net() for _ in range(world_size)])
+    ranks = on_ranks(world_size, run, [net() for _ in range(world_size)])
     got = total(ranks[0][0])
     true = total([true_gradient(number, sizes) for number, sizes in enumerate(plan)])
     for index in range(1, len(got)):  # nobody uses the first one
@@ -231,9 +187,7 @@ def test_what_is_not_finite_reaches_all_and_leaves_nothing_behind(
 ) -> None:
     def run(group: ThreadGroup, model: Net) -> tuple[Gradients, Any, Any, Gradients]:
         reducer = coded(model, group, codec, cap_bytes)
-        for number in range(2):
-            model.zero_grad()
-            step(reducer, model, group, number, (4, 4, 4))
+        trained(reducer, model, group.rank, [(4, 4, 4)] * 2)
         before = residuals(reducer)
         model.zero_grad()
         reducer.begin_step(StepPart(1 / 3, 3))
@@ -243,11 +197,10 @@ def test_what_is_not_finite_reaches_all_and_leaves_nothing_behind(
         model.losses(x).mean().backward()
         reducer.end_step()
         spoilt, after = gradients_of(model), residuals(reducer)
-        model.zero_grad()
-        step(reducer, model, group, 3, (4, 4, 4))
-        return spoilt, before, after, gradients_of(model)
+        (then,) = trained(reducer, model, group.rank, [(4, 4, 4)])
+        return spoilt, before, after, then
 
-    ranks = on_ranks(3, run, [Net() for _ in range(3)])
+    ranks = on_ranks(3, run, [net() for _ in range(3)])
     for spoilt, before, after, then in ranks:
         assert any(g is not None and not g.isfinite().all() for g in spoilt)
         assert all(torch.equal(before[at], after[at]) for at in before)
@@ -298,8 +251,7 @@ def test_the_state_goes_on_in_another_layout_and_group() -> None:
 
     def run(group: ThreadGroup, models: list[Net]) -> list[dict[int, torch.Tensor]]:
         first = coded(models[0], group, "int4", 1)
-        for number in range(2):
-            step(first, models[0], group, number, (4, 4, 4))
+        trained(first, models[0], group.rank, [(4, 4, 4)] * 2)
         state = first.state_dict()
         assert state is not None
         second = coded(models[1], group, "int8", 1 << 20)
@@ -312,7 +264,7 @@ def test_the_state_goes_on_in_another_layout_and_group() -> None:
         plain.load_state_dict(state)  # left out, as there is no codec
         return [residuals(first), residuals(second)]
 
-    for before, after in on_ranks(3, run, [[Net(), Net()] for _ in range(3)]):
+    for before, after in on_ranks(3, run, [[net(), net()] for _ in range(3)]):
         for at, left in before.items():
             torch.testing.assert_close(after[at], left, rtol=1e-6, atol=1e-9)
 

@@ -76,9 +76,7 @@ def reduce_all(windows: Sequence[GradientWindow]) -> list[float]:
 
 
 def made(model: nn.Module, group: Group) -> GradientWindow:
-    window = GradientWindow(list(model.parameters()), group)
-    window.build()
-    return window
+    return GradientWindow(list(model.parameters()), group)
 
 
 def relative(
@@ -134,7 +132,6 @@ def test_any_division_gives_the_gradient_of_the_union(
 def test_half_precision_is_summed_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     window = GradientWindow([parameter], Bus(1).group(0))
-    window.build()
     for _ in range(512):
         parameter.grad = torch.full_like(parameter, 1.0)
         window.add(1)
@@ -148,7 +145,6 @@ def test_unlike_dtypes_share_a_message() -> None:
     kinds = torch.bfloat16, torch.float64, torch.complex64
     parameters = [nn.Parameter(torch.zeros(2, dtype=kind)) for kind in kinds]
     window = GradientWindow(parameters, Bus(1).group(0))
-    window.build()
     values = [torch.tensor([1.0, -2.5]).to(kind) for kind in kinds]
     values[2] += 3j
     for parameter, value in zip(parameters, values, strict=True):
@@ -164,7 +160,6 @@ def test_unlike_dtypes_share_a_message() -> None:
 def test_a_batch_without_samples_leaves_no_trace() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     window = GradientWindow([parameter], Bus(1).group(0))
-    window.build()
     parameter.grad = torch.full((2,), float("nan"))
     window.add(0)
     assert parameter.grad is None
@@ -197,7 +192,6 @@ def test_channels_last_gradients_keep_their_places() -> None:
     )
     gradient = torch.arange(24.0).view(2, 3, 2, 2)
     window = GradientWindow([parameter], Bus(1).group(0))
-    window.build()
     parameter.grad = gradient.to(memory_format=torch.channels_last)
     window.add(3)
     reduce_all([window])
@@ -233,7 +227,6 @@ def test_a_model_without_parameters_is_refused() -> None:
 
 def test_memory_is_counted() -> None:
     window = GradientWindow([nn.Parameter(torch.zeros(10))], Bus(1).group(0))
-    window.build()
     assert window.extra_bytes == 80
 
 

@@ -12,62 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from elche.comm.gradients.part_weights import StepPart
 from elche.comm.gradients.reducer import GradientReducer
+from tests.comm.gradients.reduced_net import (
+    CAPS,
+    Gradients,
+    Net,
+    alone,
+    batch_of,
+    gradients_of,
+    nets,
+    trained,
+)
 from tests.comm.thread_group import ThreadGroup, on_ranks
-
-Gradients = list[torch.Tensor | None]
-Sizes = Sequence[int]
-CAPS = {"a bucket each": 1, "a few buckets": 300, "one bucket": 1 << 20}
-
-
-class Net(nn.Module):
-    """Layers of unlike size, one that large parts use, and one that nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.body = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2))
-        self.large = nn.Linear(4, 2)
-        self.never = nn.Parameter(torch.ones(3))
-        self.double()
-
-    def losses(self, x: torch.Tensor) -> torch.Tensor:
-        """One per sample; the second layer helps where there are four at least."""
-        out = self.body(x)
-        if len(x) >= 4:
-            out = out + self.large(x).tanh()
-        return out.square().sum(1)
-
-
-def nets(ranks: int) -> list[Net]:
-    """Made here: torch's generator is one for all threads."""
-    return [Net() for _ in range(ranks)]
-
-
-def batch_of(rank: int, step: int, samples: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(samples, 4, generator=generator).double()
-
-
-def alone(
-    step: int,
-    sizes: Sizes,
-    weights: Sequence[float] | None = None,
-    model: Net | None = None,
-) -> Gradients:
-    """Adds the gradient of all parts' mean, weighted by samples if not otherwise."""
-    model = Net() if model is None else model
-    weights = sizes if weights is None else weights
-    for rank, (samples, weight) in enumerate(zip(sizes, weights, strict=True)):
-        if weight:
-            mean = model.losses(batch_of(rank, step, samples)).mean()
-            (mean * (weight / sum(weights))).backward()
-    return gradients_of(model)
-
-
-def gradients_of(model: nn.Module) -> Gradients:
-    return [
-        None if p.grad is None else p.grad.detach().clone() for p in model.parameters()
-    ]
 
 
 def reducer_of(model: Net, group: Any, cap_bytes: int) -> GradientReducer:
@@ -99,16 +54,7 @@ def test_any_shares_give_the_gradient_of_the_union(
     def run(group: ThreadGroup, model: Net) -> list[Gradients]:
         reducer = reducer_of(model, group, cap_bytes)
         reducer.attach()
-        found = []
-        for step, sizes in enumerate(steps):
-            model.zero_grad()
-            mine, active = sizes[group.rank], sum(size > 0 for size in sizes)
-            reducer.begin_step(StepPart(mine / sum(sizes), active))
-            # A rank without samples runs its loop body on some that are not its own.
-            x = batch_of(group.rank, step, mine or 4)
-            model.losses(x).mean().backward()
-            reducer.end_step()
-            found.append(gradients_of(model))
+        found = trained(reducer, model, group.rank, steps)
         assert reducer.backward_passes == len(steps)
         return found
 
@@ -134,7 +80,7 @@ def test_what_weighs_nothing_is_not_multiplied_by_zero() -> None:
 def test_a_rank_without_samples_adds_nothing_where_losses_are_sums() -> None:
     def run(group: ThreadGroup, model: Net) -> Gradients:
         reducer = reducer_of(model, group, 300)
-        reducer.sum_losses()
+        reducer.weights.sum_losses()
         reducer.attach()
         reducer.begin_step(StepPart(float(group.rank == 0), 1))
         model.losses(batch_of(group.rank, 0, 5)).sum().backward()
@@ -154,16 +100,7 @@ def test_a_parameter_that_only_one_rank_uses(cap_bytes: int) -> None:
     def run(group: ThreadGroup, model: Net) -> list[Gradients]:
         reducer = reducer_of(model, group, cap_bytes)
         reducer.attach()
-        found = []
-        for step, sizes in enumerate(steps):
-            model.zero_grad()
-            reducer.begin_step(StepPart(sizes[group.rank] / sum(sizes), 2))
-            model.losses(
-                batch_of(group.rank, step, sizes[group.rank])
-            ).mean().backward()
-            reducer.end_step()
-            found.append(gradients_of(model))
-        return found
+        return trained(reducer, model, group.rank, steps)
 
     ranks = on_ranks(2, run, nets(2))
     for step, sizes in enumerate(steps):
@@ -222,17 +159,10 @@ def test_ranks_weigh_what_the_user_says() -> None:
 
     def run(group: ThreadGroup, model: Net) -> list[Gradients]:
         reducer = reducer_of(model, group, 300)
-        reducer.weigh_by_user()
+        reducer.weights.weigh_by_user()
         reducer.attach()
-        found = []
-        for step, each in enumerate(weights):
-            model.zero_grad()
-            mine = sizes[group.rank]
-            reducer.begin_step(StepPart(mine / sum(sizes), 3, each[group.rank]))
-            model.losses(batch_of(group.rank, step, mine)).mean().backward()
-            reducer.end_step()
-            found.append(gradients_of(model))
-        return found
+        plan = [sizes] * len(weights)
+        return trained(reducer, model, group.rank, plan, weights)
 
     ranks = on_ranks(3, run, nets(3))
     for step, each in enumerate(weights):
@@ -251,7 +181,7 @@ class Looped(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+        x = self.first(x.double())
         for _ in range(2):  # a backward pass of its own for each
             x = checkpoint(self.twice, x.tanh(), use_reentrant=True)
         return self.last(x).square().mean()

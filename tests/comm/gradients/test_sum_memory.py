@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elche.comm.gradients.buckets.bucket_memory import SumMemory
+from elche.comm.gradients.buckets.bucket import SumMemory
 
 CPU = torch.device("cpu")
 

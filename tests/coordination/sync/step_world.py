@@ -300,7 +300,7 @@ class Rank:
                 self.world.tell(told)
 
     def is_over(self, step: int) -> bool:
-        return self.end is not None or self.lost.is_over(step)
+        return self.end is not None or step > self.lost.last
 
     def account(self, until: int) -> None:
         """Reports steps of which nothing is missing."""
@@ -404,7 +404,7 @@ class Rank:
             self.inbox.remove(one)
 
     def regroup(self, *, is_between: bool = False) -> Script:
-        """As `StepGroups.form`, until nobody dies in it."""
+        """As `StepGroups.settle`, until nobody dies in it."""
         if self.open is not None and self.open.span != self.span:
             raise TooEarlyError
         if not is_between:
@@ -422,14 +422,14 @@ class Rank:
         if any(first < self.said_until for first in firsts):
             raise TooEarlyError
         self.say_opened()
-        last = None if is_between else self.lost.last
+        is_settled = self.lost.is_settled and not is_between
         self.has_said = False
         self.world.tell(
             Regrouped(
                 rank=self.rank,
                 generation=self.generation,
                 epoch=0,
-                reduced=-1 if last is None else last,
+                reduced=self.lost.last if is_settled else -1,
                 lost=() if is_between else self.lost.to_wire(),
             )
         )

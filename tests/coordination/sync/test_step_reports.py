@@ -50,7 +50,7 @@ def test_a_report_sums_what_its_steps_took() -> None:
     assert reports.take() is None
     assert reports.step_done(1, cost(3.0))
     reports.close(backward_passes=2, max_samples=5)
-    assert reports.is_due
+    assert reports.due
     said = reports.take()
     assert said == StepsDone(
         rank=0,
@@ -137,10 +137,6 @@ class Shell:
         while self.inbox:
             handle(self.inbox.popleft())
 
-    def correct_by(self, lost: None) -> None: ...
-
-    def look_before(self, look: Callable[[], None]) -> None: ...
-
     on_lost: Callable[[], None] | None = None
 
     def receive(self, handle: Callable[[Instruction], None], why: str) -> None:
@@ -172,9 +168,6 @@ class Shell:
 
     def end_step(self) -> None:
         pass
-
-    def run_beneath(self, work: Callable[[], None] | None) -> None:
-        self.beneath = work
 
     def backward(self) -> None:
         work, self.beneath = self.beneath, None

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights
-from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.data.leased_data import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 
 ELSEWHERE = torch.device("meta")

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 import elche
 from elche.errors import ConfigError
-from elche.runtime.data.leased_data import BatchFeed, IndexBatch
-from elche.runtime.data.positions import enumerate_batches
+from elche.runtime.data.leased_data import BatchFeed
+from elche.runtime.data.positions import IndexBatch, enumerate_batches
 from tests.distributed.cases.tasks import difference, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread

@@ -16,6 +16,7 @@ from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs import window_epoch
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from tests.coordination.windows.test_worker_waits import (
+    NeedlessWaitError,
     ScriptedFeed,
     Shell,
     Sync,
@@ -102,6 +103,36 @@ def test_a_windows_weight_is_the_sum_of_its_batches_weights() -> None:
     assert [e.weight for e in shell.sent if isinstance(e, WindowClosed)] == [6.0]
     done = [e for e in shell.sent if isinstance(e, BatchesDone)]
     assert sum(e.samples for e in done) == 16
+
+
+class Blocking(Sync):
+    """A reduction of one rank."""
+
+    def reduce(self, plan: Reduce) -> SyncResult:
+        return SyncResult(0.25, 2.0)
+
+    def common(self) -> dict[int, Any]:
+        return {}
+
+
+def test_leases_that_went_back_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell, feed, epoch = epoch_of(Blocking())
+
+    def sends(*events: object) -> None:
+        if any(isinstance(e, WindowClosed) for e in events):
+            shell.inbox.append(reduce(0))
+        if any(isinstance(e, ModelUpdated) for e in events):
+            shell.inbox.append(open_window(1, None))
+
+    monkeypatch.setattr(shell, "send", sends)
+    shell.inbox.extend([open_window(0, None), grant(0), grant(1)])
+    batches = epoch.batches()
+    assert next(batches) == "data"
+    shell.inbox.append(CloseWindow(rank=0, epoch=0, window=0, drain=True))
+    feed.when_empty = [[end()]]
+    with pytest.raises(NeedlessWaitError):  # for a lease: nothing is drawn
+        next(batches)
+    assert feed.when_empty
 
 
 def test_a_result_reports_when_it_was_adopted_and_how_long_it_was_waited_for(

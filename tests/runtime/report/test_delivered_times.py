@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elche
-from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.data.leased_data import LeasedBatches
 from tests.distributed.virtual_clock import VirtualClock, virtual_clock
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -65,7 +65,7 @@ def _epoch(policy: str) -> Spent:
         got = take(batches)
         if got is not None:
             clock.advance(MOVE_S)
-            batches._prefetcher.transfer_s = MOVE_S
+            batches.transfer_s = MOVE_S
             moved_s += MOVE_S
         return got
 

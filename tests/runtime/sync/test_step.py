@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elche.runtime.sync.step import Step
+from elche.runtime.sync.step_account import Step
 
 
 @pytest.mark.parametrize(("number", "part"), [(2, 0.0), (3, 0.5), (4, 0.5)])

@@ -148,7 +148,7 @@ def _schedules(options: dict[str, Any] | None) -> Schedules:
             if (number + 1) % EVERY == 0:
                 exponential.step()
             if run is not None:
-                found.in_windows |= isinstance(run._epochs.under_way, WindowEpoch)
+                found.in_windows |= isinstance(run.epochs.under_way, WindowEpoch)
         own = 0 if options is None else elche.rank() - 0.5
         plateau.step(1.0 + epoch + own)
         fourth.step()

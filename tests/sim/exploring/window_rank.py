@@ -319,7 +319,7 @@ class WindowRank:
         self._seat.tell(told)
 
     def _form(self, *, lacks: bool, holds: bool) -> Run:
-        """As `Regrouping.form`: who lacks the state or a result takes it."""
+        """As `Regrouping.settle`: who lacks the state or a result takes it."""
         mine = None if self.is_new else (self.common, self._part)
         states = yield from self._meet("state", mine)
         if self.is_new:

@@ -1,16 +1,21 @@
-"""Hooks on every parameter's gradient, and changes to what a model trains.
+"""Hooks of a backward pass, and changes to what a model trains.
 
-A hook here runs after the user's own.
+Hooks on gradients run after the user's own.
 
 A replayed CUDA graph runs no hook: a backward pass inside one brings no gradient to a
 reduction, and is refused where it is captured. `torch.cuda.make_graphed_callables`
 captures modules apart from the backward pass around them, and is fine.
+
+Reentrant activation checkpointing runs a backward pass of its own inside a node of the
+one that the loop began, and autograd calls back at the end of each. Gradients are
+complete when the outermost has ended.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from typing import Any, final
@@ -18,6 +23,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from elche.errors import ConfigError
 from elche.torch_internals.held import (
@@ -25,6 +31,7 @@ from elche.torch_internals.held import (
     held_modules,
     held_parameters,
 )
+from elche.torch_internals.passes import current_node, queue_callback
 
 _IS_TRAINED = attrgetter("requires_grad")
 _VALUES = methodcaller("values")
@@ -62,18 +69,25 @@ class GradientHooks:
         _remove(self._watches)
         self._nodes.clear()
 
-    def keep_last(self) -> None:
+    def keep_last(self, current: int | None = None) -> bool:
         """Lets hooks of the user's own run first: what they make of it is reduced.
 
         Called before a forward pass, so that :meth:`was_taken` can tell.
+
+        Args:
+            current: parameter whose hooks are run just now; None: none.
+
+        Returns:
+            False if hooks of the user's own follow the one here on that parameter.
         """
         hooked = filter(None, map(accumulated_hooks, self._parameters))
         if set(map(len, hooked)) <= {1}:
-            return  # as in most models: there is none but the one here
+            return True  # as in most models: there is none but the one here
+        ran_last = [*map(self._move_last, range(len(self._parameters)))]
         for index, parameter in enumerate(self._parameters):
-            self.runs_last(index)
             if len(accumulated_hooks(parameter) or ()) > 1 and parameter.requires_grad:
                 self._watch(index, parameter)
+        return current is None or ran_last[current]
 
     def was_taken(self, index: int) -> bool:
         """True if a hook took the gradient that autograd had for a parameter.
@@ -102,7 +116,7 @@ class GradientHooks:
         self._nodes[index] = node  # torch itself keeps it only while a graph does
         self._watches.append(node.register_prehook(look))
 
-    def runs_last(self, index: int) -> bool:
+    def _move_last(self, index: int) -> bool:
         """True if no hook of the user's own follows; the next time none will."""
         parameter, handle = self._parameters[index], self._handles[index]
         hooks: Any = accumulated_hooks(parameter)
@@ -168,13 +182,14 @@ def refuse_capture() -> None:
         )
 
 
-def refuse_gradient(parameter: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+def refuse_gradient(
+    gradient: torch.Tensor | None, name: str, dtype: torch.dtype
+) -> None:
     """Refuses a gradient that cannot be reduced.
 
     Raises:
         ConfigError: it has none, or one of another kind than a message has.
     """
-    gradient = parameter.grad
     if gradient is None:
         raise ConfigError(
             f"{name}: a hook took its gradient away before it was "
@@ -197,6 +212,35 @@ def refuse_gradient(parameter: torch.Tensor, name: str, dtype: torch.dtype) -> N
             f"parameter was when buckets were made, got {gradient.dtype}; convert "
             "a model between epochs, on every rank"
         )
+
+
+def at_backward_end(call: Callable[[], None]) -> None:
+    """Calls back once, when the backward pass under way and all around it have ended.
+
+    For hooks of gradients. A pass that an error breaks off calls no hook.
+    """
+    queue_callback(partial(_at_end, call))
+
+
+def _at_end(call: Callable[[], None]) -> None:
+    """A pass has ended; in a node of the one around it, if there is one."""
+    around = current_node()
+    if around is None:
+        call()
+        return
+    # Only hooks that run in the outer pass can ask to be called at its end: of the
+    # nodes that it comes to next, one at least.
+    handles: list[RemovableHandle] = []
+
+    def go_on(gradients: Any) -> None:
+        while handles:
+            handles.pop().remove()
+            if not handles:
+                at_backward_end(call)
+
+    for node, _ in around.next_functions:
+        if node is not None:
+            handles.append(node.register_prehook(go_on))
 
 
 def _remove(handles: list[Any]) -> None:

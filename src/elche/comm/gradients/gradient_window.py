@@ -25,7 +25,6 @@ from torch import nn
 
 from elche.comm.tensors.flat import shaped, wire_dtype
 from elche.comm.tensors.nan_check import all_finite
-from elche.comm.transport.exchange import Exchange
 from elche.comm.transport.host_exchange import open_by_hosts
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
@@ -35,12 +34,15 @@ WHAT = "reducing the gradients of a window"
 
 
 class GradientWindow:
-    """Sums the gradients of one model over windows and ranks.
+    """Sums the gradients of one model over windows and ranks; made with all of them.
 
     Args:
         parameters: the trainable parameters, each once, in the same order on every
             rank.
         group: the process group.
+
+    Attributes:
+        group: the one that it sends through.
 
     Raises:
         ConfigError: there is no parameter.
@@ -58,27 +60,15 @@ class GradientWindow:
             for p in parameters
         ]
         self._used = [False] * len(self._parameters)
-        self._exchange: Exchange | None = None
-        self._group = group
         self._samples = 0.0
         self._is_reduced = False
-
-    @property
-    def _message(self) -> Exchange:
-        """Gradients, a flag per parameter, samples."""
-        assert self._exchange is not None
-        return self._exchange
+        self.connect(group)
 
     @property
     def extra_bytes(self) -> int:
         """Memory of sums, message and result."""
         copies = 3 if self._message.keeps_contribution else 2
         return copies * self._numel * self._dtype.itemsize
-
-    @property
-    def group(self) -> Group:
-        """The process group."""
-        return self._group
 
     @property
     def samples(self) -> float:
@@ -90,19 +80,16 @@ class GradientWindow:
         """True if what this rank has added up are numbers; waits for them."""
         return self._is_reduced or all_finite(self._sums)
 
-    def build(self) -> None:
-        """Opens the message; with all ranks."""
-        self.connect(self._group)
-
     def connect(self, group: Group) -> None:
         """Sends through this group from now on; with all its ranks.
 
         What was added up stays, so a reduction that failed can be redone.
         """
-        self._group = group
+        self.group = group
+        # Gradients, a flag per parameter, samples.
         numel = self._numel + len(self._parameters) + 1
         cpu = torch.device("cpu")
-        self._exchange = open_by_hosts(group, numel, self._dtype, cpu)
+        self._message = open_by_hosts(group, numel, self._dtype, cpu)
 
     @torch.no_grad()
     def add(self, samples: float, *, is_whole: bool = True) -> None:

@@ -168,8 +168,10 @@ class PartWeights:
         norms: receives the weight of the batch in hand, if the model has SyncBatchNorm.
 
     Attributes:
+        part: of the step whose gradients come now; None: of none.
         scale: the factor of gradients, as far as this rank knows it.
         ranks: that have samples, where losses are sums.
+        are_of_sums: losses are sums.
     """
 
     def __init__(
@@ -180,8 +182,10 @@ class PartWeights:
         self._norms = norms
         self._by_user: StepWeights | None = None
         self._sums: GradientFactor | None = None
+        self.part: StepPart | None = None
         self.scale = 0.0
         self.ranks = 1.0
+        self.are_of_sums = False
 
     def weigh_by_user(self) -> None:
         """Steps are weighted by what each rank says; before :meth:`attach`."""
@@ -199,11 +203,7 @@ class PartWeights:
         the mean.
         """
         self._sums = GradientFactor(self._parameters)
-
-    @property
-    def are_of_sums(self) -> bool:
-        """True if losses are sums."""
-        return self._sums is not None
+        self.are_of_sums = True
 
     def attach(self) -> None:
         """Hooks every parameter, where that is needed; with all ranks."""
@@ -217,14 +217,23 @@ class PartWeights:
             if each is not None:
                 each.detach()
 
-    def weigh(self, part: StepPart, ranks: float) -> None:
+    def weigh(self, part: StepPart | None, ranks: float = 0.0) -> None:
         """Sets all that depends on the step.
 
         Args:
-            part: of the step.
+            part: of the step; None: none is under way.
             ranks: that have samples, where losses are sums and gradients multiplied by
                 that have come already; 0: as the part says.
         """
+        self.part = part
+        if part is None:
+            if self._sums is not None:
+                self._sums.value = 1.0
+            if self._by_user is not None:
+                self._by_user.end_step()
+            if self._norms is not None:
+                self._norms.weigh(None)
+            return
         self.scale = part.scale
         if self._sums is not None:
             ranks = self.ranks = ranks or float(max(1, part.active_ranks))
@@ -238,15 +247,6 @@ class PartWeights:
             loss_weight = 0.0
         if self._norms is not None:
             self._norms.weigh(loss_weight)
-
-    def weigh_nothing(self) -> None:
-        """No step is under way."""
-        if self._sums is not None:
-            self._sums.value = 1.0
-        if self._by_user is not None:
-            self._by_user.end_step()
-        if self._norms is not None:
-            self._norms.weigh(None)
 
     def open_pass(self, side: int) -> tuple[float, float]:
         """The factor of this rank's gradients, and seconds of waiting for others."""

@@ -26,15 +26,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, final
 
-import torch
 from torch import nn
 from typing_extensions import override
 
-from elche.comm.gradients.backward_end import at_backward_end
 from elche.comm.gradients.buckets.bucket import PassOptions
-from elche.comm.gradients.buckets.bucket_memory import formats_agree
 from elche.comm.gradients.buckets.bucket_pass import BucketPass, Phase
-from elche.comm.gradients.buckets.bucket_queue import Reduced
+from elche.comm.gradients.buckets.bucket_queue import Reduced, formats_agree
+from elche.comm.gradients.gradient_hooks import at_backward_end
 from elche.comm.gradients.part_weights import Lost, PartWeights, StepPart
 from elche.comm.gradients.residual_state import packed, unpacked
 from elche.comm.model_buffers.buffers import BufferAverager
@@ -63,6 +61,14 @@ class GradientReducer(BucketPass):
         reduced: records which gradients are sums; None: nobody asks.
 
     Attributes:
+        beneath: called once, when the next backward pass that is reduced begins. What
+            the training thread does there costs nothing on a device that computes by
+            itself; between two steps the device, and every other rank, would wait.
+        look: called in every pass, when ``p.grad`` is complete and still this rank's;
+            without gradients where the rank weighs nothing: zeros are sent then.
+        lost: where ranks have left the epoch, returns what is missing in a pass, by its
+            step's label and its number, when all contributions are there; the sum is
+            then made the mean of these.
         pass_steps: a checksum of the steps that passes so far were of, in order.
         passed: the label of the step that the last sums are of; None: there are none.
     """
@@ -84,31 +90,21 @@ class GradientReducer(BucketPass):
             cap_bytes=max(1, bucket_cap_bytes), codec=codec, keeps_sums=keeps_sums
         )
         names = names or [f"parameter {index}" for index in range(len(parameters))]
-        super().__init__(parameters, names, group, options, reduced or Reduced())
+        weights = PartWeights(list(parameters), group, norms)
+        reduced = reduced or Reduced()
+        super().__init__(parameters, names, group, options, reduced, weights)
         self._norms = norms
         self._buffers = buffers
         self._in_hand: StepPart | None = None
-        self._part: StepPart | None = None
-        self._weights = PartWeights(self._parameters, group, norms)
-        self._holds = False
-        self._lost: Callable[[Any, int], Lost] | None = None
+        self.lost: Callable[[Any, int], Lost] | None = None
         self._keeps_buffers = False
         self._passes_before = 0
-        self._sends = False
-        self._beneath: Callable[[], None] | None = None
-        self._look: Look | None = None
+        self.beneath: Callable[[], None] | None = None
+        self.look: Look | None = None
         self._late_part: StepPart | None = None
         self._looked_at = 0
         self.passed: Any = None
         self._traced = self.pass_steps = 0
-
-    def weigh_by_user(self) -> None:
-        """Steps are weighted by what each rank says; before :meth:`attach`."""
-        self._weights.weigh_by_user()
-
-    def sum_losses(self) -> None:
-        """Losses are sums over samples, not means; before :meth:`attach`."""
-        self._weights.sum_losses()
 
     @override
     def drain(self) -> bool:
@@ -118,18 +114,6 @@ class GradientReducer(BucketPass):
             self._buffers.average(late.active_ranks, mine=late.scale != 0.0)
         return has_sums
 
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The ones whose gradients it reduces."""
-        return self._parameters
-
-    @override
-    def takes(self, parameter: torch.Tensor) -> bool:
-        """True if a step is under way whose gradients are complete."""
-        if self._part is None:
-            self._reduced.strays.add(id(parameter))
-        return self._part is not None and not self._holds
-
     @override
     def attach(self) -> None:
         """Allocates buckets and hooks every parameter; with all ranks.
@@ -137,17 +121,17 @@ class GradientReducer(BucketPass):
         Raises:
             ConfigError: there is no parameter.
         """
-        if not self._parameters:
+        if not self.parameters:
             raise ConfigError("the model has no parameter that requires a gradient")
-        if not formats_agree(self._parameters, self._group):
+        if not formats_agree(self.parameters, self._group):
             self._options = replace(self._options, keeps_strides=False)
-        self._weights.attach()
+        self.weights.attach()
         super().attach()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Residuals of this rank's codec; None without a codec."""
         left = self._queue.residuals()
-        return packed(self._parameters, left) if left else None
+        return packed(self.parameters, left) if left else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from :meth:`state_dict`; with all ranks. Nothing without a codec.
@@ -155,11 +139,11 @@ class GradientReducer(BucketPass):
         Raises:
             MismatchError: a rank's state does not fit its parameters.
         """
-        self._queue.load_residuals(unpacked(self._parameters, state, self._group))
+        self._queue.load_residuals(unpacked(self.parameters, state, self._group))
 
     @override
     def detach(self) -> None:
-        self._weights.detach()
+        self.weights.detach()
         super().detach()
 
     def begin_step(self, part: StepPart) -> None:
@@ -173,7 +157,7 @@ class GradientReducer(BucketPass):
         self._hooks.keep_last()
         self._passes_before = self.backward_passes
         self._in_hand = part
-        self._weigh(part)
+        self.weights.weigh(part)
         self.wait_s = 0.0
 
     def end_step(self) -> None:
@@ -183,14 +167,14 @@ class GradientReducer(BucketPass):
             CommunicationError: the step's backward pass was broken off.
         """
         self._in_hand = None
-        self._weigh(None)
+        self.weights.weigh(None)
         self._holds = False
         if self._phase is not Phase.IDLE:
             self._refuse_broken_backward()
 
     def weigh_forward(self, part: StepPart | None) -> None:
         """A forward pass of a step begins; None: it has ended."""
-        self._weigh(self._in_hand if part is None else part)
+        self.weights.weigh(self._in_hand if part is None else part)
 
     def weigh_pass(self, part: StepPart) -> None:
         """The backward pass under way is of an earlier step than the one in hand.
@@ -198,54 +182,18 @@ class GradientReducer(BucketPass):
         Called in it, before any of its gradients is there. It is reduced after
         :meth:`end_step`, too.
         """
-        self._weigh(part)
+        self.weights.weigh(part)
         at_backward_end(self._end_late_pass)
 
     def _end_late_pass(self) -> None:
         """A pass without gradients (`torch.autograd.grad`) is not closed."""
         if self._phase is Phase.IDLE:
-            self._weigh(self._in_hand)
-
-    def _weigh(self, part: StepPart | None, ranks: float = 0.0) -> None:
-        """Sets all that depends on the step; None: none is under way."""
-        self._part = part
-        if part is None:
-            self._weights.weigh_nothing()
-        else:
-            self._weights.weigh(part, ranks)
-
-    def run_beneath(self, work: Callable[[], None] | None) -> None:
-        """Does some work once, when the next backward pass that is reduced begins.
-
-        What the training thread does there costs nothing on a device that computes by
-        itself; between two steps the device, and every other rank, would wait for it.
-
-        Args:
-            work: what to do; None: nothing after all.
-        """
-        self._beneath = work
-
-    def look_before(self, look: Look | None) -> None:
-        """Calls back in every pass, when ``p.grad`` is complete and still this rank's.
-
-        Without gradients where the rank weighs nothing: zeros are sent then, whatever
-        they are. None: no callback any more.
-        """
-        self._look = look
+            self.weights.weigh(self._in_hand)
 
     @property
     def is_joinable(self) -> bool:
         """True if :meth:`join_pass` can do without a forward pass."""
         return self._norms is None
-
-    def correct_by(self, lost: Callable[[Any, int], Lost] | None) -> None:
-        """Makes means of what is there where ranks have left the epoch.
-
-        Args:
-            lost: says what is missing in a pass, by its step's label and its number;
-                asked when all ranks' contributions are there. None: nothing any more.
-        """
-        self._lost = lost
 
     def join_pass(self, part: StepPart) -> None:
         """Takes part in a pass of the others, outside of a step, with nothing.
@@ -268,7 +216,7 @@ class GradientReducer(BucketPass):
     @property
     def part_under_way(self) -> StepPart | None:
         """This rank's part of the step whose backward pass has begun without sums."""
-        return self._part if self.backward_passes > self.closed_passes else None
+        return self.weights.part if self.backward_passes > self.closed_passes else None
 
     def go_on_in(
         self,
@@ -297,8 +245,8 @@ class GradientReducer(BucketPass):
             )
         if self._buffers is not None:
             self._buffers.go_on_in(group, source, lacks=lacks)
-        factor = self._weights.go_on_in(group, source)
-        if lacks and (part := self._part) is not None:
+        factor = self.weights.go_on_in(group, source)
+        if lacks and (part := self.weights.part) is not None:
             self._look_once(part)
             self.passed = part.label
         self.reduce_in(group, source, lacks=lacks, factor=factor)
@@ -310,15 +258,15 @@ class GradientReducer(BucketPass):
         Raises:
             CommunicationError: see `_refuse_accumulated`.
         """
-        late = None if self._part is self._in_hand else self.part_under_way
+        late = None if self.weights.part is self._in_hand else self.part_under_way
         if self._in_hand is not None:
             self._in_hand = alive(self._in_hand)
         part = self._in_hand if late is None else alive(late)
         ranks = 0.0
-        if self._weights.are_of_sums and self.part_under_way is not None:
+        if self.weights.are_of_sums and self.part_under_way is not None:
             self._refuse_accumulated()
-            ranks = self._weights.ranks
-        self._weigh(part, ranks)
+            ranks = self.weights.ranks
+        self.weights.weigh(part, ranks)
 
     def _refuse_accumulated(self) -> None:
         """Refuses to reduce anew what was added to a sum of ranks, and to that alone.
@@ -326,7 +274,7 @@ class GradientReducer(BucketPass):
         Raises:
             CommunicationError: a gradient is accumulated into the last sum.
         """
-        if any(map(self._reduced.is_given, self._parameters)):
+        if any(map(self._reduced.is_given, self.parameters)):
             raise CommunicationError(
                 "a rank died inside a backward pass that accumulates gradients, where "
                 "losses are sums, or all its samples were that rank's: start the run "
@@ -368,43 +316,44 @@ class GradientReducer(BucketPass):
     def open_pass(self) -> float:
         """A pass begins; returns the factor of this rank's gradients."""
         self._reduced.strays.clear()  # what they hold takes part in this reduction
-        work, self._beneath = self._beneath, None
+        work, self.beneath = self.beneath, None
         if work is not None:
             work()
         if self._traced < self.backward_passes:  # not again in another group
             self._traced = self.backward_passes
-            step = getattr(self._part and self._part.label, "step", 0)
+            part = self.weights.part
+            step = getattr(part and part.label, "step", 0)
             self.pass_steps = zlib.crc32(str(step).encode(), self.pass_steps)
-        scale, wait_s = self._weights.open_pass(self._queue.side)
+        scale, wait_s = self.weights.open_pass(self._queue.side)
         self.wait_s += wait_s
-        self._sends = scale != 0.0
         return scale
 
     def _look_once(self, part: StepPart) -> None:
         """Also of a pass that is reduced anew, or whose sums are taken over."""
         came, is_new = self._order.came, self._looked_at < self.backward_passes
-        if self._look is not None and is_new and (came or self._sends):
+        has_weight = self._scale != 0.0
+        if self.look is not None and is_new and (came or has_weight):
             self._looked_at = self.backward_passes
-            self._look(part.label, came if self._sends else {})
+            self.look(part.label, came if has_weight else {})
 
     @override
     def close_pass(self) -> float:
         """Averages buffers, if the model has any; by samples the sum is the mean."""
-        part = self._part
+        part = self.weights.part
         assert part is not None
         self._look_once(part)
         if part.active_ranks == 0:
             self._refuse_accumulated()
         lost = Lost()
-        if self._lost is not None:
-            lost = self._lost(part.label, self.backward_passes)
-        factor = self._weights.close_pass(lost)
-        if self.is_delayed:
+        if self.lost is not None:
+            lost = self.lost(part.label, self.backward_passes)
+        factor = self.weights.close_pass(lost)
+        if self._late is not None:
             self._late_part = part
         elif self._buffers is not None:
-            mine = self._keeps_buffers or self._weights.scale != 0.0
+            mine = self._keeps_buffers or self.weights.scale != 0.0
             self._buffers.average(part.active_ranks, mine=mine)
         self.passed = part.label
-        if part is not self._in_hand or self._weights.are_of_sums:
-            self._weigh(self._in_hand)
+        if part is not self._in_hand or self.weights.are_of_sums:
+            self.weights.weigh(self._in_hand)
         return factor

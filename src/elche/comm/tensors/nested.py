@@ -17,6 +17,16 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for item in items_of(value) or () for tensor in tensors_in(item)]
 
 
+def batch_length(batch: Any) -> int:
+    """Samples of a batch: the leading dimension of the first tensor in it."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else 1
+    for item in items_of(batch) or ():
+        if length := batch_length(item):
+            return length
+    return 0
+
+
 def outputs_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
     """Tensors of :func:`tensors_in`, and those in attributes of objects."""
     if isinstance(value, torch.Tensor):

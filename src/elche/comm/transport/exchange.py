@@ -277,17 +277,16 @@ class MemoryExchange(Exchange):
 
     @override
     def reclaim(self, what: str) -> None:
-        if not self._is_read():
-            self._group.wait_until(self._is_read, what, self._unread)
-
-    def _is_read(self) -> bool:
-        return min(self._read) >= self._number
+        number = self._number
+        if min(self._read) < number:
+            self._group.wait_until(
+                lambda: min(self._read) >= number,
+                what,
+                lambda: self._behind(self._read, number),
+            )
 
     def _is_written(self) -> bool:
         return min(self._written) >= self._number
-
-    def _unread(self) -> list[int]:
-        return self._behind(self._read, self._number)
 
     def _missing(self) -> list[int]:
         return self._behind(self._written, self._number)
@@ -325,7 +324,8 @@ class SharedExchange(MemoryExchange):
 
     @override
     def wait(self, what: str) -> None:
-        self._group.wait_until(self._is_written, what, self._missing)
+        if not self._is_written():
+            self._group.wait_until(self._is_written, what, self._missing)
 
     @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:

@@ -12,9 +12,12 @@ pauses, and its rest is shared out anew.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
+
+EVERY_STEP = sys.maxsize
 
 
 class StepPlace(NamedTuple):
@@ -85,13 +88,13 @@ class LostRanks:
     Attributes:
         parts: of epochs so far.
         first: the first step without each one's part.
-        last: all ranks run steps to this one; None if none has died.
+        last: all ranks run steps to this one; `EVERY_STEP` if none has died.
     """
 
     def __init__(self) -> None:
         self.parts = 0
         self.first: dict[int, int] = {}
-        self.last: int | None = None
+        self.last = EVERY_STEP
         self._sure: set[int] = set()
 
     def begin_part(self) -> None:
@@ -99,7 +102,7 @@ class LostRanks:
         self.parts += 1
         self.first.clear()
         self._sure.clear()
-        self.last = None
+        self.last = EVERY_STEP
 
     def take(self, gone: Iterable[int], settlement: Settlement) -> None:
         """All survivors draw this; ``gone`` are all that have died."""
@@ -114,11 +117,7 @@ class LostRanks:
     @property
     def is_settled(self) -> bool:
         """True if any has, and the part ends early."""
-        return self.last is not None
-
-    def is_over(self, step: int) -> bool:
-        """True if a step is not run any more in this part."""
-        return self.last is not None and step > self.last
+        return self.last != EVERY_STEP
 
     def to_wire(self) -> tuple[tuple[int, int], ...]:
         """(rank, its first missing step) of each."""

@@ -28,6 +28,9 @@ class StepReports:
         rank: whose.
         epoch: the epoch.
         numbers: whether they were numbers; the shell keeps it up to date.
+
+    Attributes:
+        due: what is to be sent.
     """
 
     def __init__(self, rank: int, epoch: int, numbers: NonFiniteRecord) -> None:
@@ -35,13 +38,8 @@ class StepReports:
         self._epoch = epoch
         self._grants: deque[GrantBatches] = deque()
         self._times = DeliveredTimes()
-        self._due: StepsDone | None = None
+        self.due: StepsDone | None = None
         self._numbers = numbers
-
-    @property
-    def is_due(self) -> bool:
-        """True if there is something to say."""
-        return self._due is not None
 
     def granted(self, grant: GrantBatches) -> None:
         """More steps were granted."""
@@ -64,10 +62,10 @@ class StepReports:
         checks: CheckRows = (),
     ) -> None:
         """The grant under way is done, and its report due; see `StepsDone`."""
-        assert self._due is None, "the last report has not been said"
+        assert self.due is None, "the last report has not been said"
         grant, times = self._grants.popleft(), self._times
         self._times = DeliveredTimes()
-        self._due = StepsDone(
+        self.due = StepsDone(
             rank=self._rank,
             epoch=self._epoch,
             start=grant.start,
@@ -91,7 +89,7 @@ class StepReports:
 
     def take(self) -> StepsDone | None:
         """Report to send now: the next backward pass begins, or none will."""
-        due, self._due = self._due, None
+        due, self.due = self.due, None
         return due
 
     def left(

@@ -1,10 +1,10 @@
-"""The user's DataLoader, driven by leases instead of its own sampler.
+"""Batches from lease to device: the user's DataLoader, driven by leases.
 
 A torch DataLoader draws index batches ahead of their use, cannot be told to wait, and
 ends for good when its sampler does. So the sampler here never blocks: where no lease
 has come yet it yields an empty batch, which costs nothing, comes out as
 :data:`NO_BATCH`, and lets the loader draw again. Dataset, collate function, workers and
-pinning are the user's.
+pinning are the user's. Loaded batches pass through the prefetcher, which moves them.
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import getitem
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.data.own_iteration import OwnIteration, own_loader
+from elche.runtime.data.positions import EpochPositions, IndexBatch, check_length
+from elche.runtime.data.prefetch import DevicePrefetcher
 from elche.runtime.data.seeds import seed_generators, untraced_generators
 from elche.runtime.data.stream_data import StreamView, loading_options
 from elche.runtime.data.stream_reader import ForwardingDataset, Stamped
+from elche.runtime.data.transfer import tensors_in
+from elche.torch_internals.passes import mark_dynamic
 
 Tag = TypeVar("Tag")
-
-
-class IndexBatch(NamedTuple):
-    """Keys of a dataset to load together in an epoch, with a seed for each if asked."""
-
-    keys: Sequence[Any]
-    seeds: Sequence[int] | None = None
-    epoch: int = 0
 
 
 class _NoBatch:
@@ -223,6 +220,109 @@ class BatchFeed(Generic[Tag]):
         if self._own is not None and is_over:
             self._own.next(is_over=True)
         self._iterator = None
+
+
+class LeasedBatches:
+    """Source of the batches of a run's epochs.
+
+    Args:
+        loader: the user's DataLoader.
+        generator: source of randomness for its workers, different on every rank.
+        device: where batches go.
+        refill: called when the loader draws and nothing is queued; may push.
+        weights: what batches weigh, asked before they are moved; None: their samples.
+
+    Attributes:
+        weight: of the batch that the last :meth:`take` gave; None without ``weights``.
+        transfer_s: seconds of the training thread that it spent on moving the batch.
+        marks_dynamic: batches vary in size, and a compiled model is told so.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        generator: torch.Generator,
+        device: torch.device,
+        refill: Callable[[], None],
+        weights: BatchWeights | None = None,
+    ) -> None:
+        self._loader = loader
+        self._device = device
+        self._weights = weights
+        self._epoch = 0
+        self.weight: float | None = None
+        self.transfer_s = 0.0
+        self.marks_dynamic = False
+        self._feed: BatchFeed[Any] = BatchFeed(loader, generator, refill)
+        draw = self._feed.next if weights is None else self._weighed
+        self._prefetcher: DevicePrefetcher[Any] = DevicePrefetcher.on(draw, device)
+        self._take = draw if device.type == "cpu" else self._prefetcher.take
+
+    @property
+    def has_work(self) -> bool:
+        """True if a batch is queued, loading, or on its way to the device."""
+        return self._prefetcher.has_batch or self._feed.has_work
+
+    def start(self, positions: EpochPositions) -> None:
+        """Begins an epoch, on all ranks together.
+
+        Raises:
+            MismatchError: this rank's data are not those of the others.
+            ConfigError: a stream ends at once.
+        """
+        check_length(self._loader, positions)
+        self._epoch = positions.epoch
+        if isinstance(self._loader.dataset, StreamView):
+            self._loader.dataset.elche_reader.begin_epoch(positions.epoch)
+        self._feed.start(positions.epoch)
+
+    def push(self, tag: Any, batch: IndexBatch) -> None:
+        """Queues an index batch; it comes out of :meth:`take` with its tag.
+
+        The tag is its number in the epoch, or has that as ``step``.
+        """
+        self._feed.push(tag, batch)
+
+    def take(self) -> tuple[Any, Any] | None:
+        """The next batch, on the device; None if none was there to load.
+
+        Raises:
+            ConfigError: it weighs what no batch can.
+        """
+        got = self._take()
+        self.transfer_s = self._prefetcher.transfer_s
+        if got is not None and self.marks_dynamic:
+            for tensor in tensors_in(got[1]) or ():
+                mark_dynamic(tensor)
+        if got is None or self._weights is None:
+            return got
+        (tag, self.weight), data = got
+        return tag, data
+
+    def _weighed(self) -> tuple[Any, Any] | None:
+        """The next loaded batch, its tag and its weight."""
+        got = self._feed.next()
+        if got is None:
+            return None
+        assert self._weights is not None
+        tag, data = got
+        number = getattr(tag, "step", tag)
+        weight = self._weights.of(data, f"batch {number} of epoch {self._epoch}")
+        return (tag, weight), data
+
+    def end(self) -> None:
+        """Nothing more will be pushed in this epoch."""
+        self._feed.end()
+
+    def discard(self) -> None:
+        """Drops what is queued, drawn or moved ahead."""
+        self._feed.discard()
+        self._prefetcher.discard()
+
+    def finish(self, *, is_over: bool) -> None:
+        """Ends the epoch, or a part of it."""
+        self._feed.finish(is_over=is_over)
+        self._prefetcher.discard()
 
 
 def leased_loader(

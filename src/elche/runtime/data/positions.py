@@ -6,7 +6,7 @@ import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import msgpack
@@ -22,13 +22,20 @@ from elche.comm.transport.process_group import Group
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes, Range
 from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.errors import ConfigError, MismatchError
-from elche.runtime.data.leased_data import IndexBatch
 from elche.runtime.data.seeds import position_seed
 
 SHARING = "sharing the positions of an epoch"
 SPARE = 1000  # batches of a sampler with a wrong ``len()``, beyond twice that
 _ENDLESS: WeakSet[DataLoader[Any]] = WeakSet()
 logger = logging.getLogger(__name__)
+
+
+class IndexBatch(NamedTuple):
+    """Keys of a dataset to load together in an epoch, with a seed for each if asked."""
+
+    keys: Sequence[Any]
+    seeds: Sequence[int] | None = None
+    epoch: int = 0
 
 
 class EpochPositions:
@@ -52,7 +59,7 @@ class EpochPositions:
         most: int | None = None,
         part: PartRanges | None = None,
     ) -> None:
-        self._keys = keys
+        self.keys = keys
         self._part = part
         self.most = most
         self._seed = seed
@@ -66,24 +73,13 @@ class EpochPositions:
         """The same epoch in the local batches of windows."""
         sizes = self.sizes.cut_by(cut)
         return EpochPositions(
-            self._keys, sizes, self.epoch, self._seed, self.most, self._part
+            self.keys, sizes, self.epoch, self._seed, self.most, self._part
         )
 
     @property
     def is_part(self) -> bool:
         """True if the epoch has been cut, and this is not all of it."""
         return self._part is not None
-
-    @property
-    def key_range(self) -> tuple[int, int]:
-        """The smallest and the largest key, where they are integers."""
-        assert isinstance(self._keys, torch.Tensor)
-        return int(self._keys.min()), int(self._keys.max())
-
-    @property
-    def has_integer_keys(self) -> bool:
-        """True if positions are indices, as of a sequence."""
-        return isinstance(self._keys, torch.Tensor)
 
     def samples_of(self, batch: int) -> int:
         """Samples of a batch."""
@@ -102,7 +98,7 @@ class EpochPositions:
         plain: list[Any] = []
         for begin, end in ranges:
             if self._array is None:
-                plain += self._keys[begin:end]
+                plain += self.keys[begin:end]
             else:
                 plain += self._array[begin:end].tolist()
         seed = self._seed
@@ -177,7 +173,8 @@ def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
             return
         sampler = batches.sampler  # the loader's own is not drawn from
     known = type(sampler) in (SequentialSampler, RandomSampler)
-    if positions.is_part or not known or not positions.has_integer_keys:
+    keys = positions.keys  # indices of a sequence, or anything else
+    if positions.is_part or not known or not isinstance(keys, torch.Tensor):
         return
     samples, length = len(sampler), len(loader.dataset)  # type: ignore[arg-type]
     if batches is not None and batches.drop_last:
@@ -185,7 +182,7 @@ def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
     if positions.most is not None:
         batch_size = 1 if batches is None else batches.batch_size
         samples = min(samples, positions.most * batch_size)
-    drawn, last = positions.sizes.num_samples, positions.key_range[1]
+    drawn, last = positions.sizes.num_samples, int(keys.max())
     if samples != drawn or last >= length:
         raise MismatchError(
             f"the data set has {length} samples on this rank, which makes "

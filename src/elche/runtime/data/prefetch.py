@@ -101,8 +101,8 @@ class DevicePrefetcher(Generic[Tag]):
 
     Attributes:
         depth: batches held ahead at present.
-        data_wait_s: seconds that the last :meth:`take` spent in ``next_batch``.
-        transfer_s: seconds that it spent on starting copies (not their duration).
+        transfer_s: seconds that the last :meth:`take` spent on starting copies (not
+            their duration).
     """
 
     def __init__(
@@ -126,7 +126,6 @@ class DevicePrefetcher(Generic[Tag]):
         self._batches = 0
         self._gauge_at = 1
         self.depth = 0
-        self.data_wait_s = 0.0
         self.transfer_s = 0.0
 
     @staticmethod
@@ -153,7 +152,7 @@ class DevicePrefetcher(Generic[Tag]):
         Raises:
             Whatever ``next_batch`` raises; batches held then stay held.
         """
-        self.data_wait_s = self.transfer_s = 0.0
+        self.transfer_s = 0.0
         if self._copies is None:
             return self._take_through()
         while self._being_read and self._being_read[0][0].query():
@@ -179,10 +178,8 @@ class DevicePrefetcher(Generic[Tag]):
         self._ahead_pays = False
 
     def _take_through(self) -> tuple[Tag, Any] | None:
-        began_s = time.perf_counter()
         got = self._next_batch()
         taken_s = time.perf_counter()
-        self.data_wait_s = taken_s - began_s
         if got is not None and self._device.type != "cpu":
             got = got[0], to_device(got[1], self._device)
         self.transfer_s = time.perf_counter() - taken_s
@@ -190,9 +187,7 @@ class DevicePrefetcher(Generic[Tag]):
 
     def _fetch(self, copies: CudaCopyStream) -> bool:
         """Takes one batch from the loader and begins its copy; False if none came."""
-        began_s = time.perf_counter()
         got = self._next_batch()
-        self.data_wait_s += time.perf_counter() - began_s
         if got is None:
             return False
         held = _Held(*got)

@@ -105,7 +105,8 @@ class SampleOrder:
         """Sends the generator states of ``source``; None where no rank succeeds."""
         if not self._hands_on:
             return None
-        own = self._received or [_bytes_of(state) for state in self._states()]
+        states = torch.get_rng_state(), *(g.get_state() for g in self._generators)
+        own = self._received or [state.numpy().tobytes() for state in states]
         sent = share_keys(group, list(own) if group.rank == source else None, source)
         received: list[Any] = list(sent)
         is_first = group.rank == source and self._received is None
@@ -122,13 +123,6 @@ class SampleOrder:
         torch.set_rng_state(states[0])
         for generator, state in zip(self._generators, states[1:], strict=True):
             generator.set_state(state)
-
-    def _states(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(each.get_state() for each in self._generators)]
-
-
-def _bytes_of(state: torch.Tensor) -> bytes:
-    return state.numpy().tobytes()
 
 
 def sampler_with_state(loader: DataLoader[Any]) -> str:

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from elche.comm.tensors import nested
-
 logger = logging.getLogger(__name__)
 
 
@@ -65,12 +63,6 @@ def tensors_in(data: Any) -> list[torch.Tensor] | None:
     """
     found: list[torch.Tensor] = []
     return found if _collect(data, found) else None
-
-
-def batch_length(batch: Any) -> int:
-    """Samples of a batch: the leading dimension of the first tensor in it."""
-    lengths = (len(t) if t.dim() else 1 for t in nested.tensors_in(batch))
-    return next(filter(None, lengths), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from elche.coordination.protocol.instructions import BeginEpoch
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import CommunicationError, ElcheError, NonFiniteError
-from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.data.leased_data import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.epochs.statistics_pass import batches_tracked, refuse_statistics
@@ -31,7 +31,7 @@ from elche.runtime.rank_settings import min_share_samples
 from elche.runtime.report.notifications import with_samples
 from elche.runtime.sync.epoch_hooks import EpochHooks
 from elche.runtime.sync.resume_sync import broadcast_from
-from elche.runtime.sync.step import open_steps
+from elche.runtime.sync.step_account import open_steps
 from elche.runtime.sync.sync_epoch import TOO_EARLY, SyncEpoch
 from elche.runtime.training import Training
 from elche.runtime.watch.model_sums import ModelSums, kind_of
@@ -245,9 +245,7 @@ class EpochExecution:
         """The first rank has it cut where a checkpoint is wanted, any at an end."""
         worker, pauses = self._worker, self._training.pauses
         is_first = worker.groups.members[0] == worker.rank
-        if self._is_asked or not (
-            pauses.wants_cut() if is_first else pauses.wants_end()
-        ):
+        if self._is_asked or not pauses.wants_cut(is_first=is_first):
             return
         self._is_asked = True
         epoch, is_end = self._opening.epoch, pauses.wants_end()

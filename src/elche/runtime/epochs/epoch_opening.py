@@ -17,6 +17,7 @@ from elche.coordination.sync.lost_ranks import StepPlace
 from elche.errors import MismatchError, RankLostError
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process.worker import Worker
+from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.sync.step_groups import StepGroups
 from elche.runtime.training import Training, generators_of
 from elche.runtime.watch.observer import LoopObserver
@@ -44,7 +45,7 @@ class EpochOpening:
         training: Training,
         synchroniser: Synchroniser,
         observer: LoopObserver,
-        emit: Callable[[str], None],
+        notifications: RunNotifications,
     ) -> None:
         self._worker = worker
         self._synchroniser = synchroniser
@@ -59,11 +60,11 @@ class EpochOpening:
             synchroniser,
             self.order,
             training.pauses.hand_over,
-            emit,
+            notifications,
             min_ranks=config.min_ranks,
         )
         self.steps = StepGroups(
-            *(worker, training, synchroniser, observer, self.regrouping, emit)
+            *(worker, training, synchroniser, observer, self.regrouping, notifications)
         )
         self._opened: EpochOpened | None = None
         self._sizes: BatchSizes | None = None

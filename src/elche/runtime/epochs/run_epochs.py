@@ -33,15 +33,25 @@ from elche.runtime.windows.synchroniser import Synchroniser
 
 
 class RunEpochs:
-    """Opens epochs with all ranks, and hands out this rank's part of each.
+    """Opens epochs with all ranks, and yields this rank's part of each.
 
     Attributes:
+        opening: of epochs, with all ranks.
         groups: of those who take part in steps.
         execution: of the part of an epoch that the loop is in.
         reports: of epochs that have ended.
         samples_before: samples of the epochs that have ended, of all ranks.
         resumed_samples: those of this epoch that were trained before it was resumed.
     """
+
+    # One iteration of the loader, as `_run_epoch` goes through it:
+    #
+    #     _open_part ► execution.run ► _end_part ─ nothing is left ─► _end_epoch
+    #         ▲                            │ cut: for a checkpoint, joins, deaths
+    #         └────────── _pause ◄─────────┘ ─ the run ends ─► _end_epoch
+    #
+    # A loop that breaks off, or asks for a new iteration meanwhile, ends the part on
+    # all ranks; if that was cut before, its rest is opened once more (_leave_rest).
 
     def __init__(
         self,
@@ -62,20 +72,15 @@ class RunEpochs:
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self._iterations = 0
         parts = worker, training, synchroniser, observer
-        self._opening = EpochOpening(*parts, lambda line: notifications.emit(line))
-        self.execution = EpochExecution(*parts, self._opening)
-        self.groups = self._opening.steps
+        self.opening = EpochOpening(*parts, notifications)
+        self.execution = EpochExecution(*parts, self.opening)
+        self.groups = self.opening.steps
         if worker.survives:
             worker.on_regroup = self.execution.regroup
         self.reports: list[EndEpoch] = []
         self.samples_before = self.resumed_samples = 0
         self._cut: tuple[int, ...] = ()
         self._ended: EndEpoch | None = None  # and the ranks' models are not compared
-
-    @property
-    def _epoch(self) -> int:
-        """The epoch that was opened last; -1 before the first."""
-        return self._opening.epoch
 
     @property
     def under_way(self) -> SyncEpoch | WindowEpoch | None:
@@ -112,7 +117,7 @@ class RunEpochs:
         """Number of the next epoch, or the remainder of one that is cut."""
         course, samples = self._course, self.samples_before
         return {
-            "next": self._epoch + (course is None),
+            "next": self.opening.epoch + (course is None),
             "course": None if course is None else course.state_dict(samples),
             "schedules": self._observer.schedulers.state_dict(),
             "copies": self._observer.copies.state_dict(),
@@ -144,28 +149,20 @@ class RunEpochs:
         Raises:
             ConfigError: one has begun.
         """
-        if self._epoch >= 0:
+        if self.opening.epoch >= 0:
             raise ConfigError(
                 "expected elche.resume() before the first epoch, got it after "
-                f"{self._epoch + 1}; call it right after elche.setup"
+                f"{self.opening.epoch + 1}; call it right after elche.setup"
             )
         course = state["course"]
         self._resumed = None if course is None else EpochCourse.from_state(course)
         self.samples_before = counted
         if self._resumed is not None:
             self._resumed.rebase(counted)
-        self._opening.epoch = state["next"] - 1
+        self.opening.epoch = state["next"] - 1
         self._is_resumed = True
         self._observer.schedulers.load_state_dict(state["schedules"])
         self._observer.copies.load_state_dict(state["copies"])
-
-    def share_generators(self) -> None:
-        """Tells all ranks where the first one's generators stand."""
-        self._opening.order.share_generators(self._worker.group)
-
-    def join(self) -> None:
-        """Waits for the others to pause, forms the next group, and takes over."""
-        self._opening.join()
 
     def hand_over(self) -> dict[str, Any]:
         """State for ranks that join, beside a checkpoint's contents.
@@ -204,7 +201,7 @@ class RunEpochs:
         seed, rank = self._training.config.seed, self._worker.rank
         self._synchroniser.build()
         self._observer.attach(self._synchroniser)
-        self._opening.probe()
+        self.opening.probe()
         if seed is None:
             separate_rank(rank)
         else:
@@ -321,7 +318,7 @@ class RunEpochs:
         """The epoch is cut; whether it ends here on all ranks."""
         assert self._course is not None
         end = self._course.ends[-1]
-        if end.is_early or not self._opening.steps.lost.is_settled:
+        if end.is_early or not self.opening.steps.lost.is_settled:
             self._training.pauses.cut(is_end=end.is_early)
         if end.is_early:
             self._end_epoch(end)
@@ -358,13 +355,13 @@ class RunEpochs:
     def _open_part(self, steps: int, *, is_new: bool = False) -> EpochPart:
         """Agrees on the epoch, or on what is left of it."""
         self._worker.regroup_if_told()
-        course, opening = self._course, self._opening
+        course, opening = self._course, self.opening
         most = steps if steps >= 0 else None
         if is_new:
             self._notifications.scalars.clear()  # of an epoch that was left early
-            opening.epoch = self._epoch + 1 if course is None else course.number
+            opening.epoch = self.opening.epoch + 1 if course is None else course.number
         if course is None:
-            opening.order.begin(self._epoch, most)
+            opening.order.begin(self.opening.epoch, most)
         changed = self._synchroniser.is_changed
         begin = opening.open(
             self._opened(steps, is_changed=changed),
@@ -378,7 +375,7 @@ class RunEpochs:
             shared = opening.share(sizes)
             whole = PartRanges(((0, sizes.num_samples),))
             course = EpochCourse(
-                self._epoch, shared, sizes, whole, self.samples_before, most
+                self.opening.epoch, shared, sizes, whole, self.samples_before, most
             )
         self._course = course
         if is_new:
@@ -411,7 +408,7 @@ class RunEpochs:
         followed = observer.schedulers.optimizers
         return EpochOpened(
             rank=rank,
-            epoch=self._epoch,
+            epoch=self.opening.epoch,
             layout=self._synchroniser.layout(),
             checks=() if is_changed else self.execution.sums.whole(),
             rates=rates(observer.optimizers(), rank, followed),

@@ -32,7 +32,7 @@ from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError, RankLostError
 from elche.monitor.trace import SYNC, SYNC_WAIT
-from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.data.leased_data import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import warn_discarded
@@ -306,7 +306,7 @@ class WindowEpoch:
             lacks = False
         keeps = self._loop.batches > 0
         was_open = None if last is None else OpenReduction(last, lacks, keeps)
-        regrouping.form(was_open, self._taken_over)
+        regrouping.settle(regrouping.meet(), was_open, self._taken_over)
         self._loop.regrouped()
         self._waited_s = self._held_s = 0.0
         self._worker.send(

@@ -22,6 +22,7 @@ from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.errors import ConfigError
 from elche.runtime.process.worker import Worker
+from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.sync.resume_sync import (
     broadcast_from,
     take_gradients,
@@ -55,14 +56,14 @@ class StepGroups:
         synchroniser: Synchroniser,
         observer: LoopObserver,
         regrouping: Regrouping,
-        emit: Callable[[str], None],
+        notifications: RunNotifications,
     ) -> None:
         self._worker = worker
         self._training = training
         self._synchroniser = synchroniser
         self._observer = observer
         self._regrouping = regrouping
-        self._emit = emit
+        self._notifications = notifications
         self._left_out: tuple[int, ...] = ()
         self._changes = 0  # in this generation; the same on all
         self._is_new = worker.is_new  # or others are, until all reduce with them
@@ -96,12 +97,13 @@ class StepGroups:
     def begin_anew(self, group: Group) -> None:
         """Ranks have joined: all take part, and reduce in their group; with them."""
         self._left_out, self._changes = (), 0
-        self._synchroniser.build_in(group)
+        self._synchroniser.group = group
+        self._synchroniser.build()
 
     def leave_out(self, told: LeaveOut) -> GradientReducer:
         """Other ranks take part from now on; returns what reduces their gradients."""
         if told.reason and self._worker.place == 0:
-            self._emit(f"elche: {told.reason}")
+            self._notifications.emit(f"elche: {told.reason}")
         if told.left_out != self._left_out:
             self._left_out = told.left_out
             self._changes += 1
@@ -185,21 +187,13 @@ class StepGroups:
                 "step schedulers between epochs"
             )
 
-    def form(self, place: StepPlace, alive: Callable[[StepPart], StepPart]) -> None:
-        """Forms the group of those who live, and settles the pass under way.
-
-        Raises:
-            RankLostError: another rank has died; to be called again.
-        """
-        self.settle(self._regrouping.meet(wants_keys=False), place, alive)
-
     def settle(
         self,
         group: Group,
         place: StepPlace,
         alive: Callable[[StepPart], StepPart] = lambda part: part,
     ) -> None:
-        """The same, once all have met in their group.
+        """Settles the pass under way, once all have met in their group.
 
         Where ranks have joined, between two parts of an epoch, nothing is under way:
         what reduces gradients is built anew with them.
@@ -208,6 +202,9 @@ class StepGroups:
             group: the next one.
             place: where this rank is.
             alive: its part of a step without those that have died.
+
+        Raises:
+            RankLostError: another rank has died; to be called again.
         """
         rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
         if self._worker.rank in self._left_out:
@@ -239,7 +236,9 @@ class StepGroups:
         if not self._regrouping.is_building:
             sharing = self._worker.groups.without(left_out, 0)
             lacks = place.passes < found.passes
-            self._synchroniser.go_on_in(sharing, found.source, alive, lacks=lacks)
+            reducer = self._synchroniser.reducer
+            if sharing is not None and reducer is not None:
+                reducer.go_on_in(sharing, found.source, alive, lacks=lacks)
         self.lost.confirm()
 
     def say_regrouped(self, epoch: int) -> None:
@@ -250,7 +249,7 @@ class StepGroups:
                 rank=self._worker.rank,
                 generation=self._worker.groups.generation,
                 epoch=epoch,
-                reduced=-1 if lost.last is None else lost.last,
+                reduced=lost.last if lost.is_settled else -1,
                 lost=lost.to_wire(),
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -33,12 +33,11 @@ from elche.errors import (
     RankLostError,
 )
 from elche.runtime.data.epoch_course import FAR_AHEAD, ranges_of
-from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.data.leased_data import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
 from elche.runtime.sync.epoch_hooks import EpochHooks
-from elche.runtime.sync.step import Step, open_steps
-from elche.runtime.sync.step_account import StepAccount
+from elche.runtime.sync.step_account import Step, StepAccount, open_steps
 
 LEFT_OUT_S = 1.0
 """Poll interval of an excluded rank (s)."""
@@ -134,17 +133,20 @@ class SyncEpoch:
     def open_batch(self) -> Runs:
         """Positions of each step whose backward pass is to come, of all ranks."""
         steps, is_cut = self._open_steps, self.end is not None and self.end.left
-        if is_cut and any(step.span != self._span for step in steps):
+        own = [step.step for step in steps if step.span == self._span]
+        if is_cut and len(own) < len(steps):
             raise ConfigError(FAR_AHEAD)
-        return ranges_of(self._positions.sizes, self._own(steps))
+        return ranges_of(self._positions.sizes, own)
 
     @property
     def _open_steps(self) -> list[Step]:
         return open_steps(self._reducer, self._hooks.graphs)
 
-    def _own(self, steps: Sequence[Step]) -> list[int]:
-        """Numbers of the steps that are of this part of the epoch."""
-        return [step.step for step in steps if step.span == self._span]
+    @property
+    def _first_open(self) -> int | None:
+        """First step of this part of the epoch whose backward pass is to come."""
+        steps = self._open_steps
+        return next((each.step for each in steps if each.span == self._span), None)
 
     def refill(self) -> None:
         """Reads grants that have come; called when the loader draws."""
@@ -185,7 +187,7 @@ class SyncEpoch:
             yield
         finally:
             graphs.end_epoch()
-            self._reducer.correct_by(None)
+            self._reducer.lost = None
             self._reducer.on_lost = None
             self._worker.on_wait = None
 
@@ -207,7 +209,7 @@ class SyncEpoch:
             return  # delayed: a Trainer's loop, which only an error leaves
         self._settle()
         has_passed = in_hand is not None and self._place.first > in_hand.step
-        if in_hand and has_passed and self._dead.is_over(in_hand.step + 1):
+        if in_hand and has_passed and in_hand.step >= self._dead.last:
             self._end_step(in_hand)  # the others run no more: the rest is left
             self._report()
             self._await_end()
@@ -237,7 +239,7 @@ class SyncEpoch:
         """Another rank's loop has left the epoch; may be called again and again."""
         if self._state is not _State.LEAVING and gone.epoch == self._positions.epoch:
             self._gone[gone.gone] = gone.passes
-            self._reducer.correct_by(partial(Step.lost, gone=self._gone))
+            self._reducer.lost = partial(Step.lost, gone=self._gone)
             self._announce()
 
     def _waits(self, gone: Iterable[RankLeft]) -> None:
@@ -266,9 +268,9 @@ class SyncEpoch:
         self._step, self._state = step.step, _State.INSIDE
         self._granted.pop(step.step - 1, None)
         if self._gone:
-            self._reducer.run_beneath(self._report_beneath)
+            self._reducer.beneath = self._report_beneath
         part = step.weighed(self._leased.weight)
-        if self._dead.is_settled:
+        if self._dead.first:
             part = self._alive(part)
         self._part = part
         self._reducer.begin_step(part)
@@ -281,18 +283,19 @@ class SyncEpoch:
         self._worker.pace_device()
         self._account.step_ran(step, self._reducer)
         self.samples_done += sum(step.shares)
-        self._settle(min(self._own(self._open_steps), default=step.step + 1))
+        first = self._first_open
+        self._settle(step.step + 1 if first is None else first)
 
     def _next(self, number: int) -> tuple[Step, Any] | None:
         """The next batch; waits only if its grant has not come.
 
         None: the epoch ends here, because it is cut or a rank has left it.
         """
-        while self.end is None and not self._dead.is_over(number):
+        while self.end is None and number <= self._dead.last:
             got = self._leased.take()
             if self._worker.is_due and self.end is None:
                 self.regroup()
-                if self._dead.is_over(number):
+                if number > self._dead.last:
                     break
             if got is not None:
                 if got[0].step != number:
@@ -374,9 +377,8 @@ class SyncEpoch:
         if reducer is not self._reducer:
             self._reduce_by(reducer)
 
-    def _say_taken(self, step: int | None, sync_s: float) -> None:
+    def _say_taken(self, step: int, sync_s: float) -> None:
         """The model is that after a step."""
-        assert step is not None
         rank, epoch = self._worker.rank, self._positions.epoch
         taken = ModelUpdated(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
         self._worker.send(taken)
@@ -391,7 +393,8 @@ class SyncEpoch:
         while not has_formed:
             self._worker.hear_of()
             with contextlib.suppress(RankLostError):  # the word of it is in line
-                steps.form(self._place, self._alive)
+                group = self._hooks.regrouping.meet()
+                steps.settle(group, self._place, self._alive)
                 has_formed = True
         if self._state is _State.SETTLED:
             self._state = _State.BETWEEN
@@ -408,7 +411,7 @@ class SyncEpoch:
             self._reducer.closed_passes,
             self._step,
             is_inside=self._state is _State.INSIDE,
-            waits=min(self._own(self._open_steps), default=None),
+            waits=self._first_open,
             passed=passed.step if passed and passed.span == self._span else -1,
         )
 
@@ -443,13 +446,13 @@ class SyncEpoch:
     def _settle(self, first: int | None = None) -> None:
         """Steps before this one are done: their report waits for the next pass."""
         if self._account.settle(first):
-            is_due = self._account.is_due
-            self._reducer.run_beneath(self._report_beneath if is_due else None)
+            is_due = self._account.due is not None
+            self._reducer.beneath = self._report_beneath if is_due else None
 
     def _report(self) -> None:
         """Sends what is still to be said."""
         if self._account.report():
-            self._reducer.run_beneath(None)
+            self._reducer.beneath = None
 
     def _report_all(self) -> None:
         """Also of steps whose backward pass has not come yet."""

@@ -17,9 +17,8 @@ from typing import Any, final
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from elche.comm.tensors.nested import outputs_in
+from elche.comm.tensors.nested import batch_length, outputs_in
 from elche.errors import ConfigError
-from elche.runtime.data.transfer import batch_length
 from elche.runtime.watch.live_graph import ModelHook
 from elche.torch_internals.passes import (
     backward_roots,

@@ -10,8 +10,11 @@ from torch import nn
 from typing_extensions import override
 
 from elche.comm.averaging.consensus_distance import SyncResult
-from elche.comm.gradients.backward_end import at_backward_end
-from elche.comm.gradients.gradient_hooks import GradientHooks, refuse_capture
+from elche.comm.gradients.gradient_hooks import (
+    GradientHooks,
+    at_backward_end,
+    refuse_capture,
+)
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.transport.exchange import succeeded

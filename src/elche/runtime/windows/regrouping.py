@@ -20,6 +20,7 @@ from elche.coordination.protocol.instructions import Reduce
 from elche.errors import CommunicationError, ProtocolError
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process.worker import Worker
+from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.windows.synchroniser import Synchroniser
 
 WHAT = "settling what a lost rank left open"
@@ -49,7 +50,7 @@ class Regrouping:
         synchroniser: reduces its windows.
         order: of the samples; who becomes the first rank draws it.
         hand_over: sends the first rank's state to those that are new, with all ranks.
-        emit: takes a line for the user.
+        notifications: emit lines for the user.
         min_ranks: fewer pause until others have joined.
 
     Attributes:
@@ -64,7 +65,7 @@ class Regrouping:
         synchroniser: Synchroniser,
         order: SampleOrder,
         hand_over: Callable[[Group, int, bool], None],
-        emit: Callable[[str], None],
+        notifications: RunNotifications,
         *,
         min_ranks: int = 1,
     ) -> None:
@@ -72,22 +73,10 @@ class Regrouping:
         self._synchroniser = synchroniser
         self._order = order
         self._hand_over = hand_over
-        self._emit = emit
+        self._notifications = notifications
         self._min_ranks = min_ranks
         self.is_building = self.has_joined = False
         self._said = list(worker.members)
-
-    def form(
-        self,
-        last: OpenReduction | None = None,
-        on_result: Callable[[], None] | None = None,
-    ) -> None:
-        """Forms the group of the members; see :meth:`settle`.
-
-        Raises:
-            RankLostError: another rank has died; to be called again.
-        """
-        self.settle(self.meet(wants_keys=False), last, on_result)
 
     def settle(
         self,
@@ -120,7 +109,7 @@ class Regrouping:
         sync.reconnect(group)
         self.say()
 
-    def meet(self, *, wants_keys: bool) -> Group:
+    def meet(self, *, wants_keys: bool = False) -> Group:
         """The members' group, formed; who lacks what all have gets it there.
 
         ``wants_keys``: this rank waits for the positions of an epoch that has begun.
@@ -138,7 +127,7 @@ class Regrouping:
         )
         self.is_building = any(are_building)
         worker.groups.let_share(all(share))
-        self._synchroniser.move_to(group)
+        self._synchroniser.group = group
         if any(lack_keys):
             order.settle(group, have_keys.index(1) if any(have_keys) else None)
         if group.rank == 0:
@@ -160,17 +149,18 @@ class Regrouping:
         self._said = now
         if self._worker.place:
             return
+        emit = self._notifications.emit
         if new:
-            self._emit(f"elche: {_named(new)} joined: going on with {_named(now)}")
+            emit(f"elche: {_named(new)} joined: going on with {_named(now)}")
         if dead := [rank for rank in gone if rank in self._worker.dead]:
-            self._emit(
+            emit(
                 f"elche: {_named(dead)} died: going on with {_named(now)}; what was "
                 "not committed is trained on again"
             )
         if left := [rank for rank in gone if rank not in dead]:
-            self._emit(f"elche: {_named(left)} left: going on with {_named(now)}")
+            emit(f"elche: {_named(left)} left: going on with {_named(now)}")
         if len(now) < self._min_ranks:
-            self._emit(f"elche: pausing until {self._min_ranks} ranks are there")
+            emit(f"elche: pausing until {self._min_ranks} ranks are there")
 
 
 def _gathered(group: Group, *mine: bool) -> list[list[int]]:

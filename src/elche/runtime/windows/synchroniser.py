@@ -19,7 +19,6 @@ from elche.comm.gradients.buckets.bucket_queue import Reduced
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.gradients.gradient_hooks import ParameterWatch
 from elche.comm.gradients.gradient_window import GradientWindow
-from elche.comm.gradients.part_weights import StepPart
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.model_buffers.window_buffers import WindowBuffers
@@ -60,6 +59,7 @@ class Synchroniser:
         reducer: of gradients, under ``sync``.
         windows: of windows, under the other policies.
         reduced: which gradients are sums of ranks, under ``sync``.
+        group: in which it is built next.
         own_ids: of the model's parameters, as it was when this was built last.
     """
 
@@ -81,7 +81,7 @@ class Synchroniser:
         self._config = config
         self._model = model
         self._optimizer = optimizer
-        self._group = group
+        self.group = group
         self._side_group = side_group
         self._norm_group: Group | None = None
         self._signature: list[tuple[int, bool, torch.dtype | None]] = []
@@ -135,18 +135,17 @@ class Synchroniser:
             if self._norm_group is None and sync_batchnorm_layers(self._model):
                 self._norm_group = self._side_group()
             norms = bind_sync_batchnorm(self._model, self._norm_group)
-            self._build_reducer(self._group, norms)
+            self._build_reducer(self.group, norms)
         else:
             self.windows = self._window_sync()
 
     def _window_sync(self) -> WindowSync:
         """Averaging that the settings ask for, built with all ranks of the group."""
         policy = cast("TrainerPolicyName", self.policy)
-        config, group = replace(self._config, policy=policy), self._group
+        config, group = replace(self._config, policy=policy), self.group
         parameters, is_sum = self._trainable, config.loss_reduction == "sum"
         if config.sums_gradients:
             window = GradientWindow(parameters, group)
-            window.build()
             buffers = WindowBuffers(self._model, group)
             buffers.agree()
             sync = GradientSync(
@@ -178,17 +177,12 @@ class Synchroniser:
             return OverlappedSync(averager, self._steps, own_factor, is_sum=is_sum)
         return ParameterSync(averager, self._steps, own_factor, is_sum=is_sum)
 
-    def build_in(self, group: Group) -> None:
-        """Ranks have joined: the same in their group, with all of them."""
-        self._group = group
-        self.build()
-
     def build_alone(self, policy: str) -> None:
         """A rank that joins builds what the others have, and meets them with it."""
         if policy != self.policy:
-            group, self._group = self._group, Group.alone(self._config.timeout_s)
+            group, self.group = self.group, Group.alone(self._config.timeout_s)
             self.build(policy)
-            self._group = group
+            self.group = group
 
     def share_with(self, group: Group | None) -> None:
         """From the next step on reduces gradients in this group, with its ranks.
@@ -200,27 +194,11 @@ class Synchroniser:
         if group is not None:
             self._build_reducer(group, None)
 
-    def move_to(self, group: Group) -> None:
-        """Builds in this group from now on."""
-        self._group = group
-
-    def go_on_in(
-        self,
-        sharing: Group | None,
-        source: int | None,
-        alive: Callable[[StepPart], StepPart],
-        *,
-        lacks: bool,
-    ) -> None:
-        """Ranks have died under ``sync``; see `GradientReducer.go_on_in`.
-
-        The group is of those who reduce gradients; None: this rank is left out.
-        """
-        assert self.reducer is not None
-        if sharing is not None:
-            self.reducer.go_on_in(sharing, source, alive, lacks=lacks)
-
     def _build_reducer(self, group: Group, norms: NormScope | None) -> None:
+        codec = "fp32"
+        if self._config.policy == "sync":  # under auto a codec is for its windows
+            codec = self._config.codec
+            warn_of_codec(group, codec)
         self.reducer = reducer = GradientReducer(
             self._trainable,
             group,
@@ -228,24 +206,17 @@ class Synchroniser:
             BufferAverager.for_model(self._model, group),
             norms,
             [name for name, p in self._model.named_parameters() if p.requires_grad],
-            self._gradient_codec(group),
+            codec,
             keeps_sums=self._keeps_sums,
             reduced=self.reduced,
         )
         if self._config.loss_reduction == "sum":
-            reducer.sum_losses()
+            reducer.weights.sum_losses()
         elif self._is_weighed:
-            reducer.weigh_by_user()
+            reducer.weights.weigh_by_user()
         if self._delayed is not None:
             self._delayed.attach(reducer, reducer.parameters)
         reducer.attach()
-
-    def _gradient_codec(self, group: Group) -> str:
-        """Codec of gradients; under ``auto`` a codec is for its windows."""
-        if self._config.policy != "sync":
-            return "fp32"
-        warn_of_codec(group, self._config.codec)
-        return self._config.codec
 
     def detach(self) -> None:
         """Takes every hook off; SyncBatchNorm is plain BatchNorm again."""

@@ -8,19 +8,27 @@ rank that has a gradient for it: what no rank has stays without one.
 With a codec gradients travel encoded, through host memory, and flags and the factor as
 they are. What encoding takes off is kept (:meth:`Bucket.settle`) and goes with the next
 pass, unless this one comes to nothing.
+
+The memory of a sum is lent to ``p.grad``. As with the gradients that autograd
+allocates, whoever keeps one keeps its memory, and where a loop drops them in every step
+one piece serves all steps. It lies outside of malloc's heap, in which pieces of this
+size leave holes when buckets are made anew.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import final
 
 import torch
 from torch import nn
 
 from elche.comm.codec.codec_opening import open_coded_exchange
 from elche.comm.codec.coded_exchange import CodedExchange
-from elche.comm.gradients.buckets.bucket_memory import BucketLayout, SumMemory
 from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
 from elche.comm.transport.host_exchange import HostExchange, open_by_hosts
@@ -51,6 +59,94 @@ class PassOptions:
     codec: str = "fp32"
     delayed: bool = False
     keeps_sums: bool = False
+
+
+@final
+class BucketLayout:
+    """Gradients one after the other, and a flag of each.
+
+    Args:
+        parameters: of one dtype, in the order of their gradients.
+        keeps_strides: a gradient lies in the message as its parameter in memory; False:
+            as its shape says.
+
+    Attributes:
+        dtype: of the message: a complex number travels as two real ones.
+        numel: of the message.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], *, keeps_strides: bool
+    ) -> None:
+        dtype = parameters[0].dtype
+        self._parameters = parameters
+        self._keeps_strides = keeps_strides
+        numbers = 2 if dtype.is_complex else 1
+        self._sizes = [*(numbers * p.numel() for p in parameters), len(parameters)]
+        self._shapes = [parameter.shape for parameter in parameters]
+        self._is_plain = not dtype.is_complex and all(
+            parameter.is_contiguous() for parameter in parameters
+        )
+        self.dtype = dtype.to_real() if dtype.is_complex else dtype
+        self.numel = sum(self._sizes)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """A view per parameter, shaped like it, and the flags."""
+        *parts, flags = flat.split(self._sizes)
+        if self._is_plain:  # quick: lent memory is laid out in every pass
+            return [*map(torch.Tensor.view, parts, self._shapes), flags]
+        return [*self._shaped(parts), flags]
+
+    def parts(self, residual: torch.Tensor) -> Sequence[torch.Tensor]:
+        """A flat view per parameter of a residual, which lies as the gradients do."""
+        return torch.split(residual, self._sizes[:-1])
+
+    def shaped_parts(self, residual: torch.Tensor) -> list[torch.Tensor]:
+        """The same, shaped like the parameters."""
+        return self._shaped(self.parts(residual))
+
+    def _shaped(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        strided = self._keeps_strides
+        pairs = zip(parts, self._parameters, strict=True)
+        return [_shaped_like(part, p, strided=strided) for part, p in pairs]
+
+
+@final
+class SumMemory:
+    """Pieces of private memory for the sums of one bucket.
+
+    Args:
+        numel: elements of a sum.
+        dtype: of the sum.
+        device: of the sum; torch's own allocator lends what is not the host's.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self._lent: list[tuple[mmap.mmap, weakref.ref[memoryview]]] = []
+
+    def lend(self) -> torch.Tensor:
+        """Memory that no tensor uses any more, or new one; its contents are arbitrary.
+
+        A tensor's storage holds the memoryview that it was made from, and every view
+        of the tensor its storage.
+        """
+        if self._device.type != "cpu":
+            return torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        free: mmap.mmap | None = None
+        in_use = []
+        for memory, loan in self._lent:
+            if loan() is not None:
+                in_use.append((memory, loan))
+            elif free is None:
+                free = memory
+        if free is None:
+            size_bytes = self._numel * self._dtype.itemsize
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            free = mmap.mmap(-1, size_bytes, flags=flags)
+        lent = memoryview(free)
+        self._lent = [*in_use, (free, weakref.ref(lent))]
+        return torch.frombuffer(lent, dtype=self._dtype, count=self._numel)
 
 
 @dataclass(slots=True)
@@ -284,32 +380,29 @@ class Bucket:
         return [flag != 0.0 for flag in self.summed[-1].tolist()]
 
 
-def make_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
-    """Buckets of parameters in the given order, one dtype and device each.
-
-    Nothing hides the bucket that is reduced last, so the last parameters (up to a
-    quarter of the cap, at least one) get one of their own.
-    """
-    tail, tail_bytes = len(parameters) - 1, parameters[-1].nbytes
-    while tail > 0 and tail_bytes + parameters[tail - 1].nbytes <= cap_bytes // 4:
-        tail -= 1
-        tail_bytes += parameters[tail].nbytes
-    return [*_fill(parameters[:tail], cap_bytes), *_fill(parameters[tail:], cap_bytes)]
+def give_back_freed() -> None:
+    """Has malloc return what is free inside its heap, where it can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
-def _fill(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
-    """Consecutive parameters of one kind together, as long as they fit."""
-    buckets: list[Bucket] = []
-    filled = 0
-    for parameter in parameters:
-        last = buckets[-1].parameters[-1] if buckets else None
-        same = last is not None and (last.dtype, last.device) == (
-            parameter.dtype,
-            parameter.device,
-        )
-        if not same or filled + parameter.nbytes > cap_bytes:
-            buckets.append(Bucket([]))
-            filled = 0
-        buckets[-1].parameters.append(parameter)
-        filled += parameter.nbytes
-    return buckets
+def _shaped_like(
+    flat: torch.Tensor, parameter: torch.Tensor, *, strided: bool
+) -> torch.Tensor:
+    """A view of ``flat`` with the parameter's shape, and its strides if dense."""
+    if parameter.is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    if not strided or parameter.is_contiguous() or not _is_dense(parameter):
+        return flat.view(parameter.shape)
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if a permutation of dimensions makes the tensor contiguous."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

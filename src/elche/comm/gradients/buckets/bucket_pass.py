@@ -27,17 +27,20 @@ from functools import partial
 import torch
 from torch import nn
 
-from elche.comm.gradients.backward_end import at_backward_end
-from elche.comm.gradients.buckets.bucket import Bucket, PassOptions
-from elche.comm.gradients.buckets.bucket_memory import give_back_freed
-from elche.comm.gradients.buckets.bucket_queue import BucketQueue, Reduced
-from elche.comm.gradients.buckets.gradient_order import GradientOrder
+from elche.comm.gradients.buckets.bucket import Bucket, PassOptions, give_back_freed
+from elche.comm.gradients.buckets.bucket_queue import (
+    BucketQueue,
+    GradientOrder,
+    Reduced,
+)
 from elche.comm.gradients.buckets.late_sums import LateSums
 from elche.comm.gradients.gradient_hooks import (
     GradientHooks,
+    at_backward_end,
     refuse_capture,
     refuse_gradient,
 )
+from elche.comm.gradients.part_weights import PartWeights
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, RankLostError
 
@@ -78,8 +81,11 @@ class BucketPass(ABC):
         group: the process group.
         options: how gradients are packed and sent.
         reduced: records which gradients are sums.
+        weights: of this rank's gradients.
 
     Attributes:
+        parameters: as given.
+        weights: of this rank's gradients, set up before :meth:`attach`.
         order: indices of the parameters in the order of reduction.
         backward_passes: passes reduced so far.
         closed_passes: of them, those whose sums this rank has.
@@ -96,17 +102,20 @@ class BucketPass(ABC):
         group: Group,
         options: PassOptions,
         reduced: Reduced,
+        weights: PartWeights,
     ) -> None:
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
         self._names = list(names)
         self._group = group
         self._options = options
         self._reduced = reduced
-        self._index = {id(p): at for at, p in enumerate(self._parameters)}
-        self._dtypes = [parameter.dtype for parameter in self._parameters]
+        self.weights = weights
+        self._holds = False
+        self._index = {id(p): at for at, p in enumerate(self.parameters)}
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
         self._queue = BucketQueue(reduced)
         self._order = GradientOrder(self._names)
-        self._hooks = GradientHooks(self._parameters)
+        self._hooks = GradientHooks(self.parameters)
         self._deferred: tuple[int, bool] | None = None
         self._lock = threading.RLock()
         self._phase = Phase.IDLE
@@ -119,10 +128,6 @@ class BucketPass(ABC):
         self.on_lost: Callable[[], None] | None = None
         self.wait_s = 0.0
         self.has_sums = False
-
-    @abstractmethod
-    def takes(self, parameter: torch.Tensor) -> bool:
-        """A gradient has been accumulated: whether it belongs to a reduction."""
 
     @abstractmethod
     def open_pass(self) -> float:
@@ -151,11 +156,11 @@ class BucketPass(ABC):
     def delay(self) -> None:
         """Sums come one pass later, with the next one's end; before :meth:`attach`."""
         self._options = replace(self._options, delayed=True)
-        self._late = LateSums(self._parameters)
+        self._late = LateSums(self.parameters)
 
     def attach(self) -> None:
         """Allocates buckets, together with all ranks, and hooks every parameter."""
-        self._build(range(len(self._parameters))[::-1])
+        self._build(range(len(self.parameters))[::-1])
         self._hooks.attach(partial(self._on_gradient, weakref.ref(self)))
 
     def detach(self) -> None:
@@ -164,7 +169,7 @@ class BucketPass(ABC):
 
     def _build(self, order: Sequence[int]) -> None:
         self.order = list(order)
-        self._queue.build(self._parameters, self.order, self._group, self._options)
+        self._queue.build(self.parameters, self.order, self._group, self._options)
 
     def drain(self) -> bool:
         """Waits for the sums that are under way, with all ranks, between two steps.
@@ -204,21 +209,20 @@ class BucketPass(ABC):
     def _on_gradient(of: weakref.ref[BucketPass], parameter: torch.Tensor) -> None:
         """Hook of a parameter, which may live longer than its wrapper."""
         self = of()
-        if self is None or id(parameter) not in self._index:
+        index = None if self is None else self._index.get(id(parameter))
+        if self is None or index is None:
             return  # what a hook before returned, which torch refuses after all of them
-        if not self.takes(parameter):
+        if self.weights.part is None:
+            self._reduced.strays.add(id(parameter))
             return
-        index = self._index[id(parameter)]
+        if self._holds:
+            return
         with self._lock:  # devices of one module have a thread each
             is_undefined = parameter.grad is None and not self._hooks.was_taken(index)
             if self._phase is not Phase.OPEN and not self._begin(index):
                 self._deferred = index, is_undefined
                 return
-            if not is_undefined:
-                refuse_gradient(parameter, self._names[index], self._dtypes[index])
-            self._count(index)
-            if not self._options.delayed:
-                self._queue.advance(self._scale)
+            self._take(index, is_undefined)
 
     def _begin(self, index: int) -> bool:
         """Backward brings its first gradient; False if hooks of the user's follow it.
@@ -229,22 +233,31 @@ class BucketPass(ABC):
             self._open()
         self._phase = Phase.OPEN
         at_backward_end(self._on_end)
-        is_last = self._hooks.runs_last(index)
-        self._hooks.keep_last()
-        return is_last
+        return self._hooks.keep_last(index)
 
-    def _count(self, index: int) -> None:
-        """Takes note of a gradient; the bucket is full when none is pending."""
-        order, (bucket, place) = self._order, self._queue.places[index]
+    def _take(self, index: int, is_undefined: bool) -> None:
+        """Counts a gradient; its bucket is sent when none is pending.
+
+        Raises:
+            ConfigError: it cannot be reduced.
+        """
+        gradient = self.parameters[index].grad
+        if gradient is not None or not is_undefined:
+            refuse_gradient(gradient, self._names[index], self._dtypes[index])
+        order, queue = self._order, self._queue
+        bucket, place = queue.places[index]
         order.came[index] = order.came.get(index, 0) + 1
         if not order.is_agreed:
             order.last.pop(index, None)  # of several gradients the last one counts
             order.last[index] = None
         if place not in bucket.pending:
-            if self._queue.has_sent(bucket):
+            if queue.has_sent(bucket):
                 order.late.add(index)
         elif index not in order.several:
             bucket.pending.discard(place)
+        has_work = not bucket.pending or queue.summed < queue.sent
+        if has_work and not self._options.delayed:
+            queue.advance(self._scale)
 
     def _open(self) -> None:
         refuse_capture()
@@ -262,7 +275,6 @@ class BucketPass(ABC):
         except CommunicationError as error:
             self._fail(error)
             raise
-        self._queue.expect()
 
     def _enter(self) -> None:
         """Opens the pass when all ranks have taken the last sums.
@@ -287,11 +299,8 @@ class BucketPass(ABC):
         if self._phase is not Phase.OPEN:  # it was rewound
             return
         if self._deferred is not None:
-            (index, was_undefined), self._deferred = self._deferred, None
-            parameter = self._parameters[index]
-            if parameter.grad is not None or not was_undefined:
-                refuse_gradient(parameter, self._names[index], self._dtypes[index])
-            self._count(index)
+            deferred, self._deferred = self._deferred, None
+            self._take(*deferred)
         self._close()
 
     def _close(self) -> None:
@@ -315,10 +324,26 @@ class BucketPass(ABC):
             self._order.refuse_late()
 
     def _close_now(self) -> None:
-        started_s = time.perf_counter()
-        factor = self._sum_all()
+        """Sends what is left, waits for all sums, and publishes them.
+
+        Anew without ranks that die meanwhile, or with another rank's sums.
+        """
+        started_s, factor = time.perf_counter(), None
+        while self._phase is not Phase.TAKEN:
+            try:
+                self._queue.send_rest(self._scale)
+                self._queue.finish(self._queue.side)
+                if not self._order.is_agreed:
+                    self._end_first()
+                factor = self.close_pass()
+                break
+            except RankLostError:
+                if self.on_lost is None:
+                    raise
+            self.on_lost()
+            self._enter()
         self.wait_s += time.perf_counter() - started_s
-        if factor is None:
+        if factor is None:  # another rank's sums are published
             return
         self.closed_passes += 1
         if self._options.codec != "fp32":
@@ -330,26 +355,6 @@ class BucketPass(ABC):
         if self._late is not None:
             self._late.keep_first()
             self.has_sums = False
-
-    def _sum_all(self) -> float | None:
-        """Sends what is left, and waits; anew without ranks that die meanwhile.
-
-        Returns:
-            What the sums are multiplied by; None if another rank's are published.
-        """
-        while self._phase is not Phase.TAKEN:
-            try:
-                self._queue.send_rest(self._scale)
-                self._queue.finish(self._queue.side)
-                if not self._order.is_agreed:
-                    self._end_first()
-                return self.close_pass()
-            except RankLostError:
-                if self.on_lost is None:
-                    raise
-            self.on_lost()
-            self._enter()
-        return None
 
     def reduce_in(
         self, group: Group, source: int | None, *, lacks: bool, factor: float
@@ -379,7 +384,7 @@ class BucketPass(ABC):
             self._build(self.order)
         else:  # some ranks have not come to it
             self._order.is_agreed = False
-            self._build(range(len(self._parameters))[::-1])
+            self._build(range(len(self.parameters))[::-1])
 
     def _fail(self, error: CommunicationError) -> None:
         self._phase = Phase.BROKEN

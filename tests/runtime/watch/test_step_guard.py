@@ -193,6 +193,16 @@ def foreign(loop: Loop) -> None:
         other.step()
 
 
+def foreign_once(loop: Loop) -> None:
+    other = torch.optim.SGD([nn.Parameter(torch.randn(3, dtype=torch.float64))], 0.1)
+    for x, y in loop.loader:
+        loop.backward(x, y)
+        loop.optimizer.step()
+        (other.param_groups[0]["params"][0] * x[0, :3]).sum().backward()
+        other.step()
+        return
+
+
 UNREDUCED = r"optimizer\.step\(\) outside of the loop, under policy '\w+'"
 ASSIGNED = "has a gradient, but no backward pass of this loop"
 FOREIGN = r"SGD holds 1 parameters that are not the model's .*ModuleDict"
@@ -208,7 +218,8 @@ REFUSED: dict[str, tuple[Callable[[Loop], None], str, str]] = {
         "sync",
     ),
     "before": (before_the_loop, UNREDUCED, "sync cadence"),
-    "foreign": (foreign, FOREIGN, "sync cadence async"),
+    "foreign": (foreign, FOREIGN, "sync async"),
+    "foreign, once": (foreign_once, FOREIGN, "sync cadence"),
 }
 
 

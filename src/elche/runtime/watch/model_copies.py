@@ -271,12 +271,12 @@ class CopiesMade:
     def __init__(self, model: nn.Module, known: Sequence[nn.Module]) -> None:
         self._names = [name for name, _ in model.named_parameters()]
         parameters = [*model.parameters()]
-        modules = (model, *known, *_instances(AveragedModel))
+        modules = (model, *known, *instances(AveragedModel))
         owned = [parameter for each in modules for parameter in each.parameters()]
         ids = {id(each) for each in owned}
         self._versions = [
             (weakref.ref(tensor), version(tensor))
-            for holder in _instances((type(model), dict, list))
+            for holder in instances((type(model), dict, list))
             for tensor in self._copied(holder, parameters, ids)
         ]
 
@@ -319,6 +319,9 @@ def _is_copy(value: Any, parameter: torch.Tensor) -> bool:
     )
 
 
-def _instances(kind: type | tuple[type, ...]) -> Iterator[Any]:
-    """By their types: asking a lazy module for its class would import it."""
+def instances(kind: type | tuple[type, ...]) -> Iterator[Any]:
+    """Objects of a kind that Python's collector knows.
+
+    By their types: asking a lazy module for its class would import it.
+    """
     return (each for each in gc.get_objects() if issubclass(type(each), kind))

@@ -110,7 +110,7 @@ class LoopObserver:
         self._may_count = not is_counted
         if is_counted:
             self.copies.attach()
-        self.guard.is_inside = True
+        self.guard.begin_part()
         is_weighed = sync.windows is None or _has_common_step(sync)
         trained = (p for p in sync.parameters if p.requires_grad)
         self._losses.attach(trained, is_weighed=is_weighed)

@@ -3,7 +3,8 @@
 Every step is asked, inside of epochs and outside: were its gradients reduced? Those
 that were changed or replaced after their reduction pass: what all ranks do alike is
 exact. Parameters that are not the model's nobody reduces: what a loop makes anew for
-each batch is its own; what is stepped in two batches is refused.
+each batch is its own; what is stepped in two batches, or was in an optimizer before the
+loop, is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from elche.coordination.accounts.step_count import StepCount
 from elche.errors import ConfigError
 from elche.runtime.rank_settings import foreign_parameters
+from elche.runtime.watch.model_copies import instances
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.passes import graph_task_id
 
@@ -51,6 +53,7 @@ class StepGuard:
         self._others: list[weakref.ref[torch.optim.Optimizer]] = []
         self._passes = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._foreign = WeakTensorKeyDictionary()  # batches of first steps
+        self._has_begun = False
         self._handle: Any = None
         self.synchroniser: Synchroniser | None = None
         self.is_inside = False
@@ -84,6 +87,15 @@ class StepGuard:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+    def begin_part(self) -> None:
+        """The loop begins: parameters of the optimizers that exist are older than it."""
+        self.is_inside = True
+        if not self._has_begun:
+            self._has_begun = True
+            for optimizer in instances(torch.optim.Optimizer):
+                for group in getattr(optimizer, "param_groups", ()):
+                    self._foreign.update(dict.fromkeys(group["params"], -1))
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any

@@ -89,7 +89,7 @@ class StepGuard:
             self._handle = None
 
     def begin_part(self) -> None:
-        """The loop begins: parameters of the optimizers that exist are older than it."""
+        """The loop begins; parameters of optimizers that exist are older than it."""
         self.is_inside = True
         if not self._has_begun:
             self._has_begun = True

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.cases.deaths import BUILDING, Death
-from tests.distributed.chosen import ALONE, STEPS, Wanted
-from tests.distributed.chosen import wanted as wanted
 from tests.distributed.test_survive import outlive, run_with
+from tests.harness.choices import ALONE, STEPS
+from tests.harness.choices import wanted as wanted
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("wanted")]
 
@@ -58,10 +59,10 @@ def test_deaths_on_the_way_to_windows(
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_without_work_dies(
-    rank: int, wanted: type[Wanted], tmp_path: Path
+    rank: int, wanted: Callable[..., None], tmp_path: Path
 ) -> None:
     """The one that trains alone goes on alone."""
-    wanted.choices = (ALONE,)
+    wanted(ALONE)
     found = outlived(tmp_path, Death(rank, "after reduced", 2), ranks=3)
     assert found[-1] == ["sync", "async"]
 
@@ -75,10 +76,10 @@ def test_a_rank_without_work_dies(
     ],
 )
 def test_the_death_of_the_rank_that_trains_alone_ends_the_run_by_name(
-    death: tuple[str, int], says: str, wanted: type[Wanted], tmp_path: Path
+    death: tuple[str, int], says: str, wanted: Callable[..., None], tmp_path: Path
 ) -> None:
     """What its optimizer holds has nobody else."""
-    wanted.choices = (ALONE,) if death[0] == "batch" else (ALONE, STEPS)
+    wanted(*[ALONE] if death[0] == "batch" else [ALONE, STEPS])
     more = {"epochs": EPOCHS, "options": {"epochs": EPOCHS}}
     outcomes, _ = run_with(tmp_path, (Death(2, *death),), "auto", 3, **more)
     assert says in str(outcomes[0].error)

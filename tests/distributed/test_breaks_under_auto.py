@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -18,8 +19,7 @@ from tests.distributed.cases.tasks import (
     state_of,
     take_step,
 )
-from tests.distributed.chosen import Wanted
-from tests.distributed.chosen import wanted as wanted
+from tests.harness.choices import wanted as wanted
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -84,13 +84,13 @@ def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
 )
 def test_an_epoch_that_is_left_is_told_as_it_was_trained(
     ranks2: RankPool,
-    wanted: type[Wanted],
+    wanted: Callable[..., None],
     policy: str,
     when: str,
     who: tuple[int, ...],
 ) -> None:
     """And ends for all; the next one is whole."""
-    wanted.choices, wanted.steps = (policy,), 1
+    wanted((policy, ()), steps=1)
     ranks = ranks2.serve(leave, when, who)
     assert [rank.error for rank in ranks] == ["", ""]
     assert identical([rank.state for rank in ranks])

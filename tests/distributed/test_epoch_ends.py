@@ -9,7 +9,7 @@ import pytest
 from elche.checkpoint.store import CheckpointStore
 from tests.distributed.cases.deaths import Death
 from tests.distributed.cases.epoch_ends import POLICIES, SAMPLES, train
-from tests.distributed.chosen import wanted as wanted
+from tests.harness.choices import wanted as wanted
 from tests.harness.fenced import run_fenced, survivors_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("wanted")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from tests.distributed.cases.counting import rows_of
 from tests.distributed.cases.deaths import Death
 from tests.distributed.cases.joining_cases import Growing
 from tests.distributed.cases.step_deaths import BATCH
-from tests.distributed.chosen import ALONE, STEPS, WINDOWS, Wanted
-from tests.distributed.chosen import wanted as wanted
 from tests.distributed.grown import ended
 from tests.distributed.test_step_deaths import GLOO
+from tests.harness.choices import ALONE, STEPS, WINDOWS
+from tests.harness.choices import wanted as wanted
 
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
@@ -213,18 +214,21 @@ def test_who_cannot_join_ends_by_name_and_alone(
     ids=["steps", "windows"],
 )
 def test_a_rank_joins_under_auto(
-    choices: tuple[str, ...], called_in: str, wanted: type[Wanted], tmp_path: Path
+    choices: tuple[tuple[str, tuple[int, ...]], ...],
+    called_in: str,
+    wanted: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
-    wanted.choices = choices
+    wanted(*choices)
     growth = Growing(folder=str(tmp_path), policy="auto", called_in=called_in)
     assert ended(growth)[-1].policies == [called_in]
 
 
 def test_a_rank_joins_where_one_trains_alone(
-    wanted: type[Wanted], tmp_path: Path
+    wanted: Callable[..., None], tmp_path: Path
 ) -> None:
     """Which is not the first one; all go back to steps with its optimizer's state."""
-    wanted.choices = (ALONE, STEPS)
+    wanted(ALONE, STEPS)
     growth = Growing(folder=str(tmp_path), policy="auto", called_in="async")
     _, second, newcomer = ended(growth)
     assert newcomer.policies == ["sync"]
@@ -239,10 +243,10 @@ def test_ranks_join_under_auto_in_place_of_one_that_died(
     victim: int,
     called_in: str,
     options: dict[str, Any],
-    wanted: type[Wanted],
+    wanted: Callable[..., None],
     tmp_path: Path,
 ) -> None:
-    wanted.choices = (STEPS,) if called_in == "sync" else (WINDOWS,)
+    wanted(STEPS if called_in == "sync" else WINDOWS)
     growth = Growing(
         folder=str(tmp_path),
         policy="auto",

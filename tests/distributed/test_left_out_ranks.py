@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,8 +28,7 @@ from tests.distributed.cases.tasks import (
     identical,
     take_step,
 )
-from tests.distributed.chosen import Wanted
-from tests.distributed.chosen import wanted as wanted
+from tests.harness.choices import wanted as wanted
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
 
@@ -189,9 +189,9 @@ def test_a_slow_rank_is_left_out_and_comes_back(
 
 
 def test_auto_leaves_out_at_once_whom_its_choice_does_without(
-    ranks3: RankPool, wanted: type[Wanted]
+    ranks3: RankPool, wanted: Callable[..., None]
 ) -> None:
-    wanted.choices, wanted.left_out = ("sync",), (SLOW,)
+    wanted(("sync", (0, 2)))
     task = task_of(options={"policy": "auto"})
     ranks = ranks3.serve(train, task)
     check(ranks, task)

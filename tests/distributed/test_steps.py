@@ -25,8 +25,8 @@ from tests.distributed.cases.tasks import (
     state_of,
     take_step,
 )
-from tests.distributed.chosen import wanted as wanted
 from tests.distributed.test_sync import FOUR_TO_ONE
+from tests.harness.choices import wanted as wanted
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

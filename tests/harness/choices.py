@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import MeasuredCluster, predict
-from elche.coordination.auto import auto_chooser
+from elche.coordination.auto import auto_chooser, first_choice
+from elche.coordination.sync import step_grants
+
+WINDOWS, ALONE, STEPS = ("async", ()), ("sync", (-1,)), ("sync", ())
+"""A policy, and the places of the ranks that train, () for all."""
 
 
 def choice(cluster: MeasuredCluster, policy: str, places: Sequence[int] = ()) -> Choice:
@@ -56,3 +60,19 @@ def want(monkeypatch: pytest.MonkeyPatch, *script: tuple[str, tuple[int, ...]]) 
     """``auto`` chooses by a script."""
     monkeypatch.setattr(Wanted, "script", script)
     monkeypatch.setattr(auto_chooser, "Chooser", Wanted)
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Choices by a script after two measured steps; windows unless it is called."""
+
+    def choose(*script: tuple[str, tuple[int, ...]], steps: int = 2) -> None:
+        def is_due(first: Any, *_: Any) -> bool:
+            return bool(first._measures.count >= steps)
+
+        want(monkeypatch, *script)
+        monkeypatch.setattr(first_choice.FirstChoice, "is_due", is_due)
+        monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
+
+    choose(WINDOWS)
+    return choose

@@ -55,7 +55,7 @@ class Counter(nn.Module):
         rows = nn.functional.pad(index, (0, 1)).float()
         beside = 0.0 * self.norm(torch.stack([rows, rows.sin()], 1)).sum()
         run = current_run()
-        if run is not None and isinstance(run._epochs.under_way, WindowEpoch):
+        if run is not None and isinstance(run.epochs.under_way, WindowEpoch):
             self.count += torch.bincount(index, minlength=len(self.count))
             return (not self._by_steps) * self.w[index].sum() + beside
         return self.w[index].mean() + beside

@@ -195,7 +195,7 @@ def train(trial: Trial) -> Counted:
             if late_sum is not None:
                 late_sum.stay()
         visits.get("between", int)()
-        keys: Any = run._epochs._opening.order.keys
+        keys: Any = run.epochs.opening.order.keys
         orders.append([int(key) for key in keys])
         meet()
         counter.norm.requires_grad_(not trial.freezes)

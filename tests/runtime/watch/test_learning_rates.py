@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
 import elche
-from elche.coordination.auto import auto_chooser, first_choice
-from elche.coordination.sync import step_grants
 from elche.errors import ConfigError
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
-from tests.distributed.chosen import Wanted
+from tests.harness.choices import wanted as wanted
 from tests.harness.logged import logged
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -160,15 +158,7 @@ def _schedules(options: dict[str, Any] | None) -> Schedules:
     return found
 
 
-@pytest.fixture
-def leaves_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` goes to windows inside the first epoch."""
-    monkeypatch.setattr(auto_chooser, "Chooser", Wanted)
-    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
-    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
-
-
-@pytest.mark.usefixtures("leaves_sync")
+@pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize(
     "options",
     [

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from elche.cli.sim_command import load_cluster
 from elche.coordination.auto.auto_chooser import ALONE_ANCHOR
@@ -107,8 +107,18 @@ def test_auto_trains_on_every_position_once(cluster: Cluster) -> None:
     assert first.policy == "sync"
 
 
+def joined(cluster: Cluster) -> Cluster:
+    """Another device like the first one joins in the first epoch."""
+    return replace(cluster, faults=(Fault(at_s=0.5, join=cluster.devices[0]),))
+
+
+# Drawn examples depend on the modules that other tests have loaded; this one does not.
 @pytest.mark.reaches("deaths", "joins", "redone reductions", "models handed over")
 @given(clusters("auto", changes=True), deaths())
+@example(
+    joined(cluster_of(1.0, 1.0, 1.0, sync_batches=0.05, samples=1_600)),
+    [Death(reduction=5, place=1, part=1.5)],
+)
 @settings(max_examples=45)
 def test_a_change_of_the_membership_ends_nothing_but_by_name(
     cluster: Cluster, dying: list[Death]

@@ -93,8 +93,8 @@ class Trainer(Member):
     def hear(self, told: Instruction) -> list[Event]:
         if isinstance(told, Welcome) and not self.joins:
             return self.open(0, continues=False, sizes=((BATCH, LENGTH),))
-        if isinstance(told, GrantBatches):
-            self.granted += [told] * (told.stop > told.start)
+        if isinstance(told, GrantBatches) and told.shares:  # steps, not local batches
+            self.granted.append(told)
             return []
         if isinstance(told, CloseWindow) and not self.is_open:
             return []  # it has closed by itself

@@ -49,7 +49,8 @@ def of(ranks: int) -> AutoChooser:
 def begin(auto: AutoChooser, epoch: int, sync_s: float) -> list[GrantBatches]:
     auto.prepare(sync_s, 0.0, alike=True)
     sizes = BatchSizes.of([BATCH] * STEPS)
-    return granted(auto.begin_epoch(epoch, sizes, 0.0).instructions)
+    told = granted(auto.begin_epoch(epoch, sizes, 0.0).instructions)
+    return [each for each in told if each.shares]  # steps, not local batches
 
 
 def done(grant: GrantBatches, rank: int, shown_s: float = 0.09) -> StepsDone:

@@ -294,7 +294,6 @@ class Rank:
             yield from self.look()
             if self.lost.is_settled and not self.has_said:
                 self.has_said, last = True, self.lost.last
-                assert last is not None
                 said = dict(sync_s=0.0, wait_s=0.0, divergence=0.0, adopted_at=0)
                 told = ModelUpdated(rank=self.rank, epoch=0, window=last, **said)
                 self.world.tell(told)

@@ -162,3 +162,18 @@ def test_a_cache_that_has_grown_stays_each_ranks_own() -> None:
         assert model[1].running_mean.tolist() == [1.0] * 4
     assert first[1].running_var.dtype == torch.float32
     assert torch.equal(first[1].running_var.double(), second[1].running_var)
+
+
+class Own(nn.Parameter):
+    """A parameter of a class of the script's own."""
+
+
+def _own_parameter(group: Any, value: float) -> list[float]:
+    model = nn.Linear(1, 1, bias=False)
+    model.weight = Own(torch.full((1, 1), value))
+    broadcast_from(group, model, [], 1)
+    return model.weight.flatten().tolist()
+
+
+def test_parameters_may_be_of_a_class_of_their_own() -> None:
+    assert on_ranks(2, _own_parameter, [1.0, 2.0]) == [[2.0], [2.0]]

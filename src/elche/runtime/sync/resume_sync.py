@@ -214,4 +214,4 @@ def _packed(value: Any) -> list[bytearray]:
 def _take(group: Group, tensors: Iterable[torch.Tensor], source: int) -> None:
     """Copies tensors of one rank to all, to the bit where ranks hold one dtype."""
     for tensor in tensors:
-        tensor.copy_(_sent(group, tensor, source))
+        tensor.copy_(_sent(group, tensor.detach(), source))

@@ -35,6 +35,8 @@ def _replaced(how: str) -> str:
             ddp(x).sum().backward()
             if how == "object":
                 layer.weight = nn.Parameter(layer.weight.detach().clone())
+            elif how == "dtype":
+                ddp.double()
             else:
                 layer.weight.data = layer.weight.detach().clone()
             ddp.zero_grad()
@@ -49,6 +51,9 @@ def test_a_replaced_parameter_is_refused_and_new_memory_is_not(
 ) -> None:
     texts = ranks2.run(_replaced, "object", case_setup=meeting)
     assert all(text.startswith("0.weight was replaced after the") for text in texts)
+    texts = ranks2.run(_replaced, "dtype", case_setup=meeting)
+    says = "0.weight was torch.float32 when the model was wrapped and is torch.float64"
+    assert all(text.startswith(says) for text in texts)
     first, second = ranks2.run(_replaced, "memory", case_setup=meeting)
     assert first == second
     assert first.startswith("reduced")

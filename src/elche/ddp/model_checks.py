@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
@@ -139,6 +140,18 @@ def _found(
     found = {f"option {name}": repr(value) for name, value in settings.items()}
     found["option SyncBatchNorm"] = repr(list(sync_batchnorm_layers(model)))
     return {**found, **model_layout(model, ignored)}
+
+
+def refuse_converted(
+    trained: Mapping[str, nn.Parameter], dtypes: Sequence[torch.dtype]
+) -> None:
+    """Raises ConfigError for a parameter whose dtype is not that when wrapped."""
+    for (name, parameter), dtype in zip(trained.items(), dtypes, strict=True):
+        if parameter.dtype is not dtype:
+            raise ConfigError(
+                f"{name} was {dtype} when the model was wrapped and is "
+                f"{parameter.dtype} now; convert it before wrapping the model"
+            )
 
 
 def refuse_changes(

@@ -190,11 +190,12 @@ class WeightedReduction:
         devices: Any = [] if buffer.device.type == "cpu" else [buffer.device]
         future = torch.futures.Future[torch.Tensor](devices=devices)
         if bucket.index() == 0:
+            self.is_under_way = True
             self._is_local = self.is_armed and self._passes.is_local()
             if not self._is_local:
                 self._begin()
         if self._is_local:
-            self.is_armed = False
+            self.is_armed = self.is_under_way = False
             future.set_result(buffer)
             return future
         if self.user_hook is not None:
@@ -215,7 +216,7 @@ class WeightedReduction:
         """Sends this rank's weight, and whether it has written buffers."""
         group, buffers = self._group, self._buffers
         is_joining = self.is_joining or not self.is_armed
-        self.is_armed, self.is_under_way = False, True
+        self.is_armed = False
         weight, self._scale = self._passes.close(is_joining=is_joining)
         self._complete.clear()
         self._sent.clear()
@@ -311,11 +312,11 @@ class WeightedReduction:
         weights = self._weights
         self._reference = sum(weights) or self._reference
         self.last = DdpReduction(weights, wait_s)
-        self.is_under_way = False
         self._passes.sent = None
         source = next((rank for rank, weight in enumerate(weights) if weight), None)
         if self._buffers is not None and self._layouts and source is not None:
             self._buffers.send(self._layouts, source)
+        self.is_under_way = False
         at_end = None if self.at_end is None or self.is_joining else self.at_end()
         if at_end is not None:
             at_end()

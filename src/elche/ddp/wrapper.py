@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Literal, NoReturn, final
 
 import torch
@@ -31,6 +32,7 @@ from elche.ddp.model_checks import (
     compare,
     refuse_arguments,
     refuse_changes,
+    refuse_converted,
 )
 from elche.ddp.pass_weights import OUTSIDE, PassWeights, samples_in
 from elche.ddp.reduction import (
@@ -49,8 +51,12 @@ from elche.torch_internals.groups import (
 )
 from elche.torch_internals.passes import graph_task_id, queue_callback
 
-OF_HOOK = "_group", "_named", "_norms", "_passes", "_reduction", "_trained", "_watch"
+OF_HOOK = (
+    *("_dtypes", "_group", "_named", "_norms"),
+    *("_passes", "_reduction", "_trained", "_watch"),
+)
 """Attributes that a copy makes for itself."""
+_DTYPE = attrgetter("dtype")
 
 
 @final
@@ -161,6 +167,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if parameter.requires_grad and name not in ignored
         }
         self._trained = list(self._named.values())
+        # torch's reducer keeps these: gradients of a converted model would be rounded.
+        self._dtypes = list(map(_DTYPE, self._trained))
         self._watch = ParameterWatch(module)
         is_mean = settings["loss_reduction"] == "mean"
         kept = [name for name, _ in module.named_buffers() if name not in ignored]
@@ -233,7 +241,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 "again from a checkpoint"
             )
         refuse_capture()
-        if not self._watch.is_same:
+        has_dtypes = list(map(_DTYPE, self._trained)) == self._dtypes
+        if not (has_dtypes and self._watch.is_same):
+            refuse_converted(self._named, self._dtypes)
             ignored = frozenset(self.parameters_to_ignore)
             refuse_changes(self._group, self.module, self._named, ignored)
             self._watch = ParameterWatch(self.module)

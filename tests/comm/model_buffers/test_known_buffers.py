@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from elche.comm.model_buffers.buffers import BufferWatch
 from elche.comm.model_buffers.known_buffers import BufferKind, KnownBuffers
 from tests.comm.thread_group import on_ranks
 
@@ -115,3 +116,12 @@ def test_people_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert said == sorted(
         f"buffers {name}: each rank keeps its own" for name in ("cache", "mean") * 2
     )
+
+
+def test_a_buffer_of_another_dtype_has_been_written() -> None:
+    model = nn.Module()
+    model.register_buffer("mean", torch.ones(2))
+    watch = BufferWatch(model)
+    assert watch.written() == []
+    model.mean.data = model.mean.data.double()
+    assert watch.written() == [0]

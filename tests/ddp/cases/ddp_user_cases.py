@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from elche.ddp.wrapper import DistributedDataParallel
-from elche.errors import MismatchError
+from elche.errors import CommunicationError, MismatchError
 from tests.ddp.cases.ddp_cases import FEATURES, build, gradients_of, torch_world
 from tests.ddp.cases.ddp_contract_cases import KINDS, batch_of, data
 from tests.harness.rank_main import this_place
@@ -251,6 +251,10 @@ def caches_of_other_lengths() -> str:
         try:
             F.cross_entropy(ddp(x), y).backward()
         except MismatchError as error:
+            try:
+                ddp(x)
+            except CommunicationError as later:
+                return f"{error}; then {later}"
             return str(error)
     return "sent"
 

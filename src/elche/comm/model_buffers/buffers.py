@@ -252,5 +252,5 @@ def _is_comparable(buffer: torch.Tensor) -> bool:
 
 def _same_bits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     """Equal, where NaN equals NaN: a mask with NaN has not been written."""
-    is_alike = buffer.shape == value.shape
+    is_alike = (buffer.shape, buffer.dtype) == (value.shape, value.dtype)
     return is_alike and torch.allclose(buffer, value, 0.0, 0.0, equal_nan=True)

@@ -65,7 +65,7 @@ def _carried(options: dict[str, Any]) -> tuple[int, int, int]:
     assert run is not None
     held: Any = run._synchroniser.windows or run._synchroniser.reducer
     if options.get("update") == "gradients":
-        messages = [held._window._exchange]
+        messages = [held._window._message]
     else:
         is_sync = options["policy"] == "sync"
         parts = held.buckets if is_sync else held._averager._groups

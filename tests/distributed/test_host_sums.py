@@ -61,7 +61,7 @@ def by_hosts(task: Task) -> tuple[Trace, set[str]]:
             if hasattr(windows, "_averager"):
                 sums = [each.exchange for each in windows._averager._groups]
             else:
-                sums = [windows._window._exchange]
+                sums = [windows._window._message]
             kinds.update(type(each).__name__ for each in sums)
 
     return shared(task, look), kinds

@@ -163,7 +163,9 @@ class RankGroups:
         return group
 
     def without(self, left_out: Sequence[int], number: int) -> Group | None:
-        """Forms the group of all but some ranks; None: this rank is not of them.
+        """The group of all but some ranks; None: this rank is not of them.
+
+        The one formed last is kept, until it is another one.
 
         Args:
             left_out: of the run.
@@ -172,12 +174,14 @@ class RankGroups:
         if not left_out:
             return self.current
         ranks = [rank for rank in self.members if rank not in left_out]
-        if self._others is not None:
+        if self._others is not None and self._others.ranks != ranks:
             self._others.close()  # as all others of it do, also where left out now
             self._others = None
             end_left_groups(0.0)  # of its hosts' leaders
         if self._rank in left_out:
             return None
+        if self._others is not None:
+            return self._others
         if len(ranks) == 1:
             return Group.alone(self._timeout_s)
         name = f"{self.generation}/without/{number}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,16 @@ def test_what_shares_memory_is_stored_once(tmp_path: Path) -> None:
     back = stored(tree, tmp_path)
     assert same(back, tree)
     assert back["a"].data_ptr() == back["b"].data_ptr()
+
+
+class _Own(nn.Parameter):
+    """A parameter of somebody's own."""
+
+
+def test_other_mappings_and_parameters_come_back_as_plain_ones(tmp_path: Path) -> None:
+    counts = defaultdict(int, a=1)
+    tree = {"counts": counts, "w": _Own(torch.ones(2))}  # type: ignore[no-untyped-call]
+    assert same(stored(tree, tmp_path), {"counts": {"a": 1}, "w": torch.ones(2)})
 
 
 def test_names_of_tensors_do_not_collide() -> None:

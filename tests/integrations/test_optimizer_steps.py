@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
+from elche.integrations.counted_epochs import CountedEpochs
 from elche.integrations.optimizer_steps import (
     StepCollate,
     StepEpochs,
@@ -94,6 +95,14 @@ def test_an_epoch_ends_behind_its_last_step_alone() -> None:
             next(iterator)
         epochs.end()
         assert len(ended) == left
+
+
+def test_an_epoch_without_batches_is_left() -> None:
+    """Lightning asks for its iterator, and for no batch of it."""
+    epochs = CountedEpochs((), ())
+    iter(epochs)
+    epochs.leave()
+    assert not epochs.is_under_way
 
 
 def test_losses_are_summed_over_steps() -> None:

@@ -36,11 +36,11 @@ def test_bars_show_task_and_detail() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=120)
     with TaskProgress(console) as progress:
-        progress.start("elche-sync", 200)
-        progress.update("elche-sync", 100, "loss 2.50")
-        progress.finish("elche-sync", "loss 1.50")
+        progress.start("[val] elche-sync [/1]", 200)  # none of it is rich's markup
+        progress.update("[val] elche-sync [/1]", 100, "loss 2.50")
+        progress.finish("[val] elche-sync [/1]", "loss 1.50")
     text = stream.getvalue()
-    assert "elche-sync" in text
+    assert "[val] elche-sync [/1]" in text
     assert "50%" in text
     assert "loss 1.50" in text
 

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from elche.checkpoint.files import name_of
 from elche.errors import CheckpointError, ConfigError
@@ -125,8 +125,9 @@ class _Encoder:
         return self._numbers(value, path)
 
     def _numbers(self, value: Any, path: str) -> Json:
-        if type(value) in (Tensor, nn.Parameter):
-            return self._tensor(value.detach(), path)
+        plain = value.detach() if isinstance(value, Tensor) else None
+        if type(plain) is Tensor:  # also of a parameter
+            return self._tensor(plain, path)
         if (
             isinstance(value, np.generic | np.ndarray)
             and value.dtype.kind in "biufcSU"

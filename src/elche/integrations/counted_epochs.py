@@ -53,7 +53,8 @@ class CountedEpochs:
     def end(self) -> None:
         """Ends the epoch on all ranks if its last batch is done, which they hold."""
         if self._left == 0:
-            next(self._epoch, None)
+            if self._epoch is not None:  # else there was no batch to ask for
+                next(self._epoch, None)
             self._left = -1
 
     @property

@@ -41,12 +41,12 @@ class TaskProgress:
         self._interval_s = interval_s
         self._ids: dict[str, TaskID] = {}
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             TaskProgressColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[detail]}", style="dim"),
+            TextColumn("{task.fields[detail]}", style="dim", markup=False),
             console=shown,
             get_time=time.monotonic,
             redirect_stdout=sys.stdout.isatty(),  # else lines of a file would go there

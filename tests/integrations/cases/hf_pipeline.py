@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,9 @@ from transformers import (
 )
 
 from elche.pipeline.pipeline import Pipeline
+from tests.harness.log_lines import logged
 from tests.pipeline.cases.pipeline_cases import CALM, optimizer_for
 from tests.pipeline.cases.pipeline_cut_cases import parts_of
-from tests.pipeline.cases.pipeline_generation_cases import Told
 
 WORDS, LAYERS, LENGTH, MICRO_BATCHES = 29, 6, 9, 4
 SIZES = (8, 3, 1)
@@ -234,10 +233,10 @@ def tokens_piped(work: Tokens) -> GeneratedTokens:
     sample |= (
         padded(prompts(work)[0]) if work.padded else {"input_ids": prompts(work)[1]}
     )
-    handler, logger = Told(), logging.getLogger("elche.pipeline.step.generation")
-    logger.addHandler(handler)
-    try:
-        with Pipeline(
+    options: dict[str, Any] = {"batch_of": padded} if work.padded else {}
+    with (
+        logged("elche.pipeline.step.generation") as warnings,
+        Pipeline(
             model,
             loss_of,
             micro_batches=2,
@@ -245,20 +244,18 @@ def tokens_piped(work: Tokens) -> GeneratedTokens:
             sample=sample,
             split_points=work.points,
             **CALM,
-        ) as pipe:
-            options: dict[str, Any] = {"batch_of": padded} if work.padded else {}
-            found = []
-            for tokens in prompts(work):
-                lengths.clear()
-                made = pipe.generate(
-                    tokens if pipe.is_first else None,
-                    max_new_tokens=NEW_TOKENS,
-                    **options,
-                )
-                found.append(made)
-        first = [length for block, length in lengths if block == lengths[0][0]]
-        left = sum(one() is not None for one in kept)
-        assert kept
-        return GeneratedTokens(found, first, left, handler.told)
-    finally:
-        logger.removeHandler(handler)
+        ) as pipe,
+    ):
+        found = []
+        for tokens in prompts(work):
+            lengths.clear()
+            made = pipe.generate(
+                tokens if pipe.is_first else None,
+                max_new_tokens=NEW_TOKENS,
+                **options,
+            )
+            found.append(made)
+    first = [length for block, length in lengths if block == lengths[0][0]]
+    left = sum(one() is not None for one in kept)
+    assert kept
+    return GeneratedTokens(found, first, left, warnings)

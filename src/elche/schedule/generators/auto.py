@@ -2,9 +2,10 @@
 
 It times every published schedule that is defined for the placement and fits the memory;
 then list schedules; then the best of them with every W put where the costs leave a gap,
-and with B in place of I and W on stages where the split costs more than it gains. How
-much is tried depends on the number of actions, never on a clock, so that all ranks find
-the same schedule. All ends where the busiest rank never waits.
+and with B in place of I and W on stages where the split costs more than it gains. It
+improves the best of them along its critical path. How much is tried depends on the
+number of actions, never on a clock, so that all ranks find the same schedule. All ends
+where the busiest rank never waits.
 """
 
 from __future__ import annotations

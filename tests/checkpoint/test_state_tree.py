@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,7 @@ def _endless() -> list[Any]:
         ({"a": [object()]}, r"state\.a\[0\]: expected .* got a object; let state_dict"),
         ({"a": Colour.RED}, r"state\.a: expected .* got a Colour"),
         ({"a": {1}}, r"state\.a: expected .* got a set"),
+        ({"a": UserDict(b=1)}, r"state\.a: expected .* got a UserDict"),
         ({(1, 2): 3}, r"state: expected keys .* got the key \(1, 2\), a tuple"),
         ([torch.eye(2).to_sparse()], r"state\[0\]: expected a dense tensor"),
         ([torch.empty(2, device="meta")], r"state\[0\]: .* with values"),

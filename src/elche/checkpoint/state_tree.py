@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, TypeAlias, final
@@ -34,6 +34,7 @@ _TAKEN = (
 )
 _PLAIN_KEYS = (str, int, float, bool, type(None), bytes)
 _DICTS: Final[dict[type, str]] = {
+    defaultdict: "dict",  # whose factory its owner makes again
     dict: "dict",
     OrderedDict: "ordered",
     Counter: "counter",
@@ -112,13 +113,13 @@ class _Encoder:
             return _kind("complex", [repr(value.real), repr(value.imag)])
         if kind is bytes:
             return _kind("bytes", base64.b64encode(value).decode())
-        if isinstance(value, list) or kind in _LISTS:
+        if kind is list or kind in _LISTS:
             items = [
                 self.node(item, f"{path}[{index}]", depth + 1)
                 for index, item in enumerate(value)
             ]
             return _kind(_LISTS[kind], items) if kind in _LISTS else items
-        if isinstance(value, Mapping):
+        if kind in _DICTS:
             return self._dict(value, path, depth)
         if isinstance(value, torch.dtype | torch.device):
             return _kind(kind.__name__, name_of(value))
@@ -180,7 +181,7 @@ class _Encoder:
             for key, item in value.items()
         }
         is_plain = KIND not in items and all(type(key) is str for key in items)
-        kind = _DICTS.get(type(value), "dict")  # of another mapping, a plain dict
+        kind = _DICTS[type(value)]
         if kind == "dict" and is_plain:
             return items
         pairs = [[self.node(key, path, depth), item] for key, item in items.items()]

@@ -83,7 +83,8 @@ class StepGuard:
         self._handle = self._handle or register_optimizer_step_pre_hook(hook)
 
     def detach(self) -> None:
-        """Ends it."""
+        """Ends it, and lets the run's gradients go."""
+        self.synchroniser = None
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

@@ -120,7 +120,9 @@ def test_cadence_costs_what_the_overhead_target_allows(
 ) -> None:
     cluster = cluster_of("cadence", slowdowns, noise, cost, 4000, anchor=anchor)
     report = run(cluster)
-    assert report.efficiency >= 1.0 / (1.0 + OVERHEAD_TARGET) - 0.02
+    # A rank counts a rise of its own cost as fourfold at most, and spikes are tenfold.
+    slack = 0.03 if noise == "spikes" else 0.02
+    assert report.efficiency >= 1.0 / (1.0 + OVERHEAD_TARGET) - slack
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])

@@ -93,8 +93,10 @@ class Trainer(Member):
     def hear(self, told: Instruction) -> list[Event]:
         if isinstance(told, Welcome) and not self.joins:
             return self.open(0, continues=False, sizes=((BATCH, LENGTH),))
-        if isinstance(told, GrantBatches):
-            self.granted += [told] * (told.stop > told.start)
+        if isinstance(told, GrantBatches) and not told.start < told.stop:
+            return []  # no step for now
+        if isinstance(told, GrantBatches) and told.shares:  # of steps
+            self.granted.append(told)
             return []
         if isinstance(told, CloseWindow) and not self.is_open:
             return []  # it has closed by itself

@@ -15,8 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+from elche.checkpoint.keeper import CheckpointConfig
 from elche.checkpoint.store import CheckpointStore
 from elche.errors import ConfigError, MismatchError
+from elche.runtime.process.stop_signals import StopRequest
+from elche.session.process import process
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +136,21 @@ def test_a_pass_that_is_done_counts_no_epoch(tmp_path: Path) -> None:
         elche.shutdown()
 
 
+def test_the_last_checkpoint_is_made_once(tmp_path: Path) -> None:
+    """A run that is asked to end pauses for it; a run that ends by itself does not."""
+    for is_cut in (True, False):
+        folder = tmp_path / str(is_cut)
+        set_up()
+        keeper = process.checkpoints
+        keeper._stops = StopRequest()  # as a loop that ends by itself gives it
+        keeper.configure(CheckpointConfig(folder=folder))
+        if is_cut:
+            keeper.cut(is_end=True)
+        keeper.end()
+        elche.shutdown()
+        assert [path.name for path in folder.iterdir()] == ["checkpoint-00000001"]
+
+
 def test_a_loop_that_breaks_where_it_saves(tmp_path: Path) -> None:
     """The epoch is over: the checkpoint is made before the next one."""
     _, _, loader = set_up()
@@ -160,8 +178,9 @@ def test_an_epoch_of_two_passes_goes_on_in_the_second(tmp_path: Path) -> None:
     elche.shutdown()
     _, _, loader = set_up()
     elche.resume(tmp_path)
-    assert [[len(list(loader)), len(list(loader))] for _ in elche.epochs(1)] == [[0, 2]]
-    assert elche.progress_steps() == 6.0
+    passes = [[len(list(loader)), len(list(loader))] for _ in elche.epochs(2)]
+    assert passes == [[0, 2], [3, 3]]
+    assert elche.progress_steps() == 12.0
 
 
 def two_optimizers() -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:

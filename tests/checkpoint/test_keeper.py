@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+from elche.checkpoint import contents
+from elche.checkpoint.capture import random_state, restore_random
+from elche.checkpoint.contents import Contents
 from elche.checkpoint.keeper import CheckpointConfig
 from elche.checkpoint.store import CheckpointStore
 from elche.errors import ConfigError, MismatchError
@@ -137,18 +141,35 @@ def test_a_pass_that_is_done_counts_no_epoch(tmp_path: Path) -> None:
 
 
 def test_the_last_checkpoint_is_made_once(tmp_path: Path) -> None:
-    """A run that is asked to end pauses for it; a run that ends by itself does not."""
-    for is_cut in (True, False):
-        folder = tmp_path / str(is_cut)
-        set_up()
-        keeper = process.checkpoints
-        keeper._stops = StopRequest()  # as a loop that ends by itself gives it
-        keeper.configure(CheckpointConfig(folder=folder))
-        if is_cut:
-            keeper.cut(is_end=True)
-        keeper.end()
-        elche.shutdown()
-        assert [path.name for path in folder.iterdir()] == ["checkpoint-00000001"]
+    set_up()
+    keeper = process.checkpoints
+    keeper._stops = StopRequest()  # as a loop that ends by itself gives it
+    keeper.configure(CheckpointConfig(folder=tmp_path))
+    keeper.cut(is_end=True)
+    keeper.end()
+    elche.shutdown()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000001"]
+
+
+def test_a_rank_that_was_not_there_has_nothing_of_its_own(tmp_path: Path) -> None:
+    saved(tmp_path)
+    set_up()
+    found = CheckpointStore(tmp_path).newest()
+    run: Any = process.checkpoints._run
+    torch.manual_seed(7)
+    new = Contents(rank=1, parts=run.parts(), schedulers=[], registered={})
+    new.load(cast(Any, found))
+    assert torch.initial_seed() == 7
+    first, own = ({"groups": [{"residual": each}]} for each in "ab")
+    assert contents._joined(first, own) == own
+    assert contents._joined(first, None) == {"groups": [{"residual": None}]}
+
+
+def test_the_second_of_a_pair_of_normal_numbers_is_kept() -> None:
+    random.gauss(0.0, 1.0)
+    state, second = random_state({}), random.gauss(0.0, 1.0)
+    restore_random(state, {})
+    assert random.gauss(0.0, 1.0) == second
 
 
 def test_a_loop_that_breaks_where_it_saves(tmp_path: Path) -> None:

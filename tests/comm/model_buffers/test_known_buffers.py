@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.model_buffers.known_buffers import BufferKind, KnownBuffers
 from tests.comm.thread_group import on_ranks
 
@@ -115,3 +116,15 @@ def test_people_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert said == sorted(
         f"buffers {name}: each rank keeps its own" for name in ("cache", "mean") * 2
     )
+
+
+def test_statistics_are_the_mean_over_the_ranks_that_had_samples() -> None:
+    def averaged(group: Any) -> list[float]:
+        model = nn.BatchNorm1d(2)
+        averager = BufferAverager(model, KnownBuffers(model), group)
+        assert model.running_mean is not None
+        model.running_mean.fill_(float(group.rank))
+        averager.average(2, mine=group.rank > 0)
+        return [float(each) for each in model.running_mean]
+
+    assert on_ranks(3, averaged) == [[1.5, 1.5]] * 3

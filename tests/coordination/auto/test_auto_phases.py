@@ -153,23 +153,6 @@ def lose(auto: AutoChooser, rank: int, step: int, others: list[int]) -> None:
     assert policy.steps_left == STEPS - step
 
 
-def test_a_reduction_is_measured_anew_where_a_rank_has_joined(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    want(monkeypatch, STEPS_OF_ALL)
-    auto = of(2)
-    waiting = begin(auto, 0, sync_s=0.5)
-    while auto._phase is _Phase.MEASURING:
-        step = waiting.pop(0)
-        for rank in range(2):
-            waiting += granted(auto.policy.handle(done(step, rank), 1.0).instructions)
-    for joined, probed_s in ((False, 0.5), (True, 0.7)):
-        if joined:
-            auto.add(members(*["CPU"] * 3)[2])
-        auto.prepare(probed_s, 1.0, alike=True)
-        assert auto._measures.sync_s == probed_s
-
-
 def test_steps_are_measured_on_where_a_rank_has_died(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -215,3 +198,6 @@ def test_a_death_before_one_rank_trains_alone(
     if last:
         assert auto.policy.state.idle == {2, 3}  # type: ignore[union-attr]
         assert auto.loss_limits.sole_holders == {0}
+    assert auto._measures.sync_s > 0.0
+    auto.add(members(*["CPU"] * 5)[4])
+    assert auto._measures.sync_s == 0.0  # it is measured anew

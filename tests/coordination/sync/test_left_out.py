@@ -77,15 +77,6 @@ def test_a_rank_that_brings_nothing_is_left_out_until_it_is_as_fast_again() -> N
     assert lines == ["rank 1 takes part again: 2.00 times as fast"]
 
 
-def test_all_take_part_when_the_members_change() -> None:
-    core = Core(3)
-    core.epoch(0)
-    assert core.left_out.ranks == (2,)
-    core.left_out.reset([0, 2])
-    assert core.left_out.ranks == ()
-    assert not core.left_out.is_on
-
-
 def test_all_keep_a_share_where_state_would_stay_behind() -> None:
     """Which is said once, with what it costs."""
     core, why = Core(), "the loop steps with a GradScaler"
@@ -138,6 +129,7 @@ def test_a_change_of_the_membership_forgets_who_brought_nothing(
     core.epoch(0, steps=40)
     if is_changed:
         core.left_out.reset([0, 1])
+    assert core.left_out.is_on == bool(core.left_out.ranks) == (not is_changed)
     core.left_out.begin_epoch(1, BatchSizes(((32, 100),)), core.now_s)
     assert core.left_out.is_trying == (not is_changed)
 

@@ -56,8 +56,8 @@ BREAKER = DYING = 1
 class Case:
     """A run; counts are of batches or collectives of rank 1 in the first epoch.
 
-    ``second_dies_before`` is of rank 2; ``breaks_in`` is the epoch of the break.
-    ``first_dies_between`` is of rank 0, when the others have opened the second epoch.
+    ``second_dies_before`` is of rank 2, ``first_dies_between`` of rank 0, when the
+    others have opened the second epoch.
     """
 
     policy: str

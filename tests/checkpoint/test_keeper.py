@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +16,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+from elche.checkpoint import contents
+from elche.checkpoint.capture import random_state, restore_random
+from elche.checkpoint.contents import Contents
+from elche.checkpoint.keeper import CheckpointConfig
 from elche.checkpoint.store import CheckpointStore
 from elche.errors import ConfigError, MismatchError
+from elche.runtime.process.stop_signals import StopRequest
+from elche.session.process import process
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +140,38 @@ def test_a_pass_that_is_done_counts_no_epoch(tmp_path: Path) -> None:
         elche.shutdown()
 
 
+def test_the_last_checkpoint_is_made_once(tmp_path: Path) -> None:
+    set_up()
+    keeper = process.checkpoints
+    keeper._stops = StopRequest()  # as a loop that ends by itself gives it
+    keeper.configure(CheckpointConfig(folder=tmp_path))
+    keeper.cut(is_end=True)
+    keeper.end()
+    elche.shutdown()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000001"]
+
+
+def test_a_rank_that_was_not_there_has_nothing_of_its_own(tmp_path: Path) -> None:
+    saved(tmp_path)
+    set_up()
+    found = CheckpointStore(tmp_path).newest()
+    run: Any = process.checkpoints._run
+    torch.manual_seed(7)
+    new = Contents(rank=1, parts=run.parts(), schedulers=[], registered={})
+    new.load(cast(Any, found))
+    assert torch.initial_seed() == 7
+    first, own = ({"groups": [{"residual": each}]} for each in "ab")
+    assert contents._joined(first, own) == own
+    assert contents._joined(first, None) == {"groups": [{"residual": None}]}
+
+
+def test_the_second_of_a_pair_of_normal_numbers_is_kept() -> None:
+    random.gauss(0.0, 1.0)
+    state, second = random_state({}), random.gauss(0.0, 1.0)
+    restore_random(state, {})
+    assert random.gauss(0.0, 1.0) == second
+
+
 def test_a_loop_that_breaks_where_it_saves(tmp_path: Path) -> None:
     """The epoch is over: the checkpoint is made before the next one."""
     _, _, loader = set_up()
@@ -160,8 +199,9 @@ def test_an_epoch_of_two_passes_goes_on_in_the_second(tmp_path: Path) -> None:
     elche.shutdown()
     _, _, loader = set_up()
     elche.resume(tmp_path)
-    assert [[len(list(loader)), len(list(loader))] for _ in elche.epochs(1)] == [[0, 2]]
-    assert elche.progress_steps() == 6.0
+    passes = [[len(list(loader)), len(list(loader))] for _ in elche.epochs(2)]
+    assert passes == [[0, 2], [3, 3]]
+    assert elche.progress_steps() == 12.0
 
 
 def two_optimizers() -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:

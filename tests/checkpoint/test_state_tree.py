@@ -172,7 +172,7 @@ def test_states_of_optimizers_and_schedulers(tmp_path: Path) -> None:
 
 
 def test_what_shares_memory_is_stored_once(tmp_path: Path) -> None:
-    table = torch.arange(6.0).reshape(2, 3)
+    table = torch.arange(9.0).reshape(3, 3)
     tree = {"a": table, "b": table.detach(), "turned": table.t(), "row": table[0]}
     _, found = encode(tree)
     assert sorted(found) == ["state.a", "state.row", "state.turned"]

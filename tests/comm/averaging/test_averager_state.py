@@ -105,6 +105,8 @@ def test_a_residual_is_sent_where_there_is_no_codec_any_more() -> None:
     held = averager.state_dict()["groups"][0]["residual"]
     assert held.tolist() == [1.0] * 3
     before = parameter.detach().clone()
+    averager.synchronise(plan(weight=0.0, active_ranks=0))  # nothing of it is sent
+    assert averager.state_dict()["groups"][0]["residual"].tolist() == [1.0] * 3
     averager.synchronise(plan(weight=1.0, active_ranks=1))
     assert torch.equal(parameter.detach()[:2], before[:2] - 1.0)
     assert averager.state_dict()["groups"][0]["residual"] is None

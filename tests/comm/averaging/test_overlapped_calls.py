@@ -14,7 +14,7 @@ from torch import nn
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ProtocolError
-from tests.comm.bus import Bus
+from tests.comm.bus import Bus, Member
 from tests.comm.plans import plan
 
 
@@ -167,6 +167,19 @@ def test_a_rank_whose_parameters_are_no_numbers_takes_those_of_the_others() -> N
         divergence = averager.adopt(each).divergence
         assert divergence == 0.0 or (each.weight == 0.0 and math.isnan(divergence))
         assert parameter.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(("by", "held"), [(2.0, 6.0), (float("nan"), 5.0)])
+def test_a_result_of_another_rank_keeps_steps_that_are_numbers(
+    by: float, held: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Member, "broadcast", lambda _, base, *more: base.fill_(5.0))
+    parameter, averager, _ = made(Bus(2).group(0))
+    moved(parameter, by)
+    averager.snapshot(1.0)
+    moved(parameter, 1.0)
+    averager.hand_over(Bus(2).group(0), 1, plan(), lacks=True, keeps=True)
+    assert parameter.tolist() == [held, held]
 
 
 def test_weights_keep_their_scale_when_a_group_is_formed_anew() -> None:

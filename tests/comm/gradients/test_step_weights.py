@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.comm.gradients.part_weights import StepWeights, reference_of
+from tests.comm.bus import Bus
 
 weights = st.floats(1e-9, 1e15)
 
@@ -45,6 +46,17 @@ class After:
     def broadcast(self, tensor: torch.Tensor, what: str, source: int) -> None:
         if source == 1:
             tensor.fill_(3.0)
+
+
+def test_after_a_death_weights_are_sent_by_the_next_total() -> None:
+    """Of the last one some ranks may not have heard."""
+    weights = StepWeights([], Bus(1).group(0))
+    weights.attach()
+    for side, weight in enumerate((100.0, 3.0)):
+        weights.begin_step(weight)
+        assert weights.open_pass(side) == weight / reference_of(weight)
+        assert weights.close_pass() == reference_of(weight) / weight
+        weights.go_on_in(Bus(1).group(0), source=None)
 
 
 def test_who_was_handed_sums_can_hand_them_on() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm.model_buffers.buffers import BufferWatch
+from elche.comm.model_buffers.buffers import BufferAverager, BufferWatch
 from elche.comm.model_buffers.known_buffers import BufferKind, KnownBuffers
 from tests.comm.thread_group import on_ranks
 
@@ -125,3 +125,15 @@ def test_a_buffer_of_another_dtype_has_been_written() -> None:
     assert watch.written() == []
     model.mean.data = model.mean.data.double()
     assert watch.written() == [0]
+
+
+def test_statistics_are_the_mean_over_the_ranks_that_had_samples() -> None:
+    def averaged(group: Any) -> list[float]:
+        model = nn.BatchNorm1d(2)
+        averager = BufferAverager(model, KnownBuffers(model), group)
+        assert model.running_mean is not None
+        model.running_mean.fill_(float(group.rank))
+        averager.average(2, mine=group.rank > 0)
+        return [float(each) for each in model.running_mean]
+
+    assert on_ranks(3, averaged) == [[1.5, 1.5]] * 3

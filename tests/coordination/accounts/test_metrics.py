@@ -129,7 +129,7 @@ def test_an_epoch_is_the_sum_of_its_windows() -> None:
                 scalars=(("loss", 8.0 * number, 8.0), ("rare", 1.0, 1.0))[: 2 - rank],
             )
             book.add(number, report)
-        book.close_window(number, 11.0 + number)
+        assert book.close_window(number, 11.0 + number).duration_s == 1.0
     epoch = book.end_epoch(14.0)
     assert isinstance(epoch, EpochMetrics)
     assert (epoch.epoch, epoch.synchronisations, epoch.duration_s) == (3, 3, 4.0)

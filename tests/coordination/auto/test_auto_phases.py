@@ -199,3 +199,6 @@ def test_a_death_before_one_rank_trains_alone(
     if last:
         assert auto.policy.state.idle == {2, 3}  # type: ignore[union-attr]
         assert auto.loss_limits.sole_holders == {0}
+    assert auto._measures.sync_s > 0.0
+    auto.add(members(*["CPU"] * 5)[4])
+    assert auto._measures.sync_s == 0.0  # it is measured anew

@@ -23,8 +23,17 @@ PAIR = members("CPU", "CPU")
 
 
 def granted(told: list[Instruction]) -> list[GrantBatches]:
-    """The grants of the first rank, which are those of all."""
-    return [each for each in told if isinstance(each, GrantBatches) and each.rank == 0]
+    """The grants of steps of the first rank, which are those of all.
+
+    Local batches of windows are granted without shares.
+    """
+    return [
+        each
+        for each in told
+        if isinstance(each, GrantBatches)
+        and each.rank == 0
+        and (each.shares or each.start == each.stop)
+    ]
 
 
 def ran(grant: GrantBatches, rank: int, busy_s: float = 0.01, **said: Any) -> StepsDone:

@@ -129,6 +129,7 @@ def test_a_change_of_the_membership_forgets_who_brought_nothing(
     core.epoch(0, steps=40)
     if is_changed:
         core.left_out.reset([0, 1])
+    assert core.left_out.is_on == bool(core.left_out.ranks) == (not is_changed)
     core.left_out.begin_epoch(1, BatchSizes(((32, 100),)), core.now_s)
     assert core.left_out.is_trying == (not is_changed)
 

@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 
+from elche.config import RunConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.agreement import Settings
+from elche.coordination.protocol.events import ModelUpdated
 from elche.coordination.sync.lost_ranks import (
     LostRanks,
     Settlement,
     StepPlace,
     settle,
 )
+from elche.coordination.sync.step_grants import Granted
+from elche.coordination.sync.sync_policy import SyncPolicy
+from tests.coordination.sync.granted_steps import members
 
 
 @pytest.mark.parametrize(
@@ -44,6 +51,24 @@ def test_sums_that_some_hold_are_taken_by_the_others() -> None:
 def test_sums_that_none_holds_are_reduced_anew() -> None:
     places = [StepPlace(4, 4, 4), StepPlace(4, 4, 3)]
     assert settle(places) == Settlement(source=None, passes=4, first=4, last=4)
+
+
+def test_samples_of_a_lost_rank_are_left_over_in_each_of_its_steps() -> None:
+    grant = Granted(2, 4, (3, 0, 5, 1), set(), lost=frozenset({1, 2}))
+    assert grant.missing_parts() == [(2, 3, 8), (3, 3, 8)]
+
+
+def test_a_rank_that_ran_its_steps_in_an_earlier_group_runs_those_of_the_next() -> None:
+    policy = SyncPolicy(members(*["CPU"] * 4), Settings(config=RunConfig()))
+    policy.begin_epoch(0, BatchSizes(((8, 4),)), 0.0)
+    for dead in (2, 3):
+        policy.remove(dead)
+        policy.arrived(0, ((dead, 0),))
+        policy.handle(ModelUpdated(rank=0, epoch=0, window=-1), 0.0)
+    policy.arrived(1, ())
+    policy.arrived(0, ())
+    policy.regrouped({0: 0, 1: 0}, 0.0)
+    assert policy.waiting_for() == "ranks [0, 1] to run the steps begun"
 
 
 def test_a_later_death_settles_anew_only_what_was_not_confirmed() -> None:

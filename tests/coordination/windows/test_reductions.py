@@ -21,6 +21,7 @@ from elche.coordination.windows.reductions import (
 )
 from elche.coordination.windows.window_book import Part, PartPhase, WindowBook
 from elche.errors import ProtocolError
+from tests.coordination.test_core import reduced
 from tests.coordination.windows.test_window_loop import reduction
 from tests.harness.reached import reach
 from tests.harness.settings import nested
@@ -151,6 +152,6 @@ def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:
 
 def test_a_reduction_that_is_redone_awaits_all_members_in_its_next_attempt() -> None:
     done = Reduction(reduction(), parts_of((8, 8, 8)))
-    done.missing.discard(1)
+    done.reduced(reduced(1, 0))
     done.again([0, 1])
-    assert (done.plan.attempt, done.missing) == (1, {0, 1})
+    assert (done.plan.attempt, done.missing, done.reports) == (1, {0, 1}, {})

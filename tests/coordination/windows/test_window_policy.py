@@ -10,7 +10,7 @@ import pytest
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.policy import Member
-from elche.coordination.protocol.events import BatchesDone
+from elche.coordination.protocol.events import BatchesDone, EpochLeft
 from elche.coordination.windows.window_policy import WindowPolicy
 from elche.coordination.windows.window_state import FixedWindows
 from tests.coordination.test_core import batch_done, closed, reduced
@@ -101,6 +101,15 @@ def test_progress_counts_a_dead_ranks_part_where_a_survivor_holds_it(
     driven.policy.regrouped({0: reduced}, driven.now_s)
     driven.policy.check()
     assert driven.policy.state.progress_samples == samples
+
+
+def test_nobody_trains_on_what_a_dead_rank_held_where_the_epoch_ends_early() -> None:
+    driven = Driven("cadence", 200)
+    driven.policy.handle(EpochLeft(rank=0, epoch=0, step=0), 0.0)
+    driven.policy.remove(1)
+    driven.policy.check()
+    assert not driven.policy.state.has_work
+    assert driven.policy.positions_left == ((0, 1600),)
 
 
 def test_a_fixed_plan_says_what_was_trained_before_each_window() -> None:

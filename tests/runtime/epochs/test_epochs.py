@@ -56,7 +56,8 @@ BREAKER = DYING = 1
 class Case:
     """A run; counts are of batches or collectives of rank 1 in the first epoch.
 
-    ``second_dies_before`` is of rank 2.
+    ``second_dies_before`` is of rank 2, ``first_dies_between`` of rank 0, when the
+    others have opened the second epoch.
     """
 
     policy: str
@@ -64,11 +65,13 @@ class Case:
     epochs: int = EPOCHS
     reduce_s: float = 0.0
     breaks_after: int | None = None
+    breaks_in: int = 0
     dies_before: int | None = None
     second_dies_before: int | None = None
     dies_in_collective: int | None = None
     dies_in_opening: int | None = None
     tears: bool = False
+    first_dies_between: bool = False
 
 
 class RankThread:
@@ -104,8 +107,12 @@ class RankThread:
                     is_last = self.rank == DYING and epoch > 0
                     if is_last and self.case.dies_in_opening is not None:
                         self.hub.deadly[DYING] = self.case.dies_in_opening
+                    if (epoch, self.rank) == (1, 0) and self.case.first_dies_between:
+                        self.hub.turns.compute(self.rank, 1.0)
+                        self.hub.kill(self.rank)
                     self._train(run, epoch)
                 self.hub.progress[self.rank] = run.samples_done
+                assert run.progress_steps == pytest.approx(run.samples_done / BATCH)
                 run.leave()
             except Killed:
                 with contextlib.suppress(Exception):
@@ -117,6 +124,7 @@ class RankThread:
 
     def _train(self, run: Run, epoch: int) -> None:
         is_faulty = epoch == 0 and self.rank == 1
+        breaks = (epoch, self.rank) == (self.case.breaks_in, BREAKER)
         (optimizer,), batches = self.training.optimizers, run.epoch()
         for number, (at, x, y) in enumerate(batches):
             if is_faulty and number == self.case.dies_before:
@@ -125,6 +133,8 @@ class RankThread:
                 self.hub.kill(self.rank)
             if is_faulty and number == 0 and self.case.dies_in_collective is not None:
                 self.hub.deadly[self.rank] = self.case.dies_in_collective
+            if self.case == Case(policy="sync"):
+                assert run.progress_steps == epoch * SAMPLES / BATCH + number
             mine = tuple(at.tolist()) if run.samples_in_hand else ()
             kind = STEPPED if run.policy == "sync" else TRAINED
             self.hub.entries[self.rank].append((kind, epoch, mine))
@@ -132,7 +142,7 @@ class RankThread:
             optimizer.zero_grad()
             loss_of(self.model, x, y).backward()
             optimizer.step()
-            if is_faulty and number + 1 == self.case.breaks_after:
+            if breaks and number + 1 == self.case.breaks_after:
                 break
         batches.close()  # type: ignore[attr-defined]
 
@@ -196,13 +206,16 @@ def test_three_unequal_ranks(policy: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @POLICIES
-def test_a_loop_that_breaks(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(policy=policy, breaks_after=2)
+@pytest.mark.parametrize("breaks_in", [0, 1])
+def test_a_loop_that_breaks(
+    policy: str, breaks_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(policy=policy, breaks_after=2, breaks_in=breaks_in)
     hub, held = run_threads(case, monkeypatch)
     counts = check(hub, held)
     assert len(held) == RANKS
     assert counts == {key: 1 for key in counts}
-    assert once(1).items() <= counts.items()
+    assert once(1 - breaks_in).items() <= counts.items()
     trained = {(e, at) for es in hub.entries for _, e, ats in es for at in ats}
     assert trained == counts.keys()
     assert len(counts) < 2 * SAMPLES
@@ -268,6 +281,15 @@ def test_a_rank_that_dies_at_the_beginning_of_an_epoch(
     case = Case(policy=policy, dies_in_opening=collective)
     hub, held = run_threads(case, monkeypatch)
     assert hub.dead == {DYING}
+    assert check(hub, held) == once(0) | once(1)
+
+
+@POLICIES
+def test_the_next_rank_draws_an_epoch_whose_first_rank_dies(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, held = run_threads(Case(policy=policy, first_dies_between=True), monkeypatch)
+    assert hub.dead == {0}
     assert check(hub, held) == once(0) | once(1)
 
 

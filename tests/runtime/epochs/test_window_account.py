@@ -101,6 +101,7 @@ def test_a_windows_weight_is_the_sum_of_its_batches_weights() -> None:
     with pytest.raises(AssertionError):  # nothing more comes
         list(epoch.batches())
     assert [e.weight for e in shell.sent if isinstance(e, WindowClosed)] == [6.0]
+    assert epoch._weight is None  # of the next window
     done = [e for e in shell.sent if isinstance(e, BatchesDone)]
     assert sum(e.samples for e in done) == 16
 

@@ -169,7 +169,7 @@ class RunConfig(SettingsGroup):
         return self.max_samples
 
     def cap_of(self, rank: int) -> int | None:
-        """Samples that a rank's device holds at once; None if that is not said."""
+        """Samples that a rank's device holds at once; None if not given."""
         return self.caps[rank] if rank < len(self.caps) else None
 
     @property

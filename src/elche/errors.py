@@ -9,7 +9,7 @@
     ├── CommunicationError     a collective or the control channel failed (also a
     │   │                      RuntimeError, which loops around torch catch)
     │   ├── DeadlineError      a wait reached its deadline
-    │   └── RankLostError      a rank died where the others cannot go on without it
+    │   └── RankLostError      a rank died where the others cannot continue without it
     ├── RemoteRankError        another rank failed; carries its traceback
     ├── AbortedError           `handle.abort()` has ended the training of this rank
     ├── NonFiniteError         what a rank learned is not finite, again, or the model
@@ -83,7 +83,7 @@ class DeadlineError(CommunicationError):
 
 
 class RankLostError(CommunicationError):
-    """A rank died while others were where they cannot go on without it."""
+    """A rank died at a point where the others cannot continue without it."""
 
 
 class RemoteRankError(ElcheError):

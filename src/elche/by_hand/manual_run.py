@@ -102,7 +102,7 @@ class ManualRun:
 
 
 def _join(placement: Placement, config: RunConfig) -> Join:
-    """This rank presents itself: settings, and no model yet."""
+    """The `Join` of this rank: its settings, without a model."""
     return Join(
         rank=placement.rank,
         version=PROTOCOL_VERSION,

@@ -39,7 +39,7 @@ _Times: TypeAlias = tuple[list[float], list[float]]
 
 
 REBALANCE_GAIN = 0.03
-"""By which part the predicted time of a step must fall for the split to change."""
+"""Least predicted cut of step time that changes the split, as a fraction."""
 
 
 @final
@@ -282,11 +282,11 @@ class Balancer:
             self._forget_kept()
 
     def costs_s(self) -> list[float]:
-        """Seconds per sample of each rank; where not measured, as its hint says."""
+        """Seconds per sample of each rank, measured or from its hint."""
         return complete_costs([model.cost for model in self._models], self._speeds)
 
     def _forget_kept(self) -> None:
-        """Splits are chosen anew, also for other ranks left out."""
+        """Discards cached splits, also those with other excluded ranks."""
         self._kept = {}
         self._kept_without = {self._left_out: self._kept}
         self._decided.clear()

@@ -266,8 +266,8 @@ def best_together(fleet: Fleet) -> float:
 def _sizes(fleet: Fleet) -> list[int]:
     """Numbers of the fastest ranks to try, from all of them down to one.
 
-    In a large fleet those at which the slowest becomes faster by the root of two: no
-    more than twice the logarithm of the ratio of speeds.
+    A large fleet is sampled: each size's slowest rank is at least sqrt(2) times as fast
+    as the last one's. That gives at most 2 log2(fastest / slowest) sizes.
     """
     everybody = len(fleet.ranks)
     if everybody <= MAX_SIZES:

@@ -25,7 +25,7 @@ from elche.cadence.throughput import (
 from elche.errors import ConfigError
 
 MAX_LEAST = 10**9
-"""More batches than this in a window are not asked for."""
+"""Cap on the least number of batches of a window."""
 _ROUNDING = 1e-9
 
 

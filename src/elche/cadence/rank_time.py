@@ -31,7 +31,7 @@ CLEAR = 3.5
 KNEE_PENALTY = 3.5
 """Evidence that a knee must have beyond any line's."""
 MOST_EVIDENCE = 20.0
-"""Evidence is kept up to this, so that a shape that has changed is found again."""
+"""Cap on the evidence for a shape, so that a change of shape is detected."""
 FADING = 0.998
 """Factor of a report on older evidence, so that a wrong one is tried again."""
 TEMPER = 0.25
@@ -53,7 +53,7 @@ SETTLED = 0.1
 JUMP = 0.3
 """Relative error from which on a rank's speed has changed and is taken as it is now."""
 SPREAD = 1.25
-"""Sizes that differ by this factor tell a fixed part from that of the samples."""
+"""Least ratio of two batch sizes by which a fixed cost can be estimated."""
 LIKE_SIZE = 0.20
 """Relative difference of sizes up to which two steps can be compared."""
 

@@ -25,7 +25,7 @@ for the batch at an epoch's end, whose split is the first of its kind.
 URGENT_GAIN, URGENT_PRICE, LAST_PRICE = 0.25, 0.3, 20.0
 """Gain (part of a step) of urgent sizes, their price, and that beyond eight sizes."""
 FRUGAL = 0.01
-"""By which part a step may be longer than the shortest, to be of fewer new sizes."""
+"""Step time given up for fewer new batch sizes, as a fraction of the shortest."""
 TRIAL_SIZES = 5
 """A trial takes a new size of a rank that has had fewer."""
 LEAST_TRIAL = 1.2

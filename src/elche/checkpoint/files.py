@@ -192,7 +192,7 @@ def check_file(path: Path, expected: FileRecord) -> None:
             f"{path.name} has {found.num_bytes} bytes instead of {expected.num_bytes}"
         )
     if found.sha256 != expected.sha256:
-        raise CheckpointError(f"{path.name} has another checksum than when written")
+        raise CheckpointError(f"{path.name} does not match its recorded checksum")
 
 
 def read_json(path: Path) -> Any:

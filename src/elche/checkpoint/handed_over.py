@@ -1,4 +1,4 @@
-"""A checkpoint that is not written: handed over to ranks that join, in its own form."""
+"""In-memory checkpoint, sent to ranks that join."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def packed(held: Captured, info: Mapping[str, Any]) -> list[bytearray]:
 
 
 def refused(why: str) -> list[bytearray]:
-    """The messages of a rank that cannot hand its state over."""
+    """The messages of a rank that cannot send its state."""
     return [bytearray(json.dumps({"error": why}).encode()), bytearray()]
 
 
@@ -94,7 +94,7 @@ def send(
 
     Args:
         group: of all.
-        source: who sends.
+        source: rank that sends.
         messages: on that rank.
         keeps: what comes is wanted here.
 

@@ -1,7 +1,7 @@
-"""A run's checkpoints as a process makes them: when, of what, and resumed from where.
+"""Checkpoints of a run on one process: schedule, contents and resumption.
 
-An epoch pauses for one (`elche.runtime.training.Pauses`): rank 0 asks for that, and at
-the pause all ranks hand copies of what they hold to a thread that writes them.
+A checkpoint inside an epoch pauses it (`elche.runtime.training.Pauses`). Rank 0
+requests the cut; at the pause each rank queues copies of its state for its writer.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class CheckpointKeeper(Pauses):
         return self._passes > self._passes_done
 
     def cut(self, *, is_end: bool) -> None:
-        """Makes what is asked for, inside an epoch."""
+        """Makes the requested checkpoints, inside an epoch."""
         wanted = self._agreed("a checkpoint", is_end=is_end)
         self._save(self._epoch, self._passes_before, wanted)
         self._has_ended = is_end  # asked for meanwhile, it is when the rest is done
@@ -262,7 +262,7 @@ class CheckpointKeeper(Pauses):
                     raise ConfigError("the others do not loop over elche.epochs()")
                 told = run.epochs.hand_over()
                 messages = packed(self._contents().capture(loop), told)
-            except Exception as error:  # of who joins: the others go on
+            except Exception as error:  # ends the joining rank only
                 logger.exception("a rank cannot join the run")
                 messages = refused(str(error))
         received = send(group, source, messages, keeps=is_new)
@@ -273,7 +273,7 @@ class CheckpointKeeper(Pauses):
             shared = contents.load(found)
             run.take_over(shared["run"], shared["epochs"], found.manifest.info)
             loop = shared["loop"]
-            if loop["count"] != self._count:  # who is through first would end the run
+            if loop["count"] != self._count:  # the first to finish would end the run
                 raise MismatchError(
                     f"this rank cannot join the run: its loop is over {self._count} "
                     f"epochs, the others' over {loop['count']}: give elche.epochs the "
@@ -282,7 +282,7 @@ class CheckpointKeeper(Pauses):
             self._go_on_in(loop)
 
     def _go_on_in(self, loop: Mapping[str, int]) -> None:
-        """The user's loop goes on where another stood."""
+        """Continues the user's loop at another rank's position."""
         self.is_active = self._is_resumed = True
         self._epoch, self._passes = loop["epoch"], 0
         self._passes_done = loop["passes"]
@@ -367,7 +367,7 @@ class CheckpointKeeper(Pauses):
     def _names(self, *, is_end: bool) -> list[tuple[str, str]]:
         """Folders and names of the checkpoints to make now; on rank 0.
 
-        One whose folder still waits for the last one is left out.
+        Folders whose last checkpoint is still being written are skipped.
         """
         folders = list(dict.fromkeys(self._asked))
         if (self._is_due or is_end) and self._config is not None:
@@ -375,7 +375,7 @@ class CheckpointKeeper(Pauses):
         names = []
         for folder in folders:
             try:
-                with contextlib.suppress(CheckpointError):  # it was said
+                with contextlib.suppress(CheckpointError):  # logged already
                     if folder in self._writers:
                         self._writers[folder].wait(self._current.timeout_s / 2)
             except DeadlineError as error:
@@ -385,7 +385,7 @@ class CheckpointKeeper(Pauses):
         return names
 
     def _end_process(self) -> None:
-        """The last checkpoint is written, and the process ends as a signal told it."""
+        """Writes the last checkpoint and exits with the code of the signal."""
         for writer in self._writers.values():
             writer.close(AT_EXIT_S)
         name = self._stops.reason if self._stops is not None else ""
@@ -411,7 +411,7 @@ class CheckpointKeeper(Pauses):
         """Goes on from the newest checkpoint; see `elche.resume`."""
         run, self.is_active, self._is_resumed = self._current, True, True
         if isinstance(run, Run) and run.worker.is_new:
-            return False  # it goes on from where the others are, once its loop begins
+            return False  # its loop adopts the other ranks' position when it begins
         found = self._newest(folder)
         if found is None:
             return False

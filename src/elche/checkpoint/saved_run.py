@@ -54,7 +54,7 @@ class SavedRun(Protocol):
         """Tells the launcher whether this rank ends by itself after a signal."""
 
     def check_cut(self) -> None:
-        """Refuses a checkpoint where nobody knows what is left of the epoch."""
+        """Refuses a checkpoint where the rest of the epoch is unknown."""
 
     def described(self) -> dict[str, Any]:
         """Progress for the manifest: samples or steps among it."""

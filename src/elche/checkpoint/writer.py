@@ -94,12 +94,12 @@ class CheckpointWriter:
             return bool(self._jobs)
 
     def begin(self, name: str, held: Captured, info: Mapping[str, Any]) -> None:
-        """Hands over what to write, and returns.
+        """Queues a checkpoint for the writer thread and returns at once.
 
         Args:
             name: of the checkpoint, from rank 0's `CheckpointStore.next_name`.
-            held: what is written.
-            info: what a run reads before the rest, for rank 0's manifest; plain JSON.
+            held: captured state to write.
+            info: plain JSON for rank 0's manifest, read before the tensors.
         """
         job = _Job(name, held, None if self.rank else dict(info))
         with self._changed:
@@ -260,6 +260,6 @@ def _written_part(folder: Path, rank: int, run_id: str) -> Records | None:
 
 
 def _refuse_part(folder: Path, rank: int, why: str) -> None:
-    """Says to rank 0 that a part will not come, as far as the disk lets it."""
+    """Marks this rank's part as failed for rank 0, if the disk allows it."""
     with contextlib.suppress(OSError):
         (folder / f"{part_of_rank(rank)}.failed").write_text(why, encoding="utf-8")

@@ -26,7 +26,7 @@ MARK = "elche doctor: "
 LINK_ELEMENTS = 1 << 20
 ROUNDS = 5
 MOST_S = 2.0
-"""After so long no round is repeated."""
+"""Time (s) after which no further round is started."""
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ class Epochs:
 
     Args:
         chooser: owns the policy, which decides inside an epoch.
-        membership: who takes part.
+        membership: ranks of the run.
         story: records decisions.
 
     Attributes:
@@ -147,7 +147,7 @@ class Epochs:
         yield from self._settle(outcome, now_s)
 
     def handle(self, event: Event, now_s: float) -> Steps:
-        """Hands an event to the policy.
+        """Dispatches an event to the policy.
 
         Raises:
             ProtocolError: there is no epoch that it could belong to.
@@ -163,7 +163,7 @@ class Epochs:
             if event.epoch > self.number:
                 raise ProtocolError(f"rank {event.rank} cuts epoch {event.epoch}")
             if event.epoch < self.number:
-                return iter(())  # the rank has not heard that it is over
+                return iter(())  # sent before EndEpoch arrived
             is_again, self._is_cut = self._is_cut, True
             self._is_end |= event.is_end
             if is_again or any(map(self.policy.has_left, self._membership.ranks)):
@@ -200,7 +200,7 @@ class Epochs:
         yield from outcome.instructions
 
     def lose(self, rank: int) -> list[Instruction]:
-        """A rank is gone; returns what was held back until it was heard of."""
+        """Removes a lost rank; returns instructions that waited for its fate."""
         self._opened.pop(rank, None)
         self.chooser.remove(rank)
         return self.ending.confirm(rank)

@@ -9,7 +9,7 @@ from elche.coordination.protocol.events import BarrierReached, EpochOpened, Even
 from elche.coordination.protocol.instructions import BarrierPassed, Instruction
 
 WELL_AFTER_S = 1.0
-"""An uncaught exception is heard of within milliseconds of its loop's end."""
+"""Time (s) after a loop's end by which an uncaught exception is reported."""
 
 
 class Barriers:
@@ -59,8 +59,8 @@ class Barriers:
 class EpochEnding:
     """Ends an epoch on ranks that did not leave it only when the others are well.
 
-    A loop that breaks and a loop that raises look alike at first; the next that is
-    heard of the rank tells, or that it has not failed for ``WELL_AFTER_S``.
+    A loop that breaks and a loop that raises look alike at first. The rank's next
+    message tells them apart, or ``WELL_AFTER_S`` without a failure.
 
     Attributes:
         held: instructions that ranks have not received yet.
@@ -74,7 +74,7 @@ class EpochEnding:
     def end(
         self, told: list[Instruction], left: set[int], members: Set[int], now_s: float
     ) -> list[Instruction]:
-        """The end of an epoch that the ranks ``left`` have left; what is said now."""
+        """Holds an epoch's end back from ranks not in ``left``; returns the rest."""
         if not left or left == members:
             return told
         self._unconfirmed, self._since_s = left, now_s

@@ -1,13 +1,13 @@
 """The coordinator's state as a function of its journal. Pure.
 
-All that changes the core is an `Entry`: who sent it, what, and when it was taken. A
-`RunRecord` that is handed the entries of another, in their order, stands where that one
-stood, and has told each rank the same in the same order. Ranks and coordinator count
-what they have taken of each other, and keep what the other has not said that it has: so
-a coordinator that is started anew goes on with each rank in the middle of its stream.
+Every change of the core is an `Entry`: sender, input and time. A `RunRecord` that
+replays another's entries in order reaches the same state and sends each rank the same
+instructions. Ranks and coordinator count the messages that they have received from each
+other, and keep those that are not acknowledged. So a restarted coordinator resumes each
+rank's stream where it stopped.
 
-The launcher keeps the journal. An entry is written before anybody is told what follows
-from it, so what a dead coordinator has told never contradicts what the next one knows.
+The launcher keeps the journal (write-ahead): an entry is written before the
+instructions that follow from it are sent. So no rank knows more than the journal.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RunRecord:
 
     Attributes:
         core: the decisions.
-        streams: of ranks that can come again, if they have come.
+        streams: of ranks that can reconnect, once they have connected.
         store: rendezvous values.
         commands: inputs of the launcher that were taken.
         end: what ended the run early, if anything has.
@@ -85,7 +85,7 @@ class RunRecord:
         self.now_s = 0.0
 
     def apply(self, entry: Entry) -> list[Instruction]:
-        """Takes an entry; returns what is to be told."""
+        """Applies an entry; returns the instructions to send."""
         what, source, self.now_s = entry.what, entry.source, entry.now_s
         if source == LAUNCHER:
             self.commands += 1
@@ -109,7 +109,7 @@ class RunRecord:
         return rank >= 0 and (rank < self._world_size or self._grows)
 
     def replay(self, entries: Sequence[Entry]) -> None:
-        """Takes what another record was handed."""
+        """Replays the entries of another record."""
         for entry in entries:
             self.apply(entry)
 

@@ -1,23 +1,23 @@
-"""Heartbeats of ranks: who is silent for too long, and where it was last. Pure."""
+"""Heartbeats: ranks that are silent for too long, and their last position. Pure."""
 
 from __future__ import annotations
 
 from typing import final
 
 BEAT_S = 1.0
-"""A rank's own thread sends a beat so often, whatever its training thread does."""
+"""Interval (s) of heartbeats, sent by a thread of their own."""
 SILENT_S = 10.0
-"""A rank that does not beat for so long is stopped, and dead where a run goes on."""
+"""Time (s) without a heartbeat after which a rank is ended and counts as dead."""
 QUIET_S = 8.0
-"""A training thread that has not come to elche for so long says where it is."""
+"""Time (s) outside elche after which a training thread's position is reported."""
 
 
 @final
 class Liveness:
     """Silence counted in the coordinator's own ticks.
 
-    So time in which the coordinator itself was stopped (Ctrl-Z, a suspended machine)
-    is nobody's silence. A rank that has never beaten is not watched.
+    So a pause of the coordinator itself (Ctrl-Z, a suspended machine) counts as silence
+    of no rank. A rank is watched from its first heartbeat on.
     """
 
     def __init__(self, tick_s: float) -> None:

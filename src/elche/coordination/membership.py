@@ -78,15 +78,15 @@ class Membership:
 
     Attributes:
         ranks: that are in the run now, also those that have left it in order.
-        left: those of them that have, with what each said.
-        min_ranks: while fewer are there an epoch that was cut is not gone on with.
+        left: ranks that have left in order, with the last event of each.
+        min_ranks: a cut epoch pauses while the run has fewer ranks.
         generation: number of their group; each change of the membership begins the
             next.
-        newcomers: ranks that wait to be taken in.
-        ready: those of them that are, where that is done when an epoch is cut.
-        fresh: members that have been taken in, until they train.
+        newcomers: ranks that wait to join.
+        ready: newcomers that can join when the epoch is cut.
+        fresh: members that have joined and do not train yet.
         pending: members that have not formed the group yet.
-        reduced: the last window whose result each member holds, as they said.
+        reduced: the last window whose result each member reports to hold.
     """
 
     def __init__(self, world_size: int, *, grows: bool) -> None:
@@ -186,7 +186,7 @@ class Membership:
         return [replace(common, rank=rank) for rank in sorted(self.ranks)]
 
     def begin_again(self) -> list[Join]:
-        """The run is over; returns what ranks have said that wait for the next one."""
+        """Resets the membership for the next run; returns the early `Join`s to it."""
         self._joins.clear()
         self.left.clear()
         self.ranks = set(range(self._world_size))
@@ -237,7 +237,7 @@ class Membership:
         return is_wanted and not (self.left or self.pending)
 
     def admit_ready(self) -> tuple[list[Join], list[Instruction]]:
-        """Takes in those that wait and are ready; returns them, and what is said."""
+        """Admits the ready newcomers; returns their `Join`s and the instructions."""
         joins = [join for join in self.newcomers if join.rank in self.ready]
         new, before = tuple(join.rank for join in joins), sorted(self.ranks)
         self.fresh |= self.ready
@@ -250,12 +250,12 @@ class Membership:
         return joins, told + self._regroup(new, joined=tuple(sorted(self.ranks)))
 
     def withdraw(self, rank: int) -> None:
-        """A rank waits to be taken in no more."""
+        """Removes a rank from the newcomers."""
         self.newcomers = [join for join in self.newcomers if join.rank != rank]
         self.ready.discard(rank)
 
     def turn_away(self) -> list[Instruction]:
-        """The run is over: ranks that wait to join it are told."""
+        """Rejects all newcomers, since the run is over."""
         waiting, self.newcomers = [join.rank for join in self.newcomers], []
         self.ready.clear()
         return [
@@ -267,7 +267,7 @@ class Membership:
         """A member is in the group that forms; True when it was the last one.
 
         Raises:
-            ProtocolError: it has said so before.
+            ProtocolError: it is no pending member of this group.
         """
         if event.generation < self.generation:
             return False  # the membership has changed again meanwhile
@@ -297,7 +297,7 @@ class Membership:
         joined: tuple[int, ...] = (),
         in_order: bool = False,
     ) -> list[Instruction]:
-        """Tells these ranks to form the group of this generation."""
+        """`Regroup` for these ranks: form the group of this generation."""
         return [
             Regroup(
                 rank=rank,
@@ -330,7 +330,7 @@ def as_members(joins: Sequence[Join]) -> list[Member]:
 
 
 def refusal(rank: int, difference: str) -> Abort:
-    """The rejection of a newcomer that does not fit; the run goes on."""
+    """Rejection of a newcomer, with the reason; the run continues."""
     return Abort(rank=rank, reason=difference, kind="mismatch")
 
 

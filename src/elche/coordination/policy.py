@@ -141,7 +141,7 @@ class Policy(ABC):
     @property
     @abstractmethod
     def positions_left(self) -> Runs:
-        """Positions of an epoch that was cut, or left, that nobody has trained on."""
+        """Untrained positions of an epoch that was cut or left."""
 
     @property
     def loss_limits(self) -> LossLimits:
@@ -188,7 +188,7 @@ class Policy(ABC):
 
     @abstractmethod
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
-        """All members have formed their group; says who holds which result."""
+        """All members have formed their group; ``reduced`` is each one's result."""
 
     @abstractmethod
     def has_left(self, rank: int) -> bool:

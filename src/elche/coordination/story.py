@@ -11,7 +11,7 @@ from elche.coordination.protocol.instructions import GrantBatches, Instruction
 STORY_ENTRIES = 50_000
 """Some minutes of a busy run, in at most some 20 MB."""
 COPIED_ENTRIES = 1_000
-"""A copy for a coordinator that is started anew holds the last of them alone."""
+"""Newest entries kept in the snapshot for a restarted coordinator."""
 _LEASED = (BatchesDone, GrantBatches, StepsDone)
 
 

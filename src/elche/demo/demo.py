@@ -73,7 +73,7 @@ def prepare(config: DemoConfig, devices: Devices) -> tuple[int, str]:
         Samples of every contender, and where the text comes from.
 
     Raises:
-        ConfigError: the text cannot be learnt, or the directory not be made.
+        ConfigError: the text is unusable, or the directory cannot be created.
     """
     try:
         config.out.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ Curve: TypeAlias = Sequence[tuple[float, float, float]]
 
 SOLO = "solo"
 EQUAL_WITHIN = 0.02
-"""A single run does not tell differences below this apart."""
+"""Relative differences below this are within the noise of a single run."""
 _SECONDS, _SAMPLES = 0, 1
 
 

@@ -149,7 +149,7 @@ def split_edges(batch_size: int, shares: Sequence[float]) -> list[int]:
 
 
 class SegmentSampler(Sampler[int]):
-    """One shuffled order of the whole set, handed out in consecutive parts.
+    """One shuffled order of the whole set, yielded in consecutive parts.
 
     Each iteration yields the next part, so a run of several parts sees every sample
     once, whoever trains it.

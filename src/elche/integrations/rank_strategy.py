@@ -44,7 +44,7 @@ class RankStrategy(ABC):
         weight_of: Callable[[Any], Any] | None,
         samples_per_epoch: int | None,
     ) -> None:
-        """Takes this process's place in the run, and what `elche.setup` is to get."""
+        """Joins the run as this process's rank; stores the options of `elche.setup`."""
         self._config = sync_config(options, framework)
         self._given = {"weight_of": weight_of, "samples_per_epoch": samples_per_epoch}
         self._group: Any = None
@@ -113,7 +113,7 @@ class RankStrategy(ABC):
         return (total / self.world_size if is_mean else total).to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """True if all ranks say so, or any."""
+        """Reduces a flag over ranks: True if it is set on all, or on any."""
         count = int(self.reduce(torch.tensor(int(decision), device="cpu"), None, "sum"))
         return count == self.world_size if all else count > 0
 

@@ -12,7 +12,7 @@ import torch
 from elche.comm.transport.process_group import Group
 
 TICK_S = 20.0
-"""While rank 0 evaluates, the others hear of it so often."""
+"""Interval (s) of rank 0's messages to waiting ranks while it evaluates."""
 _END = "the end of rank 0's evaluation"
 MOST_STEPS = 256
 """Steps whose losses are kept for one message."""

@@ -104,7 +104,7 @@ class RunView:
         self.is_training = False
 
     def see(self, message: Event | Instruction) -> None:
-        """Takes a message, in the order in which they came and went."""
+        """Updates the view by a message; call in the order of sending and receiving."""
         if isinstance(message, Join):
             self._devices[message.rank] = message.device
         elif isinstance(message, BeginEpoch):

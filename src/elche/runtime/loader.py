@@ -32,7 +32,7 @@ else:
 
 
 class RunLoader(_Base):
-    """Hands out this rank's part of each epoch of a run.
+    """Yields this rank's batches of each epoch of a run.
 
     Under ``sync`` every rank gets a share of each global batch; under ``cadence`` each
     rank gets whole batches, as many as its speed allows, so a loop body runs a
@@ -69,7 +69,7 @@ class RunLoader(_Base):
 
     @property
     def epoch_samples(self) -> int | None:
-        """Samples of an epoch in a single process; None where nobody knows."""
+        """Samples of an epoch in a single process; None if unknown."""
         size, drops = self._positions.batch_size, self._positions.drop_last
         try:
             length = len(self._positions.sampler)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ class RunLoader(_Base):
         return length - length % size if drops else length
 
     def steps(self, n: int) -> Iterator[Any]:
-        """Hands out batches until the run has taken ``n`` steps, over as many epochs.
+        """Yields batches until the run has taken ``n`` steps, over as many epochs.
 
         A step is a global batch of the user's loader, so these are the first ``n``
         batches of a single process. They are counted over the whole run, a resumed part

@@ -61,7 +61,7 @@ class Run:
     Args:
         worker: this rank's shell, its group formed.
         training: what is trained, and the agreed settings.
-        welcome: what the coordinator said of all ranks.
+        welcome: the coordinator's facts about all ranks.
 
     Attributes:
         epochs: of the run on this rank.
@@ -204,12 +204,12 @@ class Run:
         if windows is not None:
             if is_of_gradients(averaging):  # a codec's rounding, of a step under sync
                 averaging = None
-            # Who left the last epoch early is awaited in it until it is heard of.
+            # A rank that left the last epoch early is awaited there until it reports.
             self.barrier("load_state_dict")
             windows.load_state_dict(averaging)
         elif self.config.policy == "auto":
             if averaging is not None:
-                logger.info("policy 'auto' begins as sync: averaging begins anew")
+                logger.info("policy 'auto' begins as sync: averaging is not resumed")
         elif is_of_gradients(averaging):
             assert self._synchroniser.reducer is not None
             self.barrier("load_state_dict")
@@ -268,7 +268,7 @@ class Run:
     def take_over(
         self, state: dict[str, Any], epochs: dict[str, Any], info: Mapping[str, Any]
     ) -> None:
-        """Goes on from where another rank stands, by its `hand_over`; only this one."""
+        """Adopts the position in another rank's `hand_over`; not a collective."""
         self.epochs.take_over(epochs, info)
         if self._synchroniser.windows is not None:
             self._synchroniser.windows.load_state_dict(state["averaging"])
@@ -281,7 +281,7 @@ class Run:
 
     @property
     def meets_in_forward(self) -> bool:
-        """True if ranks meet in forward passes, so that none can leave alone."""
+        """True if forward passes have collectives, so that no rank can leave alone."""
         reducer = self._synchroniser.reducer
         if reducer is None or not isinstance(self.epochs.under_way, SyncEpoch):
             return False

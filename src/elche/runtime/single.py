@@ -121,10 +121,10 @@ class SingleRun:
         return make()
 
     def heeds_signals(self, heeds: bool) -> None:
-        """Nobody asks."""
+        """Does nothing: a single process has no launcher to notify."""
 
     def barrier(self, name: str) -> None:
-        """Nobody is waited for."""
+        """Returns at once: there are no other ranks."""
 
     @property
     def can_cut(self) -> bool:
@@ -291,7 +291,7 @@ class SingleRun:
         self._course = None
 
     def _part_of(self, course: EpochCourse) -> Generator[Any, None, tuple[Runs, Runs]]:
-        """Hands out what is left of an epoch, or to where it is cut.
+        """Yields the remaining batches of an epoch, up to a cut.
 
         Returns the rest, and batches whose backward pass is to come.
         Nothing is left when the loop comes back from the last batch.
@@ -391,7 +391,7 @@ class SingleRun:
 
 
 def _sampler_length(loader: DataLoader[Any]) -> int:
-    """Samples of an epoch; 0 where nobody knows."""
+    """Samples of an epoch; 0 if unknown."""
     try:
         return len(loader.sampler)  # type: ignore[arg-type]
     except TypeError:

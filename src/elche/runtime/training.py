@@ -74,7 +74,7 @@ class Pauses:
     def wants_cut(self, *, is_first: bool = True) -> bool:
         """True if this rank is to have the epoch cut; asked at every batch.
 
-        The first rank for a checkpoint that was asked for or is due, any at an end.
+        The first rank cuts for a requested or due checkpoint, any rank for an end.
         """
         return False
 

@@ -1,4 +1,4 @@
-"""`elche.epochs`, `elche.save`, `elche.resume`: runs that stop and go on."""
+"""`elche.epochs`, `elche.save`, `elche.resume`: checkpoints and resumption."""
 
 from __future__ import annotations
 

@@ -46,8 +46,9 @@ def batch_weight() -> float:
 
     Under ``sync`` a batch with fewer samples than there are ranks (than two for each
     with BatchNorm layers) leaves some ranks without any. Such a rank runs its loop body
-    on samples that another one counts, so that all take the same step. This is 0 then:
-    what the loop sums up, predicts or stores is to be left out. 0 outside the loop.
+    on samples that another rank counts, so that all take the same step. The weight is 0
+    then: leave the batch out of sums, predictions and stored results. Outside the loop
+    the weight is 0, too.
 
     Raises:
         ConfigError: there is no run yet.

@@ -39,13 +39,13 @@ class Receive:
 class Collective:
     """Something that all members of a group do together.
 
-    It ends ``cost_s`` after all have arrived, or earlier where its work could begin
-    before: an arrival says since when its first part, of ``parts``, was ready. Ranks
-    learn of the end one after the other. When a member dies, those who have not seen
-    the end by then see a failure; so does who hears of a death and waits for its end.
+    It ends ``cost_s`` after the last arrival, or earlier if parts could be sent before:
+    an arrival gives the time at which the first of ``parts`` was ready. Ranks see the
+    end one after the other. When a member dies, members that have not seen the end see
+    a failure. So does a rank that is notified of a death while it waits for the end.
 
     Args:
-        members: who takes part.
+        members: ranks that take part.
         cost_s: seconds of the whole.
         parts: in so many parts can its work be sent.
     """
@@ -118,7 +118,7 @@ class Engine:
             self.at(change.at_s, self._change_link)
 
     def at(self, when_s: float, act: Callable[..., None], *args: Any) -> None:
-        """Does something later."""
+        """Schedules a call at a point of simulated time."""
         self._count += 1
         heapq.heappush(self._heap, (when_s, self._count, act, args))
 

@@ -230,7 +230,7 @@ class Rank:
             yield self._random.uniform(0.0, pause_s)
 
     def take_all(self, handle: Callable[[Instruction], None]) -> None:
-        """Hands over everything in the inbox."""
+        """Handles every message in the inbox."""
         while (instruction := self.sim.take(self.rank)) is not None:
             handle(instruction)
 
@@ -316,11 +316,11 @@ class Rank:
         """Forms the group of a new generation.
 
         Args:
-            regroup: the coordinator's word of it.
-            said: what this rank has all others know.
+            regroup: the coordinator's instruction.
+            said: this rank's value for the others.
 
         Returns:
-            What each has said; None: one has died, and another group will be formed.
+            Each rank's value; None: a rank has died, and another group is formed.
         """
         began_s = self.now_s
         self.changed.update(regroup.left, regroup.joined)
@@ -419,7 +419,7 @@ class Rank:
         )
 
     def _regroup_between(self, regroup: Regroup) -> Script:
-        """Forms the next group; who is new takes over from the first that is not.
+        """Forms the next group; new ranks copy the state of its first old member.
 
         The epoch is opened again: the rank that speaks for all may be another one now.
         """

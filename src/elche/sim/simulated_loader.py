@@ -69,7 +69,7 @@ class Loader:
         return batch
 
     def discard(self) -> None:
-        """Drops everything that has not been handed out."""
+        """Drops all batches that have not been yielded."""
         self._queued.clear()
         self._loading.clear()
 

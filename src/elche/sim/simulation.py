@@ -152,7 +152,7 @@ class Simulation(World):
         self._compare_models()
 
     def _compare_models(self) -> None:
-        """Compares the models of epochs that all who live have ended."""
+        """Compares the models of epochs that all living ranks have ended."""
         if not self.books:
             return
         for (run, epoch), began in self._began.items():

@@ -117,8 +117,8 @@ class SimulatedSyncEpoch:
     def _leave(self, cost: BatchCost) -> Script:
         """The loop has broken off; takes part with nothing in what is granted.
 
-        A real rank does so only in what the others have begun; here nobody waits for
-        an arrival that is for nothing.
+        A real rank takes part only in steps that others have begun. In the simulator
+        an unneeded arrival delays no rank.
         """
         self._report()
         step = self._rank.reduced + 1
@@ -171,7 +171,7 @@ class SimulatedSyncEpoch:
         self._rank.take_all(self._handle)
 
     def _reduce(self, step: _Computed) -> Script:
-        """Sums the step in hand; where a rank dies before that, it stays in hand."""
+        """Reduces the current step, which stays current if a rank dies before."""
         rank, began_s = self._rank, self._rank.now_s
         collective = self._arrive(step.item, step.ready_s)
         if not (yield collective):
@@ -189,7 +189,7 @@ class SimulatedSyncEpoch:
             self._account(step.item.number, step.cost)
 
     def _took(self, step: _Computed) -> None:
-        """The step in hand is in the model."""
+        """Records that the current step is in the model."""
         rank, self._in_hand = self._rank, None
         rank.reduced = step.item.number
         step.cost.sync_wait_s = rank.now_s - step.ended_s
@@ -225,7 +225,7 @@ class SimulatedSyncEpoch:
         rank.say_regrouped(self._lost.last, self._lost.to_wire())
 
     def _settle(self, said: dict[int, StepPlace | None]) -> Generator[Any, Any, bool]:
-        """By where all are; who lacks the sums of the last step takes them."""
+        """Settles the last step by all positions; ranks without its sums copy them."""
         rank = self._rank
         places = {each: said[each] for each in sorted(said)}
         there = {each: at for each, at in places.items() if at is not None}
@@ -242,11 +242,11 @@ class SimulatedSyncEpoch:
                     books.take_steps(rank.rank, source)
                 self._took(self._in_hand)
         if self._in_hand is not None:
-            self._in_hand.ready_s = rank.now_s  # all of it is sent anew
+            self._in_hand.ready_s = rank.now_s  # all of it is sent again
         return True
 
     def _join_others(self) -> Script:
-        """Forms the group of those who are not left out, and finds its buckets."""
+        """Forms the group of the active ranks, and finds its buckets."""
         rank, began_s, self._has_changed = self._rank, self._rank.now_s, False
         if rank.rank in rank.left_out:
             return
@@ -278,7 +278,7 @@ class SimulatedSyncEpoch:
         self._say_taken(adopt.window, rank.now_s - began_s)
 
     def _say_taken(self, step: int, sync_s: float) -> None:
-        """The model is that after a step."""
+        """Reports that this rank's model now includes a step."""
         rank, epoch = self._rank.rank, self._epoch
         taken = ModelUpdated(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
         self._sim.send(taken)
@@ -336,7 +336,7 @@ class SimulatedSyncEpoch:
             self._reports.close(backward_passes=number + 1)
 
     def _report(self) -> None:
-        """Says what is still to be said."""
+        """Sends the pending report."""
         event = self._reports.take()
         if event is not None:
             self._sim.send(event)

@@ -63,7 +63,7 @@ class SimulatedWindowEpoch:
         self._waited_s = self._held_s = 0.0
 
     def train(self) -> Generator[Any, Any, EndEpoch]:
-        """The epoch, or a part of it, to its end."""
+        """Runs the rest of the epoch, or of one part of it."""
         rank, loop, loader = self._rank, self._loop, self._loader
         inbox = self._engine.processes[rank.rank].inbox
         while True:
@@ -209,7 +209,7 @@ class SimulatedWindowEpoch:
         self._adopted(plan, began_s)
 
     def _adopted(self, plan: Reduce | Adopt, began_s: float) -> None:
-        """The common model is taken in: says so."""
+        """Reports that this rank has adopted the common model."""
         rank, loop = self._rank, self._loop
         overlapped = self._overlapped and isinstance(plan, Reduce)
         adopted_at = loop.batches if overlapped else 0
@@ -237,7 +237,7 @@ class SimulatedWindowEpoch:
         rank.reduced = loop.reduced_window
 
     def _reform(self, regroup: Regroup) -> Script:
-        """Forms the next group; who lacks the last result takes it in it."""
+        """Forms the next group; ranks without the last result copy it there."""
         rank, loop, last = self._rank, self._loop, self._last
         self._report()
         lacks = last is not None and loop.reduced_window < last.window
@@ -262,7 +262,7 @@ class SimulatedWindowEpoch:
         rank.say_regrouped(rank.reduced)
 
     def _report(self) -> None:
-        """Tells the coordinator what is done of a lease."""
+        """Sends the finished batches of a lease to the coordinator."""
         if event := self._reports.take(self._loop.window):
             self._sim.send(event)
 

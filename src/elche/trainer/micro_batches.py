@@ -178,7 +178,7 @@ class MicroBatches:
         samples: int,
         error: BaseException,
     ) -> None:
-        """Lowers the cap to the size of more micro-batches."""
+        """Lowers the size cap after running out of memory: more micro-batches."""
         size = parts[0][1]
         why_not = self._why_whole(size, batch, samples)
         if why_not:

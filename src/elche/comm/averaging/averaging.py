@@ -115,8 +115,8 @@ class Averager:
     def has_sum(self, plan: Reduce) -> bool:
         """True if all sums of a reduction that was begun are here.
 
-        The group is about to be left: what is not here then does not come any more, as
-        others may go on without it.
+        The group is about to be left. Sums that are missing now will not arrive, since
+        the others may continue without them.
         """
         if not self._has_given_up:
             self._has_given_up = not self.is_summed
@@ -126,7 +126,7 @@ class Averager:
     def hand_over(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
-        """With all ranks of a new group: who lacks a result takes it from one rank.
+        """Copies a result to the ranks that lack it; collective, in a new group.
 
         Args:
             group: the new group.
@@ -156,7 +156,7 @@ class Averager:
         self._buffers.join_own()
 
     def retire(self) -> None:
-        """Another averager takes its place in the group: what was sent is let go.
+        """Flushes sent messages: another averager takes its place in the group.
 
         Raises:
             CommunicationError: it has not left, and will not.

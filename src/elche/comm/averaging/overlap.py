@@ -230,9 +230,9 @@ class OverlappedAverager(Averager):
         return consensus.result(plan.weight)
 
     def common(self) -> dict[int, torch.Tensor]:
-        """θ_k, and counters among buffers, by the ids of the model's own.
+        """θ_k and integer buffers, by the id of the model's tensor.
 
-        On the host, in the precision in which they are averaged; not to be written.
+        On the host, in the precision of averaging; read-only.
         """
         held = self._buffers.common_counts()
         for group in self._groups:

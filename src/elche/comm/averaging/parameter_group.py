@@ -134,7 +134,7 @@ class ParameterGroup(ParameterMemory):
     def receive(
         self, group: Group, source: int, rule: OuterStep, *, lacks: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """With all ranks of a new group: one rank's θ_{k+1}, and momentum.
+        """Receives one rank's θ_{k+1} and momentum; collective, in a new group.
 
         Args:
             group: the new group.

@@ -202,8 +202,8 @@ class CodedExchange(Exchange):
             raise ProtocolError("commit() came when nothing was begun")
         if not self._hops.has_summed:
             raise ProtocolError(
-                "no rank can have the sum: this one has not sent its part of it; "
-                "expected the reduction to be done again"
+                "no rank can have the sum, since this rank has not sent its part: "
+                "repeat the reduction"
             )
         if not math.isnan(self._hops.total):
             self._hops.keep_errors()

@@ -77,7 +77,7 @@ class GradientWindow:
 
     @property
     def is_finite(self) -> bool:
-        """True if what this rank has added up are numbers; waits for them."""
+        """True if this rank's summed gradients are finite; waits for the device."""
         return self._is_reduced or all_finite(self._sums)
 
     def connect(self, group: Group) -> None:

@@ -102,16 +102,16 @@ class StepWeights:
         return self._factor
 
     def go_on_in(self, group: Group, source: int | None) -> float:
-        """Ranks have died: the others are the group from now on; with all of them.
+        """Continues in the group of the survivors; a collective call.
 
-        They wait for the next total, since it may be one that only some have had.
+        The next pass waits for its total, since some ranks may lack the last one.
 
         Args:
-            group: of those who live.
-            source: place of one that has the last sums; None: all have them.
+            group: of the survivors.
+            source: place of a rank with the last sums; None: all have them.
 
         Returns:
-            What these are multiplied by, as that one has it.
+            Factor of those sums, as ``source`` has it.
         """
         factor = torch.tensor([self._factor], dtype=torch.float64, device="cpu")
         if source is not None:
@@ -188,7 +188,7 @@ class PartWeights:
         self.are_of_sums = False
 
     def weigh_by_user(self) -> None:
-        """Steps are weighted by what each rank says; before :meth:`attach`."""
+        """Weighs steps by the user's weights; call it before :meth:`attach`."""
         self._by_user = StepWeights(self._parameters, self._group)
 
     def sum_losses(self) -> None:

@@ -57,8 +57,8 @@ class GradientReducer(BucketPass):
         norms: receives the weight of the batch in hand, if the model has SyncBatchNorm.
         names: of the parameters, for people; None numbers them.
         codec: how float32 and half precision gradients travel.
-        keeps_sums: ranks may die, and the others go on.
-        reduced: records which gradients are sums; None: nobody asks.
+        keeps_sums: the survivors continue when ranks die.
+        reduced: records which gradients are sums; None: not recorded.
 
     Attributes:
         beneath: called once, when the next backward pass that is reduced begins. What
@@ -147,7 +147,7 @@ class GradientReducer(BucketPass):
         super().detach()
 
     def begin_step(self, part: StepPart) -> None:
-        """Says how this rank's gradients weigh until :meth:`end_step`.
+        """Sets the weight of this rank's gradients until :meth:`end_step`.
 
         Raises:
             CommunicationError: the backward pass before was broken off.
@@ -177,9 +177,9 @@ class GradientReducer(BucketPass):
         self.weights.weigh(self._in_hand if part is None else part)
 
     def weigh_pass(self, part: StepPart) -> None:
-        """The backward pass under way is of an earlier step than the one in hand.
+        """Weighs the open backward pass as one of an earlier step than the current one.
 
-        Called in it, before any of its gradients is there. It is reduced after
+        Call it in the pass, before its first gradient. The pass is reduced after
         :meth:`end_step`, too.
         """
         self.weights.weigh(part)
@@ -226,13 +226,13 @@ class GradientReducer(BucketPass):
         *,
         lacks: bool,
     ) -> None:
-        """Ranks have died: the others are the group from now on; with all of them.
+        """Continues in the group of the survivors; a collective call.
 
         Args:
-            group: of those who live.
-            source: place of one that has the last pass's sums; None: all have them.
-            alive: a part of a step without those that have died.
-            lacks: this rank has not got those sums.
+            group: of the survivors.
+            source: place of a rank with the last pass's sums; None: all have them.
+            alive: maps a part of a step to the one without dead ranks.
+            lacks: this rank does not have those sums.
 
         Raises:
             CommunicationError: the model meets others in its forward pass, or what is
@@ -253,7 +253,7 @@ class GradientReducer(BucketPass):
         self._weigh_alive(alive)
 
     def _weigh_alive(self, alive: Callable[[StepPart], StepPart]) -> None:
-        """The step in hand, and that of the pass under way, go on without some ranks.
+        """Reweighs the current step, and that of the open pass, for the survivors.
 
         Raises:
             CommunicationError: see `_refuse_accumulated`.
@@ -329,7 +329,7 @@ class GradientReducer(BucketPass):
         return scale
 
     def _look_once(self, part: StepPart) -> None:
-        """Also of a pass that is reduced anew, or whose sums are taken over."""
+        """Calls `look` once per pass, also for one repeated or copied from a rank."""
         came, is_new = self._order.came, self._looked_at < self.backward_passes
         has_weight = self._scale != 0.0
         if self.look is not None and is_new and (came or has_weight):

@@ -192,7 +192,7 @@ class BufferAverager:
     def _exchange_of(self, numel: int) -> Exchange:
         """The exchange for messages of one size, made by all ranks when it changes.
 
-        Sides take turns, so the last means stay while the next ones come.
+        It has two sides: the last means stay readable while the next are received.
         """
         self._side = 1 - self._side
         exchange = self._exchange

@@ -124,7 +124,7 @@ class KnownBuffers:
         self.kinds = list(kinds.values())
 
     def _name(self, names: Iterable[str]) -> None:
-        """Tells people, of each buffer once, that ranks hold it in different ways."""
+        """Logs once per buffer that its form differs between ranks."""
         told = _named.setdefault(self._model, set())
         new = [name for name in dict.fromkeys(names) if name not in told]
         if new:

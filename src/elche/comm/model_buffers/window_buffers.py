@@ -175,7 +175,7 @@ class WindowBuffers:
     def hand_over(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool
     ) -> None:
-        """With all ranks of a new group: who lacks the sums takes one rank's.
+        """Copies the sums to the ranks that lack them; collective, in a new group.
 
         Args:
             group: the new group.

@@ -47,7 +47,7 @@ class NormScope:
     @classmethod
     @contextlib.contextmanager
     def dividing(cls, call: str) -> Iterator[None]:
-        """Ranks have different batches inside, so that layers cannot meet."""
+        """Makes layers refuse to synchronise inside, where ranks have other batches."""
         cls.divided_by = call
         try:
             yield
@@ -55,7 +55,7 @@ class NormScope:
             cls.divided_by = ""
 
     def weigh(self, loss_weight: float | None) -> None:
-        """Says how the losses of this rank's next batches weigh beside other ranks'.
+        """Sets the loss weight of this rank's next batches, relative to other ranks'.
 
         Args:
             loss_weight: the factor of this rank's loss in the sum that is minimised,

@@ -1,8 +1,8 @@
 """Memory of freed CPU tensors, kept by the process for those that come next.
 
-glibc hands large pieces back to the system when they are freed, and takes them anew,
-page by page and zeroed, a moment later: a step that frees its activations pays for them
-as page faults, more or less of them by what the heap looks like by chance. Measured on
+glibc returns large freed blocks to the system and maps them again, page by page and
+zeroed, a moment later. So a step that frees its activations pays for page faults, whose
+number depends on the layout of the heap. Measured on
 two cores, a pipeline of LSTMs took 98 ms a step with 2,600 to 11,500 faults, and 70 ms
 with none (docs/benchmarks.md, "Pipelines").
 """

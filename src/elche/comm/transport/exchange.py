@@ -175,7 +175,7 @@ class GlooExchange(Exchange):
         out.copy_(self._tensors[self._side][start:stop])
 
     def release(self) -> None:
-        """Nobody else sees this memory."""
+        """Does nothing: this memory is private to the rank."""
 
     @property
     @override

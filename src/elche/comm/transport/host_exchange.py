@@ -53,8 +53,8 @@ class HostLeaders:
     """Sums between hosts, begun in the order in which all ranks begin them.
 
     Args:
-        group: of all ranks, who may share memory with others of their hosts.
-        form: forms the group of some of them, given who they are in the run.
+        group: of all ranks; ranks of one host may share memory.
+        form: forms the group of some of them, given their ranks in the run.
 
     Attributes:
         members: places of the ranks of this host; the first one leads.
@@ -69,7 +69,7 @@ class HostLeaders:
         self._under_way: list[HostExchange] = []
 
     def settle(self) -> bool:
-        """Finds out who leads, with all ranks; whether sums go by hosts.
+        """Elects a leader per host, with all ranks; True if sums go by hosts.
 
         Raises:
             CommunicationError: the leaders' group did not form.

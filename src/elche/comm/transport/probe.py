@@ -18,7 +18,7 @@ LONG_ENOUGH_S = 0.05
 """A message that takes so long is not made longer."""
 ROUNDS = 3
 MOST_S = 0.1
-"""After so long no round is repeated."""
+"""Time (s) after which no further round is started."""
 
 
 def probe_reduction_s(group: Group, numel: int) -> float:

@@ -1,7 +1,7 @@
 """Epochs that are cut into parts: which positions are left, in which batches. Pure.
 
-An epoch that was cut goes on as another one of the core's, of the positions that nobody
-has trained on. What was left of a global batch is a smaller one of its own.
+A cut epoch continues in the core as a new one over the untrained positions. The rest
+of a split global batch becomes a smaller batch of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elche.coordination.protocol.instructions import EndEpoch
 
 @dataclass(frozen=True, slots=True)
 class PartRanges:
-    """Positions of an epoch that one part of it has, as ascending ranges."""
+    """Positions of one part of an epoch, as ascending ranges."""
 
     ranges: tuple[Range, ...]
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)

@@ -176,7 +176,7 @@ class EpochLedger:
         self._gone.clear()
 
     def unstage_gone(self) -> dict[int, int]:
-        """A reduction is redone without those who are gone: their part is pooled.
+        """Returns lost ranks' batches to the pool, since the reduction is repeated.
 
         What others have closed meanwhile waits for the next one.
 

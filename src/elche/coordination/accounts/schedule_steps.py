@@ -1,4 +1,4 @@
-"""Count of the steps that a learning rate scheduler owes in an epoch of windows.
+"""Count of the learning rate scheduler steps due in an epoch of windows.
 
 One device steps a scheduler every so many batches, its *period*. In windows a rank's
 own batches say nothing about the run. So the loop's calls tell only the period, which
@@ -75,7 +75,7 @@ class ScheduleSteps:
 
     @property
     def period(self) -> int:
-        """Batches from one step to the next; 0 if nobody has called it yet."""
+        """Batches from one step to the next; 0 before the first call on any rank."""
         return self._agreed or self._seen
 
     @property
@@ -95,7 +95,7 @@ class ScheduleSteps:
         return max(self._last_call, since) if self._calls else 0
 
     def called(self) -> bool:
-        """The loop has called it in the batch in hand; False if it had before."""
+        """Records a call in the current batch; False if there was one before."""
         now = self._batches + 1
         if self._calls and now == self._last_call:
             return False
@@ -110,7 +110,7 @@ class ScheduleSteps:
         self._batches += 1
 
     def agree(self, period: int) -> None:
-        """Takes the period of all ranks; 0 if nobody has called yet."""
+        """Adopts the period agreed on by all ranks; 0 before any call."""
         self._agreed = period or self._agreed
 
     def due(self, batches: float, *, is_agreed: bool = False) -> int:

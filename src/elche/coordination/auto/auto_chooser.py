@@ -145,7 +145,7 @@ class AutoChooser(MeasuredSteps):
         return outcome
 
     def remove(self, rank: int) -> None:
-        """A rank is gone: the others choose anew where an epoch begins."""
+        """Chooses again at the next epoch, without a lost rank."""
         del self._members[rank]
         self._has_changed = True
         self._sync.remove(rank)
@@ -160,7 +160,7 @@ class AutoChooser(MeasuredSteps):
         self._times.pop(rank, None)
 
     def add(self, member: Member) -> None:
-        """A rank joins: of usual speed until it is measured, and the choice is anew."""
+        """Chooses again with a new rank, of average speed until it is measured."""
         self._members[member.rank] = member
         self._has_changed = True
         self._sync.add(member)
@@ -198,7 +198,7 @@ class AutoChooser(MeasuredSteps):
         return [*told, *self._stay_or_leave()]
 
     def _choose_first(self, reports: Sequence[StepsDone]) -> list[Instruction]:
-        """The first choice, if a further step would cost more than it tells."""
+        """The first choice, if one more measured step would cost more than it gains."""
         cluster = self._cluster()
         spared = self._first.spared(cluster)
         if self._first.is_due(reports, cluster, spared):
@@ -222,7 +222,7 @@ class AutoChooser(MeasuredSteps):
         return not before.is_carried_out_as(self._chosen)
 
     def _stay_or_leave(self) -> list[Instruction]:
-        """Steps go on if they are the choice, else the epoch is cut.
+        """Continues steps if ``sync`` is the choice, else cuts the epoch.
 
         Ranks that ``sync`` leaves out do not hold the model that windows begin with:
         then it ends first.

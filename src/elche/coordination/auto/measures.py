@@ -24,13 +24,13 @@ from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.sync.sync_policy import SyncPolicy
 
 MOST_HIDDEN = 0.95
-"""Part of a reduction beyond which it cannot be told from the rest of a step."""
+"""Hidden fraction of a reduction above which it cannot be measured."""
 LEAST_JITTER = 0.05
 """Least relative deviation of a step that a doubt is based on."""
 DOUBT = 2.0
 """Standard errors of the ranks' times by which a prediction may be wrong."""
 ONE_SIZE_DOUBT = 0.25
-"""The same where steps of one size were run, or none was warm."""
+"""Assumed relative doubt where only one step size, or no warm step, was measured."""
 FIXED_PRIOR = 1.0 / 3.0
 """Fixed part of a whole batch's time where no rank has run two sizes."""
 KEPT_STEPS = 64
@@ -73,7 +73,7 @@ class Measures:
         self.count = 0
 
     def take(self, reports: Sequence[StepsDone], steps: int) -> None:
-        """Takes in the reports of a grant of all who take part.
+        """Records a grant's reports of all active ranks.
 
         One that was not warm is no measure; before any other it tells the ranks' times.
         A reduction looks cheaper beside those, so where it seems too dear it is.
@@ -112,7 +112,7 @@ class Measures:
 
     @property
     def has_sizes(self) -> bool:
-        """True if steps of sizes that differ tell what is fixed of them."""
+        """True if the measured step sizes differ enough to estimate the fixed cost."""
         return any(time.has_sizes for time in self._times.values())
 
     @property

@@ -48,7 +48,7 @@ class AdvisedSync(MeasuredSteps):
 def advice(cluster: MeasuredCluster) -> str:
     """Line about the predicted gain of windows of all ranks; "" where they do not pay.
 
-    Of a reduction only what showed under ``sync`` was measured.
+    ``sync`` measures only the part of a reduction that backward does not hide.
     """
     shown_s = cluster.sync_s
     step_s = predict("sync", replace(cluster, sync_s=0.0)).window_s

@@ -186,10 +186,10 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regroup:
-    """The membership has changed: form the group of ``generation``, and say so.
+    """The membership has changed: form group ``generation``, then send `Regrouped`.
 
-    ``left`` are gone (``in_order``: not dead), ``joined`` are new since the generation
-    before; to who is new itself they are all members.
+    ``left`` are gone (``in_order``: not dead), ``joined`` are new since the previous
+    generation. A new rank receives all members as ``joined``.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Messages kept until the other side has taken them, so a stream can go on. Pure."""
+"""Unacknowledged messages, from which a stream resumes after a reconnect. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import deque
 from typing import Final, Generic, TypeVar, final
 
 ACK_EVERY: Final = 64
-"""Messages after which either side says how many it has taken."""
+"""Messages between two acknowledgements."""
 
 Kept = TypeVar("Kept")
 
 
 @final
 class Outbox(Generic[Kept]):
-    """Messages in order, kept until the other side has said that it has them.
+    """Messages in order, kept until the other side has acknowledged them.
 
     Attributes:
         taken: so many the other side has.

@@ -1,10 +1,10 @@
-"""Ranks that ``sync`` leaves out, because steps are shorter without them. Pure.
+"""Exclusion of stragglers from steps of ``sync``. Pure.
 
-A rank whose least share takes longer than the others' whole step, or whose link does,
-makes every step longer. What steps take with it is measured, what they would take
-without it is predicted from the ranks' time models, and measured when it has gone. A
-rank left out takes part in each epoch's first step, and takes over the others' model at
-its end; it is tried again for some steps, for at most a fiftieth of the time.
+A rank makes every step longer if its least share, or its link, takes longer than the
+other ranks' whole step. The step time with it is measured. The step time without it is
+predicted from the ranks' time models, and measured after the exclusion. An excluded
+rank takes part in each epoch's first step and copies the model at the epoch's end.
+Trials measure whether it has become fast enough; they cost at most 2 % of the time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync.step_shares import StepShares
 
 LEAST_GAIN = 0.1
-"""By which part steps must become shorter for a rank to be left out."""
+"""Least cut of step time for which a rank is excluded, as a fraction."""
 TRIAL_COST = 0.02
 """Budget of trials: fraction of the time since the last one."""
 CARRYING_S = 0.1
@@ -74,7 +74,7 @@ class _Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Exclusion:
-    """Ranks to leave out; seconds of a step as it is, and without them."""
+    """Ranks to exclude; seconds of a step with and without them."""
 
     ranks: tuple[int, ...]
     with_s: float
@@ -100,11 +100,11 @@ class LeftOutRanks:
     """Ranks that are excluded from steps, and the times of changes.
 
     Attributes:
-        ranks: who is left out now, in order.
-        changing: ranks that are being left out, or take part again, until all who take
-            part have run a step, and so are in one group.
-        unknown: of each rank, state that cannot be carried to another, or "".
-        carrying_s: seconds in which a rank takes over the model.
+        ranks: excluded ranks, ascending.
+        changing: ranks that are being excluded or readmitted, until the active ranks
+            have run a step, and so are in one group.
+        unknown: state of each rank that cannot be copied to another, or "".
+        carrying_s: seconds in which a rank copies the model.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class LeftOutRanks:
 
     @property
     def is_on(self) -> bool:
-        """True if some ranks are left out of steps, or about to be."""
+        """True if some ranks are excluded, or about to be."""
         return bool(self.ranks) or self.is_leaving
 
     @property
@@ -191,7 +191,7 @@ class LeftOutRanks:
         return told
 
     def leave(self) -> list[LeaveOut]:
-        """No granted step is under way: from the next one on some are left out."""
+        """Applies the chosen exclusion; called when no granted step is under way."""
         chosen = self._chosen
         self._enter(_Phase.APART)
         line = str(chosen) if chosen.ranks != self._announced else ""
@@ -201,19 +201,19 @@ class LeftOutRanks:
     def measured(
         self, reports: Sequence[StepsDone], steps: int, steps_left: int, now_s: float
     ) -> list[LeaveOut]:
-        """Takes in what so many steps took those who take part.
+        """Records the active ranks' reports of a grant; may change the exclusion.
 
         Args:
-            reports: one of each, all of them warm.
-            steps: how many.
-            steps_left: of the epoch that are not granted.
+            reports: one of each active rank, all of them warm.
+            steps: steps of the grant.
+            steps_left: steps of the epoch that are not granted.
             now_s: the time.
         """
         if self._phase in (_Phase.OFF, _Phase.LEAVING):
             return []
         self._steps_left, self._now_s = steps_left, now_s
         if self.is_trying and any(self.unknown.values()):
-            self._enter(_Phase.MEASURING)  # new in this epoch: nobody is behind yet
+            self._enter(_Phase.MEASURING)  # new in this epoch: no rank is behind yet
         elif self.is_trying and not self._decides:
             self._phase = _Phase.LEAVING
         elif self._settling > 0:
@@ -240,7 +240,7 @@ class LeftOutRanks:
         return is_long and len(recent) >= MEASURED_GRANTS
 
     def _look(self, step_s: float) -> list[LeaveOut]:
-        """Decides by what a step takes now; only what shows twice makes ranks leave."""
+        """Decides by the measured step time; excludes ranks found twice in a row."""
         before = self._chosen
         if self._phase is _Phase.APART:
             if not self._is_alone(self.ranks):
@@ -269,20 +269,20 @@ class LeftOutRanks:
         return self._choose(agreed) if self._is_worth(agreed) else []
 
     def reset(self, members: Sequence[int]) -> None:
-        """The members are others now, and all take part."""
+        """Restarts measuring after a membership change: all members take part."""
         self.ranks = self.changing = ()
         self._members = list(members)
         if self._phase is not _Phase.OFF:
             self._enter(_Phase.MEASURING)
 
     def _enter(self, phase: _Phase) -> None:
-        """Another phase begins, in which steps are measured anew."""
+        """Enters a phase and discards measurements of the last one."""
         self._phase = phase
         self._recent.clear()
         self._settling, self._suspects, self._agreed = SETTLING_GRANTS, None, None
 
     def _choose(self, found: _Exclusion) -> list[LeaveOut]:
-        """Ranks are to be left out; all are kept where that would lose something."""
+        """Starts an exclusion, unless it would lose state or exclude the first rank."""
         unknown = next(filter(None, self.unknown.values()), "")
         if not unknown and self._first not in found.ranks:
             self._phase, self._chosen = _Phase.LEAVING, found
@@ -309,18 +309,18 @@ class LeftOutRanks:
         if not every:
             return None
         hopeful = [min(every, key=attrgetter("without_s"))]
-        if not self.ranks:  # the first rank is never left out, but that it is slow told
+        if not self.ranks:  # the first rank is only reported as slow
             hopeful.append(self._without((self._first,), step_s))
         return next((each for each in hopeful if each.gain > 1.0 + LEAST_GAIN), None)
 
     def _is_worth(self, found: _Exclusion) -> bool:
-        """True if it saves more in the epoch than taking over the model costs."""
+        """True if the exclusion saves more in the epoch than the model's copy costs."""
         saved_s = (self._steps_left - 1) * (found.with_s - found.without_s)
         return saved_s > 2 * self.carrying_s
 
     @property
     def _first(self) -> int:
-        """The rank that prints and saves: it is never left out."""
+        """The first rank, which prints and saves: it is never excluded."""
         return min(self._members)
 
     def _without(self, ranks: tuple[int, ...], step_s: float) -> _Exclusion:
@@ -332,7 +332,7 @@ class LeftOutRanks:
         return _Exclusion(ranks, step_s, without_s)
 
     def _is_alone(self, left_out: Sequence[int]) -> bool:
-        """True if one rank is left, which waits for nobody."""
+        """True if only one rank stays active: it reduces with none."""
         return len(left_out) == len(self._members) - 1
 
     def _candidates(self) -> Iterator[tuple[int, ...]]:
@@ -346,7 +346,7 @@ class LeftOutRanks:
             yield tuple(sorted((*self.ranks, *slowest[:count])))
 
     def _set(self, ranks: tuple[int, ...], reason: str = "") -> list[LeaveOut]:
-        """All but these take part from now on; all are told."""
+        """Excludes exactly these ranks; returns the notifications to all members."""
         self.changing = ranks or self.ranks or self.changing
         self.ranks = ranks
         self._shares.leave_out(ranks)
@@ -356,7 +356,7 @@ class LeftOutRanks:
         ]
 
     def _say(self, reason: str) -> list[LeaveOut]:
-        """A line for the user; nothing else changes."""
+        """Notification with a log line only; the exclusion stays as it is."""
         rank, epoch = self._first, self._epoch
         return [LeaveOut(rank=rank, epoch=epoch, left_out=self.ranks, reason=reason)]
 

@@ -1,13 +1,13 @@
 """Steps of ``sync`` when ranks have died: whose part is in which of them. Pure.
 
-Survivors are at most one backward pass apart, for a pass ends when all have come to
-it. They say where they are in the group that they form, and all draw the same from it:
+Survivors are at most one backward pass apart, since a pass ends when all ranks have
+reached it. They exchange their positions in the next group and decide alike:
 
-    sums of some, not of all ──► the others take them: the dead rank's part counts
-    sums of none             ──► reduced anew without it: its samples are left over
+    some ranks hold the sums ──► the others copy them: the dead rank's part counts
+    no rank holds the sums   ──► repeat without the dead rank: its samples remain
 
-Steps that any of them has begun are run by all, without the dead rank. Then the epoch
-pauses, and its rest is shared out anew.
+All survivors run the steps that any of them has begun, without the dead rank. Then the
+epoch pauses, and its rest is divided again.
 """
 
 from __future__ import annotations

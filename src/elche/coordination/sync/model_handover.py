@@ -1,8 +1,7 @@
-"""Ranks of ``sync`` that lack the model, and how they take it over. Pure.
+"""Copies of the model to ranks of ``sync`` that lack its last steps. Pure.
 
-A rank that is left out of steps falls behind, and loops may leave an epoch after
-different steps. All take the model over from one that has it, at a point at which none
-runs a step.
+An excluded rank falls behind, and loops may leave an epoch after different steps. Such
+ranks copy the model from one that has it, at a point where no rank runs a step.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class ModelHandover:
 
     @property
     def is_due(self) -> bool:
-        """True if ranks are behind, and no rank was told to adopt the model yet."""
+        """True if ranks are behind and no `Adopt` has been sent."""
         return bool(self.behind) and not self._is_told
 
     def remove(self, rank: int) -> None:
@@ -65,13 +64,13 @@ class ModelHandover:
         """A rank has taken it over, also while the members form a new group.
 
         Raises:
-            ProtocolError: it was not told to.
+            ProtocolError: the rank was not instructed to adopt.
         """
         is_due = event.rank in self.adopting or is_paused
         if not is_due or event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} was to adopt nothing: {event}")
         if is_paused:
-            self.ready.add(event.rank)  # others have yet to say that they are there
+            self.ready.add(event.rank)  # other ranks have not arrived yet
         self.adopting.discard(event.rank)
 
     def check(self, members: Set[int]) -> None:

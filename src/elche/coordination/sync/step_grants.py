@@ -31,7 +31,7 @@ from elche.errors import ProtocolError
 GRANT_S = 0.1
 MAX_GRANT_STEPS = 64
 FIRST_STEPS = 2
-"""One that is not timed (compilation), and one that is."""
+"""Steps with guessed shares: one that compiles, untimed, and one timed."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Granted:
         start: the first.
         stop: one past the last.
         shares: samples of each rank in each of them, 0 for one that is gone.
-        owing: members that take part in them and have yet to report.
+        owing: active members that have not reported the steps.
         reports: of the others.
         is_settled: ranks of an earlier group hold their result; no more reports come.
         left: ranks whose loop has left the epoch before the end of these steps.
@@ -167,10 +167,10 @@ class StepGrants:
         self._ahead_steps = max(members.values()) + 2
 
     def take(self, report: StepsDone) -> None:
-        """A rank has run its part of the next grant that it owes.
+        """Records a rank's report of its oldest unreported grant.
 
         Raises:
-            ProtocolError: it was not given that.
+            ProtocolError: the rank was not granted these steps.
         """
         rank = report.rank
         grant = next((each for each in self._granted if rank in each.owing), None)
@@ -235,7 +235,7 @@ class StepGrants:
         """The group has changed: steps before ``done`` are done, later ones void.
 
         Args:
-            done: the first that is not in the model that all go on with.
+            done: the first step that is not in the common model.
             lost: ranks whose part is missing, each from a step on.
         """
         kept: deque[Granted] = deque()
@@ -282,9 +282,10 @@ class StepGrants:
         return told
 
     def say_none(self, ranks: Collection[int]) -> list[GrantBatches]:
-        """Tells loops that fetch early that none are granted for now.
+        """Grants nothing to loops that fetch early, so that they do not wait.
 
-        Else they would wait for a grant to report their last step, and it for them.
+        Such a loop reports its last step with the next grant, which waits for that
+        report: a deadlock without the empty grant.
         """
         waits = self.fetches_early and self._granted and self.ungranted
         if not waits or self._has_said_none:

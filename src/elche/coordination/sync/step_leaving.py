@@ -94,7 +94,7 @@ class EarlyEnd:
         return sorted(set(members) - self._left.keys())
 
     def take(self, event: EpochLeft, members: Iterable[int]) -> list[Instruction]:
-        """A rank leaves; the others are told, and answer how far they are."""
+        """Records a rank that leaves; the notified others report their positions."""
         self._left[event.rank] = event
         self._begun.clear()
         return [
@@ -106,7 +106,7 @@ class EarlyEnd:
         """Records a staying rank's progress; lets the others join after all reports.
 
         Raises:
-            ProtocolError: it went on where another has left that cannot join it.
+            ProtocolError: it began a pass that a rank that has left cannot join.
             ConfigError: see `done`.
         """
         self._waits[event.rank] = event
@@ -138,11 +138,11 @@ class EarlyEnd:
         It is that of a rank that has run all of them, or has left last.
 
         Args:
-            members: who has taken part.
-            is_needed: others need it even where all of these hold the same.
+            members: ranks that have taken part.
+            is_needed: other ranks need the model even where these hold the same one.
 
         Returns:
-            None: all hold one model, or were told to take it over.
+            None if all hold one model, or have been instructed to adopt it.
 
         Raises:
             MismatchError: they hold others after as many steps.

@@ -22,15 +22,15 @@ EARLY = "the next batch is asked for before the backward pass of the last one"
 
 
 class StepReports:
-    """One rank's grants of an epoch, oldest first, and what is to be said of them.
+    """One rank's grants of an epoch, oldest first, and their reports.
 
     Args:
-        rank: whose.
+        rank: the rank.
         epoch: the epoch.
-        numbers: whether they were numbers; the shell keeps it up to date.
+        numbers: record of non-finite values; the shell keeps it up to date.
 
     Attributes:
-        due: what is to be sent.
+        due: the report to send.
     """
 
     def __init__(self, rank: int, epoch: int, numbers: NonFiniteRecord) -> None:
@@ -62,7 +62,7 @@ class StepReports:
         checks: CheckRows = (),
     ) -> None:
         """The grant under way is done, and its report due; see `StepsDone`."""
-        assert self.due is None, "the last report has not been said"
+        assert self.due is None, "the last report has not been sent"
         grant, times = self._grants.popleft(), self._times
         self._times = DeliveredTimes()
         self.due = StepsDone(
@@ -103,7 +103,7 @@ class StepReports:
         checks: CheckRows = (),
         stepped: int = 0,
     ) -> EpochLeft:
-        """The loop has broken off after so many steps: what was not said of them.
+        """Report of the steps that a loop has run before it left the epoch.
 
         ``cost`` is that of the last one, None if there was none; else see `EpochLeft`.
         """
@@ -129,6 +129,6 @@ class StepReports:
         )
 
     def void(self) -> None:
-        """The group has changed: what was granted, and begun, is granted anew."""
+        """Discards grants and begun steps: the next group receives new grants."""
         self._grants.clear()
         self._times = DeliveredTimes()

@@ -139,7 +139,7 @@ class SyncPolicy(Policy):
         outcome.epoch_over = True
 
     def _is_carrying(self, outcome: Outcome) -> bool:
-        """True if ranks left out have yet to take over the model of this epoch."""
+        """True if excluded ranks have not copied this epoch's model yet."""
         handover = self._handover
         if handover.is_due and not handover.adopting:
             source, last = min(self._active), self.grants.until - 1
@@ -153,7 +153,7 @@ class SyncPolicy(Policy):
 
     @property
     def positions_left(self) -> Runs:
-        """Positions of an epoch that was cut, or left, that nobody has trained on."""
+        """Untrained positions of an epoch that was cut or left."""
         return tuple(joined([*self.grants.positions_left, *self._returned]))
 
     @property
@@ -213,8 +213,8 @@ class SyncPolicy(Policy):
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group, without ranks that have died.
 
-        They run what any has begun; then the epoch pauses, and what is left of it is
-        shared out anew.
+        They run the steps that any of them has begun. Then the epoch pauses, and its
+        rest is divided again.
 
         Args:
             reduced: the last step of the epoch that each member will have run.
@@ -238,7 +238,7 @@ class SyncPolicy(Policy):
         self.exclusion.reset(sorted(self._members))
 
     def check(self) -> None:
-        """Asserts that every step is in one place, and who owes what."""
+        """Asserts that every step, and every pending report, is in one place."""
         self.grants.check(self._members.keys())
         self._handover.check(self._members.keys())
         if not self._left:
@@ -299,7 +299,7 @@ class SyncPolicy(Policy):
     def _measure(
         self, grant: Granted, reports: Sequence[StepsDone], now_s: float
     ) -> Sequence[Instruction]:
-        """Takes in what steps of all who take part took.
+        """Records the active ranks' measured times of a grant.
 
         Raises:
             ConfigError: they ran different backward passes.
@@ -320,7 +320,7 @@ class SyncPolicy(Policy):
         return self.exclusion.measured(reports, steps, left, now_s)
 
     def _top_up(self) -> list[GrantBatches]:
-        """Grants steps; loops that wait for some are told where none are granted."""
+        """Grants further steps, or an empty grant to loops that wait in vain."""
         holds = self._makes_room or self._is_paused
         if not (holds or self._is_cut or self._left):
             return self.grants.top_up(self._active)

@@ -20,14 +20,15 @@ from elche.coordination.windows.window_book import Part
 WAIT_TOLERANCE = 0.01
 """Part of a window that ranks may wait for each other without lengthening it."""
 PATIENT_BATCHES = 12.0
-"""Overlapped, an average may come as late as the end of the window after its own, or so
-many batches of the slowest rank later if that is more: a rank in a long batch holds
-nobody up at once.
+"""Patience for an overlapped average, in batches of the slowest rank.
+
+The average may arrive until the end of the next window, or this much later if that is
+more. So a rank in a long batch does not delay the others at once.
 """
 REDUCTIONS_KEPT = 3
 """Overlapped reductions whose median time counts."""
 ALIGNED_RANKS = 64
-"""With more ranks no anchor makes whole batches of all end together."""
+"""Most ranks whose anchor is aligned so that all finish whole batches together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Pacing:
         return el_che.enabled and not (el_che.is_calibrated or el_che.has_speed_hint)
 
     def begin_epoch(self, sizes: BatchSizes) -> None:
-        """Batches are cut anew."""
+        """Adapts the plan to the batch sizes of an epoch."""
         if self._counts_samples:
             self._pace = None
             local = (sizes.cut.largest_of(samples) for samples, _ in sizes.runs)

@@ -1,4 +1,4 @@
-"""Reductions of windows: who has the result; plans of weights, outer step and state.
+"""Reductions of windows: holders of the result; weights, outer step and state.
 
 Pure.
 """
@@ -117,7 +117,7 @@ class ReductionPlanner:
         """A window's plan without the ranks' weights.
 
         Args:
-            parts: what each rank did in it, and said when it closed it.
+            parts: each rank's work in the window, reported when it closed it.
             epoch_batches: batches of the epoch.
             window_batches: batches that El Che plans for a window now.
             **fields: other fields of the plan.

@@ -170,7 +170,7 @@ class WindowBook:
         self._open -= 1
 
     def tell_again(self) -> None:
-        """The epoch ends: ranks that were told to close their window do not know it."""
+        """Reopens closing windows, so that `CloseWindow` is sent again at the end."""
         for rank in self.parts:
             part = self.part(rank)
             if part.phase is PartPhase.CLOSING:
@@ -193,7 +193,7 @@ class WindowBook:
 
 
 class Throttle:
-    """Counts batches since the last synchronisation and says how far a rank may go.
+    """Counts batches since the last synchronisation and limits each rank's lead.
 
     A rank may run ``max_batch_diff`` batches more than the slowest one has (one, if
     that is 0: then all run in lockstep), until the next synchronisation: also when the

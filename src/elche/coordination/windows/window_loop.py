@@ -1,7 +1,7 @@
 """A rank's decisions in an epoch of windows, as a state machine without effects.
 
-The worker's shell and the simulator run this same code: they hand in instructions and
-the time, ask for the next action, carry it out, and say when it is done. Under
+The worker's shell and the simulator run this same code. They pass in instructions and
+the time, ask for the next action, execute it and report its completion. Under
 ``cadence`` a rank that has closed its window waits for the reduction; *overlapped*
 (``async``) it trains on, adopts the result at a batch boundary as soon as it is there,
 and waits only if the reduction outlasts a whole window. Pure.
@@ -36,7 +36,7 @@ class Do(Enum):
     WAIT = auto()
     """Sleep until an instruction comes, at most ``timeout_s``."""
     CLOSE = auto()
-    """Say `WindowClosed`; then `closed`.
+    """Send `WindowClosed`; then `closed`.
 
     Overlapped, keep what is to be reduced, and if this rank has trained, begin.
     """
@@ -80,7 +80,7 @@ LOOK_SOONER = 0.25
 """Poll backoff: fraction of the time waited so far."""
 
 HELD_WINDOWS = 3
-"""A live graph holds back what changes parameters for so many windows."""
+"""Windows for which a live graph may defer parameter changes."""
 
 TRAIN = Action(Do.TRAIN)
 CATCH_UP = "the slowest rank to catch up"
@@ -100,7 +100,7 @@ class WindowLoop:
     done that changes parameters, for three windows of batches at most.
 
     Args:
-        batch_cost: this rank's delivered seconds per batch; outlives the epoch.
+        batch_cost: this rank's delivered seconds per batch; kept across epochs.
         overlapped: train on while a window is reduced.
         reduced: the last window whose result this rank holds.
     """
@@ -214,7 +214,7 @@ class WindowLoop:
 
         Args:
             now_s: the time.
-            has_work: a leased batch is at hand or being loaded.
+            has_work: a leased batch is loaded or being loaded.
             is_reduced: the overlapped reduction's result is there.
             is_live: a changed parameter would break a backward pass still to come.
         """
@@ -287,7 +287,7 @@ class WindowLoop:
         self._result = ResultPhase.IN_FLIGHT
 
     def reduced(self, now_s: float) -> None:
-        """The result of the last closed window is in this rank's model."""
+        """Records that this rank's model includes the last closed window's result."""
         done = self._adopt or self._reduce
         assert done is not None
         self.reduced_window = max(self.reduced_window, done.window)

@@ -61,7 +61,7 @@ def lease(state: WindowState, ranks: Sequence[int], now_s: float) -> list[Instru
 
 
 def grant_planned(state: WindowState) -> list[Instruction]:
-    """Leases what a plan says, two windows ahead and past every loader's horizon."""
+    """Leases planned batches, two windows ahead and past every loader's horizon."""
     granted: list[Instruction] = []
     if state.plans is None or state.life.is_draining:
         return granted
@@ -84,7 +84,7 @@ def grant_planned(state: WindowState) -> list[Instruction]:
 
 
 def close_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
-    """Tells ranks that will get no more work in their window to close it."""
+    """Closes the windows of ranks without further work in them."""
     told = _tell_idle(state, ranks)
     if told and state.throttle.is_final:  # no rank is left that those it held wait for
         told += _tell_idle(state, state.members)

@@ -149,7 +149,7 @@ class WindowPolicy(Policy):
 
     @property
     def positions_left(self) -> Runs:
-        """Positions of an epoch that was cut, or left, that nobody has trained on."""
+        """Untrained positions of an epoch that was cut or left."""
         return self.state.ledger.positions_left()
 
     def has_left(self, rank: int) -> bool:
@@ -176,7 +176,7 @@ class WindowPolicy(Policy):
         self.state.add(member, is_idle=is_idle)
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
-        """All members have formed their group; says who holds which result."""
+        """All members have formed their group; ``reduced`` is each one's result."""
         state = self.state
         told = [*resume_reduction(state, reduced)]
         if state.may_end_window:
@@ -245,7 +245,7 @@ class WindowPolicy(Policy):
         return self._outcome(told)
 
     def _end_window(self, told: list[Instruction], now_s: float) -> Outcome:
-        """All ranks have closed it: measure, reduce, and go on to the next."""
+        """Measures and reduces a window that all ranks have closed; opens the next."""
         state = self.state
         touched, ahead = (
             any(part.batches for part in parts.values())

@@ -65,7 +65,7 @@ class LoaderPasses:
         self.is_cut_agreed = wants_cut
 
     def over(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Hands out the batches that are left of a pass; see `Pipeline.batches`."""
+        """Yields the remaining batches of a pass; see `Pipeline.batches`."""
         if not self.pauses.begin_pass():
             return
         is_torch = isinstance(loader, DataLoader)

@@ -88,7 +88,7 @@ def check_alike(told: Sequence[Mapping[str, str]]) -> None:
     """Raises unless all ranks have the same optimizers with the same groups.
 
     Args:
-        told: what each rank described.
+        told: each rank's description of its optimizers.
 
     Raises:
         MismatchError: they differ; says where.

@@ -251,7 +251,7 @@ class PipelineState:
 
 
 _open: list[weakref.ref[PipelineState]] = []
-"""Those of the pipelines that this process has open."""
+"""States of the pipelines that this process has open."""
 
 
 def _form(value: Any) -> str:

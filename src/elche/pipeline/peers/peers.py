@@ -74,7 +74,7 @@ class StagePeers:
 
     @staticmethod
     def join(placement: Placement, timeout_s: float) -> StagePeers:
-        """Meets all ranks of the run.
+        """Connects to all ranks of the run.
 
         Raises:
             CommunicationError: they did not come together in time.
@@ -111,7 +111,7 @@ class StagePeers:
 
     @staticmethod
     def decline(placement: Placement, error: BaseException) -> None:
-        """Meets the others only to end the run: this rank cannot take part."""
+        """Connects only to abort the run, in which this rank cannot take part."""
         with contextlib.suppress(CommunicationError, ConfigError, RemoteRankError):
             StagePeers.join(placement, _DECLINE_S).fail(error)
 

@@ -1,4 +1,4 @@
-"""Waits for other ranks: one deadline, one failure, and who waits for whom."""
+"""Waits for other ranks: one deadline, one failure, and the wait-for graph."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups
 
 
 def check_grouping(told: Sequence[Any]) -> None:
-    """Raises unless all ranks have told the same groups.
+    """Raises unless all ranks have reported the same groups.
 
     Raises:
         MismatchError: they have not.
@@ -165,7 +165,7 @@ def read_shares(
     reduction: str,
     needs_target: bool,
 ) -> ReplicaShares:
-    """The shares of a step from what the ranks have said.
+    """Shares of a step, from the ranks' reported batch sizes.
 
     Args:
         told: of each rank, samples of the batch and of the target: None where it has

@@ -135,7 +135,7 @@ def _measure(
     given: Message,
     device: torch.device,
 ) -> tuple[LayerMeasurement, Message]:
-    """Times a layer; returns what it hands on, too."""
+    """Times a layer; returns the times and its output."""
     layer = turns[0]
     stages = [Stage(0, [one], unpacks) for one in turns]
     split, whole = (

@@ -97,21 +97,21 @@ class ContributionGuard:
         self._owed[microbatch] = owed
 
     def after_own_input(self, microbatch: int) -> None:
-        """Notes what a backward of a user's own still owes after its input gradient."""
+        """Records weight gradients that a user's own backward has still to compute."""
         self._owed[microbatch] = self._parameters.keys() - self._changed()
 
     def after_weight(self, microbatch: int) -> None:
         """Checks a microbatch whose weight gradients have been computed.
 
         Raises:
-            ContributionError: one that was owed has not come.
+            ContributionError: a pending weight gradient was not computed.
         """
         lost = self._owed.pop(microbatch) - self._changed()
         if lost:
             self._complain(lost, microbatch, "got no contribution")
 
     def end_step(self) -> None:
-        """Checks that nothing is owed.
+        """Checks that no weight gradient is pending.
 
         Raises:
             ContributionError: weight gradients of a microbatch were never computed.

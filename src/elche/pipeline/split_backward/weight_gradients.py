@@ -80,7 +80,7 @@ class WeightGradients:
         self._open.append(site)
 
     def waiting_for(self, microbatch: int) -> list[torch.Tensor]:
-        """Weights and biases whose gradient a microbatch still owes."""
+        """Weights and biases whose gradient of a microbatch is still deferred."""
         return [one for site in self._waiting.get(microbatch, ()) for one in site.owed]
 
     def compute(self, microbatch: int) -> None:

@@ -1,1 +1,1 @@
-"""The coordinator as a child of the launcher, which starts it anew when it dies."""
+"""The coordinator as a child of the launcher, restarted when it dies."""

@@ -22,7 +22,7 @@ _CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """To a coordinator: the run as far as it is known, and how to serve it.
+    """Launcher to a new coordinator: the run's record so far, and serving options.
 
     Attributes:
         world_size: ranks that the run begins with.
@@ -43,24 +43,24 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """To it: an input of the launcher's own."""
+    """Launcher to coordinator: an input of the launcher's own."""
 
     what: Input
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """To it: the run is over, and its story is wanted."""
+    """Launcher to coordinator: the run is over; send its event log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """From it: what a launcher asks about the run. It may be half a second old.
+    """Coordinator to launcher: state of the run, at most half a second old.
 
     Attributes:
         connected: ranks that instructions reach.
-        heeding: those that end well by themselves when they are signalled.
-        told_to_end: ranks that were told to, because of another or of none.
+        heeding: ranks that end cleanly by themselves after a signal.
+        told_to_end: ranks aborted for a reason other than their own failure.
         silent: ranks that were killed because they were silent.
         members: ranks that are in the run, or have left it in order.
         devices: of each rank that has joined.
@@ -84,7 +84,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """From it, before any rank is told: what it took.
+    """Coordinator to launcher: a piece of the journal, before instructions are sent.
 
     Attributes:
         data: the piece, pickled.
@@ -99,16 +99,16 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """From it: the record as it is after all pieces of the journal so far, pickled."""
+    """Coordinator to launcher: a pickled snapshot that replaces the journal so far."""
 
     record: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """From it: the run goes on without this rank, whose process is to end first.
+    """Coordinator to launcher: end this lost rank's process; the run continues.
 
-    And to it: it has ended.
+    As a reply to the coordinator: the process has ended.
     """
 
     rank: int
@@ -116,14 +116,14 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """From it, for a display: an event or an instruction."""
+    """Coordinator to launcher, for the display: an event or an instruction."""
 
     message: Event | Instruction
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """From it, at its end: the story of the run."""
+    """Coordinator to launcher, at the end: the event log of the run."""
 
     story: tuple[str, ...]
 
@@ -151,7 +151,7 @@ class Link:
         return self._socket.fileno()
 
     def send(self, message: object) -> None:
-        """Hands a message to the system: it arrives even if this process is killed."""
+        """Writes a message to the socket: it arrives even if this process is killed."""
         self._socket.sendall(pack(message))
 
     def receive(self, *, waits: bool = True) -> list[object]:

@@ -46,11 +46,11 @@ from elche.runtime.process.launcher_watch import ignore_signals, wake_with_paren
 from elche.runtime.report.files import write_story
 
 COPY_ENTRIES: Final = 1024
-"""After so many entries a copy of the record takes their place in the launcher."""
+"""Journal entries after which the launcher replaces them by a snapshot."""
 STORY: Final = "ELCHE_STORY"
 """Beside rank 0: the file to which the event log of the run is written at its end."""
 _FREQUENT = BatchesDone, StepsDone, WindowClosed, ModelUpdated
-"""Events of which the launcher hears with the next `Tick`, if they change anything."""
+"""Frequent events: their status reaches the launcher with the next `Tick` only."""
 
 
 @final
@@ -85,7 +85,7 @@ class CoordinatorChild:
         self._server = server
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serves ranks until the launcher says that the run is over, or ends."""
+        """Serves ranks until the launcher sends `Stop`, or ends."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._link.fileno(), self._receive)
         self._server.fence_lost()
@@ -116,7 +116,7 @@ class CoordinatorChild:
                 self._is_over.set()
 
     def _have_fenced(self, rank: int) -> None:
-        """Waits for the launcher: nobody is told before."""
+        """Blocks until the launcher has ended the process of a lost rank."""
         self._link.send(Fence(rank))
         is_fenced = False
         while not is_fenced:
@@ -128,7 +128,7 @@ class CoordinatorChild:
         asyncio.get_running_loop().call_soon(self._handle_pending)
 
     def _write(self, entries: list[Entry]) -> None:
-        """Before anybody is told what follows from them."""
+        """Journals entries before the instructions that follow from them are sent."""
         record = self._server.record
         if not all(isinstance(entry.what, _FREQUENT) for entry in entries):
             self._say_status()

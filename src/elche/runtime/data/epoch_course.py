@@ -96,7 +96,7 @@ class EpochCourse:
         )
 
     def rebase(self, samples: int) -> None:
-        """The run's samples are counted on from so many."""
+        """Adds an offset to the run's count of samples."""
         self.samples_before += samples
 
     @property
@@ -112,11 +112,11 @@ class EpochCourse:
         self._rest = rest
 
     def done(self, left: Sequence[Range], open_batch: Sequence[Range] = ()) -> None:
-        """All of the part but these ranges of it is done.
+        """Marks all of the part as done, except these ranges.
 
-        ``open_batch`` has a range for each batch whose backward pass is to come: here
-        it will, and who goes on from what is saved now trains on it again. What a dead
-        rank had of it is left.
+        ``open_batch``: ranges of batches whose backward pass is still to come. This
+        process runs it; a run resumed from the state saved now trains on them again.
+        Positions of a dead rank among them remain.
         """
         part = self._rest.left
         self._open = part.origins_of(without(open_batch, left)).ranges

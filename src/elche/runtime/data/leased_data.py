@@ -341,7 +341,7 @@ def leased_loader(
 
 
 def horizon_batches(loader: DataLoader[Any]) -> int:
-    """Batches that the loader draws ahead of the one it hands out."""
+    """Batches that the loader draws ahead of the one it yields."""
     return loader.num_workers * (loader.prefetch_factor or 2) + 1
 
 

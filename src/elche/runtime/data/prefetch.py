@@ -27,7 +27,7 @@ from elche.cadence.prefetch_gauge import (
 from elche.runtime.data.transfer import Copy, CudaCopyStream, tensors_in, to_device
 
 WARM_BATCHES = 3
-"""After so many loop bodies a step has shown its peak; the first builds state."""
+"""Batches before a step's memory peak is trusted; the first allocates state."""
 GAUGE_EVERY_BATCHES = 32
 
 Tag = TypeVar("Tag")
@@ -71,7 +71,7 @@ def read_memory(device: torch.device) -> MemoryReading:
 
 
 def most_ahead(device: torch.device) -> int:
-    """Batches that :meth:`DevicePrefetcher.on` may take beyond the one handed out."""
+    """Batches that :meth:`DevicePrefetcher.on` may fetch ahead of the yielded one."""
     return MAX_DEPTH if device.type == "cuda" else 0
 
 
@@ -86,7 +86,7 @@ class _Held(Generic[Tag]):
 
 
 class DevicePrefetcher(Generic[Tag]):
-    """Hands out batches on the device, and has the next ones copied meanwhile.
+    """Yields batches on the device while the next ones are copied.
 
     On the CPU it passes batches through; on other devices without a copy stream it
     moves each when it is handed out. Whatever cannot be copied ahead (objects that only
@@ -234,7 +234,7 @@ class DevicePrefetcher(Generic[Tag]):
         return held.tag, held.data
 
     def _gauge(self) -> None:
-        """Decides the depth anew; between two steps, where the peak is behind."""
+        """Updates the prefetch depth, between two steps, after the memory peak."""
         memory = self._read()
         warm = self._batches >= WARM_BATCHES
         self._gauge_at = self._batches + GAUGE_EVERY_BATCHES if warm else WARM_BATCHES

@@ -86,7 +86,7 @@ class SampleOrder:
         self._received = received
 
     def settle(self, group: Group, source: int | None) -> None:
-        """Ranks lack the order of an epoch that has begun: it is shared, or drawn anew.
+        """Shares the order of a begun epoch with ranks that lack it, or draws it again.
 
         Args:
             group: of the ranks that live.
@@ -98,7 +98,7 @@ class SampleOrder:
         self.share(group, source or 0)
 
     def share_generators(self, group: Group) -> None:
-        """Tells all ranks where the first one's generators stand."""
+        """Broadcasts the state of the first rank's generators."""
         self._received = self._share_generators(group, 0)
 
     def _share_generators(self, group: Group, source: int) -> list[bytes] | None:

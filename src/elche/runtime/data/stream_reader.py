@@ -80,7 +80,7 @@ class Stamp(NamedTuple):
 
 
 class Stamped(NamedTuple):
-    """Data, and what the process that loaded it says of its stream.
+    """Data, with the position of its stream in the process that loaded it.
 
     A plain tuple on its way between processes, which is pinned like any other.
     """
@@ -193,7 +193,7 @@ class StreamReader:
             yield
 
     def _forget(self) -> None:
-        """Is nowhere in the stream, and lets go of what it holds."""
+        """Resets the position in the stream and releases held samples."""
         self._iterator: Iterator[Any] | None = None
         self._head: deque[Any] = deque()
         self._epoch = -1

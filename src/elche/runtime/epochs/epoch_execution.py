@@ -137,7 +137,7 @@ class EpochExecution:
             raise CommunicationError(TOO_EARLY)
 
     def prepare(self, begin: BeginEpoch, *, is_changed: bool, wants_keys: bool) -> None:
-        """Builds what the policy needs, and takes over who trained alone.
+        """Builds the policy's reducers, and copies the model of a rank that ran alone.
 
         Args:
             begin: the part, which all ranks have opened.
@@ -156,7 +156,7 @@ class EpochExecution:
         self._numbers = NonFiniteRecord(self._lag_steps)  # it counts what is trained
 
     def _build(self, begin: BeginEpoch, *, is_changed: bool) -> None:
-        """With all ranks of the group that there is, perhaps again in another one.
+        """Builds in the current group, with all its ranks; may be repeated in the next.
 
         Raises:
             CommunicationError: the rank that trained alone has died.
@@ -192,7 +192,7 @@ class EpochExecution:
         return run
 
     def run(self) -> Generator[Any, None, None]:
-        """Hands out this rank's batches of the part; a break ends the epoch."""
+        """Yields this rank's batches of the part; a break ends the epoch."""
         run, observer = self.under_way, self._observer
         assert run is not None
         try:
@@ -201,7 +201,7 @@ class EpochExecution:
             tracked = None if torch.is_grad_enabled() else batches_tracked()
             with contextlib.closing(run.batches()) as batches:
                 for batch in batches:
-                    exit_watch.code = None  # a loop that goes on was not left
+                    exit_watch.code = None  # the loop continues, so it was not left
                     observer.graphs.thread = threading.get_ident()
                     observer.begin_batch(batch, run.samples_in_hand)
                     try:
@@ -229,7 +229,7 @@ class EpochExecution:
             raise
 
     def end(self) -> SyncEpoch | WindowEpoch:
-        """The part has ended, or was cut, or broken off; returns how."""
+        """Ends the part, complete, cut or aborted; returns its executor."""
         run = self.under_way
         assert run is not None
         assert self._batches is not None

@@ -107,10 +107,10 @@ class EpochOpening:
     def build(
         self, policy: str, build: Callable[[], None], *, wants_keys: bool = False
     ) -> None:
-        """Builds what a policy needs with all ranks, anew where one has died meanwhile.
+        """Builds a policy's reducers with all ranks; repeats if a rank dies meanwhile.
 
-        All meet once more when they have: so nobody has trained where another has not
-        built, and whoever trains may lose ranks as ever.
+        A barrier follows: no rank trains before all have built, and from then on a
+        death is handled as in training.
 
         Args:
             policy: that is to be in force.
@@ -173,14 +173,14 @@ class EpochOpening:
             self._worker.hear_of(instruction)
 
     def regroup(self, *, wants_keys: bool = False) -> None:
-        """Forms the next group outside of windows; who waits for an epoch says so."""
+        """Forms the next group outside windows; ranks that await an epoch report it."""
         worker, regrouping = self._worker, self.regrouping
         has_formed = in_steps = False
         while not has_formed:
             worker.hear_of()
             with contextlib.suppress(RankLostError):
                 group = regrouping.meet(wants_keys=wants_keys)
-                # Who is new has the policy from there; what reduces may be half built.
+                # New ranks learn the policy there; reducers may be half built.
                 in_steps = (self._builds or self._synchroniser.policy) == "sync"
                 if in_steps:
                     reducer = self._synchroniser.reducer

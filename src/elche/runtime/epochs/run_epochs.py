@@ -210,7 +210,7 @@ class RunEpochs:
         self.execution.attach()
 
     def iterate(self, steps: int = -1) -> Iterator[Any]:
-        """Opens the next epoch on all ranks and hands out this rank's part.
+        """Opens the next epoch on all ranks and yields this rank's batches.
 
         Args:
             steps: of the epoch at most; -1 for all of it.
@@ -315,7 +315,7 @@ class RunEpochs:
         worker.expect(BarrierPassed, f"all ranks at {name}")
 
     def _pause(self) -> bool:
-        """The epoch is cut; whether it ends here on all ranks."""
+        """Handles a cut of the epoch; returns True if it ends here on all ranks."""
         assert self._course is not None
         end = self._course.ends[-1]
         if end.is_early or not self.opening.steps.lost.is_settled:
@@ -325,7 +325,7 @@ class RunEpochs:
         return end.is_early
 
     def _leave_rest(self, steps: int) -> None:
-        """The loop has left an epoch that was cut meanwhile, and goes on elsewhere."""
+        """Ends the rest of a cut epoch that the loop has left."""
         if self._pause():
             return
         part = self.execution.begin(self._open_part(steps))

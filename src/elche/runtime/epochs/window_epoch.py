@@ -89,7 +89,7 @@ class WindowEpoch:
 
     @property
     def samples_in_hand(self) -> int:
-        """Samples of the batch in hand."""
+        """Samples of the current batch."""
         return 0 if self._in_hand is None else self._in_hand[1]
 
     @property
@@ -202,7 +202,7 @@ class WindowEpoch:
         self._waited_s += time.monotonic() - began_s
 
     def _batch_done(self) -> None:
-        """The loop came back: the batch in hand is trained on."""
+        """Records the current batch as trained, when the loop asks for the next."""
         if self._in_hand is None:
             return
         batch, samples, began_s, ready_s = self._in_hand
@@ -259,7 +259,7 @@ class WindowEpoch:
         self._loop.closed(began_s, is_finite=is_finite)
 
     def _reduce(self, plan: Reduce, *, is_begun: bool) -> None:
-        """Puts the window's result into the model and says so."""
+        """Applies the window's result to the model and reports it."""
         started_s = time.monotonic()
         if not self._sync.is_overlapped:
             waited = self._closed_s, started_s
@@ -326,9 +326,9 @@ class WindowEpoch:
         self._hooks.copies.committed(self._last.copies, self._sync.common)
 
     def _adopt(self, told: Adopt) -> None:
-        """All survivors have the result, since they formed the group: says so.
+        """Reports the result that all survivors hold since they formed the group.
 
-        Without checks: some may have trained since.
+        Without checksums, since some ranks may have trained since.
         """
         if self._loop.reduced_window < told.window:
             raise ProtocolError(

@@ -57,17 +57,17 @@ class CoordinatorServer:
     Args:
         world_size: ranks of the run.
         key: the run's shared secret.
-        survives: somebody fences ranks that are lost, so the run can go on without.
+        survives: lost ranks are fenced, so the run can continue without them.
         record: of the run so far; None: it begins.
 
     Attributes:
         core: the decisions.
-        record: what must not be forgotten.
-        on_entries: called with what was taken, before anybody is told because of it.
-        on_change: called when ranks have come or gone, or were told to end.
+        record: state that a restarted coordinator needs.
+        on_entries: called with journal entries, before their instructions are sent.
+        on_change: called when ranks connect, are lost, or receive an `Abort`.
         sees_ends: :meth:`rank_ended` is called for each process.
-        on_lost: called with a rank without which the run goes on, before anybody is
-            told: it must not run any more.
+        on_lost: called with a lost rank that the run survives, before the others are
+            notified: its process must be ended.
         on_message: called with each event and instruction, in their order.
         strangers: connections without a Hello yet, since when; it is due soon.
         connections: of ranks that instructions reach.
@@ -127,7 +127,7 @@ class CoordinatorServer:
         await asyncio.sleep(0)
 
     def take(self, *events: Input) -> None:
-        """Hands events to the core and sends what it answers.
+        """Applies events to the core and sends its instructions.
 
         The instructions to one rank are sent in one piece: it wakes up for them once.
         """
@@ -139,7 +139,7 @@ class CoordinatorServer:
         connection: RankConnection | None,
         inputs: Sequence[Input | None],
     ) -> None:
-        """The same of inputs from a rank's stream, or the launcher's.
+        """Applies inputs of a rank's stream, or of the launcher's.
 
         Args:
             source: see `Entry`.
@@ -191,7 +191,7 @@ class CoordinatorServer:
     def admit(
         self, connection: RankConnection, rank: int, pid: int, stream: str, had: int
     ) -> bool:
-        """A connection says which rank it is, and where it stands in its stream.
+        """Registers a connection by its `Hello`: rank, and position in its stream.
 
         A rank that connects after the end of the run gets the reason at once: it may
         only read and wait, as a rank of a pipeline does until the group is there.
@@ -330,7 +330,7 @@ class RankConnection(asyncio.Protocol):
         self._unknown_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Says by its nonce that this is a coordinator."""
+        """Sends the greeting with a nonce, which identifies a coordinator."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         keep_alive(transport.get_extra_info("socket"))
@@ -338,7 +338,7 @@ class RankConnection(asyncio.Protocol):
         transport.write(self._greeting)
 
     def data_received(self, data: bytes) -> None:
-        """Hands what is whole to the server; drops who keeps to no protocol."""
+        """Passes complete messages to the server; invalid ones end the connection."""
         self._unknown_bytes += len(data) if self._rank is None else 0
         if self._unknown_bytes > HELLO_BYTES:
             self.drop("expected a Hello, got a flood")
@@ -363,7 +363,7 @@ class RankConnection(asyncio.Protocol):
         self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The rank may come again, be dead, or have left."""
+        """Unregisters the connection: its rank may reconnect, be dead, or have left."""
         self._server.strangers.pop(self, None)
         if self._rank is not None:
             self._server.lost(self._rank, self)

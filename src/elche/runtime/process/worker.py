@@ -63,11 +63,11 @@ class Worker:
         timeout_s: deadline of every wait.
 
     Attributes:
-        is_cold: the batch in hand is not timed.
+        is_cold: the current batch is not timed.
         max_samples: what the device turned out to hold at once; 0: no limit was met.
         on_wait: called while this rank waits for others, again and again, with those
             that have left the epoch.
-        meets_in_forward: ranks meet in forward passes, so none can leave alone.
+        meets_in_forward: forward passes have collectives; no rank can leave alone.
         name_samples: adds to an error what its batches are, in the epoch under way.
         survives: the run continues without ranks that are lost.
         on_regroup: called between epochs, where ranks have died, or are to join.
@@ -127,7 +127,7 @@ class Worker:
         return self.members.index(self.rank)
 
     def begin_beats(self) -> None:
-        """Begins to say that this process lives."""
+        """Starts the heartbeat thread."""
         self._heartbeat = Heartbeat(self._channel)
 
     def hear_of(self, *regroups: Regroup) -> None:
@@ -199,7 +199,7 @@ class Worker:
         return instruction
 
     def regroup_if_told(self) -> None:
-        """Between epochs, before all ranks meet: forms the group of those who live.
+        """Forms the survivors' group between epochs, before a collective of all ranks.
 
         Where ranks have died since, or when the last epoch ended.
         """
@@ -297,7 +297,7 @@ class Worker:
     def _why_failed(
         self, ranks: Sequence[int], text: str, missing: Sequence[int]
     ) -> Exception:
-        """The error of a failed collective; the coordinator soon knows who is gone."""
+        """The error of a failed collective; the coordinator soon reports lost ranks."""
         with contextlib.suppress(CommunicationError):
             self._channel.await_kinds((Abort, Regroup), ABORT_WAIT_S)
             abort = self._channel.find_abort()
@@ -323,7 +323,7 @@ class Worker:
         try:
             self._channel.store_set(keys[self.rank], b"")
             come = self._channel.store_published([*keys.values()], ROLL_CALL_S)
-        except CommunicationError:  # nobody can be asked
+        except CommunicationError:  # no coordinator to ask
             return []
         if keys[self.rank] not in come:  # the coordinator does not answer
             return []

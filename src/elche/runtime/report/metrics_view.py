@@ -23,7 +23,7 @@ POLL_S = 0.02
 
 
 class MetricsView:
-    """Logs scalars and hands out metrics; made in the training thread.
+    """Logs scalars and returns metrics; created in the training thread.
 
     Args:
         source: the run.
@@ -105,7 +105,7 @@ class MetricsView:
             self._ended.wait(POLL_S)
 
     def end(self) -> None:
-        """The run has ended: nobody need wait, and its model may be forgotten."""
+        """Releases waiting callers and the model, since the run has ended."""
         self.notifications.on_metrics = None
         self._ended.set()
         self._source = None

@@ -71,9 +71,9 @@ class RunNotifications:
     def summary(self, policy: str, in_force: str) -> str:
         """One line on the last epoch: gain, shares and policy; "" if nothing is known.
 
-        The gain is over what the fastest rank delivered outside of reductions, so it
-        counts what the ranks wait for each other and reduce. One above what all deliver
-        together was not measured, and is left out.
+        The gain is the run's throughput over the fastest rank's outside reductions, so
+        it includes waits and reductions. A gain above all ranks' summed throughput is
+        an artefact of measuring, and is omitted.
 
         Args:
             policy: of the run.

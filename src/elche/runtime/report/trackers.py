@@ -38,7 +38,7 @@ class Tracker:
             )
 
     def write(self, values: dict[str, float], step: int) -> None:
-        """Hands values to the writer."""
+        """Passes values to the writer."""
         if not self._has_add_scalar:
             self._writer.log(values, step=step)
             return

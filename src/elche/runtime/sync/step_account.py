@@ -152,7 +152,7 @@ class StepAccount(StepReports):
         return has_changed
 
     def _done(self, number: int, cost: BatchCost, passes: tuple[int, int]) -> bool:
-        """A step is done; what is to be said of its grant waits for the next one."""
+        """Completes a step; a finished grant's report waits for the next pass."""
         has_sent = self.due is not None and self.report()  # there was no backward pass
         if self._dead.first or not self.step_done(number, cost):
             return has_sent
@@ -181,9 +181,9 @@ class StepAccount(StepReports):
         return event is not None
 
     def leave(self, in_hand: Step | None, reducer: GradientReducer, apart: str) -> None:
-        """Sends the rest: the loop has broken off in a step, or before the first.
+        """Sends `EpochLeft`: the loop has left in a step, or before the first.
 
-        ``apart`` says why this rank cannot take part in later passes, if it cannot.
+        ``apart``: why this rank cannot take part in later passes, or "".
         """
         cost = None if in_hand is None else self._cost(in_hand, reducer.wait_s)
         self._watch.report(final=True)
@@ -200,7 +200,7 @@ class StepAccount(StepReports):
         self._worker.send(left)
 
     def void(self) -> None:
-        """The group has changed: what is not reported is granted anew."""
+        """Discards unreported steps: the next group receives new grants."""
         super().void()
         self._ran.clear()
 
@@ -208,6 +208,6 @@ class StepAccount(StepReports):
 def _look(
     numbers: NonFiniteWatch, graphs: LiveGraph, step: Step, came: dict[int, int]
 ) -> None:
-    """A backward pass of a step is complete, and its gradients not reduced."""
+    """Checks a backward pass that is complete, before its gradients are reduced."""
     graphs.refuse_unseen()
     numbers.look(step.part, came)

@@ -1,9 +1,9 @@
 """Groups of ranks that take part in the steps of ``sync``, as one rank carries it out.
 
-Which ones the coordinator decides. Those left out take over model and optimizers when
-the epoch ends, as do ranks whose loop has left it early. Where ranks have died, the
-next group settles in which steps the others go on; new ranks are taken in between two
-parts of an epoch.
+The coordinator decides which ranks take part. Excluded ranks copy model and optimizers
+at the epoch's end, and so do ranks whose loop has left it early. After a death the
+survivors agree in their next group on the step at which they continue. New ranks join
+between two parts of an epoch.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ APART = StepPlace(-1, 0, -1)
 
 @final
 class StepGroups:
-    """Forms the groups of those who take part, and brings the others up to date.
+    """Forms the groups of active ranks, and copies the model to the others.
 
     Attributes:
-        lost: who has died in the part of an epoch under way.
-        is_apart: ranks that are left out of steps were among those who live.
+        lost: ranks that have died in the current part of the epoch.
+        is_apart: some living ranks are excluded from steps.
         late_error: this rank's loop left an epoch and cannot begin the next one.
     """
 
@@ -114,7 +114,7 @@ class StepGroups:
 
     @property
     def _apart(self) -> list[int]:
-        """Ranks that are left out, and live."""
+        """Living ranks that are excluded."""
         return [rank for rank in self._left_out if rank in self._worker.members]
 
     def meet(self, call: str) -> None:

@@ -119,7 +119,7 @@ class SyncEpoch:
 
     @property
     def samples_in_hand(self) -> int:
-        """Samples of the batch in hand."""
+        """Samples of the current batch."""
         return 0 if self._part is None else self._part.label.samples
 
     @property
@@ -319,7 +319,7 @@ class SyncEpoch:
             self._worker.receive(self.handle, f"the grant of step {number}")
 
     def _await_end(self) -> None:
-        """All steps are run; where ranks have died, says so."""
+        """Waits for the epoch's end; reports the last step where ranks have died."""
         while self.end is None:
             if self._dead.is_settled and self._state is _State.BETWEEN:
                 self._state = _State.SETTLED
@@ -427,10 +427,10 @@ class SyncEpoch:
         self._reducer.weigh_forward(part)
 
     def _weigh_late(self, part: StepPart, other: StepPart | None) -> None:
-        """A backward pass comes to the graph of a batch before the one in hand.
+        """Weighs a backward pass that reaches the graph of an earlier batch.
 
         Raises:
-            ConfigError: it came to another batch's before.
+            ConfigError: the pass has reached another batch's graph before.
         """
         if other is None:
             self._reducer.weigh_pass(self._alive(part))
@@ -444,18 +444,18 @@ class SyncEpoch:
         )
 
     def _settle(self, first: int | None = None) -> None:
-        """Steps before this one are done: their report waits for the next pass."""
+        """Completes steps before this one; the next pass sends their report."""
         if self._account.settle(first):
             is_due = self._account.due is not None
             self._reducer.beneath = self._report_beneath if is_due else None
 
     def _report(self) -> None:
-        """Sends what is still to be said."""
+        """Sends the pending report."""
         if self._account.report():
             self._reducer.beneath = None
 
     def _report_all(self) -> None:
-        """Also of steps whose backward pass has not come yet."""
+        """Sends all reports, also of steps whose backward pass is still to come."""
         self._settle()
         self._report()
 

@@ -1,4 +1,4 @@
-"""Learning rate schedulers that were handed over, and follow the run in windows."""
+"""Registered learning rate schedulers, which follow the run's progress in windows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LoopPlace(Enum):
 
 @final
 class FollowedSchedulers:
-    """Steps schedulers as often as the run's progress says, equally on every rank.
+    """Steps schedulers by the run's progress, equally on every rank.
 
     A scheduler's own ``step()`` is called, never another way around it, so its state is
     that of a single process at every epoch's end. Under ``sync`` nothing is touched.
@@ -147,7 +147,7 @@ class FollowedSchedulers:
         self.rates.begin(optimizers)
 
     def begin_part(self) -> None:
-        """An epoch that was cut goes on, and so does what is counted."""
+        """Keeps the counts across the parts of a cut epoch."""
         self._place = LoopPlace.STEPS
 
     def state_dict(self) -> list[dict[str, Any]]:

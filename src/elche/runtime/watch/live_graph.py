@@ -177,7 +177,7 @@ class LiveGraph:
         waiting.append(self._in_hand)
 
     def _keep(self, batch: BatchForwards, data: Any) -> None:
-        """A batch is yielded; memory that two batches share tells neither."""
+        """Records a batch's storages; one shared by two batches identifies neither."""
         if len(self._of) >= self._most:
             kept = {k: v for k, v in self._of.items() if not v[0].expired()}
             self._of, self._most = kept, 64 + 2 * len(kept)
@@ -199,7 +199,7 @@ class LiveGraph:
         return newest
 
     def end_epoch(self, *, is_over: bool = False) -> None:
-        """No batch is in hand; what is open may have its passes, or ``is_over``."""
+        """Ends the current batch; open batches keep their hooks unless ``is_over``."""
         self._in_hand = None
         while self._handles and (is_over or not self.open_batches):
             self._handles.pop().remove()
@@ -225,7 +225,7 @@ class LiveGraph:
         self._policy = policy
 
     def refuse_unseen(self) -> None:
-        """At the end of a backward pass whose gradients the batch in hand weighs.
+        """Refuses a backward pass that no forward pass of the current batch explains.
 
         Raises:
             ConfigError: it is of an earlier batch, which no hook has shown, or may be.

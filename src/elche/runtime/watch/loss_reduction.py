@@ -38,7 +38,7 @@ DISTANCES = frozenset({"PowBackward0", "AbsBackward0"})
 LOOKS = 20
 """Backward passes to look at for hints: a look waits for the device."""
 WHOLE = 2
-"""Whole batches after which a shorter one is said to be short."""
+"""Whole batches after which a smaller one counts as a short last batch."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""Observer of the user's loop: the parts that see it, and what they say together.
+"""Observer of the user's loop, and the parts of which it consists.
 
 ==============  ===================================  =================================
 event           seen by                              parts

@@ -221,7 +221,7 @@ class GradientSync(WindowSync):
     def hand_over(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
-        """Nothing has moved since the common step: who lacks it takes what it made.
+        """Copies the last common step's result to the ranks that lack it.
 
         Raises:
             CommunicationError: another rank has died meanwhile.

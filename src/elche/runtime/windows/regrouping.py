@@ -1,10 +1,10 @@
 """The next group of a run that has lost ranks or takes in new ones.
 
-If one of the survivors holds the result of the reduction under way, with the dead
-rank's part in it, the others take it from that one, and the coordinator commits it;
-else it plans the reduction anew, without that part. In shared memory all see the same
-sums; over gloo some may have them and others not. New ranks come where an epoch is cut,
-and one that was there before hands over all it holds.
+If a survivor holds the result of the open reduction, which includes the dead rank's
+part, the others copy it, and the coordinator commits it. Else the coordinator plans the
+reduction again without that part. In shared memory all ranks see the same sums; over
+gloo some may have them and others not. New ranks join where an epoch is cut, and copy
+the state of a member.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Regrouping:
     Args:
         worker: this rank's shell.
         synchroniser: reduces its windows.
-        order: of the samples; who becomes the first rank draws it.
+        order: of the samples, drawn by the first rank of the new group.
         hand_over: sends the first rank's state to those that are new, with all ranks.
         notifications: emit lines for the user.
         min_ranks: fewer pause until others have joined.
@@ -110,12 +110,12 @@ class Regrouping:
         self.say()
 
     def meet(self, *, wants_keys: bool = False) -> Group:
-        """The members' group, formed; who lacks what all have gets it there.
+        """Forms the members' group, and copies state to the ranks that lack it.
 
         ``wants_keys``: this rank waits for the positions of an epoch that has begun.
 
         Raises:
-            RankLostError: another rank has died; to be called again.
+            RankLostError: another rank has died; call it again.
         """
         worker, order = self._worker, self._order
         worker.regroup()

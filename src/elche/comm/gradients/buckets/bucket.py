@@ -237,7 +237,7 @@ class Bucket:
             self.sent.append(self._layout.views(sent))
 
     def _lay_message(self) -> None:
-        """Lays the next message, and its sum, where nobody views the last ones."""
+        """Places the next message and its sum in memory that no gradient views."""
         self._flat, self.sent, self.summed, self._total = [], [], [], None
         if self._staged:
             sent = self._lender.lend()

@@ -195,7 +195,7 @@ class BucketPass(ABC):
         self._close()
 
     def rewind(self) -> None:
-        """A backward pass was broken off, and its gradients will all come again.
+        """Resets an aborted backward pass, which will produce all gradients again.
 
         Buckets that were sent stay sent: their gradients were complete.
         """
@@ -326,7 +326,7 @@ class BucketPass(ABC):
     def _close_now(self) -> None:
         """Sends what is left, waits for all sums, and publishes them.
 
-        Anew without ranks that die meanwhile, or with another rank's sums.
+        Repeats without ranks that die meanwhile, or copies another rank's sums.
         """
         started_s, factor = time.perf_counter(), None
         while self._phase is not Phase.TAKEN:
@@ -359,16 +359,16 @@ class BucketPass(ABC):
     def reduce_in(
         self, group: Group, source: int | None, *, lacks: bool, factor: float
     ) -> None:
-        """Ranks have died: the others are the group from now on; with all of them.
+        """Continues in the group of the survivors; a collective call.
 
-        A pass that no rank has all sums of is reduced anew, from gradients that were
-        kept; one that ``source`` has the sums of is not.
+        If ``source`` holds the sums of the last pass, the others copy them. If no rank
+        holds all of them, the pass is reduced again from the kept gradients.
 
         Args:
-            group: of those who live.
-            source: place of one that has the last pass's sums; None: all have them.
-            lacks: this rank has not got those sums.
-            factor: what they are multiplied by.
+            group: of the survivors.
+            source: place of a rank with the last pass's sums; None: all have them.
+            lacks: this rank does not have those sums.
+            factor: factor of the sums.
         """
         if source is not None:
             self._queue.take_over(group, source, lacks=lacks)
@@ -404,7 +404,7 @@ class BucketPass(ABC):
             self._next_order = order
 
     def _reorder(self, order: Sequence[int]) -> None:
-        """Makes buckets anew, when all ranks have closed the first pass.
+        """Rebuilds the buckets, when all ranks have closed the first pass.
 
         Its sums lie in the old ones, where a rank that lacks them takes them over. If
         a rank dies here, the order is observed anew.

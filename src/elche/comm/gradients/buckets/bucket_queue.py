@@ -75,7 +75,7 @@ class BucketQueue:
         group: Group,
         options: PassOptions,
     ) -> None:
-        """Makes buckets anew, together with all ranks; a codec's residuals stay."""
+        """Rebuilds the buckets; a collective call. A codec's residuals stay."""
         left = self.residuals()
         self._as_views = options.keeps_strides
         self.buckets = make_buckets([parameters[at] for at in order], options.cap_bytes)
@@ -146,7 +146,7 @@ class BucketQueue:
             self.sent += 1
 
     def send_again(self, late: Iterable[int], scale: float) -> None:
-        """Sends and sums buckets anew that have gone without these gradients."""
+        """Repeats the reduction of buckets that were sent without these gradients."""
         lacking = {id(self.places[index][0]) for index in late}
         again = [bucket for bucket in self.buckets if id(bucket) in lacking]
         for bucket in again:

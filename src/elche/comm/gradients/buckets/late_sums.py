@@ -16,8 +16,8 @@ from elche.comm.gradients.buckets.bucket_queue import BucketQueue
 class LateSums:
     """Sums of closed passes that are not yet in `p.grad`.
 
-    Those of the first pass are there at its end, since buckets are made anew then; they
-    are kept until the next one's.
+    The first pass's sums are complete at its end, since buckets are rebuilt then. They
+    are kept until the sums of the next pass.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -60,7 +60,7 @@ class LateSums:
         return wait_s
 
     def publish(self, queue: BucketQueue) -> float:
-        """Waits for those that are owed, which become `p.grad`; for so many seconds."""
+        """Publishes pending sums in `p.grad`; returns the seconds waited."""
         first, self._first = self._first, None
         if first is not None:
             self._put(first)

@@ -12,9 +12,7 @@ from tests.test_layers import SOURCES
 CONSTRUCTORS = {each.__name__ for each in _device_constructors()}
 OWN_PROCESSES = ("elche.demo.",)
 """Runs of elche's own scripts, which set no default."""
-AS_TORCH_DOES = {
-    ("elche.runtime.data.positions", "torch.empty((), dtype=torch.int64)"),
-}
+AS_TORCH_DOES = {("elche.runtime.data.positions", "torch.empty((), dtype=torch.int64)")}
 """A seed drawn where a DataLoader draws its own, from the same generator."""
 
 

@@ -41,8 +41,7 @@ def test_an_own_loop_alone() -> None:
 
 def test_trainer() -> None:
     ended = _run(
-        *(sys.executable, "-m", "elche", "run", "--nproc", "2"),
-        "examples/trainer.py",
+        *(sys.executable, "-m", "elche", "run", "--nproc", "2"), "examples/trainer.py"
     )
     assert ended.returncode == 0, ended.stderr
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", ended.stdout)]

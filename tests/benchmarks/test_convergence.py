@@ -302,10 +302,7 @@ def test_a_line_compares_seed_by_seed(tmp_path: Path) -> None:
     ("settings", "words"),
     [
         ({}, "one device"),
-        (
-            {"cut": 2, "optimizer": "muon"},
-            "one device, batch / 2, Muon",
-        ),
+        ({"cut": 2, "optimizer": "muon"}, "one device, batch / 2, Muon"),
         (
             {"fleet": "4", "anchor": 5, "optimizer": "sgd"},
             "4 ranks, anchor 5, blocking, plain averaging, SGD",

@@ -11,10 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche.by_hand.manual_run import (
-    current_manual_run,
-    end_manual_run,
-)
+from elche.by_hand.manual_run import current_manual_run, end_manual_run
 from elche.by_hand.replica import Replica, init_group
 from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
 from elche.comm.transport.process_group import gather_texts

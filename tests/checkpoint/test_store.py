@@ -315,11 +315,7 @@ def test_the_model_alone_loads_into_the_bare_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda body: body.pop("files"),
-        lambda body: body.update(name="../../x"),
-    ],
+    "change", [lambda body: body.pop("files"), lambda body: body.update(name="../../x")]
 )
 def test_a_manifest_with_a_right_checksum_and_wrong_fields_is_passed_over(
     change: Callable[[dict[str, Any]], object],

@@ -209,10 +209,7 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
         ("state_factor = 0\n" + LAYER + DEVICE, "state_factor of at least 1"),
         (LAYER + "count = true\n" + DEVICE, "[[layer]] 0: expected a whole number"),
         (LAYER + "cost = 1\n" + DEVICE, "[[layer]] 0: unknown key 'cost'"),
-        (
-            LAYER + "name = 3\n" + DEVICE,
-            "0: expected a string for name, got 3",
-        ),
+        (LAYER + "name = 3\n" + DEVICE, "0: expected a string for name, got 3"),
         (
             LAYER + DEVICE.replace("'a'", "''"),
             "[[device]] 0: expected a name of at least one character",

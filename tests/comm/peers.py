@@ -84,9 +84,7 @@ class Peer(Peers):
 
 
 def exchanges(
-    world_size: int,
-    codec: Codec,
-    numel: int,
+    world_size: int, codec: Codec, numel: int
 ) -> tuple[Wire, list[CodedExchange]]:
     """The ranks' ends of one exchange; `numel` counts the weight."""
     wire = Wire(world_size)

@@ -57,10 +57,7 @@ def test_buffers_are_rank_0s_as_in_torch(ranks2: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("options", "equal_at_start"),
-    [
-        ({"broadcast_buffers": False}, False),
-        ({"forward_sync_buffers": False}, True),
-    ],
+    [({"broadcast_buffers": False}, False), ({"forward_sync_buffers": False}, True)],
 )
 def test_buffers_may_stay_local(
     ranks2: RankPool, options: dict[str, bool], equal_at_start: bool

@@ -8,14 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ddp.cases.ddp_cases import (
-    Plan,
-    Trace,
-    alone,
-    build,
-    gradients_of,
-    meeting,
-)
+from tests.ddp.cases.ddp_cases import Plan, Trace, alone, build, gradients_of, meeting
 from tests.ddp.cases.ddp_norm_cases import mixed_models, refusals, train_norms
 from tests.ddp.test_ddp import THREE, TWO, Gradients, equal_bits
 from tests.harness.rank_pool import RankPool

@@ -9,11 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.demo.text import (
-    CharDataset,
-    encode,
-    load_corpus,
-)
+from elche.demo.text import CharDataset, encode, load_corpus
 from elche.errors import ConfigError
 
 SYMBOLS = {int(encode(one)): one for one in map(chr, [10, *range(32, 127)])}

@@ -176,10 +176,7 @@ def _only_on_rank_0(policy: str, what: str) -> str:
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 @pytest.mark.parametrize(
     ("what", "says"),
-    [
-        ("freeze", "does not train what rank 0 trains"),
-        ("load", "hold different"),
-    ],
+    [("freeze", "does not train what rank 0 trains"), ("load", "hold different")],
 )
 def test_changes_on_one_rank_alone_are_refused(
     ranks2: RankPool, policy: str, what: str, says: str

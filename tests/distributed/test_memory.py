@@ -90,10 +90,7 @@ def models_beyond_plain(policy: str, kind: str, codec: str) -> tuple[float, floa
     ],
 )
 def test_memory_is_what_is_said(
-    ranks2: RankPool,
-    case: tuple[str, ...],
-    designed: float,
-    is_gradient: float,
+    ranks2: RankPool, case: tuple[str, ...], designed: float, is_gradient: float
 ) -> None:
     """Under ``sync`` a contribution and the sum, which is ``p.grad`` as well.
 

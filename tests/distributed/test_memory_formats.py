@@ -28,11 +28,7 @@ def _made() -> tuple[nn.Module, torch.optim.Optimizer, Loader]:
     return model, optimizer, DataLoader(TensorDataset(*data), batch_size=4)
 
 
-def _train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: Loader,
-) -> State:
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> State:
     for _ in range(2):
         for x, y in loader:
             take_step(model, optimizer, x, y)

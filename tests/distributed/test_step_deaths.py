@@ -253,11 +253,7 @@ def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
     ],
 )
 def test_a_death_while_a_rank_is_left_out(
-    victim: int,
-    place: str,
-    at: float,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    victim: int, place: str, at: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lacks the model until what was begun is run; then all take part.
 

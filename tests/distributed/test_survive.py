@@ -64,11 +64,7 @@ def run_with(
 
 
 def outlive(
-    tmp_path: Path,
-    deaths: tuple[Death, ...],
-    policy: str,
-    ranks: int = 4,
-    **more: Any,
+    tmp_path: Path, deaths: tuple[Death, ...], policy: str, ranks: int = 4, **more: Any
 ) -> list[Counted]:
     """A run in which ranks die; what the others have at its end, checked.
 

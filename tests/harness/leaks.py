@@ -62,9 +62,7 @@ def snapshot(allowed_pids: Set[int] = frozenset()) -> Snapshot:
 
 
 def leaks_since(
-    before: Snapshot,
-    grace_s: float,
-    allowed_pids: Callable[[], Set[int]] = frozenset,
+    before: Snapshot, grace_s: float, allowed_pids: Callable[[], Set[int]] = frozenset
 ) -> list[str]:
     """Describes what runs now and did not run before, and kills the processes.
 

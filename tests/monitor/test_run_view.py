@@ -17,13 +17,7 @@ from elche.coordination.protocol.instructions import (
     MetricsReported,
 )
 from elche.monitor.live_run import LiveRun
-from elche.monitor.run_view import (
-    RANKS_SHOWN,
-    RECENT_S,
-    RankLine,
-    RunView,
-    rank_table,
-)
+from elche.monitor.run_view import RANKS_SHOWN, RECENT_S, RankLine, RunView, rank_table
 
 Window = tuple[float, tuple[int, int]]
 
@@ -52,14 +46,7 @@ def begin(epoch: int = 0, samples: int = 1000) -> BeginEpoch:
 
 
 def end() -> EndEpoch:
-    return EndEpoch(
-        rank=0,
-        epoch=0,
-        samples=0,
-        sync_s=0.0,
-        windows=1,
-        anchor=1,
-    )
+    return EndEpoch(rank=0, epoch=0, samples=0, sync_s=0.0, windows=1, anchor=1)
 
 
 def window(

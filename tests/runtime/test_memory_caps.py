@@ -102,14 +102,8 @@ def test_windows_run_their_batches_in_micro_batches(
     assert difference(states[1], states[0]) <= EXACT
 
 
-def test_a_loop_of_the_users_own_gets_shares_within_the_caps(
-    ranks2: RankPool,
-) -> None:
-    options = {
-        "policy": "sync",
-        "speed_hints": (1.0, 0.25),
-        "max_samples": {0: 7},
-    }
+def test_a_loop_of_the_users_own_gets_shares_within_the_caps(ranks2: RankPool) -> None:
+    options = {"policy": "sync", "speed_hints": (1.0, 0.25), "max_samples": {0: 7}}
     ranks = ranks2.serve(looped, options, env=devices(7, None))
     alone = looped({"policy": "sync"})
     assert ranks[0].sizes[0] == max(ranks[0].sizes) == 7
@@ -124,11 +118,7 @@ def test_a_loop_of_the_users_own_gets_shares_within_the_caps(
 
 def test_a_loop_of_the_users_own_is_told_what_to_do(ranks2: RankPool) -> None:
     first, second = ranks2.run(
-        looped,
-        {"policy": "sync"},
-        4,
-        case_setup=serve_in_thread,
-        expect_failure=True,
+        looped, {"policy": "sync"}, 4, case_setup=serve_in_thread, expect_failure=True
     )
     assert "OutOfMemoryError: no room for 8" in str(second.error)
     assert "its share of 8 samples did not fit the device of rank 1" in str(first.error)

@@ -20,10 +20,7 @@ from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.usefixtures("plain_environment"),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("plain_environment")]
 
 X = torch.linspace(-3.0, 5.0, 23, dtype=torch.float64)[:, None]
 DATA = TensorDataset(X, X.square())

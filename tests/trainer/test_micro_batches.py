@@ -90,11 +90,7 @@ def gradient(model: nn.Module) -> torch.Tensor:
     )
 
 
-@given(
-    samples=st.integers(2, 40),
-    most=st.integers(1, 40),
-    is_sum=st.booleans(),
-)
+@given(samples=st.integers(2, 40), most=st.integers(1, 40), is_sum=st.booleans())
 def test_the_gradient_is_that_of_the_whole_batch(
     samples: int, most: int, is_sum: bool
 ) -> None:

@@ -11,11 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from benchmarks.hetero.workloads import (
-    WORKLOADS,
-    batch_size_of,
-    build_workload,
-)
+from benchmarks.hetero.workloads import WORKLOADS, batch_size_of, build_workload
 from elche.demo.gpt import GPT, GPTConfig, hash_ngrams
 from elche.demo.workload import Workload, learning_rate_scale
 from elche.errors import ConfigError

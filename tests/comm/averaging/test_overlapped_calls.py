@@ -52,11 +52,7 @@ Calls = Callable[[OverlappedAverager], object]
         ("s", lambda a: a.begin(plan(weight=0.0)), "weighs 0.0 in the plan, it has"),
         ("sb", lambda a: a.begin(plan()), r"begin\(\) came when a reduction is under"),
         ("sb", lambda a: a.rebase(), r"rebase\(\) came when a reduction is under way"),
-        (
-            "sb",
-            lambda a: a.adopt(plan(window=3)),
-            "expected to adopt window 0, got 3",
-        ),
+        ("sb", lambda a: a.adopt(plan(window=3)), "expected to adopt window 0, got 3"),
     ],
 )
 def test_calls_out_of_order_are_refused(before: str, call: Calls, says: str) -> None:

@@ -15,15 +15,7 @@ from elche.comm.codec.codec import CODECS, Codec
 from elche.comm.codec.coded_exchange import CodedExchange
 from elche.errors import ProtocolError
 from tests.comm.codec.codec_bounds import error_bound
-from tests.comm.peers import (
-    Peer,
-    Wire,
-    exchanges,
-    left_out,
-    message,
-    poll_all,
-    summed,
-)
+from tests.comm.peers import Peer, Wire, exchanges, left_out, message, poll_all, summed
 
 NAMES = tuple(CODECS)
 

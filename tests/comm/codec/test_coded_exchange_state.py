@@ -9,12 +9,7 @@ from elche.comm.averaging.averager_state import blank, misfit_of
 from elche.comm.codec.codec import CODECS
 from elche.comm.codec.coded_exchange import CodedExchange
 from elche.errors import CommunicationError, MismatchError, ProtocolError
-from tests.comm.peers import (
-    exchanges,
-    message,
-    poll_all,
-    summed,
-)
+from tests.comm.peers import exchanges, message, poll_all, summed
 
 
 def failing(

@@ -8,10 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm.gradients.buckets.bucket import (
-    Bucket,
-    PassOptions,
-)
+from elche.comm.gradients.buckets.bucket import Bucket, PassOptions
 from elche.comm.gradients.buckets.bucket_queue import make_buckets
 from tests.comm.bus import Bus
 

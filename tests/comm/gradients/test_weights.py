@@ -108,8 +108,7 @@ def test_auto_switches_between_policies(
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 @pytest.mark.parametrize(
-    ("kind", "said"),
-    [("negative", "-1"), ("nan", "tensor(nan)"), ("text", "'4'")],
+    ("kind", "said"), [("negative", "-1"), ("nan", "tensor(nan)"), ("text", "'4'")]
 )
 def test_what_is_no_weight_is_refused_at_once(
     ranks2: RankPool, kind: str, said: str, policy: str

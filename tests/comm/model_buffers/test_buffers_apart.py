@@ -9,12 +9,7 @@ import pytest
 
 from elche.coordination.auto import first_choice
 from tests.comm.joined import meeting
-from tests.comm.model_buffers.cases.buffer_cases import (
-    Script,
-    Seen,
-    regrouped,
-    train,
-)
+from tests.comm.model_buffers.cases.buffer_cases import Script, Seen, regrouped, train
 from tests.distributed.cases.tasks import identical
 from tests.harness.choices import want
 from tests.harness.rank_pool import RankPool
@@ -53,11 +48,9 @@ def crossed(others: Sequence[Any]) -> list[Any]:
 
 def check(found: list[Seen], script: Script) -> None:
     """All went well: what is not a rank's own is equal, and was averaged."""
-    own = {
-        "appears": "late",
-        "appear in another order": "late_b",
-        "is wider": "",
-    }.get(script.change, "cache")
+    own = {"appears": "late", "appear in another order": "late_b", "is wider": ""}.get(
+        script.change, "cache"
+    )
     for seen in found:
         told = [f"buffers {own}: each rank keeps its own"] if own else []
         assert seen.said == told

@@ -19,12 +19,7 @@ from elche.comm.transport.device_group import TRIED_ELEMENTS
 from elche.comm.transport.device_messages import TwoWays, trial
 from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message
 from elche.errors import CommunicationError, DeadlineError
-from tests.comm.transport.thread_link import (
-    TENSORS,
-    Cable,
-    check_whole,
-    transports,
-)
+from tests.comm.transport.thread_link import TENSORS, Cable, check_whole, transports
 
 DEADLINE_S = 30.0
 NEVER = 10**9

@@ -25,12 +25,7 @@ from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message, Packe
 from elche.comm.transport.point_to_point import PointToPoint
 from elche.comm.transport.shared_memory import may_share_memory
 from elche.errors import CommunicationError, DeadlineError
-from tests.comm.transport.thread_link import (
-    TENSORS,
-    check_whole,
-    transports,
-    untaken,
-)
+from tests.comm.transport.thread_link import TENSORS, check_whole, transports, untaken
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.message_memory_cases import piped_by

@@ -13,11 +13,7 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto import auto_chooser
 from elche.coordination.auto.auto_chooser import AutoChooser, _Phase
-from elche.coordination.protocol.events import (
-    EpochLeft,
-    ModelUpdated,
-    StepsDone,
-)
+from elche.coordination.protocol.events import EpochLeft, ModelUpdated, StepsDone
 from elche.coordination.protocol.instructions import GrantBatches
 from elche.coordination.sync import step_grants
 from elche.sim.cluster import Cluster as SimulatedCluster

@@ -13,12 +13,7 @@ from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import ModelUpdated
-from elche.coordination.sync.lost_ranks import (
-    LostRanks,
-    Settlement,
-    StepPlace,
-    settle,
-)
+from elche.coordination.sync.lost_ranks import LostRanks, Settlement, StepPlace, settle
 from elche.coordination.sync.step_grants import Granted
 from elche.coordination.sync.sync_policy import SyncPolicy
 from tests.coordination.sync.granted_steps import members

@@ -14,13 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from elche.comm.transport.process_group import Group
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.errors import CommunicationError
-from tests.ddp.cases.ddp_cases import (
-    FEATURES,
-    STORE,
-    build,
-    gradients_of,
-    torch_world,
-)
+from tests.ddp.cases.ddp_cases import FEATURES, STORE, build, gradients_of, torch_world
 from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place
 

@@ -289,10 +289,7 @@ def take_step(
 
 
 def plan(
-    death: Death,
-    visits: Visits,
-    model: nn.Module,
-    act: Callable[[], object] = die,
+    death: Death, visits: Visits, model: nn.Module, act: Callable[[], object] = die
 ) -> None:
     """As `plan_death`, also in a layer's backward and while ranks are left out."""
     if death.place == "without":

@@ -31,14 +31,7 @@ from elche.runtime.process import heartbeat
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.session.process import current_run
 from tests.distributed.cases.counting import Indices, log_batch, made
-from tests.distributed.cases.deaths import (
-    Death,
-    Visits,
-    after,
-    before,
-    die,
-    plan_death,
-)
+from tests.distributed.cases.deaths import Death, Visits, after, before, die, plan_death
 from tests.distributed.cases.late_sums import LateSum, await_sums, mark_third_sum
 from tests.distributed.cases.meetings import Meeting
 from tests.distributed.cases.tasks import state_of

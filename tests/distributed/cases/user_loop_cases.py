@@ -276,10 +276,7 @@ def _sum_losses(
         losses.clear()
 
 
-AHEAD = {
-    "fetched ahead": _fetch_ahead,
-    "losses summed": _sum_losses,
-}
+AHEAD = {"fetched ahead": _fetch_ahead, "losses summed": _sum_losses}
 
 
 class _Loop:

@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.log_lines import logged
@@ -250,9 +245,7 @@ def tokens_piped(work: Tokens) -> GeneratedTokens:
         for tokens in prompts(work):
             lengths.clear()
             made = pipe.generate(
-                tokens if pipe.is_first else None,
-                max_new_tokens=NEW_TOKENS,
-                **options,
+                tokens if pipe.is_first else None, max_new_tokens=NEW_TOKENS, **options
             )
             found.append(made)
     first = [length for block, length in lengths if block == lengths[0][0]]

@@ -238,18 +238,16 @@ def together(work: Cut, micro_batches: int) -> Together:
     torch.manual_seed(0)
     options = dict(work.options)
     sample, _ = data_for(Cut(model=work.model, sizes=(2,), masked=work.masked), 0)
-    with (
-        Pipeline(
-            model,
-            loss_of,
-            micro_batches=micro_batches,
-            schedule=work.schedule,
-            sample=sample,
-            split_points=POINTS[work.model] if work.by_name else None,
-            **CALM,
-            **options,
-        ) as pipe,
-    ):
+    with Pipeline(
+        model,
+        loss_of,
+        micro_batches=micro_batches,
+        schedule=work.schedule,
+        sample=sample,
+        split_points=POINTS[work.model] if work.by_name else None,
+        **CALM,
+        **options,
+    ) as pipe:
         if work.on_meta:
             pipe.load_state_dict(model_for(work).state_dict())
         optimizer = optimizer_for(list(pipe.parameters()))

@@ -18,11 +18,7 @@ from elche.pipeline.peers import peers
 from tests.comm.transport.thread_link import Beside
 from tests.harness.log_lines import logged
 from tests.harness.rank_main import this_place
-from tests.pipeline.cases.pipeline_cases import (
-    Trained,
-    Work,
-    piped,
-)
+from tests.pipeline.cases.pipeline_cases import Trained, Work, piped
 
 
 class Pollable:
@@ -83,10 +79,7 @@ def devices(fails: bool = False) -> Iterator[tuple[list[Wire], list[str]]]:
         wires.append(Wire(dist.ProcessGroupGloo(store, rank, size, options)))
         return wires[-1]
 
-    with (
-        logged(device_group.__name__) as said,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with logged(device_group.__name__) as said, pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_group, "device_name", lambda _: f"gpu {place.rank}")
         patch.setattr(peers, "nccl_group", form)
         patch.setattr(peers, "SideStream", lambda _: Beside())

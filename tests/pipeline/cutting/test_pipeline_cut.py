@@ -7,12 +7,7 @@ import pytest
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_cases import furthest
-from tests.pipeline.cases.pipeline_cut_cases import (
-    Cut,
-    Together,
-    alone,
-    together,
-)
+from tests.pipeline.cases.pipeline_cut_cases import Cut, Together, alone, together
 
 pytestmark = pytest.mark.distributed
 

@@ -6,11 +6,7 @@ import pytest
 
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
-from tests.pipeline.cases.pipeline_input_cases import (
-    MISTAKES,
-    mistaken,
-    shuffled,
-)
+from tests.pipeline.cases.pipeline_input_cases import MISTAKES, mistaken, shuffled
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 

@@ -36,10 +36,7 @@ from elche.runtime.coordinator_process.link import (
     Link,
     pack,
 )
-from elche.runtime.coordinator_process.serving import (
-    COPY_ENTRIES,
-    CoordinatorChild,
-)
+from elche.runtime.coordinator_process.serving import COPY_ENTRIES, CoordinatorChild
 from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of
 from tests.harness.waiting import until
@@ -196,12 +193,7 @@ def test_one_that_dies_again_and_again_ends_the_run(
 
 
 BEGIN = Begin(
-    world_size=2,
-    key=b"k" * 32,
-    survives=True,
-    shows=False,
-    copy=None,
-    journal=(),
+    world_size=2, key=b"k" * 32, survives=True, shows=False, copy=None, journal=()
 )
 
 

@@ -16,12 +16,7 @@ from elche.runtime.data.positions import IndexBatch, enumerate_batches
 from tests.distributed.cases.tasks import difference, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
-from tests.runtime.data.cases.own_loaders import (
-    SAMPLES,
-    alone,
-    made,
-    on_ranks,
-)
+from tests.runtime.data.cases.own_loaders import SAMPLES, alone, made, on_ranks
 
 NEW_RANKS = True
 

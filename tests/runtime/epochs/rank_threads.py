@@ -23,12 +23,7 @@ from elche.coordination.protocol.events import (
     RankLost,
     WindowClosed,
 )
-from elche.coordination.protocol.instructions import (
-    Abort,
-    Instruction,
-    Reduce,
-    Regroup,
-)
+from elche.coordination.protocol.instructions import Abort, Instruction, Reduce, Regroup
 from elche.coordination.state import Coordinator
 from elche.errors import CommunicationError
 from tests.runtime.epochs.turns import Turns

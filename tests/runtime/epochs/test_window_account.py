@@ -72,14 +72,7 @@ def reduce(window: int) -> Reduce:
 
 
 def end() -> EndEpoch:
-    return EndEpoch(
-        rank=0,
-        epoch=0,
-        samples=8,
-        sync_s=0.1,
-        windows=1,
-        anchor=1,
-    )
+    return EndEpoch(rank=0, epoch=0, samples=8, sync_s=0.1, windows=1, anchor=1)
 
 
 def epoch_of(sync: Sync) -> tuple[Shell, ScriptedFeed, WindowEpoch]:

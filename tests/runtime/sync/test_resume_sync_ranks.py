@@ -9,13 +9,7 @@ import torch
 
 from elche.coordination.auto import auto_chooser, first_choice
 from elche.coordination.auto.auto_chooser import AutoChooser
-from tests.distributed.cases.tasks import (
-    Task,
-    difference,
-    identical,
-    plain,
-    shared,
-)
+from tests.distributed.cases.tasks import Task, difference, identical, plain, shared
 from tests.harness.choices import want
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread

@@ -90,11 +90,7 @@ def test_a_scheduler_that_was_not_handed_over_is_refused(
 
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [
-        ("progress", WINDOWS),
-        ("by progress by hand", WINDOWS),
-        ("batch", {}),
-    ],
+    [("progress", WINDOWS), ("by progress by hand", WINDOWS), ("batch", {})],
     ids=["by progress", "by progress by hand", "default policy"],
 )
 def test_rates_that_are_the_same_on_all_ranks_are_not_warned_of(

@@ -8,10 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.coordination.accounts.model_checks import (
-    EVERY_STEPS,
-    ModelCheck,
-)
+from elche.coordination.accounts.model_checks import EVERY_STEPS, ModelCheck
 from elche.runtime.watch.model_sums import ModelSums
 
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int8)

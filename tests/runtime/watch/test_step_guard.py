@@ -212,11 +212,7 @@ REFUSED: dict[str, tuple[Callable[[Loop], None], str, str]] = {
     "assigned in a closure": (assigned_in_a_closure, ASSIGNED, "sync gradients"),
     "one part assigned": (one_part_assigned, ASSIGNED, "sync"),
     "after": (after_the_loop, UNREDUCED, "sync async gradients"),
-    "accumulated after": (
-        partial(after_the_loop, accumulates=True),
-        UNREDUCED,
-        "sync",
-    ),
+    "accumulated after": (partial(after_the_loop, accumulates=True), UNREDUCED, "sync"),
     "before": (before_the_loop, UNREDUCED, "sync cadence"),
     "foreign": (foreign, FOREIGN, "sync async"),
     "foreign, once": (foreign_once, FOREIGN, "sync cadence"),

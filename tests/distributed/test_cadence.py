@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging.handlers
+import logging
 import re
 from itertools import islice
 
@@ -24,6 +24,7 @@ from tests.distributed.cases.tasks import (
 )
 from tests.distributed.cases.window_cases import shared_by_virtual_speeds
 from tests.distributed.test_sync import TASKS
+from tests.harness.logged import logged
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -91,19 +92,13 @@ def test_fixed_anchor_and_el_che_off(ranks2: RankPool) -> None:
 def break_aloud(policy: str) -> list[str]:
     """Rank 1 breaks off after its third batch; what this rank logged."""
     model, optimizer, loader = begin(Task(samples=400, batch_size=4), policy=policy)
-    kept = logging.handlers.BufferingHandler(1000)
-    logger = logging.getLogger("elche")
-    logger.addHandler(kept)
-    logger.setLevel(logging.INFO)
-    try:
+    with logged("elche", logging.INFO) as lines:
         for number, (x, y, _, _) in enumerate(loader):
             take_step(model, optimizer, x, y)
             if elche.rank() == 1 and number == 2:
                 break
-    finally:
-        logger.removeHandler(kept)
     elche.shutdown()
-    return [record.getMessage() for record in kept.buffer]
+    return lines
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import elche
 from elche.coordination import policy as core_policy
+from tests.harness.logged import logged
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 
@@ -53,21 +54,15 @@ def test_a_callback_that_raises_ends_the_run_on_every_rank(
 def _fit_saving() -> tuple[list[int], list[str]]:
     """Epochs whose model was handed out, and what was logged of a failure."""
     saved: list[int] = []
-    logged: list[str] = []
 
     def save(epoch: int, state: dict[str, torch.Tensor]) -> None:
         assert state["weight"].device.type == "cpu"
         saved.append(epoch)
         raise OSError("no space left")
 
-    handler = logging.Handler(logging.ERROR)
-    setattr(handler, "emit", lambda r: logged.append(r.getMessage()))  # noqa: B010
-    logging.getLogger("elche").addHandler(handler)
-    try:
+    with logged("elche", logging.ERROR) as lines:
         _train(on_checkpoint=save)
-    finally:
-        logging.getLogger("elche").removeHandler(handler)
-    return saved, logged
+    return saved, lines
 
 
 def test_a_checkpoint_that_raises_costs_no_run(ranks2: RankPool) -> None:

@@ -26,7 +26,7 @@ from elche.comm.transport.device_group import (
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import CommunicationError, ConfigError
 from tests.comm.joined import joined, meeting
-from tests.harness.log_lines import logged
+from tests.harness.logged import logged
 from tests.harness.rank_pool import RankPool
 
 CPU = torch.device("cpu")

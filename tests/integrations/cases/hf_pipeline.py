@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from elche.pipeline.pipeline import Pipeline
-from tests.harness.log_lines import logged
+from tests.harness.logged import logged
 from tests.pipeline.cases.pipeline_cases import CALM, optimizer_for
 from tests.pipeline.cases.pipeline_cut_cases import parts_of
 

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from elche.comm.transport import device_group
 from elche.pipeline.peers import peers
 from tests.comm.transport.thread_link import Beside
-from tests.harness.log_lines import logged
+from tests.harness.logged import logged
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import Trained, Work, piped
 

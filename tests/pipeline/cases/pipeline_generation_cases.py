@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.pipeline.pipeline import Pipeline
-from tests.harness.log_lines import logged
+from tests.harness.logged import logged
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import CALM, told
 

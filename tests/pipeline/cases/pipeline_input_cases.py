@@ -13,7 +13,7 @@ from torch import nn
 from elche.pipeline.pipeline import Pipeline
 from elche.schedule.actions import loop_placement
 from elche.schedule.costs import RankTimes, equal_costs
-from tests.harness.log_lines import logged
+from tests.harness.logged import logged
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, loss_of, told
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch import nn
 import elche
 from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Numbered, state_of, take_step
+from tests.harness.logged import logged
 from tests.harness.settings import nested
 
 OutOfMemory = torch.cuda.OutOfMemoryError
@@ -83,22 +83,9 @@ class FailsInBackward(torch.autograd.Function):
         return gradient
 
 
-class _Keep(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self, kept: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._kept = kept
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._kept.append(record.getMessage())
-
-
 def fitted(options: Mapping[str, Any], epochs: int = 2, backward_most: int = 0) -> Seen:
     """A Trainer's run on this rank."""
     seen, place = Seen(), os.environ.get("RANK")
-    handler = _Keep(seen.warnings)
-    logging.getLogger("elche").addHandler(handler)
     order: list[int] = []
     FailsInBackward.seen = seen if backward_most and place == "0" else None
     FailsInBackward.most = backward_most
@@ -139,9 +126,9 @@ def fitted(options: Mapping[str, Any], epochs: int = 2, backward_most: int = 0) 
         **nested({"policy": "sync", "seed": 5, **options}),
     )
     try:
-        result = trainer.fit()
+        with logged("elche") as seen.warnings:
+            result = trainer.fit()
     finally:
-        logging.getLogger("elche").removeHandler(handler)
         FailsInBackward.seen = None
     seen.orders = _epochs(order, epochs)
     seen.state = result.model_state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import elche
 from elche.session.process import current_run, failing_together
 from tests.distributed.cases.tasks import Numbered, Task, build
+from tests.harness.logged import logged
 from tests.harness.settings import nested
 
 
@@ -189,17 +189,6 @@ class Streamed:
     warnings: list[str]
 
 
-class _Kept(logging.Handler):
-    """Keeps warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def streamed(task: StreamTask) -> Streamed:
     """Trains on the stream on this rank of a run, or on one device."""
     with failing_together():
@@ -216,9 +205,7 @@ def _streamed(task: StreamTask) -> Streamed:
         workers["worker_init_fn"] = divide_by_worker
         workers["multiprocessing_context"] = "spawn"
     loader = DataLoader(stream, task.batch_size, **workers)
-    kept = _Kept()
-    logging.getLogger("elche").addHandler(kept)
-    try:
+    with logged("elche") as lines:
         model, optimizer, ours = elche.setup(
             model,
             optimizer,
@@ -229,14 +216,12 @@ def _streamed(task: StreamTask) -> Streamed:
         orders, draws = _train(task, model, optimizer, ours)
         length = len(ours)
         elche.shutdown()
-    finally:
-        logging.getLogger("elche").removeHandler(kept)
     return Streamed(
         orders,
         draws,
         {name: value.detach().clone() for name, value in model.state_dict().items()},
         length,
-        kept.lines,
+        lines,
     )
 
 

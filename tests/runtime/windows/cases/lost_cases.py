@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 import elche
 from elche.errors import NonFiniteError
 from tests.distributed.cases.tasks import Task, build
+from tests.harness.logged import logged
 from tests.harness.settings import nested
 
 Ended = tuple[str, int | None, tuple[tuple[int, int], ...], int]
@@ -101,17 +101,6 @@ def train_to_the_end(task: Task, bad: int, loop: str) -> Ended:
     return (*ended, steps)
 
 
-class _Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @dataclass
 class Survived:
     """What a rank holds after epochs of windows with bad samples.
@@ -190,19 +179,16 @@ def train_through_bad_samples(
     steps = _Steps(loop, model, optimizer)
     order: list[int] = []
     ended: tuple[str, int | None, tuple[tuple[int, int], ...]] = ("", None, ())
-    kept, log = _Lines(), logging.getLogger("elche")
-    log.addHandler(kept)
-    try:
-        for _ in range(task.epochs):
-            for x, y, index, _ in loader:
-                order += index.tolist()
-                at = len(order) // task.batch_size % accumulated
-                is_bad = bool(set(bad) & set(index.tolist()))
-                steps.step(F.cross_entropy(model(x), y), is_bad=is_bad, at=at)
-    except NonFiniteError as error:
-        ended = str(error), error.rank, error.batches
-    finally:
-        log.removeHandler(kept)
+    with logged("elche") as lines:
+        try:
+            for _ in range(task.epochs):
+                for x, y, index, _ in loader:
+                    order += index.tolist()
+                    at = len(order) // task.batch_size % accumulated
+                    is_bad = bool(set(bad) & set(index.tolist()))
+                    steps.step(F.cross_entropy(model(x), y), is_bad=is_bad, at=at)
+        except NonFiniteError as error:
+            ended = str(error), error.rank, error.batches
     values = {k: v.detach().clone() for k, v in model.state_dict().items()}
     for number, each in enumerate(steps.optimizers):
         for at, state in enumerate(each.state.values()):
@@ -212,5 +198,5 @@ def train_through_bad_samples(
     metrics = None if ended[0] else elche.epoch_metrics()
     progress = 0.0 if ended[0] else elche.progress_samples()
     elche.shutdown()
-    discarded = [line for line in kept.lines if "and is discarded" in line]
+    discarded = [line for line in lines if "and is discarded" in line]
     return Survived(ended, order, metrics, progress, values, discarded)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from elche.runtime.process.rank_output import RankOutput
+from elche.runtime.process.local_ranks import RankOutput
 
 pytestmark = pytest.mark.distributed
 

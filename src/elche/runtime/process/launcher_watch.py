@@ -8,6 +8,7 @@ each rank reads; the system closes it however the launcher ends.
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import signal
 import stat
@@ -18,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from elche.runtime.process.launchers import launch_facts
-from elche.runtime.process.rank_output import write_whole_lines
 
 PR_SET_PDEATHSIG = 1
 END_AFTER_S = 5.0
@@ -67,6 +67,16 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return state not in b"TtXZ"
+
+
+def write_whole_lines() -> None:
+    """In a rank whose output is unbuffered: no line's end is written apart from it.
+
+    Ranks may write to one file, where a line of another would stand between the two.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _is_pipe(descriptor: int) -> bool:

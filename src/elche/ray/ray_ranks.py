@@ -32,6 +32,8 @@ FENCE_S: Final = 1.0
 
 A rank that cannot reach the coordinator ends itself soon after; see `UNREACHABLE_S`.
 """
+AGAIN_S: Final = 1.0
+"""Pause (s) before another actor is asked for."""
 KILLED: Final = -int(signal.SIGKILL)
 
 
@@ -109,13 +111,13 @@ class RayRanks:
         is_first = rank < self._world_size
 
         async def run(process: RayProcess) -> int:
-            host = process.host = self._host(place)
-            starting = host.start.remote(*vars_of(self._program), own)
             try:
-                process.started = await asyncio.wait_for(
-                    _awaited(starting), self._start_s if is_first else None
-                )
-                code, self.results[rank] = await host.wait.remote()
+                starting = self._begin(process, place, own)
+                if is_first:
+                    await asyncio.wait_for(starting, self._start_s)
+                else:
+                    await starting
+                code, self.results[rank] = await process.host.wait.remote()
             except asyncio.TimeoutError:
                 logger.error(
                     "rank %d was not started in %g s: no node has %s free, with "
@@ -134,6 +136,22 @@ class RayRanks:
         process = RayProcess(run, lambda: self._drop(place))
         self._processes.append(process)
         return process
+
+    async def _begin(
+        self, process: RayProcess, place: int, environment: dict[str, str]
+    ) -> None:
+        """Starts a process as soon as a node has room for it."""
+        program = self._program
+        while process.started is None:
+            host = process.host = self._host(place)
+            try:
+                process.started = await host.start.remote(
+                    program.command, program.call, environment
+                )
+            except RayError as error:  # its node is going, and Ray does not know yet
+                logger.info("an actor has died before it began: %s", error)
+                self._drop(place)
+                await asyncio.sleep(AGAIN_S)
 
     async def fence(self, process: RankProcess) -> None:
         """See `RankBackend`."""
@@ -244,12 +262,3 @@ class RayProcess:
         if not running.cancelled():
             self.returncode = running.result()
         self._has_ended.set()
-
-
-def vars_of(program: Program) -> tuple[tuple[str, ...], bytes]:
-    """Arguments of `RankHost.start`."""
-    return program.command, program.call
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference

@@ -86,10 +86,6 @@ class Supervisor:
                 self._run.processes.interrupt, signal.Signals(number)
             )
 
-    def coordinator(self) -> int | None:
-        """Process id of the coordinator."""
-        return None if self._run is None else self._run.coordinator_pid
-
     def _specs(self) -> list[RankSpec]:
         """Ranks to start with; waits for the least number of nodes."""
         ranks = self._job.ranks

@@ -53,11 +53,6 @@ class LaunchedRun:
         self._places: dict[int, int] = {}  # of each rank: whose device it has
         self._replacements = config.rejoin
 
-    @property
-    def coordinator_pid(self) -> int | None:
-        """Process id of the coordinator that serves now."""
-        return self._server.pid
-
     async def run(self) -> None:
         """Starts all ranks, and waits for their end."""
         for rank in range(self._config.world_size):

@@ -233,3 +233,29 @@ def test_a_script_trains_as_on_one_device(cluster: Any, tmp_path: Path) -> None:
     assert elche.ray.run(str(script), [cpu, cpu], args=(tmp_path, "sync")) is None
     check_counts(Counted(tmp_path, Future()), "sync", 2)
     assert BATCH < SAMPLES
+
+
+def test_a_node_that_falls_silent_is_given_up(
+    cluster: Any, tmp_path: Path, record_property: Any
+) -> None:
+    """Its raylet, actor and rank are stopped: nothing answers, nothing has ended."""
+    with (
+        nodes(cluster, "fast", "slow") as there,
+        counting(tmp_path, "sync", ranks=specs(["fast", "slow"]), rejoin=0) as run,
+    ):
+        run.trains([0, 1])
+        raylet = there["slow"].all_processes["raylet"][0].process.pid
+        for pid in descendants(raylet):
+            os.kill(pid, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        silent_s = run.trains([0], stopped_s + 0.5)
+        assert run.stop()["world"] == 1
+    record_property("seconds", {"silent node": silent_s})
+    print("seconds until the survivor trains beside a silent node:", silent_s)
+    check_counts(run, "sync", 1)
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all below it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in descendants(int(child)))]

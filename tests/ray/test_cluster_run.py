@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -245,11 +246,17 @@ def test_a_node_that_falls_silent_is_given_up(
     ):
         run.trains([0, 1])
         raylet = there["slow"].all_processes["raylet"][0].process.pid
-        for pid in descendants(raylet):
-            os.kill(pid, signal.SIGSTOP)
-        stopped_s = time.monotonic()
-        silent_s = run.trains([0], stopped_s + 0.5)
-        assert run.stop()["world"] == 1
+        stopped = descendants(raylet)
+        try:
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            stopped_s = time.monotonic()
+            silent_s = run.trains([0], stopped_s + 0.5)
+            assert run.stop()["world"] == 1
+        finally:
+            for pid in stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
     record_property("seconds", {"silent node": silent_s})
     print("seconds until the survivor trains beside a silent node:", silent_s)
     check_counts(run, "sync", 1)
@@ -257,5 +264,6 @@ def test_a_node_that_falls_silent_is_given_up(
 
 def descendants(pid: int) -> list[int]:
     """A process and all below it."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(each for child in children for each in descendants(int(child)))]
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for each in threads for child in each.read_text().split()]
+    return [pid, *(each for child in children for each in descendants(child))]

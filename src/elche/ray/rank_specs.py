@@ -58,11 +58,9 @@ class PerNode:
 
     Attributes:
         spec: of each.
-        at_least: nodes that the run waits for at its start.
     """
 
     spec: RankSpec
-    at_least: int = 1
 
     def fits(self, node: Mapping[str, object]) -> bool:
         """True if a node, as `ray.nodes` describes it, can have such a rank."""
@@ -80,7 +78,6 @@ def per_node(
     resources: Mapping[str, float] | None = None,
     *,
     label_selector: Mapping[str, str] | None = None,
-    at_least: int = 1,
 ) -> PerNode:
     """Ranks of a run: one on each node of the cluster that has what it needs.
 
@@ -88,15 +85,13 @@ def per_node(
 
     Args:
         resources: see `RankSpec`; one CPU if not given.
-        label_selector: equal labels that a node must have.
-        at_least: nodes that the run waits for at its start.
+        label_selector: labels that a node must have, with these values.
     """
-    if at_least < 1:
-        raise ConfigError(f"expected at_least from 1 on, got {at_least}")
-    spec = RankSpec(
-        resources=resources or {"CPU": 1.0}, label_selector=label_selector or {}
+    return PerNode(
+        spec=RankSpec(
+            resources=resources or {"CPU": 1.0}, label_selector=label_selector or {}
+        )
     )
-    return PerNode(spec=spec, at_least=at_least)
 
 
 def hints_of(ranks: Sequence[RankSpec]) -> str:

@@ -19,7 +19,6 @@ from ray.util.placement_group import remove_placement_group as remove_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elche.comm.control.addresses import listen
-from elche.comm.transport.torch_store import TorchStore
 from elche.ray.rank_host import RankHost, Started
 from elche.ray.rank_specs import RankSpec
 from elche.runtime.process.launch_config import LaunchConfig
@@ -75,17 +74,11 @@ class RayRanks:
         self._world_size, self._program = config.world_size, program
         self._start_s = start_s
         self._address = get_node_ip_address()
-        self._store = TorchStore(self._address)
         self._places: list[tuple[RankSpec, PlacementGroup, int]] = []
         self._hosts: dict[int, Any] = {}
         self._processes: list[RayProcess] = []
         self.results: dict[int, bytes] = {}
         self.add(*specs)
-
-    @property
-    def is_used(self) -> bool:
-        """See `RankBackend`."""
-        return self._store.is_used
 
     def add(self, *specs: RankSpec) -> int:
         """Adds places, all of them on nodes at one time; returns the first's number."""
@@ -104,15 +97,14 @@ class RayRanks:
         self, rank: int, place: int, environment: dict[str, str]
     ) -> RankProcess:
         """See `RankBackend`."""
-        own = {**self._store.environment(), **environment}
         spec = self._places[place][0]
         if not spec.has_gpu:
-            own.setdefault("ELCHE_DEVICE", "cpu")
+            environment.setdefault("ELCHE_DEVICE", "cpu")
         is_first = rank < self._world_size
 
         async def run(process: RayProcess) -> int:
             try:
-                starting = self._begin(process, place, own)
+                starting = self._begin(process, place, environment)
                 if is_first:
                     await asyncio.wait_for(starting, self._start_s)
                 else:
@@ -166,6 +158,12 @@ class RayRanks:
             for process in there:
                 process.send_signal(signal.SIGKILL)
 
+    def end_waiting(self) -> None:
+        """Gives up ranks that wait for a node: the run is over."""
+        for each in self._processes:
+            if each.started is None and each.returncode is None:
+                each.send_signal(signal.SIGTERM)
+
     def _host(self, place: int) -> Any:
         """The actor of a place; Ray makes it when a node has room for it."""
         if place not in self._hosts:
@@ -189,16 +187,12 @@ class RayRanks:
             with contextlib.suppress(RayError):
                 ray.kill(host)
 
-    async def finish(self) -> None:
-        """See `RankBackend`."""
-
     async def close(self) -> None:
         """See `RankBackend`."""
         for place in list(self._hosts):
             self._drop(place)
         for group in {group.id: group for _, group, _ in self._places}.values():
             remove_group(group)
-        await self._store.close()
 
 
 @final

@@ -84,6 +84,11 @@ def run(
         raise ConfigError("expected at least one RankSpec, or elche.ray.per_node()")
     if speeds is not None and (isinstance(ranks, PerNode) or len(speeds) != len(ranks)):
         raise ConfigError("expected speeds of each of a fixed number of ranks")
+    if isinstance(ranks, PerNode) and (max_restarts or not rejoin):
+        raise ConfigError(
+            "expected max_restarts=0 and rejoin from 1 on with per_node, whose ranks "
+            f"come and go, got {max_restarts} and {rejoin}; give a list of RankSpec"
+        )
     variables = dict(environment or {})
     if policy is not None:
         variables["ELCHE_POLICY"] = policy

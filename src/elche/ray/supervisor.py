@@ -10,13 +10,13 @@ import asyncio
 import logging
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 import ray
 
+from elche.errors import ConfigError
 from elche.ray.rank_specs import PerNode, RankSpec
 from elche.ray.ray_ranks import Program, RayRanks
 from elche.runtime.process.launch import LaunchedRun
@@ -66,13 +66,29 @@ class Supervisor:
         self._nodes: dict[str, int] = {}  # under `PerNode`: the place of each
 
     def run(self) -> tuple[LaunchResult, dict[int, bytes]]:
-        """Runs the job; returns its end, and what the ranks returned, pickled."""
-        job = self._job
-        specs = self._specs()
+        """Runs the job; returns its end, and what the ranks returned, pickled.
+
+        Raises:
+            ConfigError: under `PerNode` no node has what a rank needs.
+        """
+        job, ranks = self._job, self._job.ranks
+        if isinstance(ranks, PerNode):
+            found = _fitting(ranks)
+            self._nodes = {node: place for place, node in enumerate(found)}
+            specs = [ranks.spec.on(node) for node in found]
+        else:
+            specs = list(ranks)
+        if not specs:
+            raise ConfigError(f"expected a node that has what a rank needs, {ranks}")
+
+        def open_ranks(config: LaunchConfig) -> RankBackend:
+            self._ranks = RayRanks(config, specs, job.program, job.start_s)
+            return self._ranks
+
         config = LaunchConfig(
             command=job.program.command,
             num_ranks=None if "speeds" in job.launch else len(specs),
-            backend=self._open,
+            backend=open_ranks,
             **job.launch,
         )
         result = launch_with_restarts(config, job.restarts, _say, self._begin)
@@ -85,34 +101,6 @@ class Supervisor:
             self._loop.call_soon_threadsafe(
                 self._run.processes.interrupt, signal.Signals(number)
             )
-
-    def _specs(self) -> list[RankSpec]:
-        """Ranks to start with; waits for the least number of nodes."""
-        ranks = self._job.ranks
-        if not isinstance(ranks, PerNode):
-            return list(ranks)
-        deadline_s = time.monotonic() + self._job.start_s
-        while len(nodes := _fitting(ranks)) < ranks.at_least:
-            if time.monotonic() > deadline_s:
-                break
-            time.sleep(LOOK_S)
-        if len(nodes) < ranks.at_least:
-            raise TimeoutError(
-                f"expected {ranks.at_least} nodes with {dict(ranks.spec.resources)} "
-                f"in {self._job.start_s:g} s, got {len(nodes)}; start more nodes, or "
-                "lower at_least"
-            )
-        self._nodes = {node: place for place, node in enumerate(nodes)}
-        return [ranks.spec.on(node) for node in nodes]
-
-    def _open(self, config: LaunchConfig) -> RankBackend:
-        ranks = self._job.ranks
-        specs = ranks
-        if isinstance(ranks, PerNode):
-            specs = [ranks.spec.on(node) for node in self._nodes]
-        assert not isinstance(specs, PerNode)
-        self._ranks = RayRanks(config, specs, self._job.program, self._job.start_s)
-        return self._ranks
 
     def _begin(self, run: LaunchedRun) -> None:
         self._run, self._loop = run, asyncio.get_running_loop()
@@ -131,6 +119,8 @@ async def _watch_nodes(
     """Ends ranks on nodes that are drained; adds ranks on nodes that come."""
     while True:
         await asyncio.sleep(LOOK_S)
+        if run.is_over:
+            there.end_waiting()
         there.end_on(await asyncio.to_thread(_draining))
         if isinstance(ranks, PerNode):
             for node in await asyncio.to_thread(_fitting, ranks):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 from elche.comm.control.key_file import KEY_BYTES
+from elche.comm.transport.torch_store import TorchStore
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
 from elche.runtime.process.launchers import LaunchFacts, rank_environment
@@ -40,9 +41,12 @@ class LaunchedRun:
         self._server = server = KeptCoordinator(
             config.world_size,
             self._key,
-            self._backend.listen(),
+            listener := self._backend.listen(),
             survives=config.network is None,
         )
+        # On an emulated network nobody needs torch's own rendezvous.
+        here = None if config.network else listener.getsockname()[0]
+        self._store = None if here is None else TorchStore(here)
         if config.display is not None:
             server.on_message = config.display.see
         self.processes = RankProcesses(server, self._backend.fence)
@@ -59,11 +63,15 @@ class LaunchedRun:
             await self._start(rank, rank, self._facts)
         self._server.start()  # while the ranks import
         await self.processes.wait()
-        await self._backend.finish()
+
+    @property
+    def is_over(self) -> bool:
+        """True if every rank has left, or the run was aborted."""
+        return self._server.status.is_finished or self._server.aborted is not None
 
     async def join(self, place: int) -> None:
-        """Starts another rank, which joins the run, unless that has ended."""
-        if not self._server.status.is_finished and self._server.aborted is None:
+        """Starts another rank, which joins the run, unless that is over."""
+        if not self.is_over:
             facts = replace(self._facts, joins=True)
             await self._start(len(self._places), place, facts)
 
@@ -78,6 +86,7 @@ class LaunchedRun:
         self._places[rank] = place
         environment = {
             **config.environment,
+            **({} if self._store is None else self._store.environment()),
             **rank_environment(rank, config.world_size, address, self._key),
             **facts.environment(),
             **config.device_environment(place),
@@ -92,6 +101,8 @@ class LaunchedRun:
         await self.processes.close()
         server.on_message = None
         await self._backend.close()
+        if self._store is not None:
+            await self._store.close()
         story = await server.stop(wants_story=config.story_path is not None)
         if config.story_path is not None:
             write_story(config.story_path, story)
@@ -111,7 +122,7 @@ class LaunchedRun:
             processes.terminated,
             processes.failed_first(),
             processes.signal or 0,
-            status.has_admitted or self._backend.is_used,
+            status.has_admitted or bool(self._store and self._store.is_used),
             processes.failed_s,
         )
 

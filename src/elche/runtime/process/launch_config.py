@@ -38,10 +38,6 @@ class RankBackend(Protocol):
 
     pipe: int
 
-    @property
-    def is_used(self) -> bool:
-        """True if ranks have met without the coordinator."""
-
     def listen(self) -> socket.socket:
         """Opens the socket where the ranks reach the coordinator."""
 
@@ -59,11 +55,8 @@ class RankBackend(Protocol):
     async def fence(self, process: RankProcess) -> None:
         """Kills a process that the run continues without, as a stopped one."""
 
-    async def finish(self) -> None:
-        """Reads what ranks have printed, when they have ended."""
-
     async def close(self) -> None:
-        """Releases what the back end holds."""
+        """Reads what ranks have printed, and releases what the back end holds."""
 
 
 class Display(Protocol):

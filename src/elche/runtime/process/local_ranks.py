@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import final
 
 from elche.comm.control.addresses import listen
-from elche.comm.transport.torch_store import TorchStore
 from elche.runtime.process.launch_config import Display, LaunchConfig
 from elche.runtime.process.launchers import LAUNCH
 from elche.runtime.process.rank_processes import RankProcess
@@ -38,16 +37,9 @@ class LocalRanks:
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
-        # A store is reached from loopback alone; on a network given nobody needs it.
-        self._store = TorchStore() if config.network is None else None
         self._pipe = os.pipe()  # this process alone has the end that it holds
         self.pipe = self._pipe[0]
         self._output = RankOutput(config.on_line, config.display)
-
-    @property
-    def is_used(self) -> bool:
-        """True if ranks have met in torch's store."""
-        return self._store is not None and self._store.is_used
 
     def listen(self) -> socket.socket:
         """See `RankBackend`."""
@@ -61,7 +53,7 @@ class LocalRanks:
         config, network, output = self._config, self._config.network, self._output
         world_size = config.world_size
         own = inherited_environment(max(1, (os.cpu_count() or 1) // world_size))
-        own |= {**(self._store.environment() if self._store else {}), **environment}
+        own |= environment
         own |= {"LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(world_size)}
         if network is not None:
             own |= network.environment(place)
@@ -91,17 +83,11 @@ class LocalRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 
-    async def finish(self) -> None:
-        """See `RankBackend`."""
-        await self._output.finish()
-
     async def close(self) -> None:
         """See `RankBackend`."""
-        self._output.close()
+        await self._output.close()
         for end in self._pipe:
             os.close(end)
-        if self._store is not None:
-            await self._store.close()
 
 
 def inherited_environment(threads: int) -> dict[str, str]:
@@ -158,14 +144,11 @@ class RankOutput:
                 reading = _pass_on(stream, self._display.print_line)
                 self._printers.append(asyncio.ensure_future(reading))
 
-    async def finish(self) -> None:
-        """Reads what is left, when the ranks have ended."""
+    async def close(self) -> None:
+        """Reads what is left, when the ranks have ended, and takes the view away."""
         await asyncio.gather(*self._readers)
         if self._printers:  # a process that a rank has left behind may hold a pipe open
             await asyncio.wait(self._printers, timeout=LAST_LINES_S)
-
-    def close(self) -> None:
-        """Takes the view away; prints nothing more."""
         for printer in self._printers:
             printer.cancel()
         if self._display is not None:

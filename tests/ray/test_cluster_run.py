@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -174,8 +176,8 @@ def test_shares_follow_speed_and_a_run_survives_what_dies(
         figures["rank's replacement"] = run.trains([3], killed_s)
         run.until(lambda: run.lines(0)[-1].world == 3, "three ranks")
 
-        cluster.remove_node(there["slow"], allow_graceful=False)
         killed_s = time.monotonic()
+        cluster.remove_node(there["slow"], allow_graceful=False)
         figures["node"] = run.trains([0, 3], killed_s)
         run.until(lambda: run.lines(0)[-1].world == 2, "two ranks")
         time.sleep(2.0)  # nothing waits for the missing one
@@ -203,6 +205,32 @@ def test_a_node_that_comes_brings_a_rank(cluster: Any, tmp_path: Path) -> None:
         run.trains([1])
         assert run.stop()["world"] == 2
     check_counts(run, "sync", 2)
+
+
+DRIVER = """
+import sys
+import ray
+import elche.ray
+from tests.ray.cases.counted import count
+
+ray.init(address=sys.argv[1])
+try:
+    ranks = 2 * [elche.ray.RankSpec(resources={"CPU": 0.5})]
+    elche.ray.run(count, ranks, args=(sys.argv[2], "sync"))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_ends_all_ranks(cluster: Any, tmp_path: Path) -> None:
+    command = (sys.executable, "-c", DRIVER, cluster.address, str(tmp_path))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        run = Counted(tmp_path, Future())
+        run.trains([0, 1])
+        driver.send_signal(signal.SIGINT)
+        said, _ = driver.communicate(timeout=WAIT_S)
+    assert "interrupted" in said
+    assert not run.held()
 
 
 def fails_on_rank_1() -> None:

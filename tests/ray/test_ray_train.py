@@ -55,6 +55,7 @@ def test_ray_trains_default_group_serves(
 def killed_once(config: dict[str, str]) -> None:
     import os
     import signal
+    import time
     from pathlib import Path
 
     import torch
@@ -70,6 +71,7 @@ def killed_once(config: dict[str, str]) -> None:
     loader: Any = DataLoader(TensorDataset(torch.arange(64)), batch_size=8)
     folder = Path(config["folder"])
     os.environ["ELCHE_CHECKPOINT_DIR"] = str(folder / "checkpoints")
+    os.environ["ELCHE_CHECKPOINT_EVERY_S"] = "0.001"
     os.environ["ELCHE_RESUME"] = str(folder / "checkpoints")
     model, optimizer, loader = elche.setup(
         model, optimizer, loader, loss_reduction="sum"
@@ -78,6 +80,8 @@ def killed_once(config: dict[str, str]) -> None:
         (folder / f"rank{elche.rank()}-epoch{epoch}-{os.getpid()}").touch()
         if (elche.rank(), epoch) == (1, 2) and not (folder / "killed").exists():
             (folder / "killed").touch()
+            while not [*folder.glob("checkpoints/*/manifest.json")]:
+                time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
         for (positions,) in loader:
             model(positions).sum().backward()

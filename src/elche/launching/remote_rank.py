@@ -21,7 +21,7 @@ def end_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(1)
+        sys.exit(1)
 
 
 def main(descriptor: int, command: list[str]) -> None:

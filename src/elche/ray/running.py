@@ -77,6 +77,7 @@ def run(
         ConfigError: an argument is wrong.
         RemoteRankError: the rank that failed first, its error and its traceback.
         KeyboardInterrupt: on Ctrl-C, when all ranks have ended.
+        SystemExit: on SIGTERM, likewise.
     """
     from elche.launching.launching import Returned, value_of
 
@@ -111,6 +112,10 @@ def run(
     result, returned = _supervise(
         Job(ranks, program, launch, restarts, start_timeout_s)
     )
+    if result.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    if result.signal:
+        raise SystemExit(result.exit_code)
 
     def returned_by(rank: int) -> Returned:
         message = returned.get(rank, b"")
@@ -147,36 +152,26 @@ def _supervise(job: Job) -> Any:
         )
         .remote(job)
     )
-    ending = supervisor.run.remote()
-    was_interrupted = False
     try:
         with _signals_to(supervisor):
-            while True:
-                try:
-                    outcome = ray.get(ending)
-                    break
-                except KeyboardInterrupt:
-                    was_interrupted = True
-                    supervisor.interrupt.remote(int(signal.SIGINT))
+            return ray.get(supervisor.run.remote())
     finally:
         ray.kill(supervisor)
-    if was_interrupted:
-        raise KeyboardInterrupt
-    return outcome
 
 
 @contextlib.contextmanager
 def _signals_to(supervisor: Any) -> Iterator[None]:
-    """Has SIGTERM, as of `ray job stop`, end the run in order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Has Ctrl-C, and SIGTERM as of `ray job stop`, end the run as `elche run` does."""
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        supervisor.interrupt.remote(number)
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            supervisor.interrupt.remote(number)
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -55,7 +54,6 @@ def started(link: Link, namespace: str, *words: str) -> Iterator[Any]:
     """A process in a namespace; it is ended in the end."""
     process = subprocess.Popen(
         ["ip", "netns", "exec", namespace, *words],
-        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
         stdout=subprocess.DEVNULL,
     )
     try:
@@ -78,6 +76,7 @@ def node_words(link: Link, number: int | None) -> list[str]:
             f"--port={PORT}",
             "--num-cpus=0",
             f"--node-ip-address={head}",
+            "--include-dashboard=false",
         ]
     else:
         kind = json.dumps({("near", "far")[number]: 1})
@@ -85,7 +84,7 @@ def node_words(link: Link, number: int | None) -> list[str]:
         where.append(f"--node-ip-address={link.ranks[number][1]}")
     memory = f"--object-store-memory={80 << 20}"
     ray = str(Path(sys.executable).with_name("ray"))
-    return [ray, "start", *where, memory, "--include-dashboard=false", "--block"]
+    return [ray, "start", *where, memory, "--block"]
 
 
 def test_a_cut_link_is_waited_for_and_then_given_up(

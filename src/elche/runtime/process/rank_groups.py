@@ -241,9 +241,12 @@ class RankGroups:
         return made[0]
 
     def close(self) -> None:
-        """Ends all groups."""
+        """Ends all groups; those with ranks that may be cut off as well are left."""
         for group in self._all():
-            group.close()
+            if self._channel.is_unreachable:
+                group.leave()
+            else:
+                group.close()
         self.has_ended = True
 
     def _all(self) -> list[Group]:

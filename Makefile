@@ -33,8 +33,8 @@ QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim
 	properties.py runs.py slow_link.py) sim/golden)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-full test-tenth test-integrations test-ray test-wheel \
-	test-floor fuzz lint types docs bench format clean
+.PHONY: help demo quick test test-full test-tenth test-integrations test-ray test-ray-full \
+	test-wheel test-floor fuzz lint types docs bench format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -60,6 +60,9 @@ test-integrations: $(INTEGRATIONS_STAMP) ## the tests with transformers, peft, L
 	HF_HUB_OFFLINE=1 $(PYTEST) tests/integrations
 
 test-ray: $(RAY_STAMP) ## runs on a Ray cluster of several nodes on this machine
+	$(PYTEST) -m "not slow" tests/ray
+
+test-ray-full: $(RAY_STAMP) ## the slow ones as well
 	$(PYTEST) tests/ray
 
 test-wheel: $(STAMP) ## two ranks from the wheel, installed without extras

@@ -139,7 +139,9 @@ def check_counts(run: Counted, policy: str, world: int) -> None:
         assert {(each["least"], each["most"]) for each in held} == {(epochs, epochs)}
 
 
-@pytest.mark.parametrize("policy", ["sync", "async"])
+@pytest.mark.parametrize(
+    "policy", ["sync", pytest.param("async", marks=pytest.mark.slow)]
+)
 def test_shares_follow_speed_and_a_run_survives_what_dies(
     cluster: Any, tmp_path: Path, policy: str, record_property: Any
 ) -> None:

@@ -19,7 +19,7 @@ from elche.errors import ConfigError
 from tests.ray.conftest import END_S
 from tests.ray.test_cluster_run import AHEAD, WAIT_S, Counted, check_counts
 
-pytestmark = [pytest.mark.distributed, pytest.mark.faults]
+pytestmark = [pytest.mark.distributed, pytest.mark.faults, pytest.mark.slow]
 
 PORT = 6399
 DRIVER = f"""

@@ -91,6 +91,7 @@ def killed_once(config: dict[str, str]) -> None:
     train.report({})
 
 
+@pytest.mark.slow
 def test_ray_train_restarts_all_from_elches_checkpoints(
     cluster: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def _show_key() -> None:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, is_master=False)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    path = PrefixStore(f"elche/{restart}", store).get("coordinator").decode()
+    path = PrefixStore(f"elche/{restart}/0", store).get("coordinator").decode()
     mode = os.stat(path).st_mode & 0o777
     print(f"rank {elche.rank()} found {path} of mode {mode:o}", flush=True)
     elche.barrier()

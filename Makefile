@@ -62,7 +62,7 @@ test-integrations: $(INTEGRATIONS_STAMP) ## the tests with transformers, peft, L
 test-ray: $(RAY_STAMP) ## runs on a Ray cluster of several nodes on this machine
 	$(PYTEST) -m "not slow" tests/ray
 
-test-ray-full: $(RAY_STAMP) ## the slow ones as well
+test-ray-full: $(RAY_STAMP) $(INTEGRATIONS_STAMP) ## the slow ones as well
 	$(PYTEST) tests/ray
 
 test-wheel: $(STAMP) ## two ranks from the wheel, installed without extras

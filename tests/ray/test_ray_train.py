@@ -73,13 +73,15 @@ def killed_once(config: dict[str, str]) -> None:
     os.environ["ELCHE_CHECKPOINT_DIR"] = str(folder / "checkpoints")
     os.environ["ELCHE_CHECKPOINT_EVERY_S"] = "0.001"
     os.environ["ELCHE_RESUME"] = str(folder / "checkpoints")
+    killed = folder / "killed"
+    resumes = killed.exists()
     model, optimizer, loader = elche.setup(
         model, optimizer, loader, loss_reduction="sum"
     )
     for epoch in elche.epochs(4):
-        (folder / f"rank{elche.rank()}-epoch{epoch}-{os.getpid()}").touch()
-        if (elche.rank(), epoch) == (1, 2) and not (folder / "killed").exists():
-            (folder / "killed").touch()
+        assert not resumes or float(model.weight.min()) < 0.0
+        if (elche.rank(), epoch) == (1, 2) and not resumes:
+            killed.touch()
             while not [*folder.glob("checkpoints/*/manifest.json")]:
                 time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -108,6 +110,4 @@ def test_ray_train_restarts_all_from_elches_checkpoints(
         torch_config=TorchConfig(backend="gloo"),
         run_config=RunConfig(storage_path=str(tmp_path), failure_config=failures),
     ).fit()
-    begun = [path.name.rpartition("-")[0] for path in tmp_path.glob("rank0-epoch*")]
-    assert begun.count("rank0-epoch0") == 1  # the second time it resumed
-    assert begun.count("rank0-epoch3") == 1
+    assert (tmp_path / "killed").exists()

@@ -6,7 +6,8 @@ one machine. It needs ``pip install "elche[ray]"``.
 
 from elche.ray.rank_specs import PerNode as PerNode
 from elche.ray.rank_specs import RankSpec as RankSpec
-from elche.ray.rank_specs import per_node as per_node
 from elche.ray.running import run as run
 
-__all__ = ["PerNode", "RankSpec", "per_node", "run"]
+per_node = PerNode
+
+__all__ = ["RankSpec", "per_node", "run"]

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 import ray
 from ray.util import get_node_ip_address
@@ -22,13 +22,6 @@ from elche.runtime.process.local_ranks import inherited_environment
 MAIN: Final = "elche.launching.remote_rank"
 RESULT_S: Final = 5.0
 """Deadline (s) to read the result of a process that has ended."""
-
-
-class Started(NamedTuple):
-    """A process: its id, and its node's."""
-
-    pid: int
-    node: str
 
 
 @final
@@ -41,7 +34,7 @@ class RankHost:
 
     async def start(
         self, command: tuple[str, ...], call: bytes, environment: dict[str, str]
-    ) -> Started:
+    ) -> None:
         """Starts a rank's process.
 
         Args:
@@ -49,18 +42,17 @@ class RankHost:
             call: the function and its arguments, pickled.
             environment: variables of the rank.
         """
-        node = ray.get_runtime_context().get_node_id()
         here = {
             **inherited_environment(1),
             "ELCHE_LISTEN": get_node_ip_address(),
-            "ELCHE_HOST": node,
+            "ELCHE_HOST": ray.get_runtime_context().get_node_id(),
             "LOCAL_RANK": "0",  # Ray shows a rank its own devices alone
             "LOCAL_WORLD_SIZE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "PYTHONUNBUFFERED": "1",
         }
         ours, theirs = socket.socketpair()
-        process = self._process = await asyncio.create_subprocess_exec(
+        self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", MAIN, str(theirs.fileno()), *command),
             env=here | environment,
             pass_fds=(theirs.fileno(),),
@@ -70,7 +62,6 @@ class RankHost:
         writer.write(call)
         writer.write_eof()
         self._reading = asyncio.ensure_future(_read(reader, writer))
-        return Started(process.pid, node)
 
     async def wait(self) -> tuple[int, bytes]:
         """Exit code of the process (negative for a signal), and its result."""

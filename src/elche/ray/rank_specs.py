@@ -1,13 +1,14 @@
-"""Ranks of a run on Ray: what each needs of a node."""
+"""A run on Ray, and what each of its ranks needs of a node."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from elche.errors import ConfigError
+from elche.runtime.process.restarts import RestartConfig
 
 NODE_LABEL: Final = "ray.io/node-id"
 """Label that Ray gives to each node."""
@@ -41,11 +42,6 @@ class RankSpec:
                     f"expected a positive amount of {name!r}, got {amount!r}"
                 )
 
-    @property
-    def has_gpu(self) -> bool:
-        """True if the rank computes on a GPU."""
-        return self.resources.get("GPU", 0.0) > 0
-
     def on(self, node: str) -> RankSpec:
         """The same needs on one node, by its id."""
         labels = {**self.label_selector, NODE_LABEL: node}
@@ -53,14 +49,8 @@ class RankSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerNode:
-    """A rank on each node that has what it needs, also on nodes that come later.
-
-    Attributes:
-        spec: of each.
-    """
-
-    spec: RankSpec
+class PerNode(RankSpec):
+    """A rank on each node that has what it needs, also on nodes that come later."""
 
     def fits(self, node: Mapping[str, object]) -> bool:
         """True if a node, as `ray.nodes` describes it, can have such a rank."""
@@ -69,29 +59,30 @@ class PerNode:
         assert isinstance(labels, Mapping)
         return (
             bool(node["Alive"])
-            and all(has.get(name, 0) >= n for name, n in self.spec.resources.items())
-            and all(labels.get(k) == v for k, v in self.spec.label_selector.items())
+            and all(has.get(name, 0) >= n for name, n in self.resources.items())
+            and all(labels.get(k) == v for k, v in self.label_selector.items())
         )
 
 
-def per_node(
-    resources: Mapping[str, float] | None = None,
-    *,
-    label_selector: Mapping[str, str] | None = None,
-) -> PerNode:
-    """Ranks of a run: one on each node of the cluster that has what it needs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run: ranks, program and settings.
 
-    A node that comes while the run is under way brings another rank.
-
-    Args:
-        resources: see `RankSpec`; one CPU if not given.
-        label_selector: labels that a node must have, with these values.
+    Attributes:
+        ranks: what each needs of a node.
+        command: a script and its arguments; () for a function.
+        call: the function and its arguments, pickled.
+        launch: settings of the launch; the supervisor adds the ranks.
+        restarts: see `RestartConfig`.
+        start_s: deadline (s) of the first ranks' start.
     """
-    return PerNode(
-        spec=RankSpec(
-            resources=resources or {"CPU": 1.0}, label_selector=label_selector or {}
-        )
-    )
+
+    ranks: Sequence[RankSpec] | PerNode
+    command: tuple[str, ...]
+    call: bytes
+    launch: dict[str, Any]
+    restarts: RestartConfig
+    start_s: float
 
 
 def hints_of(ranks: Sequence[RankSpec]) -> str:

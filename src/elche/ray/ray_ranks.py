@@ -7,8 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import ray
@@ -19,8 +18,8 @@ from ray.util.placement_group import remove_placement_group as remove_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elche.comm.control.addresses import listen
-from elche.ray.rank_host import RankHost, Started
-from elche.ray.rank_specs import RankSpec
+from elche.ray.rank_host import RankHost
+from elche.ray.rank_specs import Job, RankSpec
 from elche.runtime.process.launch_config import LaunchConfig
 from elche.runtime.process.rank_processes import RankProcess
 
@@ -36,19 +35,6 @@ AGAIN_S: Final = 1.0
 KILLED: Final = -int(signal.SIGKILL)
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What each rank runs.
-
-    Attributes:
-        command: a script and its arguments; () for a function.
-        call: the function and its arguments, pickled.
-    """
-
-    command: tuple[str, ...]
-    call: bytes
-
-
 @final
 class RayRanks:
     """Starts ranks in actors, each in a bundle of its own.
@@ -56,23 +42,17 @@ class RayRanks:
     Args:
         config: of the launch.
         specs: of the places that there are from the start.
-        program: of each rank.
-        start_s: deadline (s) of the first ranks' start.
+        job: of the launch.
 
     Attributes:
         results: of ranks whose processes have ended, pickled.
     """
 
     def __init__(
-        self,
-        config: LaunchConfig,
-        specs: Sequence[RankSpec],
-        program: Program,
-        start_s: float,
+        self, config: LaunchConfig, specs: Sequence[RankSpec], job: Job
     ) -> None:
         self.pipe = -1
-        self._world_size, self._program = config.world_size, program
-        self._start_s = start_s
+        self._world_size, self._job = config.world_size, job
         self._address = get_node_ip_address()
         self._places: list[tuple[RankSpec, PlacementGroup, int]] = []
         self._hosts: dict[int, Any] = {}
@@ -98,7 +78,7 @@ class RayRanks:
     ) -> RankProcess:
         """See `RankBackend`."""
         spec = self._places[place][0]
-        if not spec.has_gpu:
+        if not spec.resources.get("GPU"):
             environment.setdefault("ELCHE_DEVICE", "cpu")
         is_first = rank < self._world_size
 
@@ -106,7 +86,7 @@ class RayRanks:
             try:
                 starting = self._begin(process, place, environment)
                 if is_first:
-                    await asyncio.wait_for(starting, self._start_s)
+                    await asyncio.wait_for(starting, self._job.start_s)
                 else:
                     await starting
                 code, self.results[rank] = await process.host.wait.remote()
@@ -114,7 +94,7 @@ class RayRanks:
                 logger.error(
                     "rank %d was not started in %g s: no node has %s free, with "
                     "labels %s",
-                    *(rank, self._start_s, dict(spec.resources)),
+                    *(rank, self._job.start_s, dict(spec.resources)),
                     dict(spec.label_selector),
                 )
                 self._drop(place)
@@ -133,13 +113,12 @@ class RayRanks:
         self, process: RayProcess, place: int, environment: dict[str, str]
     ) -> None:
         """Starts a process as soon as a node has room for it."""
-        program = self._program
-        while process.started is None:
+        job = self._job
+        while not process.has_started:
             host = process.host = self._host(place)
             try:
-                process.started = await host.start.remote(
-                    program.command, program.call, environment
-                )
+                await host.start.remote(job.command, job.call, environment)
+                process.has_started = True
             except RayError as error:  # its node is going, and Ray does not know yet
                 logger.info("an actor has died before it began: %s", error)
                 self._drop(place)
@@ -150,18 +129,10 @@ class RayRanks:
         assert isinstance(process, RayProcess)
         await process.fence()
 
-    def end_on(self, nodes: Mapping[str, object]) -> None:
-        """Ends the ranks on nodes that are about to go, unless no other is left."""
-        running = [each for each in self._processes if each.returncode is None]
-        there = [each for each in running if each.node in nodes]
-        if len(there) < sum(each.started is not None for each in running):
-            for process in there:
-                process.send_signal(signal.SIGKILL)
-
     def end_waiting(self) -> None:
         """Gives up ranks that wait for a node: the run is over."""
         for each in self._processes:
-            if each.started is None and each.returncode is None:
+            if not each.has_started and each.returncode is None:
                 each.send_signal(signal.SIGTERM)
 
     def _host(self, place: int) -> Any:
@@ -205,7 +176,7 @@ class RayProcess:
 
     Attributes:
         host: its actor.
-        started: its place; None while it waits for a node.
+        has_started: False while it waits for a node.
         returncode: see `RankProcess`.
     """
 
@@ -215,28 +186,22 @@ class RayProcess:
         self, run: Callable[[RayProcess], Any], drop: Callable[[], None]
     ) -> None:
         self.host: Any = None
-        self.started: Started | None = None
+        self.has_started = False
         self.returncode: int | None = None
         self._drop = drop
         self._running: asyncio.Task[int] = asyncio.ensure_future(run(self))
-        self._has_ended = asyncio.Event()
         self._running.add_done_callback(self._note_end)
-
-    @property
-    def node(self) -> str:
-        """Id of its node; "" while it waits for one."""
-        return "" if self.started is None else self.started.node
 
     def send_signal(self, number: int, /) -> None:
         """See `RankProcess`."""
-        if self.started is None:
-            self._give_up(-number)
-        else:
+        if self.has_started:
             self.host.send_signal.remote(number)
+        else:
+            self._give_up(-number)
 
     async def wait(self) -> int:
         """See `RankProcess`."""
-        await self._has_ended.wait()
+        await asyncio.wait([self._running])  # after `_note_end`
         return self.returncode or 0
 
     async def fence(self) -> None:
@@ -255,4 +220,3 @@ class RayProcess:
     def _note_end(self, running: asyncio.Task[int]) -> None:
         if not running.cancelled():
             self.returncode = running.result()
-        self._has_ended.set()

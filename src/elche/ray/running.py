@@ -17,9 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elche.config import PolicyName
 from elche.errors import ConfigError
-from elche.ray.rank_specs import PerNode, RankSpec, hints_of
-from elche.ray.ray_ranks import Program
-from elche.ray.supervisor import Job, Supervisor
+from elche.ray.rank_specs import Job, PerNode, RankSpec, hints_of
+from elche.ray.supervisor import Supervisor
 from elche.runtime.process.restarts import RestartConfig
 
 HEAD = "node:__internal_head__"
@@ -108,10 +107,16 @@ def run(
         resume=resume,
         max_restarts=max_restarts,
     )
-    program = _program(train, tuple(args))
-    result, returned = _supervise(
-        Job(ranks, program, launch, restarts, start_timeout_s)
+    is_script = isinstance(train, (str, Path))
+    job = Job(
+        ranks=ranks,
+        command=(str(train), *map(str, args)) if is_script else (),
+        call=b"" if is_script else cloudpickle.dumps((train, tuple(args))),
+        launch=launch,
+        restarts=restarts,
+        start_s=start_timeout_s,
     )
+    result, returned = _supervise(job)
     if result.signal == signal.SIGINT:
         raise KeyboardInterrupt
     if result.signal:
@@ -124,31 +129,18 @@ def run(
     return value_of(result, returned_by)
 
 
-def _program(train: Callable[..., Any] | str | Path, args: tuple[Any, ...]) -> Program:
-    if callable(train):
-        return Program((), cloudpickle.dumps((train, args)))
-    if not isinstance(train, (str, Path)):
-        raise ConfigError(f"expected a function or a script's path, got {train!r}")
-    return Program((str(train), *map(str, args)), b"")
-
-
 def _supervise(job: Job) -> Any:
     """Runs the supervisor on the head node, and waits for the run's end."""
     if not ray.is_initialized():
         ray.init()
-    heads = [
-        each["NodeID"]
-        for each in ray.nodes()
-        if each["Alive"] and HEAD in each["Resources"]
-    ]
-    if not heads:
-        raise ConfigError("expected a Ray cluster with a head node that is alive")
+    nodes = (each for each in ray.nodes() if each["Alive"])
+    head = next(each["NodeID"] for each in nodes if HEAD in each["Resources"])
     supervisor = (
         ray.remote(Supervisor)
         .options(
             num_cpus=0,
             max_concurrency=4,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(heads[0], soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=False),
         )
         .remote(job)
     )

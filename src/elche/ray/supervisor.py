@@ -11,41 +11,19 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Final, final
 
 import ray
 
 from elche.errors import ConfigError
-from elche.ray.rank_specs import PerNode, RankSpec
-from elche.ray.ray_ranks import Program, RayRanks
+from elche.ray.rank_specs import Job, PerNode, RankSpec
+from elche.ray.ray_ranks import RayRanks
 from elche.runtime.process.launch import LaunchedRun
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult, RankBackend
-from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
-
-logger = logging.getLogger(__name__)
+from elche.runtime.process.restarts import launch_with_restarts
 
 LOOK_S: Final = 1.0
 """Poll interval (s) of the cluster's nodes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A run: ranks, program and settings.
-
-    Attributes:
-        ranks: what each needs of a node.
-        program: of each.
-        launch: settings of the launch; the supervisor adds the ranks.
-        restarts: see `RestartConfig`.
-        start_s: deadline (s) of the first ranks' start.
-    """
-
-    ranks: Sequence[RankSpec] | PerNode
-    program: Program
-    launch: dict[str, Any]
-    restarts: RestartConfig
-    start_s: float
 
 
 @final
@@ -75,18 +53,18 @@ class Supervisor:
         if isinstance(ranks, PerNode):
             found = _fitting(ranks)
             self._nodes = {node: place for place, node in enumerate(found)}
-            specs = [ranks.spec.on(node) for node in found]
+            specs = [ranks.on(node) for node in found]
         else:
             specs = list(ranks)
         if not specs:
             raise ConfigError(f"expected a node that has what a rank needs, {ranks}")
 
         def open_ranks(config: LaunchConfig) -> RankBackend:
-            self._ranks = RayRanks(config, specs, job.program, job.start_s)
+            self._ranks = RayRanks(config, specs, job)
             return self._ranks
 
         config = LaunchConfig(
-            command=job.program.command,
+            command=job.command,
             num_ranks=None if "speeds" in job.launch else len(specs),
             backend=open_ranks,
             **job.launch,
@@ -116,32 +94,21 @@ async def _watch_nodes(
     ranks: Sequence[RankSpec] | PerNode,
     places: dict[str, int],
 ) -> None:
-    """Ends ranks on nodes that are drained; adds ranks on nodes that come."""
+    """Ends waiting ranks after the run; under `PerNode` adds ranks on new nodes."""
     while True:
         await asyncio.sleep(LOOK_S)
         if run.is_over:
             there.end_waiting()
-        there.end_on(await asyncio.to_thread(_draining))
         if isinstance(ranks, PerNode):
             for node in await asyncio.to_thread(_fitting, ranks):
                 if node not in places:
-                    places[node] = there.add(ranks.spec.on(node))
+                    places[node] = there.add(ranks.on(node))
                     await run.join(places[node])
 
 
 def _fitting(ranks: PerNode) -> list[str]:
     """Ids of the nodes that have what a rank needs."""
     return [str(each["NodeID"]) for each in ray.nodes() if ranks.fits(each)]
-
-
-def _draining() -> dict[str, int]:
-    """Ids of nodes that are drained or preempted; {} if this Ray cannot say."""
-    try:
-        nodes: dict[str, int] = ray._private.state.state.get_draining_nodes()
-    except Exception:
-        logger.debug("Ray does not name draining nodes", exc_info=True)
-        return {}
-    return nodes
 
 
 def _say(line: str) -> None:

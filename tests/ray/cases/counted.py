@@ -13,8 +13,11 @@ from typing import Any
 SAMPLES, BATCH = 240, 24
 
 
-def count(folder: str, policy: str) -> Any:
-    """Trains until the folder has a file `stop`, with a number of epochs to come.
+def count(folder: str, policy: Any) -> Any:
+    """Trains until the folder has a file `stop`, with the least number of epochs.
+
+    Rank 0 alone looks for it, and names the last epoch in another file before the
+    barrier that ends that epoch: so all ranks end after the same one.
 
     Args:
         folder: for a line per batch and rank, and what each rank holds in the end.
@@ -27,7 +30,7 @@ def count(folder: str, policy: str) -> Any:
     import elche
 
     torch.manual_seed(0)
-    stop = Path(folder) / "stop"
+    stop, last = Path(folder) / "stop", Path(folder) / "last"
     own = os.environ.get("RANK", "0")
     model = nn.Embedding(SAMPLES, 1, dtype=torch.float64)
     nn.init.zeros_(model.weight)
@@ -47,8 +50,11 @@ def count(folder: str, policy: str) -> Any:
                     f"{time.monotonic()} {os.getpid()} {elche.world_size()} {epoch} "
                     f"{json.dumps(positions.tolist())}\n"
                 )
+            if own == "0" and stop.exists() and epoch + 1 >= int(stop.read_text()):
+                last.with_suffix(".new").write_text(str(epoch))
+                last.with_suffix(".new").rename(last)
             elche.barrier()
-            if stop.exists() and epoch + 1 >= int(stop.read_text()):
+            if last.exists() and epoch >= int(last.read_text()):
                 break
     weights = model.weight.detach()
     held = {

@@ -170,7 +170,8 @@ def _without_gone(
 
     Looked at is the device of the rank that failed first, where it is a real one.
     """
-    has_accelerators = any(os.path.exists(path) for path in DEVICE_FILES)
+    is_here = config.backend is None
+    has_accelerators = is_here and any(map(os.path.exists, DEVICE_FILES))
     devices = config.device_names() if has_accelerators else None
     if result.failed_first is None or devices is None:
         return config

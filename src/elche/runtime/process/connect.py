@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 DEFAULT_GROUP = "torch.distributed's default group"
+START_POLL_S = 0.02
+"""Poll interval (s) of rank 0 for the other ranks' starts."""
 _HOW = (
     "set ELCHE_LISTEN on every host to its own address, or to auto, on a network that "
     "you trust (nothing is encrypted)"
@@ -45,8 +47,6 @@ _HOW = (
 _ends = contextlib.ExitStack()
 """Ends what this process started for the run: coordinator, store, file of the key."""
 _found: dict[str, tuple[tuple[str, int], bytes]] = {}
-_rounds = itertools.count()
-"""Number of searches of this process: a default group's store keeps the last one's."""
 
 
 def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlChannel]:
@@ -118,8 +118,7 @@ def _find_under_torchrun(
         return _found[name]
     try:
         base = default_store() if has_group else _open_store(placement, timeout_s)
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"elche/{restart}/{next(_rounds)}", base)
+        store = dist.PrefixStore(_agree_on_prefix(base, placement, timeout_s), base)
         store.set(f"host/{placement.rank}", host_name())
         ranks = range(placement.world_size)
         hosts = {store.get(f"host/{rank}").decode() for rank in ranks}
@@ -146,6 +145,31 @@ def _find_under_torchrun(
     where, _, secret = told.partition("/")
     _found[name] = parse_address(where, "the coordinator"), bytes.fromhex(secret)
     return _found[name]
+
+
+def _agree_on_prefix(base: dist.Store, placement: Placement, timeout_s: float) -> str:
+    """Names this start of all ranks; the store may have keys of earlier ones.
+
+    Rank 0 chooses the name. Each other rank asks for it under a name of its own.
+    torchrun's restart count would not do: on two machines it differs.
+    """
+    own, rank = secrets.token_hex(8), placement.rank
+    if rank:
+        base.set(f"elche/start/{rank}", own)
+        name = base.get(f"elche/name/{own}").decode()
+        base.set(f"elche/{name}/joined/{rank}", "")
+        return f"elche/{name}"
+    others = range(1, placement.world_size)
+    joined = [f"elche/{own}/joined/{other}" for other in others]
+    deadline_s = time.monotonic() + timeout_s
+    while not base.check(joined):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"not all ranks have come within {timeout_s:g} s")
+        for key in (f"elche/start/{other}" for other in others):
+            if base.check([key]):
+                base.set(f"elche/name/{base.get(key).decode()}", own)
+        time.sleep(START_POLL_S)
+    return f"elche/{own}"
 
 
 def _open_store(placement: Placement, timeout_s: float) -> dist.Store:

@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
 INTEGRATIONS_STAMP := $(VENV)/.stamp-integrations
+RAY_STAMP := $(VENV)/.stamp-ray
 # Twice quiet: errors only. Torch's own index may lack metadata pip warns about.
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 # One thread per process: ranks on one machine fight for cores otherwise. Bytecode is
@@ -19,6 +20,8 @@ WORKERS ?= 2
 # process, and files come in their order, so that rank pools are kept and no long file
 # is left for the end.
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Tests of what is not installed for the others; each has a target.
+WITHOUT := --ignore=tests/integrations --ignore=tests/ray
 # Of the pure tests, those of many simulated runs and searches for plans are left out.
 QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim \
 	tests/test_architecture.py tests/test_config.py \
@@ -30,8 +33,8 @@ QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim
 	properties.py runs.py slow_link.py) sim/golden)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-full test-tenth test-integrations test-wheel test-floor fuzz \
-	lint types docs bench format clean
+.PHONY: help demo quick test test-full test-tenth test-integrations test-ray test-ray-full \
+	test-wheel test-floor fuzz lint types docs bench format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -43,18 +46,24 @@ quick: lint types ## for every edit: lint, types and the quick ones of the pure 
 	$(PYTEST) -q -m "not slow" -n $(WORKERS) --dist worksteal $(QUICK)
 
 test: $(STAMP) ## the tests, without the slow ones
-	$(PYTEST) -m "not slow" --ignore=tests/integrations $(BY_FILE)
+	$(PYTEST) -m "not slow" $(WITHOUT) $(BY_FILE)
 
 test-full: $(STAMP) ## the slow ones as well
-	$(PYTEST) --ignore=tests/integrations $(BY_FILE)
+	$(PYTEST) $(WITHOUT) $(BY_FILE)
 
 # Another tenth every hundred commits, so that a landing is tried with one of them.
 TENTH ?= $(shell { git rev-list --count HEAD 2>/dev/null || echo 0; } | sed 's/..$$//; s/.*\(.\)$$/\1/')
 test-tenth: $(STAMP) ## a tenth of the slow ones (TENTH=0 to 9)
-	$(PYTEST) -m slow --tenth $(TENTH) --ignore=tests/integrations $(BY_FILE)
+	$(PYTEST) -m slow --tenth $(TENTH) $(WITHOUT) $(BY_FILE)
 
 test-integrations: $(INTEGRATIONS_STAMP) ## the tests with transformers, peft, Lightning
 	HF_HUB_OFFLINE=1 $(PYTEST) tests/integrations
+
+test-ray: $(RAY_STAMP) ## runs on a Ray cluster of several nodes on this machine
+	$(PYTEST) -m "not slow" tests/ray
+
+test-ray-full: $(RAY_STAMP) $(INTEGRATIONS_STAMP) ## the slow ones as well
+	$(PYTEST) tests/ray
 
 test-wheel: $(STAMP) ## two ranks from the wheel, installed without extras
 	rm -rf build/wheel build/bare
@@ -108,6 +117,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(DOCS_STAMP): $(STAMP)
 	@$(PIP) install -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(RAY_STAMP): $(STAMP)
+	@$(PIP) install -c constraints.txt -e '.[dev,ray]' 'ray[train]'
 	@touch $@
 
 $(INTEGRATIONS_STAMP): $(STAMP)

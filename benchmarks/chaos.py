@@ -23,10 +23,10 @@ from typing import Any
 from benchmarks.chaos_killer import RANKS, VICTIMS, Killer, KillPlan
 from benchmarks.chaos_rank import OVER, SAMPLES
 from elche.errors import ConfigError
-from elche.runtime.process.launch import (
+from elche.runtime.process.launch import launch
+from elche.runtime.process.launch_config import (
     LaunchConfig,
     LaunchResult,
-    launch,
     python_command,
 )
 

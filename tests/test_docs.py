@@ -31,6 +31,10 @@ BLOCK = re.compile(
 )
 
 
+WITH_LIBRARIES = ("frameworks", "hosts")
+"""Pages whose examples are run in tests/integrations and tests/ray."""
+
+
 class Block(NamedTuple):
     """A fenced block, and the example that it belongs to."""
 
@@ -52,7 +56,7 @@ def examples() -> dict[str, str]:
     """Scripts by page and name."""
     scripts: dict[str, str] = {}
     for path in PAGES:
-        if path.stem == "frameworks":  # with the libraries: tests/integrations
+        if path.stem in WITH_LIBRARIES:
             continue
         for block in blocks(path, "python"):
             key = f"{path.stem}-{block.example}"
@@ -102,7 +106,7 @@ def test_a_command_is_understood(line: str, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.chdir(ROOT)
         understood(words[1:])
     else:
-        assert words[0] in ("pip", "python", "torchrun", "srun", "mpirun"), line
+        assert words[0] in ("pip", "python", "ray", "torchrun", "srun", "mpirun"), line
         for word in words:
             if word.startswith("examples/"):
                 assert (ROOT / word).exists()

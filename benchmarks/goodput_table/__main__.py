@@ -33,7 +33,7 @@ from benchmarks.hetero.verdict import MIN_CONTROL
 from benchmarks.links.namespaces import slow_link
 from elche.demo.compare import ContenderRun, machine, run_contender
 from elche.errors import ElcheError
-from elche.runtime.process.launch import Network
+from elche.runtime.process.launch_config import Network
 
 MIN_CELL_S = 20.0
 """What a cell is taken to cost before one has been measured."""

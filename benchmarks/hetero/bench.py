@@ -29,7 +29,7 @@ from elche.demo.workload import split_edges
 from elche.errors import ConfigError
 from elche.monitor.progress import TaskProgress
 from elche.monitor.results import check_writable, print_table, to_json_text
-from elche.runtime.process.launch import Network
+from elche.runtime.process.launch_config import Network
 
 DEFAULT_SECONDS = 40.0
 REJECTED_CODE = 3

@@ -28,10 +28,10 @@ from elche.demo.compare import STDERR_TAIL_LINES, machine
 from elche.errors import RemoteRankError
 from elche.monitor.progress import TaskProgress
 from elche.monitor.results import check_writable, to_json_text
-from elche.runtime.process.launch import (
+from elche.runtime.process.launch import launch
+from elche.runtime.process.launch_config import (
     LaunchConfig,
     LaunchResult,
-    launch,
     python_command,
 )
 

@@ -18,7 +18,7 @@ from benchmarks.chaos import (
     table,
 )
 from elche.errors import ConfigError
-from elche.runtime.process.launch import LaunchResult
+from elche.runtime.process.launch_config import LaunchResult
 
 GOOD = RunAccount(
     epochs=2,

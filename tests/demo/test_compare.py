@@ -12,7 +12,7 @@ from elche.demo.compare import Devices, run_contender, whole_batches
 from elche.demo.contender import ContenderSpec
 from elche.demo.workload import SegmentSampler, SplitBatches, split_edges
 from elche.errors import ConfigError, RemoteRankError
-from elche.runtime.process.launch import LaunchConfig, LaunchResult
+from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
 from tests.demo.fake_runs import rank_result, run_of
 
 DEVICES = Devices(speeds=(1.0, 0.5), ms_per_sample=0.5)

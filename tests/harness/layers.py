@@ -52,6 +52,7 @@ LAYERS = {
     "elche.launching": Layer.SURFACE,
     "elche.by_hand": Layer.SURFACE,
     "elche.integrations": Layer.SURFACE,
+    "elche.ray": Layer.SURFACE,
     "elche.session": Layer.SURFACE,
     "elche.trainer": Layer.SURFACE,
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from elche.comm.control.addresses import listen
 from elche.comm.control.key_file import KEY_BYTES
 from elche.runtime.process import coordinator
-from elche.runtime.process.launchers import LaunchFacts, rank_environments
+from elche.runtime.process.launchers import LaunchFacts, rank_environment
 
 
 @contextlib.contextmanager
@@ -38,7 +38,9 @@ def serve_in_thread(
     thread = threading.Thread(target=loop.run_forever, name="elche-coordinator")
     thread.start()
     try:
-        environments = rank_environments(founders, address, key)
+        environments = [
+            rank_environment(rank, founders, address, key) for rank in range(founders)
+        ]
         joining = environments[0] | LaunchFacts(joins=True).environment()
         late = range(founders, world_size)
         yield [*environments, *({**joining, "RANK": str(rank)} for rank in late)]

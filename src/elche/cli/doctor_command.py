@@ -25,7 +25,8 @@ from elche.cli.doctor_findings import (
 )
 from elche.cli.doctor_probe import MARK
 from elche.cli.files import check_outputs, write_json
-from elche.runtime.process.launch import LaunchConfig, launch, python_command
+from elche.runtime.process.launch import launch
+from elche.runtime.process.launch_config import LaunchConfig, python_command
 
 SHOWN = (*PLACES, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 SHM = Path("/dev/shm")

@@ -160,7 +160,7 @@ def doctor(
 ) -> None:
     """Measure devices and links, predict policies, and say what looks wrong."""
     from elche.cli.doctor_command import run_doctor
-    from elche.runtime.process.launch import LaunchConfig
+    from elche.runtime.process.launch_config import LaunchConfig
 
     with log_to_stderr():
         ranks = LaunchConfig(

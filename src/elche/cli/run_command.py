@@ -16,8 +16,11 @@ from elche.config import POLICIES
 from elche.errors import ConfigError
 
 if TYPE_CHECKING:
-    from elche.runtime.process.launch import LaunchConfig, LaunchResult
-    from elche.runtime.process.rank_output import Display
+    from elche.runtime.process.launch_config import (
+        Display,
+        LaunchConfig,
+        LaunchResult,
+    )
 
 
 # What follows SCRIPT is its own, options too.
@@ -125,7 +128,7 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
     Raises:
         ConfigError: they do not fit together.
     """
-    from elche.runtime.process.launch import LaunchConfig, python_command
+    from elche.runtime.process.launch_config import LaunchConfig, python_command
 
     names = ("policy", "min_ranks", "story", "trace", "quiet", "speeds")
     policy, least, story, trace, is_quiet, speeds = map(options.pop, names)

@@ -19,11 +19,11 @@ import torch
 from elche.demo.contender import ContenderSpec
 from elche.demo.workload import BATCH_SIZE
 from elche.errors import ConfigError, RemoteRankError
-from elche.runtime.process.launch import (
+from elche.runtime.process.launch import launch
+from elche.runtime.process.launch_config import (
     LaunchConfig,
     LaunchResult,
     Network,
-    launch,
     python_command,
 )
 

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from io import FileIO, TextIOWrapper
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,24 +36,41 @@ def run_rank(
     The file ``result`` receives value, error and traceback, pickled.
     """
     _begin_rank(environment, output)
+    if _is_fork() and _wants_cuda():
+        main = partial(_call_with_cuda, main)
+    code, message = call_as_rank(main, args, pickle.dumps)
+    Path(result).write_bytes(message)
+    sys.exit(code)
+
+
+def call_as_rank(
+    main: Callable[..., Any], args: tuple[Any, ...], dumps: Callable[[Any], bytes]
+) -> tuple[int, bytes]:
+    """Calls a function as all of a rank's program.
+
+    Args:
+        main: the function.
+        args: its arguments.
+        dumps: pickles what it returns.
+
+    Returns:
+        The exit code; value, error and traceback, pickled.
+    """
     code = 0
     try:
-        if _is_fork() and _wants_cuda():
-            check_cuda()
         value = main(*args)
-        message = pickle.dumps((value if rank() == 0 else None, "", ""))
+        message = dumps((value if rank() == 0 else None, "", ""))
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
-        message = pickle.dumps((None, f"SystemExit: {ended.code}" if code else "", ""))
+        message = dumps((None, f"SystemExit: {ended.code}" if code else "", ""))
     except BaseException as error:
         code = 1
         sys.excepthook(type(error), error, error.__traceback__)  # notifies the others
         summary = traceback.format_exception_only(error)[-1].strip()
         text = "".join(traceback.format_exception(error))
-        message = pickle.dumps((None, summary, text))
+        message = dumps((None, summary, text))
     atexit._run_exitfuncs()  # which multiprocessing leaves out
-    Path(result).write_bytes(message)
-    sys.exit(code)
+    return code, message
 
 
 def _begin_rank(environment: Mapping[str, str], output: Connection | None) -> None:
@@ -77,6 +95,11 @@ def _begin_rank(environment: Mapping[str, str], output: Connection | None) -> No
             TextIOWrapper(FileIO(number, "w", closefd=False), line_buffering=True)
             for number in (1, 2)
         )
+
+
+def _call_with_cuda(main: Callable[..., Any], *args: Any) -> Any:
+    check_cuda()
+    return main(*args)
 
 
 def _is_fork() -> bool:

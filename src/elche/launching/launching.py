@@ -29,8 +29,9 @@ import torch
 
 from elche.errors import ConfigError, RemoteRankError
 from elche.launching.function_rank import run_rank
-from elche.runtime.process.launch import LaunchConfig, LaunchResult
+from elche.runtime.process.launch import LaunchedRun
 from elche.runtime.process.launch import launch as launch_ranks
+from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 
 Result = TypeVar("Result")
@@ -158,14 +159,7 @@ class FunctionRanks:
             result = launched.result()
             if was_interrupted:
                 raise KeyboardInterrupt
-            if (failed := result.failed_first) is not None:
-                found = self._returned(failed)
-                code = result.exit_codes[failed]
-                error = found.error or f"its process ended with code {code}"
-                text = f"rank {failed} failed: {error}"
-                raise RemoteRankError(text, failed, found.traceback)
-            # A rank that died before was outlived.
-            return self._returned(result.exit_codes.index(0)).value
+            return value_of(result, self._returned)
 
     def _launch(self, config: LaunchConfig, launched: Future[LaunchResult]) -> None:
         try:
@@ -195,8 +189,8 @@ class FunctionRanks:
                 ) from error
         return FunctionProcess(process)
 
-    def _set_ready(self, processes: RankProcesses) -> None:
-        self._loop, self._processes = asyncio.get_running_loop(), processes
+    def _set_ready(self, run: LaunchedRun) -> None:
+        self._loop, self._processes = asyncio.get_running_loop(), run.processes
         self._ready.set()
 
     def _interrupt(self) -> None:
@@ -261,6 +255,24 @@ class FunctionProcess:
         loop.remove_reader(self._process.sentinel)
         self._process.join()
         return self._process.exitcode or 0
+
+
+def value_of(result: LaunchResult, returned: Callable[[int], Returned]) -> Any:
+    """Value of a run's function: of the first rank that ended well.
+
+    Args:
+        result: of the run.
+        returned: what the function of a rank returned.
+
+    Raises:
+        RemoteRankError: a rank failed.
+    """
+    if (failed := result.failed_first) is not None:
+        found, code = returned(failed), result.exit_codes[failed]
+        error = found.error or f"its process ended with code {code}"
+        text = f"rank {failed} failed: {error}"
+        raise RemoteRankError(text, failed, found.traceback)
+    return returned(result.exit_codes.index(0)).value
 
 
 def _check_place() -> None:

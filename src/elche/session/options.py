@@ -56,6 +56,9 @@ def run_config(config: RunConfig | None, options: Mapping[str, Any]) -> RunConfi
     if "min_ranks" not in options and "ELCHE_MIN_RANKS" in os.environ:
         least = os.environ["ELCHE_MIN_RANKS"]
         options = {**options, "min_ranks": int(least) if least.isdigit() else least}
+    if "speed_hints" not in options and "ELCHE_SPEED_HINTS" in os.environ:
+        hints = os.environ["ELCHE_SPEED_HINTS"].split(",")
+        options = {**options, "speed_hints": tuple(map(float, hints))}
     return RunConfig(**options)
 
 

@@ -50,6 +50,11 @@ push_all_rebuilt: Callable[[Any], None] = bind(
     "torch.distributed.Reducer._push_all_rebuilt_params", _JOIN
 )
 
+default_store: Callable[[], Any] = bind(
+    "torch.distributed.distributed_c10d._get_default_store",
+    "finds the store of a default process group that exists already",
+)
+
 # Names that torch looks for, in what elche hands to it. Nothing tells whether it does.
 
 COMM_HOOKS = "_comm_hooks"

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -162,7 +163,7 @@ def test_it_is_killed_at_any_moment_and_goes_on_from_copies() -> None:
 def test_a_rank_that_dies_meanwhile_is_fenced_by_the_launcher_and_lost() -> None:
     fenced: list[int] = []
     with launcher() as run:
-        run.kept.on_lost = fenced.append
+        run.kept.on_lost = AsyncMock(side_effect=fenced.append)
         with closing(run.channel(0)) as first, closing(run.channel(1)) as second:
             for rank, channel in enumerate((first, second)):
                 channel.send(join_of(PAIR, rank, PAIR.devices[0]))

@@ -151,6 +151,7 @@ class ThreadChannel:
     """
 
     beside = None
+    is_unreachable = False
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub = hub

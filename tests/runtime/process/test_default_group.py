@@ -13,6 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from elche.comm.transport.torch_store import HOST, TorchStore
+from tests.harness.ports import free_port
 
 pytestmark = pytest.mark.distributed
 
@@ -99,3 +100,83 @@ def test_clients_of_torch_find_a_store() -> None:
         await store.close()
 
     asyncio.run(meet())
+
+
+JOINED = """
+import os, sys
+import torch
+from torch import distributed
+from torch.utils.data import DataLoader, TensorDataset
+import elche
+
+method, rank, wanted = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+distributed.init_process_group("gloo", method, rank=rank, world_size=2)
+if wanted:
+    os.environ.update(RANK="0", WORLD_SIZE=wanted)
+for run in range(2):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.ones(64, 2)), 8)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    seen = 0
+    for (x,) in loader:
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += len(x)
+    total = torch.tensor(seen)
+    distributed.all_reduce(total)  # the script's own group stays whole
+    print(elche.rank(), elche.world_size(), int(total), model.bias.item(), flush=True)
+"""
+
+
+def run_two(
+    tmp_path: Path, method: str, variables: dict[str, str], wanted: str = ""
+) -> list[subprocess.CompletedProcess[str]]:
+    script = tmp_path / "joined.py"
+    script.write_text(JOINED)
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), method, str(rank), wanted],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}
+            | {name: value.format(rank=rank) for name, value in variables.items()},
+        )
+        for rank in range(2)
+    ]
+    ended = [(process, *process.communicate(timeout=150.0)) for process in started]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *said)
+        for process, *said in ended
+    ]
+
+
+def test_the_store_of_a_default_group_serves(tmp_path: Path) -> None:
+    """As Ray Train makes one, whose store holds MASTER_PORT, and without variables."""
+    port = free_port()
+    ray_train = {
+        "RANK": "{rank}",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    for method, variables in (
+        (f"tcp://127.0.0.1:{port}", ray_train),
+        (f"file://{tmp_path}/rendezvous", {}),
+    ):
+        ranks = run_two(tmp_path, method, variables)
+        assert [rank.returncode for rank in ranks] == [0, 0], ranks
+        said = [rank.stdout.splitlines() for rank in ranks]
+        for rank, lines in enumerate(said):
+            assert [line.split()[:3] for line in lines] == 2 * [[str(rank), "2", "64"]]
+        assert len({line.split()[3] for lines in said for line in lines}) == 1
+
+
+def test_variables_unlike_the_default_group_are_refused(tmp_path: Path) -> None:
+    for rank in run_two(tmp_path, f"file://{tmp_path}/rendezvous", {}, wanted="1"):
+        assert rank.returncode == 1
+        assert "as in torch.distributed's default group" in rank.stderr

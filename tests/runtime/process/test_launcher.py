@@ -16,10 +16,10 @@ import pytest
 from elche.comm.transport import torch_store
 from elche.ddp.group import _has_ended
 from elche.runtime.process import rank_processes
-from elche.runtime.process.launch import (
+from elche.runtime.process.launch import LaunchedRun, launch
+from elche.runtime.process.launch_config import (
     LaunchConfig,
     LaunchResult,
-    launch,
     python_command,
 )
 from tests.harness import printing
@@ -234,7 +234,7 @@ def test_a_start_that_fails_leaves_nothing_open(
     trace = tmp_path / "trace.json"
     config = LaunchConfig(command=("x",), num_ranks=1, trace_path=trace)
 
-    def fail(processes: rank_processes.RankProcesses) -> None:
+    def fail(run: LaunchedRun) -> None:
         raise RuntimeError("no signal handler in this thread")
 
     before = len(os.listdir("/proc/self/fd"))

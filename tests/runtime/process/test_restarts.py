@@ -14,7 +14,11 @@ from elche.checkpoint.store import CheckpointStore
 from elche.cli.main import main
 from elche.errors import ConfigError
 from elche.runtime.process import restarts
-from elche.runtime.process.launch import LaunchConfig, LaunchResult, python_command
+from elche.runtime.process.launch_config import (
+    LaunchConfig,
+    LaunchResult,
+    python_command,
+)
 from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 from tests.runtime.process.test_launcher import started
 
@@ -34,7 +38,7 @@ class Starts:
         self.saves = True
         self.seen: list[LaunchConfig] = []
 
-    def __call__(self, config: LaunchConfig) -> LaunchResult:
+    def __call__(self, config: LaunchConfig, on_ready: Any) -> LaunchResult:
         self.seen.append(config)
         if self._folder is not None and self.saves:
             path = self._folder / CheckpointStore(self._folder).next_name()
@@ -159,7 +163,7 @@ def test_reports_of_earlier_starts_stay(
     story, trace = tmp_path / "story.txt", tmp_path / "trace.json"
     results = iter([KILLED, KILLED, ENDED])
 
-    def launch(config: LaunchConfig) -> LaunchResult:
+    def launch(config: LaunchConfig, on_ready: Any) -> LaunchResult:
         story.write_text("a start")
         trace.write_text("a start")
         return next(results)

@@ -101,3 +101,22 @@ def test_a_host_that_is_lost_ends_the_run_by_name(tmp_path: Path, link: Link) ->
         hosts[1].process.send_signal(signal.SIGTERM)
         assert all(host.end() for host in hosts)
         assert "a run without a launcher of elche's" in hosts[0].output
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_all_ranks_of_two_hosts(tmp_path: Path, link: Link) -> None:
+    """By its c10d rendezvous, after a death before the first epoch."""
+    meeting = "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{link.ranks[0][1]}:29500"
+    options = "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"
+    script = str(CASES / "supervised.py"), "restart", str(tmp_path)
+    words = []
+    for number in (0, 1):
+        own = "--local-addr", link.ranks[number][1]
+        # Both namespaces have one host name, by which torch tells who serves.
+        serves = "--rdzv-conf", f"is_host={int(number == 0)}"
+        run = "-m", "torch.distributed.run", *options, *meeting
+        words.append((*run, *own, *serves, *script))
+    with started(tmp_path, link, words) as hosts:
+        assert [host.end() for host in hosts] == [0, 0], hosts[0].output
+    assert (tmp_path / "died").exists()
+    assert len([*tmp_path.glob("ended-*")]) == 2

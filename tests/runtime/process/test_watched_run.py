@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from elche.runtime.process.rank_output import RankOutput
+from elche.runtime.process.local_ranks import RankOutput
 
 pytestmark = pytest.mark.distributed
 
@@ -124,8 +124,7 @@ def shown(*pieces: bytes) -> list[str]:
             process.stderr.feed_data(piece)
             await asyncio.sleep(0)
         process.stderr.feed_eof()
-        await output.finish()
-        output.close()
+        await output.close()
         return display.lines
 
     return asyncio.run(show())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import platform
@@ -18,12 +19,14 @@ GONE_AFTER_S: Final = 600.0
 """A host that does not confirm what is sent to it for so long is gone."""
 PROBE_AFTER_S: Final = 10
 PROBE_EVERY_S: Final = 5
+UNREACHABLE: Final = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""Errors of a connection whose other machine confirms nothing."""
 
 _OPTIONS: Final = (
     (getattr(socket, "TCP_KEEPIDLE", None), PROBE_AFTER_S),
     (getattr(socket, "TCP_KEEPINTVL", None), PROBE_EVERY_S),
-    (getattr(socket, "TCP_USER_TIMEOUT", None), round(GONE_AFTER_S * 1e3)),
 )
+_USER_TIMEOUT: Final = getattr(socket, "TCP_USER_TIMEOUT", None)
 """Linux names them."""
 
 
@@ -110,3 +113,11 @@ def keep_alive(connection: socket.socket) -> None:
     for option, value in _OPTIONS:
         if option is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    give_up_after(connection, GONE_AFTER_S)
+
+
+def give_up_after(connection: socket.socket, timeout_s: float) -> None:
+    """Ends a connection whose other machine does not confirm what was sent to it."""
+    if connection.family != socket.AF_UNIX and _USER_TIMEOUT is not None:
+        value = round(timeout_s * 1e3)
+        connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, value)

@@ -26,8 +26,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from elche.comm.control.addresses import UNREACHABLE, give_up_after
 from elche.comm.control.frames import FrameCodec
-from elche.comm.control.greeting import RESUME_S, Reconnect, reach
+from elche.comm.control.greeting import (
+    RESUME_S,
+    UNREACHABLE_S,
+    Reconnect,
+    reach,
+)
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import ACK_EVERY, Outbox
@@ -60,6 +66,9 @@ class ControlChannel:
         codec: the connection's codec.
         rank: this rank.
         reconnect: to a coordinator that is started anew; None: none is.
+
+    Attributes:
+        is_unreachable: the coordinator's machine has confirmed nothing for too long.
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class ControlChannel:
         rank: int,
         reconnect: Reconnect | None = None,
     ) -> None:
+        self.is_unreachable = False
         self._rank = rank
         self._reconnect = reconnect
         self._stream = "" if reconnect is None else secrets.token_hex(8)
@@ -90,6 +100,8 @@ class ControlChannel:
         connection.setblocking(False)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
+        if self._reconnect is not None:
+            give_up_after(connection, UNREACHABLE_S)
 
     @staticmethod
     def connect(
@@ -293,7 +305,9 @@ class ControlChannel:
                 self._put(b"".join(map(self._codec.encode, messages)))
                 return
             except OSError as error:
-                if self._reconnect is not None and self._failure is None:
+                self._note_unreachable(error)
+                may_resume = self._reconnect is not None and not self.is_unreachable
+                if may_resume and self._failure is None:
                     return  # the training thread sees it when it reads, and comes again
                 # After a frame that went out in part no other can be read there.
                 self._cut = self._unsent(messages, error)
@@ -350,7 +364,8 @@ class ControlChannel:
                 return
             except OSError as error:
                 data, failure = b"", error
-            if not data and self._reconnect is None:
+            self._note_unreachable(failure)
+            if not data and (self._reconnect is None or self.is_unreachable):
                 raise self._gone(failure) from failure
             if not data:
                 self._come_again(failure)
@@ -358,6 +373,10 @@ class ControlChannel:
             for message in self._codec.feed(data):
                 self._take(message)
             ready = self._poll.poll(0.0) if len(data) == _CHUNK_BYTES else []
+
+    def _note_unreachable(self, error: OSError | None) -> None:
+        if error is not None and error.errno in UNREACHABLE:
+            self.is_unreachable = True
 
     def _come_again(self, error: OSError | None) -> None:
         """Goes on with a coordinator that was started anew, where both stand.

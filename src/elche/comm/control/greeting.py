@@ -12,6 +12,11 @@ from elche.errors import CommunicationError, ProtocolError
 
 RESUME_S: Final = 20.0
 """Within which a coordinator that has died is there again."""
+UNREACHABLE_S: Final = 12.0
+"""A rank ends when its coordinator's machine confirms nothing for so long (s).
+
+The coordinator has given it up before, after `SILENT_S`.
+"""
 
 
 Reconnect: TypeAlias = Callable[[], tuple[socket.socket, FrameCodec]]

@@ -6,6 +6,7 @@ gloo listens on loopback unless an address is given.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from collections import deque
@@ -367,6 +368,14 @@ def end_left_groups(timeout_s: float) -> bool:
         if not _left or time.monotonic() >= deadline_s:
             return not _left
         time.sleep(LOOK_S)
+
+
+def keep_left_groups() -> None:
+    """Keeps groups that hang past the interpreter's end, which would wait for them.
+
+    As where a rank's machine neither answers nor ends its connections.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_left))
 
 
 def late_error(text: str, missing: Sequence[int]) -> CommunicationError:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from typing import Any, final
+
+from elche.comm.control.addresses import listen
 
 logger = logging.getLogger(__name__)
 
@@ -19,17 +20,21 @@ HOST = "127.0.0.1"
 
 @final
 class TorchStore:
-    """A store for torch's process groups, on loopback, open to every process there.
+    """A store for torch's process groups, open to every process that reaches it.
 
     elche's own groups meet at the coordinator instead.
+
+    Args:
+        host: address of this host that it listens on.
 
     Attributes:
         is_used: a client has connected.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = HOST) -> None:
         self.is_used = False
-        self._listener = socket.create_server((HOST, 0))
+        self._host = host
+        self._listener = listen(host, 0)
         self._port = int(self._listener.getsockname()[1])
         self._serving: asyncio.Task[Any] | None = None
         asyncio.get_running_loop().add_reader(self._listener, self._serve)
@@ -37,7 +42,7 @@ class TorchStore:
     def environment(self) -> dict[str, str]:
         """Environment variables that make torch use this store."""
         return {
-            "MASTER_ADDR": HOST,
+            "MASTER_ADDR": self._host,
             "MASTER_PORT": str(self._port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
@@ -55,16 +60,18 @@ class TorchStore:
         """A client waits: a store accepts it, imported in a thread."""
         self.is_used = True
         asyncio.get_running_loop().remove_reader(self._listener)
-        starting = asyncio.to_thread(_store_on, self._listener.detach(), self._port)
+        starting = asyncio.to_thread(
+            _store_on, self._host, self._listener.detach(), self._port
+        )
         self._serving = asyncio.ensure_future(starting)
         self._serving.add_done_callback(_log_failure)
 
 
-def _store_on(descriptor: int, port: int) -> Any:
+def _store_on(host: str, descriptor: int, port: int) -> Any:
     from torch.distributed import TCPStore
 
     return TCPStore(
-        HOST,
+        host,
         port,
         is_master=True,
         wait_for_workers=False,

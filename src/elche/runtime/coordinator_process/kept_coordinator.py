@@ -14,7 +14,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, final
 
 from elche.coordination.protocol.events import Event, Failed, Input, RankLost
@@ -81,7 +81,8 @@ class KeptCoordinator:
         self.address: tuple[str, int] = (str(host), int(port))
         self.status = Status(members=frozenset(range(world_size)))
         self.told_to_end: set[int] = set()
-        self.on_lost: Callable[[int], None] = lambda rank: None
+        self.on_lost: Callable[[int], Awaitable[None]]
+        self._fencing: asyncio.Future[None] | None = None  # kept until it is done
         self.on_end: Callable[[str], None] = lambda kind: None
         self.on_message: Callable[[Event | Instruction], None] | None = None
         self._copy: bytes | None = None
@@ -238,8 +239,7 @@ class KeptCoordinator:
         elif isinstance(message, Status):
             self._take_status(message)
         elif isinstance(message, Fence):
-            self.on_lost(message.rank)
-            writer.write(pack(Fence(message.rank)))
+            self._fencing = asyncio.ensure_future(self._fence(message, writer))
         elif isinstance(message, Seen):
             if self.on_message is not None:
                 self.on_message(message.message)
@@ -248,6 +248,10 @@ class KeptCoordinator:
                 log.handle(message)
         elif isinstance(message, Stopped):
             self._story = message.story
+
+    async def _fence(self, message: Fence, writer: asyncio.StreamWriter) -> None:
+        await self.on_lost(message.rank)
+        writer.write(pack(message))
 
     def _take_status(self, status: Status) -> None:
         before, self.status = self.status, status

@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -30,10 +31,14 @@ from elche.comm.tensors.kept_memory import keep_freed_memory
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.process.environment import Placement, int_of
 from elche.runtime.process.launchers import read_launcher
+from elche.torch_internals.groups import default_store
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+DEFAULT_GROUP = "torch.distributed's default group"
+START_POLL_S = 0.02
+"""Poll interval (s) of rank 0 for the other ranks' starts."""
 _HOW = (
     "set ELCHE_LISTEN on every host to its own address, or to auto, on a network that "
     "you trust (nothing is encrypted)"
@@ -92,38 +97,28 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _find_under_torchrun(
     placement: Placement, environment: Mapping[str, str], timeout_s: float
 ) -> tuple[tuple[str, int], bytes]:
-    """Rank 0 starts the coordinator and tells the others through torchrun's store.
+    """Rank 0 starts the coordinator; the others find it through torchrun's store.
 
-    On one host it tells them the name of a file, which holds the key.
+    Where torch's default group exists, its store serves: its port is taken. On one host
+    the store names a file, which holds the key.
     """
+    has_group = dist.is_available() and dist.is_initialized()
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    if host is None or port is None:
+    if not has_group and (host is None or port is None):
         raise ConfigError(
             f"WORLD_SIZE is {placement.world_size}, but neither ELCHE_COORDINATOR nor "
             "MASTER_ADDR and MASTER_PORT are set; start the script with `elche run` or "
             "torchrun, or set both (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
         )
     local = int_of(environment, "LOCAL_WORLD_SIZE", placement.world_size)
-    if "ELCHE_LISTEN" not in environment:
+    if "ELCHE_LISTEN" not in environment and host is not None:
         _check_on_one_host(placement, environment, host, local)
-    number = int_of(environment, "MASTER_PORT", 0)
-    name = f"{host}:{port}"
+    name = DEFAULT_GROUP if has_group else f"{host}:{port}"
     if name in _found:
         return _found[name]
     try:
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        hosted = placement.rank == 0 and not agent
-        base = dist.TCPStore(
-            host,
-            number,
-            is_master=hosted,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listen(host, number).detach() if hosted else None,
-        )
-        if hosted:
-            _ends.callback(lambda: base)  # kept until then
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"elche/{restart}", base)
+        base = default_store() if has_group else _open_store(placement, timeout_s)
+        store = dist.PrefixStore(_agree_on_prefix(base, placement, timeout_s), base)
         store.set(f"host/{placement.rank}", host_name())
         ranks = range(placement.world_size)
         hosts = {store.get(f"host/{rank}").decode() for rank in ranks}
@@ -150,6 +145,49 @@ def _find_under_torchrun(
     where, _, secret = told.partition("/")
     _found[name] = parse_address(where, "the coordinator"), bytes.fromhex(secret)
     return _found[name]
+
+
+def _agree_on_prefix(base: dist.Store, placement: Placement, timeout_s: float) -> str:
+    """Names this start of all ranks; the store may have keys of earlier ones.
+
+    Rank 0 chooses the name. Each other rank asks for it under a name of its own.
+    torchrun's restart count would not do: on two machines it differs.
+    """
+    own, rank = secrets.token_hex(8), placement.rank
+    if rank:
+        base.set(f"elche/start/{rank}", own)
+        name = base.get(f"elche/name/{own}").decode()
+        base.set(f"elche/{name}/joined/{rank}", "")
+        return f"elche/{name}"
+    others = range(1, placement.world_size)
+    joined = [f"elche/{own}/joined/{other}" for other in others]
+    deadline_s = time.monotonic() + timeout_s
+    while not base.check(joined):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"not all ranks have come within {timeout_s:g} s")
+        for key in (f"elche/start/{other}" for other in others):
+            if base.check([key]):
+                base.set(f"elche/name/{base.get(key).decode()}", own)
+        time.sleep(START_POLL_S)
+    return f"elche/{own}"
+
+
+def _open_store(placement: Placement, timeout_s: float) -> dist.Store:
+    """Opens torchrun's store, which rank 0 serves where no agent of torchrun does."""
+    environment = read_launcher(os.environ)
+    host, port = environment["MASTER_ADDR"], int_of(environment, "MASTER_PORT", 0)
+    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosted = placement.rank == 0 and not agent
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=hosted,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listen(host, port).detach() if hosted else None,
+    )
+    if hosted:
+        _ends.callback(lambda: store)  # kept until then
+    return store
 
 
 def _check_on_one_host(

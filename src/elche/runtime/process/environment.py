@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import distributed as dist
 
 from elche.comm.control.addresses import EVERYWHERE, parse_address
 from elche.errors import ConfigError
@@ -78,7 +79,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
     Raises:
         ConfigError: a variable is malformed or names a device that does not exist.
     """
-    environment = read_launcher(environment)
+    environment = _with_default_group(read_launcher(environment))
     world_size = int_of(environment, "WORLD_SIZE", 1)
     rank = int_of(environment, "RANK", 0)
     facts = launch_facts(environment)
@@ -133,6 +134,25 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
         may_grow=facts.may_grow,
         resumes=facts.resumes,
     )
+
+
+def _with_default_group(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Fills in rank and world size of torch's default group, if it exists already.
+
+    Raises:
+        ConfigError: the variables name others.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return environment
+    own = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    given = {name: environment.get(name, own[name]) for name in own}
+    if given != own:
+        raise ConfigError(
+            f"expected RANK and WORLD_SIZE as in torch.distributed's default group, "
+            f"{own}, got {given}; set both to the group's, or call elche.setup before "
+            "init_process_group"
+        )
+    return {**environment, **own}
 
 
 def check_device(name: str) -> torch.device:

@@ -16,6 +16,7 @@ from typing import final
 from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.liveness import BEAT_S, QUIET_S
 from elche.errors import ElcheError
+from elche.runtime.process.launcher_watch import END_AFTER_S, end_process
 
 SHOWN_FRAMES = 4
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -65,6 +66,8 @@ class Heartbeat:
             self._beat(time.monotonic())
             while not self._is_over.wait(BEAT_S):
                 self._beat(time.monotonic())
+        if self._channel.is_unreachable and not self._is_over.wait(END_AFTER_S):
+            end_process("a rank ends, since it does not reach its coordinator")
 
     def _beat(self, now_s: float) -> None:
         since_s = self._waits_since_s

@@ -8,6 +8,7 @@ each rank reads; the system closes it however the launcher ends.
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import signal
 import stat
@@ -16,9 +17,9 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from elche.runtime.process.launchers import launch_facts
-from elche.runtime.process.rank_output import write_whole_lines
 
 PR_SET_PDEATHSIG = 1
 END_AFTER_S = 5.0
@@ -69,6 +70,22 @@ def is_running(pid: int) -> bool:
     return state not in b"TtXZ"
 
 
+def write_whole_lines() -> None:
+    """In a rank whose output is unbuffered: no line's end is written apart from it.
+
+    Ranks may write to one file, where a line of another would stand between the two.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def end_process(why: str) -> NoReturn:
+    """Ends this process at once, whatever its other threads do."""
+    os.write(2, f"elche: {why}\n".encode())
+    os._exit(1)
+
+
 def _is_pipe(descriptor: int) -> bool:
     try:
         return stat.S_ISFIFO(os.fstat(descriptor).st_mode)
@@ -80,6 +97,4 @@ def _end_with_launcher(descriptor: int, rank: int) -> None:
     while os.read(descriptor, 4096):
         pass
     time.sleep(END_AFTER_S)
-    text = f"elche: rank {rank} ends, since its launcher has ended or was killed\n"
-    os.write(2, text.encode())
-    os._exit(1)
+    end_process(f"rank {rank} ends, since its launcher has ended or was killed")

@@ -99,28 +99,24 @@ def _first_node(nodes: str) -> str:
     return found[1] + (found[2] or "") + (found[3] or "")
 
 
-def rank_environments(
-    world_size: int, address: tuple[str, int], key: bytes
-) -> list[dict[str, str]]:
-    """Environment of each rank: torchrun's variables, and the coordinator's address.
+def rank_environment(
+    rank: int, world_size: int, address: tuple[str, int], key: bytes
+) -> dict[str, str]:
+    """Environment of a rank: torchrun's variables, and the coordinator's address.
 
     Args:
-        world_size: ranks of the run.
+        rank: its number.
+        world_size: ranks that the run begins with.
         address: of the coordinator.
         key: the run's secret.
     """
-    return [
-        {
-            "ELCHE_COORDINATOR": format_address(*address),
-            "ELCHE_KEY": key.hex(),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "GROUP_RANK": "0",
-        }
-        for rank in range(world_size)
-    ]
+    return {
+        "ELCHE_COORDINATOR": format_address(*address),
+        "ELCHE_KEY": key.hex(),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,11 @@ from elche.comm.control.control_channel import ControlChannel
 from elche.comm.transport.device_group import DeviceGroupConfig, open_device_group
 from elche.comm.transport.exchange import agree_to_share, can_share
 from elche.comm.transport.host_exchange import HostLeaders
-from elche.comm.transport.process_group import Group, end_left_groups
+from elche.comm.transport.process_group import (
+    Group,
+    end_left_groups,
+    keep_left_groups,
+)
 from elche.coordination.protocol.instructions import Abort, Regroup, Welcome
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.process.environment import Placement
@@ -237,9 +241,12 @@ class RankGroups:
         return made[0]
 
     def close(self) -> None:
-        """Ends all groups."""
+        """Ends all groups; those with ranks that may be cut off as well are left."""
         for group in self._all():
-            group.close()
+            if self._channel.is_unreachable:
+                group.leave()
+            else:
+                group.close()
         self.has_ended = True
 
     def _all(self) -> list[Group]:
@@ -253,6 +260,7 @@ class RankGroups:
         """Ends groups that were left, when nothing comes to this rank any more."""
         if not end_left_groups(LEFT_GROUPS_S):
             _log.warning("rank %d: collectives of dead ranks hang", self._rank)
+            keep_left_groups()
 
 
 @final

@@ -37,7 +37,7 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Process id; None before the start."""
+        """Process id; None before the start, and on another machine."""
 
     @property
     def returncode(self) -> int | None:
@@ -55,7 +55,8 @@ class RankProcesses:
     """The ranks' processes, by rank.
 
     Args:
-        server: the run's coordinator, told of ends and of interruptions.
+        server: the run's coordinator, notified of ends and of interruptions.
+        fence: kills a process that the run continues without.
 
     Attributes:
         signal: the first signal that the launcher was sent, if any.
@@ -66,13 +67,18 @@ class RankProcesses:
         on_outlived: starts another rank in place of one that died, or does not.
     """
 
-    def __init__(self, server: KeptCoordinator) -> None:
+    def __init__(
+        self,
+        server: KeptCoordinator,
+        fence: Callable[[RankProcess], Awaitable[None]],
+    ) -> None:
         self._server = server
+        self._fence = fence
         self._processes: dict[int, RankProcess] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._waits_s: asyncio.Queue[tuple[int | None, float]] = asyncio.Queue()
         server.on_end = self._run_ended
-        server.on_lost = self._fence
+        server.on_lost = self._end_lost
         self.signal: signal.Signals | None = None
         self.interruption = ""
         self.ended: list[int] = []
@@ -127,16 +133,9 @@ class RankProcesses:
             heed_s = OWN_END_S
         self._waits_s.put_nowait((None, heed_s))
 
-    def _fence(self, rank: int) -> None:
-        """The others go on without a rank: it must not come back, as a stopped one.
-
-        Not by ``send_signal``, which looks whether a process has ended, and then takes
-        its exit code from whoever waits for it.
-        """
-        process = self._processes[rank]
-        if process.pid is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+    async def _end_lost(self, rank: int) -> None:
+        """Ends a rank that the others continue without: it must not come back."""
+        await self._fence(self._processes[rank])
 
     def _run_ended(self, kind: str) -> None:
         """Ends ranks that outlast the run; a failure shows in an exit code.

@@ -16,7 +16,8 @@ from typing import Final
 
 from elche.checkpoint.store import CheckpointStore
 from elche.errors import ConfigError
-from elche.runtime.process.launch import LaunchConfig, LaunchResult, launch
+from elche.runtime.process.launch import LaunchedRun, handle_signals, launch
+from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
 
 DIR: Final = "ELCHE_CHECKPOINT_DIR"
 EVERY: Final = "ELCHE_CHECKPOINT_EVERY_S"
@@ -81,7 +82,10 @@ class RestartConfig:
 
 
 def launch_with_restarts(
-    config: LaunchConfig, restarts: RestartConfig, say: Callable[[str], None]
+    config: LaunchConfig,
+    restarts: RestartConfig,
+    say: Callable[[str], None],
+    on_ready: Callable[[LaunchedRun], None] = handle_signals,
 ) -> LaunchResult:
     """Runs ranks as `launch` does, and starts all of them anew after a death.
 
@@ -92,6 +96,7 @@ def launch_with_restarts(
         config: what to start.
         restarts: how often, and where checkpoints lie.
         say: takes a line for the user.
+        on_ready: see `launch`.
 
     Returns:
         How the last start ended.
@@ -106,7 +111,9 @@ def launch_with_restarts(
         _check_folder(folder, newest, restarts)
     for number in range(restarts.max_restarts + 1):
         own, begun_s = restarts.environment(number > 0), time.monotonic()
-        result = launch(replace(config, environment={**config.environment, **own}))
+        result = launch(
+            replace(config, environment={**config.environment, **own}), on_ready
+        )
         left = restarts.max_restarts - number
         if not result.exit_code or result.signal or not left:
             break
@@ -163,7 +170,8 @@ def _without_gone(
 
     Looked at is the device of the rank that failed first, where it is a real one.
     """
-    has_accelerators = any(os.path.exists(path) for path in DEVICE_FILES)
+    is_here = config.backend is None
+    has_accelerators = is_here and any(map(os.path.exists, DEVICE_FILES))
     devices = config.device_names() if has_accelerators else None
     if result.failed_first is None or devices is None:
         return config

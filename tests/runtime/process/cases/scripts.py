@@ -8,7 +8,7 @@ import sys
 import threading
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
 import elche
 from elche.comm.control.control_channel import ControlChannel
@@ -36,8 +36,9 @@ def _show_key() -> None:
     """What torchrun's store tells anybody who asks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, is_master=False)
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    path = PrefixStore(f"elche/{restart}", store).get("coordinator").decode()
+    own = store.get("elche/start/1").decode()
+    name = store.get(f"elche/name/{own}").decode()
+    path = store.get(f"elche/{name}/coordinator").decode()
     mode = os.stat(path).st_mode & 0o777
     print(f"rank {elche.rank()} found {path} of mode {mode:o}", flush=True)
     elche.barrier()

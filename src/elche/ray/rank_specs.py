@@ -1,0 +1,100 @@
+"""A run on Ray, and what each of its ranks needs of a node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from elche.errors import ConfigError
+from elche.runtime.process.restarts import RestartConfig
+
+NODE_LABEL: Final = "ray.io/node-id"
+"""Label that Ray gives to each node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec:
+    """A rank's needs, by which Ray finds a node for it.
+
+    Attributes:
+        resources: of the node, such as ``{"GPU": 1, "CPU": 4}``; what it is given is
+            this rank's alone.
+        label_selector: labels of the node, such as ``{"ray.io/accelerator-type":
+            "A100"}``.
+        speed_hint: its relative speed until the first measurement; of all ranks or
+            none.
+    """
+
+    resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    label_selector: Mapping[str, str] = field(default_factory=dict)
+    speed_hint: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.resources:
+            raise ConfigError(
+                "expected resources of a RankSpec such as {'GPU': 1}, got none"
+            )
+        for name, amount in self.resources.items():
+            if not 0 < amount < math.inf:
+                raise ConfigError(
+                    f"expected a positive amount of {name!r}, got {amount!r}"
+                )
+
+    def on(self, node: str) -> RankSpec:
+        """The same needs on one node, by its id."""
+        labels = {**self.label_selector, NODE_LABEL: node}
+        return RankSpec(resources=self.resources, label_selector=labels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerNode(RankSpec):
+    """A rank on each node that has what it needs, also on nodes that come later."""
+
+    def fits(self, node: Mapping[str, object]) -> bool:
+        """True if a node, as `ray.nodes` describes it, can have such a rank."""
+        has, labels = node["Resources"], node.get("Labels") or {}
+        assert isinstance(has, Mapping)
+        assert isinstance(labels, Mapping)
+        return (
+            bool(node["Alive"])
+            and all(has.get(name, 0) >= n for name, n in self.resources.items())
+            and all(labels.get(k) == v for k, v in self.label_selector.items())
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run: ranks, program and settings.
+
+    Attributes:
+        ranks: what each needs of a node.
+        command: a script and its arguments; () for a function.
+        call: the function and its arguments, pickled.
+        launch: settings of the launch; the supervisor adds the ranks.
+        restarts: see `RestartConfig`.
+        start_s: deadline (s) of the first ranks' start.
+    """
+
+    ranks: Sequence[RankSpec] | PerNode
+    command: tuple[str, ...]
+    call: bytes
+    launch: dict[str, Any]
+    restarts: RestartConfig
+    start_s: float
+
+
+def hints_of(ranks: Sequence[RankSpec]) -> str:
+    """Speed hints of ranks as a variable's text; "" without.
+
+    Raises:
+        ConfigError: some ranks have one, and others not.
+    """
+    hints = [spec.speed_hint for spec in ranks if spec.speed_hint is not None]
+    if hints and len(hints) < len(ranks):
+        raise ConfigError(
+            f"expected a speed_hint of every rank or of none, got {len(hints)} for "
+            f"{len(ranks)} ranks"
+        )
+    return ",".join(map(repr, hints))

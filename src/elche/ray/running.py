@@ -1,0 +1,169 @@
+"""`elche.ray.run`: a function or a script on the nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elche.config import PolicyName
+from elche.errors import ConfigError
+from elche.ray.rank_specs import Job, PerNode, RankSpec, hints_of
+from elche.ray.supervisor import Supervisor
+from elche.runtime.process.restarts import RestartConfig
+
+HEAD = "node:__internal_head__"
+"""Resource that Ray gives to the head node alone."""
+
+
+def run(
+    train: Callable[..., Any] | str | Path,
+    ranks: Sequence[RankSpec] | PerNode,
+    *,
+    args: Sequence[Any] = (),
+    policy: PolicyName | None = None,
+    rejoin: int = 100,
+    min_ranks: int | None = None,
+    max_restarts: int = 0,
+    checkpoint_dir: str | Path | None = None,
+    checkpoint_every: float | None = None,
+    keep: int = 2,
+    resume: bool = False,
+    story: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    speeds: Sequence[float] | None = None,
+    ms_per_sample: float = 1.25,
+    start_timeout_s: float = 300.0,
+) -> Any:
+    """Runs a function, or a script, on every rank, on the nodes of a Ray cluster.
+
+    It connects to a cluster as `ray.init` does, unless this process is connected. All
+    of elche works inside as on one machine. A rank that dies is replaced where Ray
+    finds room, and training continues meanwhile.
+
+    Args:
+        train: the function, or a script's path on every node (relative to the job's
+            working directory).
+        ranks: what each rank needs of a node; or `per_node`.
+        args: arguments of the function, or words for the script.
+        policy: where the script names none.
+        rejoin: most ranks that are started in place of some that have died.
+        min_ranks: while fewer live, those pause until others have joined.
+        max_restarts: how often all ranks are started anew where a death ends the run.
+        checkpoint_dir: folder for checkpoints, which all nodes see.
+        checkpoint_every: seconds between two checkpoints.
+        keep: complete checkpoints to keep.
+        resume: continue from the newest checkpoint of the folder.
+        story: file on the head node for the event log.
+        environment: further variables of every rank.
+        speeds: relative speeds of emulated CPU devices, one per rank.
+        ms_per_sample: time per sample (ms) of an emulated device of speed 1.
+        start_timeout_s: deadline of the first ranks' start.
+
+    Returns:
+        What the function returned on the first rank that ended well; None for a script.
+
+    Raises:
+        ConfigError: an argument is wrong.
+        RemoteRankError: the rank that failed first, its error and its traceback.
+        KeyboardInterrupt: on Ctrl-C, when all ranks have ended.
+        SystemExit: on SIGTERM, likewise.
+    """
+    from elche.launching.launching import Returned, value_of
+
+    if not isinstance(ranks, PerNode) and not ranks:
+        raise ConfigError("expected at least one RankSpec, or elche.ray.per_node()")
+    if speeds is not None and (isinstance(ranks, PerNode) or len(speeds) != len(ranks)):
+        raise ConfigError("expected speeds of each of a fixed number of ranks")
+    if isinstance(ranks, PerNode) and (max_restarts or not rejoin):
+        raise ConfigError(
+            "expected max_restarts=0 and rejoin from 1 on with per_node, whose ranks "
+            f"come and go, got {max_restarts} and {rejoin}; give a list of RankSpec"
+        )
+    variables = dict(environment or {})
+    if policy is not None:
+        variables["ELCHE_POLICY"] = policy
+    if min_ranks is not None:
+        variables["ELCHE_MIN_RANKS"] = str(min_ranks)
+    if not isinstance(ranks, PerNode) and (hints := hints_of(ranks)):
+        variables["ELCHE_SPEED_HINTS"] = hints
+    launch: dict[str, Any] = {"environment": variables, "rejoin": rejoin}
+    launch["story_path"] = None if story is None else Path(story)
+    if speeds is not None:
+        launch |= {"speeds": tuple(speeds), "ms_per_sample": ms_per_sample}
+    restarts = RestartConfig(
+        checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir),
+        every_s=checkpoint_every,
+        keep=keep,
+        resume=resume,
+        max_restarts=max_restarts,
+    )
+    is_script = isinstance(train, (str, Path))
+    job = Job(
+        ranks=ranks,
+        command=(str(train), *map(str, args)) if is_script else (),
+        call=b"" if is_script else cloudpickle.dumps((train, tuple(args))),
+        launch=launch,
+        restarts=restarts,
+        start_s=start_timeout_s,
+    )
+    result, returned = _supervise(job)
+    if result.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    if result.signal:
+        raise SystemExit(result.exit_code)
+
+    def returned_by(rank: int) -> Returned:
+        message = returned.get(rank, b"")
+        return Returned(*pickle.loads(message)) if message else Returned()
+
+    return value_of(result, returned_by)
+
+
+def _supervise(job: Job) -> Any:
+    """Runs the supervisor on the head node, and waits for the run's end."""
+    if not ray.is_initialized():
+        ray.init()
+    nodes = (each for each in ray.nodes() if each["Alive"])
+    head = next(each["NodeID"] for each in nodes if HEAD in each["Resources"])
+    supervisor = (
+        ray.remote(Supervisor)
+        .options(
+            num_cpus=0,
+            max_concurrency=4,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=False),
+        )
+        .remote(job)
+    )
+    try:
+        with _signals_to(supervisor):
+            return ray.get(supervisor.run.remote())
+    finally:
+        ray.kill(supervisor)
+
+
+@contextlib.contextmanager
+def _signals_to(supervisor: Any) -> Iterator[None]:
+    """Has Ctrl-C, and SIGTERM as of `ray job stop`, end the run as `elche run` does."""
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            supervisor.interrupt.remote(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

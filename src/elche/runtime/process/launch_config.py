@@ -1,0 +1,205 @@
+"""Configuration of a launch, its result, and what a place for ranks provides."""
+
+from __future__ import annotations
+
+import math
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from elche.coordination.protocol.events import Event
+from elche.coordination.protocol.instructions import Instruction
+from elche.errors import ConfigError
+from elche.runtime.process.rank_processes import RankProcess
+
+
+class Network(Protocol):
+    """Network of ranks and coordinator, as benchmarks emulate one."""
+
+    def command(self, rank: int) -> tuple[str, ...]:
+        """Prefix of a rank's command that runs it in its place."""
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Variables that a rank needs there."""
+
+    def listener(self) -> socket.socket:
+        """A socket that listens where all ranks can reach it."""
+
+
+class RankBackend(Protocol):
+    """Where the ranks of one run are: processes of this machine, or of a cluster.
+
+    Attributes:
+        pipe: descriptor that a rank's process reads until the launcher ends; -1: none.
+    """
+
+    pipe: int
+
+    def listen(self) -> socket.socket:
+        """Opens the socket where the ranks reach the coordinator."""
+
+    async def start(
+        self, rank: int, place: int, environment: dict[str, str]
+    ) -> RankProcess:
+        """Starts a rank; does not wait where no machine has room for it yet.
+
+        Args:
+            rank: its number.
+            place: whose device it has: of the rank that it begins as, or replaces.
+            environment: its variables, beside those of the place.
+        """
+
+    async def fence(self, process: RankProcess) -> None:
+        """Kills a process that the run continues without, as a stopped one."""
+
+    async def close(self) -> None:
+        """Reads what ranks have printed, and releases what the back end holds."""
+
+
+class Display(Protocol):
+    """Shows a run; what its ranks print goes through it, so that nothing is torn."""
+
+    def see(self, message: Event | Instruction) -> None:
+        """Takes a message between a rank and the coordinator."""
+
+    def print_line(self, line: str) -> None:
+        """Prints a line of a rank."""
+
+    def close(self) -> None:
+        """Takes the view away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """Command, ranks and options of a launch.
+
+    Attributes:
+        command: the program and its arguments, the same on every rank.
+        num_ranks: how many ranks, unless devices or speeds say it.
+        devices: a device per rank, such as ``("cuda:0", "cpu")``.
+        speeds: relative speeds of emulated devices, one per rank.
+        ms_per_sample: an emulated device's time per sample at speed 1.
+        fixed_ms: an emulated device's time per pass beside its samples'.
+        environment: further variables for every rank.
+        on_line: called with rank and text of each line that a rank prints, instead
+            of passing the ranks' standard output on.
+        network: where ranks and coordinator meet, if not on this host's loopback.
+        story_path: file for what the ranks and the coordinator said and decided,
+            written when the run ends, however it ends.
+        start: starts a rank's process with this environment, in place of the command.
+        trace_path: file for the timeline of all ranks, written then as well.
+        display: shows the run, and what the ranks print, on this terminal.
+        rejoin: how many ranks at most are started in place of some that have died, and
+            join the run that goes on.
+        backend: where ranks run; None: processes of this machine.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int | None = None
+    devices: tuple[str, ...] | None = None
+    speeds: tuple[float, ...] | None = None
+    ms_per_sample: float = 1.25
+    fixed_ms: float = 0.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    on_line: Callable[[int, str], None] | None = None
+    network: Network | None = None
+    story_path: Path | None = None
+    start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
+    trace_path: Path | None = None
+    display: Display | None = None
+    rejoin: int = 0
+    backend: Callable[[LaunchConfig], RankBackend] | None = None
+
+    def __post_init__(self) -> None:
+        given = sum(x is not None for x in (self.num_ranks, self.devices, self.speeds))
+        if given > 1:
+            raise ConfigError(
+                f"expected one of --nproc, --devices and --speeds, got {given}"
+            )
+        if self.rejoin < 0:
+            raise ConfigError(f"expected --rejoin from 0 on, got {self.rejoin}")
+        if self.num_ranks is not None and self.num_ranks < 1:
+            raise ConfigError(f"expected --nproc of at least 1, got {self.num_ranks}")
+        for name, each in (
+            *(("positive --speeds", speed) for speed in self.speeds or ()),
+            ("a positive --ms-per-sample", self.ms_per_sample),
+        ):
+            if not 0 < each < math.inf:
+                raise ConfigError(f"expected {name}, got {each!r}")
+        if not 0 <= self.fixed_ms < math.inf:
+            raise ConfigError(
+                f"expected --fixed-ms of at least 0, got {self.fixed_ms!r}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks to start; every CUDA device of the machine when nothing is said."""
+        if self.devices is not None:
+            return len(self.devices)
+        if self.speeds is not None:
+            return len(self.speeds)
+        return self.num_ranks if self.num_ranks is not None else _device_count()
+
+    def device_environment(self, place: int) -> dict[str, str]:
+        """Variables of a rank's device, or of its emulation."""
+        if self.devices is not None:
+            return {"ELCHE_DEVICE": self.devices[place]}
+        if self.speeds is None:
+            return {}
+        return {
+            "ELCHE_SPEED": repr(self.speeds[place]),
+            "ELCHE_MS_PER_SAMPLE": repr(self.ms_per_sample),
+            "ELCHE_FIXED_MS": repr(self.fixed_ms),
+        }
+
+    def device_names(self) -> tuple[str, ...] | None:
+        """A device per rank, as ranks choose themselves; None for emulated ones."""
+        if self.speeds is not None or self.devices is not None:
+            return self.devices
+        count = _device_count(without=0)
+        ranks = range(self.world_size)
+        return tuple(f"cuda:{rank % count}" if count else "cpu" for rank in ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchResult:
+    """End of a run: exit codes and reason.
+
+    Attributes:
+        exit_codes: each rank's exit code; a signal counts as 128 + its number.
+        reason: why the run was ended, "" if it was not.
+        terminated: ranks that had to be ended here.
+        failed_first: the rank that failed first, and not because of another.
+        signal: what the launcher was sent to end the run; 0 if it was not.
+        have_met: a rank came to the coordinator, or to torch's store.
+        failed_s: when the first failure was seen, by the monotonic clock.
+    """
+
+    exit_codes: tuple[int, ...]
+    reason: str
+    terminated: tuple[int, ...]
+    failed_first: int | None
+    signal: int = 0
+    have_met: bool = True
+    failed_s: float | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the run: by the signal, or of the rank that failed first."""
+        if self.signal:
+            return 128 + self.signal
+        return 0 if self.failed_first is None else self.exit_codes[self.failed_first]
+
+
+def _device_count(without: int = 1) -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else without
+
+
+def python_command(*arguments: str) -> tuple[str, ...]:
+    """A command that runs this interpreter."""
+    return (sys.executable, *arguments)

@@ -1,0 +1,182 @@
+"""Ranks as processes of this machine, and what they print.
+
+Their output is passed on as it is, read line by line, or shown beside a view.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import final
+
+from elche.comm.control.addresses import listen
+from elche.runtime.process.launch_config import Display, LaunchConfig
+from elche.runtime.process.launchers import LAUNCH
+from elche.runtime.process.rank_processes import RankProcess
+
+LOOPBACK = "127.0.0.1"
+LINE_BYTES = 1 << 22
+LAST_LINES_S = 2.0
+"""Deadline (s) to read the rest of the output after the ranks have ended."""
+OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", LAUNCH
+
+
+@final
+class LocalRanks:
+    """Starts the ranks of one launch; see `RankBackend`.
+
+    Args:
+        config: of the launch.
+    """
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._config = config
+        self._pipe = os.pipe()  # this process alone has the end that it holds
+        self.pipe = self._pipe[0]
+        self._output = RankOutput(config.on_line, config.display)
+
+    def listen(self) -> socket.socket:
+        """See `RankBackend`."""
+        network = self._config.network
+        return listen(LOOPBACK, 0) if network is None else network.listener()
+
+    async def start(
+        self, rank: int, place: int, environment: dict[str, str]
+    ) -> RankProcess:
+        """See `RankBackend`."""
+        config, network, output = self._config, self._config.network, self._output
+        world_size = config.world_size
+        own = inherited_environment(max(1, (os.cpu_count() or 1) // world_size))
+        own |= environment
+        own |= {"LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(world_size)}
+        if network is not None:
+            own |= network.environment(place)
+        if config.display is not None:  # a pipe that is shown on a terminal
+            own.setdefault("PYTHONUNBUFFERED", "1")
+        if config.start is not None:
+            return config.start(rank, own)
+        process = await asyncio.create_subprocess_exec(
+            *(() if network is None else network.command(place)),
+            *config.command,
+            env=own,
+            pass_fds=(self.pipe,),
+            stdout=output.stdout,
+            stderr=output.stderr,
+            limit=LINE_BYTES,
+        )
+        output.add(rank, process)
+        return process
+
+    async def fence(self, process: RankProcess) -> None:
+        """Kills a process.
+
+        Not by ``send_signal``, which looks whether a process has ended, and then takes
+        its exit code from whoever waits for it.
+        """
+        if process.pid is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """See `RankBackend`."""
+        await self._output.close()
+        for end in self._pipe:
+            os.close(end)
+
+
+def inherited_environment(threads: int) -> dict[str, str]:
+    """This process's environment, less what a launcher around it set for a rank.
+
+    Args:
+        threads: of a rank, where the environment does not say.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name not in OF_A_RANK and not name.startswith("TORCHELASTIC_")
+        },
+    }
+
+
+@final
+class RankOutput:
+    """Destination of the ranks' standard output and error.
+
+    Args:
+        on_line: takes rank and text of each line of standard output.
+        display: prints lines of standard error, and those of standard output that
+            would go to the terminal.
+
+    Attributes:
+        stdout: for the ranks' processes: a pipe, or None for the launcher's own.
+        stderr: likewise.
+    """
+
+    def __init__(
+        self, on_line: Callable[[int, str], None] | None, display: Display | None
+    ) -> None:
+        self._on_line, self._display = on_line, display
+        shows_stdout = display is not None and sys.stdout.isatty()
+        piped = asyncio.subprocess.PIPE
+        self.stdout = piped if on_line is not None or shows_stdout else None
+        self.stderr = None if display is None else piped
+        self._readers: list[asyncio.Future[None]] = []
+        self._printers: list[asyncio.Future[None]] = []
+
+    def add(self, rank: int, process: asyncio.subprocess.Process) -> None:
+        """Begins to read what a rank prints."""
+        if self._on_line is not None:
+            reading = _read_lines(process, rank, self._on_line)
+            self._readers.append(asyncio.ensure_future(reading))
+        if self._display is not None:
+            streams = [process.stderr]
+            if self._on_line is None:
+                streams.append(process.stdout)
+            for stream in filter(None, streams):
+                reading = _pass_on(stream, self._display.print_line)
+                self._printers.append(asyncio.ensure_future(reading))
+
+    async def close(self) -> None:
+        """Reads what is left, when the ranks have ended, and takes the view away."""
+        await asyncio.gather(*self._readers)
+        if self._printers:  # a process that a rank has left behind may hold a pipe open
+            await asyncio.wait(self._printers, timeout=LAST_LINES_S)
+        for printer in self._printers:
+            printer.cancel()
+        if self._display is not None:
+            self._display.close()
+
+
+async def _pass_on(
+    stream: asyncio.StreamReader, print_line: Callable[[str], None]
+) -> None:
+    """Prints lines as they come; of one that was overwritten, as by a bar, the last."""
+    rest = ""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    while piece := await stream.read(LINE_BYTES):
+        *lines, rest = (rest + decoder.decode(piece)).split("\n")
+        for line in lines:
+            print_line(_last_shown(line))
+        rest = rest[max(0, rest.rstrip("\r").rfind("\r")) :]
+    if rest:
+        print_line(_last_shown(rest))
+
+
+def _last_shown(line: str) -> str:
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
+async def _read_lines(
+    process: asyncio.subprocess.Process, rank: int, take: Callable[[int, str], None]
+) -> None:
+    assert process.stdout is not None
+    while line := await process.stdout.readline():
+        take(rank, line.decode(errors="replace").rstrip("\n"))

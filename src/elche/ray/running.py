@@ -81,8 +81,14 @@ def run(
     """
     from elche.launching.launching import Returned, value_of
 
-    if not isinstance(ranks, PerNode) and not ranks:
-        raise ConfigError("expected at least one RankSpec, or elche.ray.per_node()")
+    is_list = isinstance(ranks, Sequence) and bool(ranks)
+    if not isinstance(ranks, PerNode) and not (
+        is_list and all(isinstance(spec, RankSpec) for spec in ranks)
+    ):
+        raise ConfigError(
+            "expected a list of at least one RankSpec, or elche.ray.per_node(), got "
+            f"{ranks!r}"
+        )
     if speeds is not None and (isinstance(ranks, PerNode) or len(speeds) != len(ranks)):
         raise ConfigError("expected speeds of each of a fixed number of ranks")
     if isinstance(ranks, PerNode) and (max_restarts or not rejoin):
@@ -91,6 +97,11 @@ def run(
             f"come and go, got {max_restarts} and {rejoin}; give a list of RankSpec"
         )
     variables = dict(environment or {})
+    for name, value in variables.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigError(
+                f"expected text in environment, got {value!r} as {name!r}"
+            )
     if policy is not None:
         variables["ELCHE_POLICY"] = policy
     if min_ranks is not None:
@@ -126,7 +137,13 @@ def run(
 
 def _program(train: Callable[..., Any] | str | Path, args: tuple[Any, ...]) -> Program:
     if callable(train):
-        return Program((), cloudpickle.dumps((train, args)))
+        try:
+            return Program((), cloudpickle.dumps((train, args)))
+        except Exception as error:
+            raise ConfigError(
+                f"expected a function and arguments that can be pickled, got "
+                f"{train!r}: {error}; open files and connections inside of it"
+            ) from error
     if not isinstance(train, (str, Path)):
         raise ConfigError(f"expected a function or a script's path, got {train!r}")
     return Program((str(train), *map(str, args)), b"")

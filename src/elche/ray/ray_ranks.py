@@ -123,6 +123,8 @@ class RayRanks:
                     f"{dict(spec.label_selector)}"
                 )
                 return fail(f"it was not started in {self._start_s:g} s: {why}")
+            except ValueError as error:
+                return fail(f"Ray refuses {dict(spec.resources)}: {error}")
             except RayTaskError as error:
                 return fail(f"its process cannot be started: {error.cause}")
             except RayError as error:

@@ -1,4 +1,4 @@
-"""A rank's process on a node of Ray: ``remote_rank SOCKET [SCRIPT ARGUMENT...]``.
+"""A rank's process on a node of Ray: ``remote_rank SOCKET PARENT [SCRIPT ...]``.
 
 Without a script it calls the function that comes over the socket, and answers with what
 that returned.
@@ -24,9 +24,9 @@ def end_with_parent(parent: int) -> None:
         sys.exit(1)
 
 
-def main(descriptor: int, command: list[str]) -> None:
+def main(descriptor: int, parent: int, command: list[str]) -> None:
     """Runs the script in place of this program, or calls the function."""
-    end_with_parent(os.getppid())
+    end_with_parent(parent)
     with socket.socket(fileno=descriptor) as link:
         if command:
             os.execv(sys.executable, [sys.executable, *command])
@@ -44,4 +44,4 @@ def main(descriptor: int, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -53,7 +53,8 @@ class RankHost:
         }
         ours, theirs = socket.socketpair()
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", MAIN, str(theirs.fileno()), *command),
+            *(sys.executable, "-m", MAIN),
+            *(str(theirs.fileno()), str(os.getpid()), *command),
             env=here | environment,
             pass_fds=(theirs.fileno(),),
         )

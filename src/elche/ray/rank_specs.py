@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Final
 
 from elche.errors import ConfigError
@@ -32,15 +33,26 @@ class RankSpec:
     speed_hint: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.resources:
+        needs, labels, hint = self.resources, self.label_selector, self.speed_hint
+        if not isinstance(needs, Mapping) or not needs:
             raise ConfigError(
-                "expected resources of a RankSpec such as {'GPU': 1}, got none"
+                f"expected resources of a RankSpec such as {{'GPU': 1}}, got {needs!r}"
             )
-        for name, amount in self.resources.items():
-            if not 0 < amount < math.inf:
+        for name, amount in needs.items():
+            if not _is_positive(amount):
                 raise ConfigError(
-                    f"expected a positive amount of {name!r}, got {amount!r}"
+                    f"expected positive numbers as resources, got {amount!r} of "
+                    f"{name!r}"
                 )
+        if not isinstance(labels, Mapping) or not all(
+            isinstance(text, str) for label in labels.items() for text in label
+        ):
+            raise ConfigError(
+                "expected a label_selector such as {'ray.io/accelerator-type': "
+                f"'A100'}}, got {labels!r}"
+            )
+        if hint is not None and not _is_positive(hint):
+            raise ConfigError(f"expected a positive speed_hint, got {hint!r}")
 
     def on(self, node: str) -> RankSpec:
         """The same needs on one node, by its id."""
@@ -85,6 +97,11 @@ class Job:
     start_s: float
 
 
+def _is_positive(number: object) -> bool:
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    return is_number and 0 < float(number) < math.inf  # type: ignore[arg-type]
+
+
 def hints_of(ranks: Sequence[RankSpec]) -> str:
     """Speed hints of ranks as a variable's text; "" without.
 
@@ -97,4 +114,4 @@ def hints_of(ranks: Sequence[RankSpec]) -> str:
             f"expected a speed_hint of every rank or of none, got {len(hints)} for "
             f"{len(ranks)} ranks"
         )
-    return ",".join(map(repr, hints))
+    return ",".join(repr(float(hint)) for hint in hints)

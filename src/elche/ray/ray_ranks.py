@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import pickle
 import signal
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.placement_group import remove_placement_group as remove_group
@@ -82,6 +83,12 @@ class RayRanks:
             environment.setdefault("ELCHE_DEVICE", "cpu")
         is_first = rank < self._world_size
 
+        def fail(why: str) -> int:
+            logger.error("rank %d: %s", rank, why)
+            self.results[rank] = pickle.dumps((None, why, ""))
+            self._drop(place)
+            return 1
+
         async def run(process: RayProcess) -> int:
             try:
                 starting = self._begin(process, place, environment)
@@ -91,14 +98,15 @@ class RayRanks:
                     await starting
                 code, self.results[rank] = await process.host.wait.remote()
             except asyncio.TimeoutError:
-                logger.error(
-                    "rank %d was not started in %g s: no node has %s free, with "
-                    "labels %s",
-                    *(rank, self._job.start_s, dict(spec.resources)),
-                    dict(spec.label_selector),
+                why = process.trouble or (
+                    f"no node has {dict(spec.resources)} free, with labels "
+                    f"{dict(spec.label_selector)}"
                 )
-                self._drop(place)
-                return 1
+                return fail(f"it was not started in {self._job.start_s:g} s: {why}")
+            except ValueError as error:
+                return fail(f"Ray refuses {dict(spec.resources)}: {error}")
+            except RayTaskError as error:
+                return fail(f"its process cannot be started: {error.cause}")
             except RayError as error:
                 logger.warning("rank %d: its node or actor has died: %s", rank, error)
                 self._drop(place)
@@ -119,8 +127,11 @@ class RayRanks:
             try:
                 await host.start.remote(job.command, job.call, environment)
                 process.has_started = True
+            except RayTaskError:  # it would fail again
+                raise
             except RayError as error:  # its node is going, and Ray does not know yet
-                logger.info("an actor has died before it began: %s", error)
+                process.trouble = f"its actor has died before it began: {error}"
+                logger.info("%s", process.trouble)
                 self._drop(place)
                 await asyncio.sleep(AGAIN_S)
 
@@ -177,6 +188,7 @@ class RayProcess:
     Attributes:
         host: its actor.
         has_started: False while it waits for a node.
+        trouble: why its last actor died before that, "" if none did.
         returncode: see `RankProcess`.
     """
 
@@ -188,6 +200,7 @@ class RayProcess:
         self.host: Any = None
         self.has_started = False
         self.returncode: int | None = None
+        self.trouble = ""
         self._drop = drop
         self._running: asyncio.Task[int] = asyncio.ensure_future(run(self))
         self._running.add_done_callback(self._note_end)
@@ -219,4 +232,7 @@ class RayProcess:
 
     def _note_end(self, running: asyncio.Task[int]) -> None:
         if not running.cancelled():
-            self.returncode = running.result()
+            error = running.exception()
+            if error is not None:
+                logger.error("a rank cannot be started or watched", exc_info=error)
+            self.returncode = running.result() if error is None else 1

@@ -80,8 +80,14 @@ def run(
     """
     from elche.launching.launching import Returned, value_of
 
-    if not isinstance(ranks, PerNode) and not ranks:
-        raise ConfigError("expected at least one RankSpec, or elche.ray.per_node()")
+    is_list = isinstance(ranks, Sequence) and bool(ranks)
+    if not isinstance(ranks, PerNode) and not (
+        is_list and all(isinstance(spec, RankSpec) for spec in ranks)
+    ):
+        raise ConfigError(
+            "expected a list of at least one RankSpec, or elche.ray.per_node(), got "
+            f"{ranks!r}"
+        )
     if speeds is not None and (isinstance(ranks, PerNode) or len(speeds) != len(ranks)):
         raise ConfigError("expected speeds of each of a fixed number of ranks")
     if isinstance(ranks, PerNode) and (max_restarts or not rejoin):
@@ -90,6 +96,11 @@ def run(
             f"come and go, got {max_restarts} and {rejoin}; give a list of RankSpec"
         )
     variables = dict(environment or {})
+    for name, value in variables.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigError(
+                f"expected text in environment, got {value!r} as {name!r}"
+            )
     if policy is not None:
         variables["ELCHE_POLICY"] = policy
     if min_ranks is not None:
@@ -108,10 +119,12 @@ def run(
         max_restarts=max_restarts,
     )
     is_script = isinstance(train, (str, Path))
+    if not is_script and not callable(train):
+        raise ConfigError(f"expected a function or a script's path, got {train!r}")
     job = Job(
         ranks=ranks,
         command=(str(train), *map(str, args)) if is_script else (),
-        call=b"" if is_script else cloudpickle.dumps((train, tuple(args))),
+        call=b"" if isinstance(train, (str, Path)) else _pickled(train, tuple(args)),
         launch=launch,
         restarts=restarts,
         start_s=start_timeout_s,
@@ -127,6 +140,16 @@ def run(
         return Returned(*pickle.loads(message)) if message else Returned()
 
     return value_of(result, returned_by)
+
+
+def _pickled(train: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps((train, args)))
+    except Exception as error:
+        raise ConfigError(
+            f"expected a function and arguments that can be pickled, got "
+            f"{train!r}: {error}; open files and connections inside of it"
+        ) from error
 
 
 def _supervise(job: Job) -> Any:

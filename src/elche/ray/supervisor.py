@@ -7,9 +7,11 @@ of `elche run`. It is restarted nowhere else: only what can reach it commits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Final, final
 
@@ -40,6 +42,8 @@ class Supervisor:
         self._ranks: RayRanks | None = None
         self._run: LaunchedRun | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._signal: signal.Signals | None = None
+        self._changing = threading.Lock()  # of the three above: calls have own threads
         self._watching: asyncio.Task[None] | None = None
         self._nodes: dict[str, int] = {}  # under `PerNode`: the place of each
 
@@ -75,13 +79,19 @@ class Supervisor:
 
     def interrupt(self, number: int) -> None:
         """Ends the run as `elche run` does on a signal."""
-        if self._loop is not None and self._run is not None:
-            self._loop.call_soon_threadsafe(
-                self._run.processes.interrupt, signal.Signals(number)
-            )
+        with self._changing:
+            self._signal = signal.Signals(number)  # for the next launch, if none is on
+            if self._loop is not None and self._run is not None:
+                with contextlib.suppress(RuntimeError):  # the last one's is closed
+                    self._loop.call_soon_threadsafe(
+                        self._run.processes.interrupt, self._signal
+                    )
 
     def _begin(self, run: LaunchedRun) -> None:
-        self._run, self._loop = run, asyncio.get_running_loop()
+        with self._changing:
+            self._run, self._loop = run, asyncio.get_running_loop()
+            if self._signal is not None:  # when the ranks have been asked for
+                self._loop.call_soon(run.processes.interrupt, self._signal)
         assert self._ranks is not None
         watching = _watch_nodes(run, self._ranks, self._job.ranks, self._nodes)
         self._watching = self._loop.create_task(watching)

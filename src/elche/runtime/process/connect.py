@@ -120,8 +120,10 @@ def _find_under_torchrun(
         base = default_store() if has_group else _open_store(placement, timeout_s)
         store = dist.PrefixStore(_agree_on_prefix(base, placement, timeout_s), base)
         store.set(f"host/{placement.rank}", host_name())
-        ranks = range(placement.world_size)
-        hosts = {store.get(f"host/{rank}").decode() for rank in ranks}
+        keys = [f"host/{rank}" for rank in range(placement.world_size)]
+        # A default group's store has a deadline of its own: half an hour.
+        store.wait(keys, timedelta(seconds=timeout_s))
+        hosts = {store.get(key).decode() for key in keys}
         if len(hosts) > 1 and "ELCHE_LISTEN" not in os.environ:
             raise ConfigError(
                 f"ranks are on {len(hosts)} hosts, but elche listens on loopback; "
@@ -133,6 +135,7 @@ def _find_under_torchrun(
             if len(hosts) == 1:
                 told = _hide(told)
             store.set("coordinator", told)
+        store.wait(["coordinator"], timedelta(seconds=timeout_s))
         told = store.get("coordinator").decode()
         if len(hosts) == 1:
             told = _read_hidden(told)

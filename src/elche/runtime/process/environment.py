@@ -139,9 +139,13 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
 def _with_default_group(environment: Mapping[str, str]) -> Mapping[str, str]:
     """Fills in rank and world size of torch's default group, if it exists already.
 
+    Under `elche run` the group plays no part, and may be one of this rank alone.
+
     Raises:
         ConfigError: the variables name others.
     """
+    if "ELCHE_COORDINATOR" in environment:
+        return environment
     if not (dist.is_available() and dist.is_initialized()):
         return environment
     own = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}

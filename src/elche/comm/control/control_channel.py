@@ -2,14 +2,14 @@
 
 Another thread may send, and nothing else.
 
-Where the launcher starts a coordinator anew that has died, the channel *comes again*:
-it keeps what the coordinator may not have taken, and when its connection has ended it
-goes on with the next one where both stand. Who waits sees a pause, and no error.
+Where the launcher restarts a dead coordinator, the channel reconnects: it keeps
+unacknowledged messages and resumes the stream over the next connection. A waiting
+caller sees a pause and no error.
 
 Sending is one way and costs microseconds; receiving never blocks except in the named
-waits, each of which has a deadline. Every system call lets go of the interpreter, which
-another thread (one that drives a reduction) may take; so there are as few as can be:
-one to see that nothing has come, one more to read what has, one to send.
+waits, each of which has a deadline. Every system call releases the GIL, which another
+thread (one that drives a reduction) may take. So system calls are few: one to poll, one
+more to read, one to send.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ControlChannel:
             key: the run's secret.
             rank: this rank.
             timeout_s: deadline, also of sending.
-            resumes: the coordinator is started anew if it dies.
+            resumes: the coordinator is restarted if it dies.
 
         Raises:
             CommunicationError: no coordinator answers there, or something else does.
@@ -207,7 +207,7 @@ class ControlChannel:
         self._await(lambda: any(isinstance(m, kinds) for m in self._inbox), timeout_s)
 
     def beat(self, stack: str, *, waits: bool) -> None:
-        """Says that this process lives; from its heartbeat's thread."""
+        """Sends a heartbeat; called by the heartbeat thread."""
         self._send({"type": "Beat", "stack": stack, "waits": waits})
 
     def wait_readable(self, timeout_s: float) -> None:
@@ -308,7 +308,7 @@ class ControlChannel:
                 self._note_unreachable(error)
                 may_resume = self._reconnect is not None and not self.is_unreachable
                 if may_resume and self._failure is None:
-                    return  # the training thread sees it when it reads, and comes again
+                    return  # the training thread sees it when it reads, and reconnects
                 # After a frame that went out in part no other can be read there.
                 self._cut = self._unsent(messages, error)
                 self._failure = self._failure or self._cut
@@ -327,7 +327,7 @@ class ControlChannel:
         return failure
 
     def _put(self, data: bytes) -> None:
-        """Hands bytes to the system; waits only where it has no room for them."""
+        """Writes bytes to the socket; blocks only while its buffer is full."""
         sent = 0
         with contextlib.suppress(BlockingIOError):
             sent = self._socket.send(data)
@@ -342,7 +342,7 @@ class ControlChannel:
     def _read(self, timeout_s: float) -> None:
         """Reads what is there, waiting for the first byte at most ``timeout_s``.
 
-        What came before the end (the reason of it, say) counts first.
+        Messages received before the end, such as its reason, are delivered first.
         """
         if self._closed:
             raise CommunicationError("the control channel is closed")
@@ -379,7 +379,7 @@ class ControlChannel:
             self.is_unreachable = True
 
     def _come_again(self, error: OSError | None) -> None:
-        """Goes on with a coordinator that was started anew, where both stand.
+        """Reconnects to a restarted coordinator and resumes the stream.
 
         Raises:
             CommunicationError: there is none in time, or it does not take this rank.
@@ -397,7 +397,7 @@ class ControlChannel:
                     self._put(self._codec.encode(self._hello()))
                     self._await_resumed(deadline_s)
                 except (CommunicationError, OSError) as failure:
-                    # Nobody listens any more: the launcher has ended.
+                    # No socket listens any more: the launcher has ended.
                     is_over = isinstance(failure.__cause__, ConnectionRefusedError)
                     is_over |= refusals == MOST_REFUSALS
                     if is_over or time.monotonic() > deadline_s:
@@ -412,10 +412,10 @@ class ControlChannel:
     def _await_resumed(self, deadline_s: float) -> None:
         while not self._has_resumed:
             if not self._poll.poll(max(0.0, deadline_s - time.monotonic()) * 1e3):
-                raise CommunicationError("it does not answer")
+                raise CommunicationError("the coordinator does not answer")
             data = self._socket.recv(_CHUNK_BYTES)
             if not data:
-                raise CommunicationError("it has ended the connection")
+                raise CommunicationError("the coordinator has closed the connection")
             for message in self._codec.feed(data):
                 self._take(message)
 

@@ -20,7 +20,7 @@ The coordinator has given it up before, after `SILENT_S`.
 
 
 Reconnect: TypeAlias = Callable[[], tuple[socket.socket, FrameCodec]]
-"""Connects to a coordinator that is started anew; see `reach`."""
+"""Connects to a restarted coordinator; see `reach`."""
 
 
 def reach(

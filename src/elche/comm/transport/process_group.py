@@ -387,7 +387,7 @@ def late_error(text: str, missing: Sequence[int]) -> CommunicationError:
 
 
 def _nothing() -> None:
-    """Nobody can end the run from outside."""
+    """Default check: does nothing, since the run cannot be ended from outside."""
 
 
 def gather_texts(group: Group, text: str, what: str) -> list[str]:

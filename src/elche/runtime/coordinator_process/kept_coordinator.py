@@ -1,4 +1,4 @@
-"""The run's coordinator as its launcher sees it: a child, started anew when it dies.
+"""The run's coordinator in its launcher: a child, restarted when it dies.
 
 The launcher holds the socket that ranks connect to, so that they find the next one at
 the same address, and the journal, from which that one stands where the last one stood.
@@ -46,7 +46,7 @@ STOP_S: Final = 5.0
 
 @final
 class KeptCoordinator:
-    """Starts the coordinator, keeps its journal, and tells it what the launcher sees.
+    """Starts the coordinator, keeps its journal, and sends it the launcher's events.
 
     Args:
         world_size: ranks that the run begins with.
@@ -56,10 +56,10 @@ class KeptCoordinator:
 
     Attributes:
         address: of that.
-        status: of the run, as was last heard.
-        told_to_end: ranks that were told to end, because of another or of none.
-        on_lost: called with a rank without which the run goes on, before anybody is
-            told: it must not run any more.
+        status: of the run, as last received.
+        told_to_end: ranks aborted for a reason other than their own failure.
+        on_lost: called with a lost rank that the run survives, before the others are
+            notified: its process must be ended.
         on_end: called with the kind of `Abort` that ends the run.
         on_message: called with each event and instruction, in their order; to be set
             before the start.
@@ -112,7 +112,7 @@ class KeptCoordinator:
         self._running = asyncio.ensure_future(self._run())
 
     async def stop(self, *, wants_story: bool = False) -> tuple[str, ...]:
-        """Ends the process, and nobody can connect any more.
+        """Ends the process and closes the listening socket.
 
         Returns:
             The log of messages and decisions, as far as it is kept, if it is wanted.
@@ -137,12 +137,12 @@ class KeptCoordinator:
                 self._process.kill()
 
     def take(self, what: Input) -> None:
-        """Hands the coordinator what this launcher saw."""
+        """Sends the coordinator an event that this launcher saw."""
         self._commands.add(what)
         self._send(Command(what))
 
     def _send(self, message: object) -> None:
-        """To the process that serves now; the next one learns it at its start."""
+        """Sends to the running process; a restarted one receives it at its start."""
         if self._writer is not None:
             self._writer.write(pack(message))
 
@@ -186,7 +186,7 @@ class KeptCoordinator:
             logger.warning("the coordinator %s: another one goes on with the run", how)
 
     def _give_up(self, why: str) -> None:
-        """Ranks see that nobody listens any more, and end."""
+        """Closes the listening socket, so that ranks fail to reconnect and end."""
         logger.error("%s: the run ends", why)
         self._journal.clear()
         self._gave_up = why

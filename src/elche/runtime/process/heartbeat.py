@@ -24,7 +24,7 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 @final
 class Heartbeat:
-    """A thread that says once a second that this process lives.
+    """Thread that sends a heartbeat once a second.
 
     The training thread notes when it is in elche: it says itself where it is otherwise
     only by its Python stack, which this thread looks at.

@@ -76,7 +76,7 @@ class LaunchedRun:
             await self._start(len(self._places), place, facts)
 
     async def _replace(self, rank: int) -> None:
-        """Starts another in place of a rank that has died, if the run takes more."""
+        """Starts a replacement of a dead rank, if ``rejoin`` allows another."""
         if self._replacements:
             self._replacements -= 1
             await self.join(self._places[rank])
@@ -96,7 +96,7 @@ class LaunchedRun:
         self.processes.add(rank, process)
 
     async def close(self) -> None:
-        """Ends what is still there, and writes what the run leaves."""
+        """Ends remaining processes, and writes the event log and the timeline."""
         config, server = self._config, self._server
         await self.processes.close()
         server.on_message = None

@@ -1,8 +1,7 @@
 """Process groups of a rank, formed where others may die meanwhile.
 
-gloo's connecting cannot be broken off: it waits for ranks that have published where
-they listen, and died since. So a thread of its own does that, and is left to itself
-when it is too late.
+gloo's connect cannot be cancelled: it waits for ranks that have published an address
+and died since. So a separate thread connects; it is abandoned at the deadline.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class RankGroups:
         timeout_s: deadline of forming a group, and of a collective.
         check: called while it waits, and reads the channel; raises where the run is
             over, or a rank gone.
-        why_failed: the error, by a collective's ranks, its text and who did not come.
+        why_failed: the error, by a collective's ranks, its text and missing ranks.
 
     Attributes:
         generation: number of the members' group, or of the one to be formed next.
@@ -68,7 +67,7 @@ class RankGroups:
         self.generation = 0
         self.members = [*range(placement.world_size)]
         if placement.joins:
-            self.members.append(self._rank)  # of the others it hears when it joins
+            self.members.append(self._rank)  # the others' ranks follow when it joins
         self._shares = self.can_share = False
         self._device_config = DeviceGroupConfig(timeout_s)
         self.has_ended = True  # there is no group: not yet, or not any more
@@ -107,7 +106,7 @@ class RankGroups:
             )
 
     def stay_apart(self, transport: str) -> None:
-        """Forms no group yet: the others go on until this rank has built its own."""
+        """Forms no group yet: the others train until this rank is ready to join."""
         self._note_transport(transport)
         self.has_ended = False
 

@@ -1,6 +1,6 @@
 """The processes of a run's ranks: forwarded signals, and the first failure.
 
-Only processes that were handed over here are ever signalled.
+Only processes that were added here are ever signalled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 GRACE_S = 10.0
 """Grace (s) of the others after a rank has failed, and of all after Ctrl-C."""
 LATE_S = (3.0, 4.0)
-"""After a deadline, for ranks that do not answer: until SIGTERM, and until SIGKILL."""
+"""Grace (s) of unresponsive ranks after a deadline: to SIGTERM, to SIGKILL."""
 HEED_S = 4.0
 """Grace (s) after a signal but Ctrl-C: with KILL_AFTER_S below `docker stop`'s 10."""
 KILL_AFTER_S = 5.0
@@ -92,16 +92,16 @@ class RankProcesses:
         self._watchers.append(asyncio.ensure_future(self._watch(rank, process)))
 
     def handle_signals(self) -> None:
-        """From here on signals to this process come to :meth:`interrupt`, or ranks."""
+        """Routes signals of this process to :meth:`interrupt`, or to the ranks."""
         handle_signals(self._processes, self.interrupt)
 
     def interrupt(self, number: signal.Signals) -> None:
-        """The launcher was sent a signal: all ranks are told; the second kills them.
+        """Handles a signal to the launcher: ends all ranks; a second one kills them.
 
-        Ranks at the coordinator hear the reason from it, and end by an exception. The
-        others get the signal itself, unless the terminal has sent it to them already;
-        so do those that handle SIGTERM, and all where all that run do this or heed it,
-        and end with a result or a checkpoint.
+        Connected ranks receive the reason from the coordinator and raise it. The other
+        ranks receive the signal itself, unless the terminal has sent it already. So
+        do ranks that handle SIGTERM; if all running ranks handle or heed it, all
+        receive it, and end with a result or a checkpoint.
 
         Args:
             number: the signal.
@@ -140,7 +140,7 @@ class RankProcesses:
     def _run_ended(self, kind: str) -> None:
         """Ends ranks that outlast the run; a failure shows in an exit code.
 
-        Ranks that never meet, as those of a plain script, end when they like.
+        Ranks that never connect, as those of a plain script, are left to end.
         """
         if kind != "deadline":
             return
@@ -205,8 +205,8 @@ class RankProcesses:
     def failed_first(self) -> int | None:
         """The rank whose failure came first; None if no rank has failed.
 
-        A rank that ends because it is told of another's failure, or is ended here, has
-        failed only if no other has, and one that the others outlived has not.
+        A rank that was ended by another's failure, or here, counts only if no other has
+        failed. A rank whose loss the run survived does not count.
         """
         codes = self.exit_codes()
         ended = *self.ended, *self.terminated

@@ -1,4 +1,4 @@
-"""Restarts of a whole run after a rank has died: all ranks anew, from a checkpoint."""
+"""Restarts of all ranks from a checkpoint, after a rank has died."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERY: Final = "ELCHE_CHECKPOINT_EVERY_S"
 KEEP: Final = "ELCHE_CHECKPOINT_KEEP"
 RESUME: Final = "ELCHE_RESUME"
 AT_ONCE_S: Final = 60.0
-"""A start that ends before has come to nothing, where no checkpoint tells."""
+"""A start shorter than this (s) that wrote no checkpoint made no progress."""
 PROBE_S: Final = 60.0
 DEVICE_FILES: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files of accelerators; without them no device can disappear."""
@@ -41,8 +41,8 @@ class RestartConfig:
         checkpoint_dir: folder of the run's checkpoints, if elche writes any.
         every_s: seconds between two of them; None: the script decides.
         keep: how many complete ones are kept.
-        resume: the first start goes on from the newest of them as well.
-        max_restarts: how often a run is started anew after a death.
+        resume: the first start, too, resumes from the newest checkpoint.
+        max_restarts: most restarts of a run after deaths.
     """
 
     checkpoint_dir: Path | None = None
@@ -87,10 +87,10 @@ def launch_with_restarts(
     say: Callable[[str], None],
     on_ready: Callable[[LaunchedRun], None] = handle_signals,
 ) -> LaunchResult:
-    """Runs ranks as `launch` does, and starts all of them anew after a death.
+    """Runs ranks as `launch` does, and restarts all of them after a death.
 
-    Not after a clean end, nor after a signal to the launcher, nor where the same error
-    has ended two starts in a row without anything won in between.
+    No restart follows a clean end, a signal to the launcher, or the same error in two
+    consecutive starts without progress.
 
     Args:
         config: what to start.

@@ -305,12 +305,16 @@ def test_a_node_that_falls_silent_is_given_up(
             silent_s = run.trains([0], stopped_s + 0.5)
             assert run.stop()["world"] == 1
         finally:
-            for pid in stopped:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all(stopped)
     record_property("seconds", {"silent node": silent_s})
     print("seconds until the survivor trains beside a silent node:", silent_s)
     check_counts(run, "sync", 1)
+
+
+def kill_all(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:

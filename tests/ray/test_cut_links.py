@@ -16,8 +16,7 @@ import pytest
 
 from benchmarks.links.namespaces import Link, slow_link
 from elche.errors import ConfigError
-from tests.ray.conftest import END_S
-from tests.ray.test_cluster_run import Counted, check_counts
+from tests.ray.test_cluster_run import Counted, check_counts, kill_all
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults, pytest.mark.slow]
 
@@ -50,25 +49,19 @@ class Driver(Future[Any]):
 
 
 @contextmanager
-def started(link: Link, namespace: str, *words: str) -> Iterator[Any]:
-    """A process in a namespace; it is ended in the end."""
-    process = subprocess.Popen(
-        ["ip", "netns", "exec", namespace, *words],
-        stdout=subprocess.DEVNULL,
-    )
+def emptied(namespace: str) -> Iterator[None]:
+    """In the end kills every process in a namespace."""
     try:
-        yield process
+        yield
     finally:
-        process.terminate()
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        listed = subprocess.run(
+            ["ip", "netns", "pids", namespace], capture_output=True, check=True
+        )
+        kill_all([int(pid) for pid in listed.stdout.split()])
 
 
 def node_words(link: Link, number: int | None) -> list[str]:
-    """Words that start a node and stay with it: of a rank, or the head."""
+    """Command that starts a node, of a rank or the head, and ends when that is up."""
     head = link.coordinator
     if number is None:
         where = [
@@ -84,7 +77,8 @@ def node_words(link: Link, number: int | None) -> list[str]:
         where.append(f"--node-ip-address={link.ranks[number][1]}")
     memory = f"--object-store-memory={80 << 20}"
     ray = str(Path(sys.executable).with_name("ray"))
-    return [ray, "start", *where, memory, "--block"]
+    namespace = link.switch if number is None else link.ranks[number][0]
+    return ["ip", "netns", "exec", namespace, ray, "start", *where, memory]
 
 
 def test_a_cut_link_is_waited_for_and_then_given_up(
@@ -97,19 +91,13 @@ def test_a_cut_link_is_waited_for_and_then_given_up(
             pytest.skip(f"needs network namespaces: {error}")
         up = ["ip", "-n", link.switch, "link", "set", "lo", "up"]
         subprocess.run(up, check=True)
-        stack.enter_context(started(link, link.switch, *node_words(link, None)))
-        time.sleep(5.0)
-        for number in (0, 1):
-            words = node_words(link, number)
-            stack.enter_context(started(link, link.ranks[number][0], *words))
-        words_of_driver = (
-            sys.executable,
-            "-c",
-            DRIVER,
-            link.coordinator,
-            str(tmp_path),
-        )
-        driver = stack.enter_context(started(link, link.switch, *words_of_driver))
+        for namespace in (link.switch, *(own for own, *_ in link.ranks)):
+            stack.enter_context(emptied(namespace))
+        for number in (None, 0, 1):
+            subprocess.run(node_words(link, number), check=True)
+        there = "ip", "netns", "exec", link.switch
+        words = sys.executable, "-c", DRIVER, link.coordinator, str(tmp_path)
+        driver = subprocess.Popen([*there, *words])  # killed with its namespace
         run = Counted(tmp_path, Driver(driver))
         run.trains([0, 1])
 

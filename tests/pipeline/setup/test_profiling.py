@@ -158,7 +158,7 @@ def test_the_plan_stays_within_the_memory() -> None:
     assert isinstance(config.costs, PipelineCosts)
     assert math.isinf(config.costs.memory[0])
     assert config.costs.memory[1] < 170.0
-    with pytest.raises(ConfigError, match="only if some get no layers"):
+    with pytest.raises(ConfigError, match="no partition fits the memory"):
         plan(slow=0.5, limit=30.0)
 
 

@@ -95,7 +95,7 @@ def test_no_rank_has_a_sum_while_a_part_of_it_is_missing() -> None:
     wire.late.add(2)
     for end in ends:
         end.begin(0)
-    with pytest.raises(ProtocolError, match="this one has not sent its part of it"):
+    with pytest.raises(ProtocolError, match="this rank has not sent its part"):
         ends[0].commit()
 
 

@@ -48,10 +48,10 @@ class Measures:
         settings: the settings that the ranks agreed on.
         times: the ranks' times, recorded by the policies.
 
-        Attributes:
-            count: grants of warm steps measured since the last choice.
-            probe_s: time of a reduction as probed.
-            sync_s: time of a reduction as of now.
+    Attributes:
+        count: grants of warm steps measured since the last choice.
+        probe_s: time of a reduction as probed.
+        sync_s: time of a reduction as of now.
     """
 
     def __init__(self, settings: Settings, times: RankTimes) -> None:

@@ -131,7 +131,7 @@ class Balancer:
         """Records one measured step of all ranks.
 
         A rank without samples or without a time keeps its model. A share that ran in
-        micro-batches is recorded as one of them, so that the fixed cost is that of one.
+        micro-batches is recorded as one micro-batch, which has one fixed cost.
 
         Args:
             samples: samples of each rank in the step.
@@ -154,9 +154,9 @@ class Balancer:
     def sizes(self, batch_samples: int) -> tuple[int, ...]:
         """Splits a global batch for the shortest predicted step.
 
-        The split of a batch size is kept until another split is predicted to be shorter
-        by more than `REBALANCE_GAIN`, or gives more to a rank that idles for half of
-        the step. It uses few sizes (`ShareSizes`), and new ones only if they pay.
+        The split of a batch size is kept until another split is predicted to save more
+        than `REBALANCE_GAIN`, or to wake a rank that idles for half of the step. It
+        uses few sizes (`ShareSizes`), and new ones only if they pay.
         Before measurements it is equal, or follows the hints.
 
         Returns:

@@ -104,9 +104,9 @@ class Chooser:
     """Picks and keeps the policy and the ranks with the highest predicted goodput.
 
     ``sync`` does not change the user's optimisation, so it is picked unless another
-    policy is clearly better. It takes the most ranks within the same margin of the best
-    number, and excludes the slowest first. It never takes so many that the fastest
-    device alone would be faster.
+    policy is clearly better. It keeps as many ranks as reach the best number's goodput
+    within that margin, and excludes the slowest first. It never takes so many that the
+    fastest device alone would be faster.
 
     A choice is kept until another one is better by a tenth, so that jitter of measured
     times does not change it. A choice slower than the fastest device alone is replaced

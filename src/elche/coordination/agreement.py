@@ -35,7 +35,7 @@ class Settings:
         epochs: number of epochs in the run, None if unknown.
         micro_batches: the loop splits a share above a rank's ``max_samples`` into
             several parts, so shares may exceed that limit.
-        is_default: the user named no policy; windows could be advised instead.
+        is_default: the user named no policy, and windows are possible.
         is_delayed: steps are applied one step late.
         is_stream: the data set is a stream.
         syncs_batchnorm: the model has SyncBatchNorm layers.

@@ -57,7 +57,7 @@ class Barriers:
 
 
 class EpochEnding:
-    """Ends an early-left epoch on the other ranks only once the leavers are well.
+    """Ends an epoch on staying ranks only once the leaving ranks are known to live.
 
     A loop that breaks and a loop that raises look alike at first. The rank's next
     message tells them apart, as do ``WELL_AFTER_S`` seconds without a failure.
@@ -95,7 +95,7 @@ class EpochEnding:
         return self.confirm(-1)
 
     def confirm(self, rank: int) -> list[Instruction]:
-        """Notes that a rank is well or lost; releases instructions after the last."""
+        """Notes that a rank lives or is lost; releases instructions after the last."""
         self._unconfirmed.discard(rank)
         if self._unconfirmed:
             return []

@@ -101,7 +101,7 @@ class RunRecord:
         return []
 
     def clock_s(self, wall_s: float, host_s: float) -> float:
-        """Returns the run's clock less a host's; pauses between coordinators count."""
+        """Returns the run clock's offset to a host's; coordinator restarts count."""
         return max(self.now_s, wall_s) - host_s
 
     def expects(self, rank: int) -> bool:

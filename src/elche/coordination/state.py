@@ -146,8 +146,8 @@ class Coordinator:
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
         """Handles one event; returns the instructions to send.
 
-        Errors of a worker (a claim of work that was not granted, a message out of turn)
-        end the run with an :class:`Abort` to every rank, as does a failed decision. No
+        Errors of a worker (a false claim of work, a message out of turn) end the run
+        with an :class:`Abort` to every rank. So does a failed decision. No
         exception reaches the shell.
         """
         self._story.heard(event, now_s)

@@ -51,7 +51,7 @@ PROBES = 3
 FIRST_PROBED_BYTES, MOST_PROBED_BYTES = 2**14, 2**22
 PROBE_GROWTH = 8
 LONG_PROBE_S, MOST_PROBE_S = 0.05, 0.1
-"""Durations (s) that end a probe of a reduction (`elche.comm.transport.probe`)."""
+"""Durations (s) that limit a probe of a reduction (`elche.comm.transport.probe`)."""
 
 
 def join_of(cluster: Cluster, rank: int, device: Device, **changes: Any) -> Join:

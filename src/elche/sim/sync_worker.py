@@ -2,8 +2,8 @@
 
 A step's forward pass takes a third of its time, its backward pass the rest. Gradients
 appear during backward, bucket by bucket, and are reduced as soon as all ranks have
-them. So a step ends when a reduction from the start of the last rank's backward pass
-could have ended, and not before the last bucket of the last rank is reduced.
+them. So a step ends with a reduction that begins in the last rank's backward pass,
+and not before the last rank's last bucket is reduced.
 """
 
 from __future__ import annotations

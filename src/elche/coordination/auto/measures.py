@@ -123,7 +123,7 @@ class Measures:
         if not self.has_sizes:
             return ONE_SIZE_DOUBT
         jitter = max(LEAST_JITTER, self._jitter)
-        # The fastest device's whole batch, the base of all gains, was half of them.
+        # Half of them measured the fastest device's whole batch, the base of gains.
         return DOUBT * jitter * math.sqrt(2.0 / max(1, self.count))
 
     def cluster(

@@ -227,7 +227,7 @@ class EpochCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassBegun:
-    """``sync``: position of a rank that waits, or has received ``gone`` `RankLeft`.
+    """``sync``: position of a rank that waits, or has received ``gone`` `RankLeft`s.
 
     It has begun ``step`` steps of the epoch, and ``passes`` backward passes of the run.
     """

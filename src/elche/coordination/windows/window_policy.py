@@ -56,7 +56,7 @@ class WindowPolicy(Policy):
         members: all ranks, in order.
         epochs: number of epochs if known; decides whether outer momentum pays.
         idle: ranks that get no work, since they cost more time than they save.
-        first_window: number of the first window, relative to which ranks report.
+        first_window: number of the first window; results are identified by it.
         cut_for: returns the cut of global batches into local ones for the ranks in the
             run; None: no cut.
         times: measured times of the ranks, read and updated; None starts anew.

@@ -83,9 +83,9 @@ def sample_efficiency(
     global_batch: float = 1.0,
     optimizer: str = "adam",
 ) -> float:
-    """Samples to a given loss on one device, divided by those that the policy needs.
+    """Returns the samples to a given loss on one device, over those of the policy.
 
-    A table, interpolated linearly in the logarithms of world size, window and
+    The table is interpolated linearly in the logarithms of world size, window and
     efficiency; the last slope continues beyond it. Windows shorter than the first knot
     count as that knot. A lag of ``async`` has no extra cost up to a third of the
     window, and the highest cost at the whole window.

@@ -229,7 +229,7 @@ class ElChe:
         """Returns a rank's number of batches in the next window.
 
         Raises:
-            ConfigError: there is no such rank.
+            ConfigError: the rank does not exist.
         """
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank must be 0 to {self.world_size - 1}, got {rank}")

@@ -83,7 +83,7 @@ class Epochs:
 
         Raises:
             MismatchError: ranks open the epoch differently.
-            ProtocolError: it is not the next epoch, or a repeated request.
+            ProtocolError: the epoch is not the next one, or was requested before.
         """
         if event.rank in self._membership.fresh:
             before = {r: each for r, each in self._opened.items() if r < event.rank}

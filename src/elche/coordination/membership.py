@@ -330,7 +330,7 @@ def as_members(joins: Sequence[Join]) -> list[Member]:
 
 
 def refusal(rank: int, difference: str) -> Abort:
-    """Rejection of a newcomer, with the reason; the run continues."""
+    """Returns the rejection of a newcomer, with the reason; the run continues."""
     return Abort(rank=rank, reason=difference, kind="mismatch")
 
 

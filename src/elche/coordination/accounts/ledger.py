@@ -103,7 +103,7 @@ class EpochLedger:
         """Moves the batches ``start <= batch < stop`` from the pool to a holder.
 
         Raises:
-            TransitionError: they are not all in the pool.
+            TransitionError: some batches are not in the pool.
         """
         self._take(start, stop)
         self._granted(holder, (start, stop))
@@ -129,7 +129,7 @@ class EpochLedger:
         """Moves a holder's next leased batches to trained; returns their samples.
 
         Raises:
-            ProtocolError: they are not the holder's next leased batches.
+            ProtocolError: the batches are not the holder's next leased ones.
         """
         holding = self._holdings.get(holder)
         leases = holding.leased if holding is not None else deque()
@@ -219,7 +219,7 @@ class EpochLedger:
             del self._holdings[holder]
 
     def positions_left(self) -> tuple[Range, ...]:
-        """Positions that are pooled, or were pooled when the epoch was abandoned."""
+        """Returns positions that are pooled, or were when the epoch was abandoned."""
         return tuple(
             (self.sizes.position_of(start), self.sizes.position_of(stop))
             for start, stop in joined([*self._abandoned, *self._pool])

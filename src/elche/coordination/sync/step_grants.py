@@ -199,7 +199,7 @@ class StepGrants:
         """Records that a rank's loop left the epoch, and its last report.
 
         Raises:
-            ProtocolError: it claims work that was not granted, or times are not finite.
+            ProtocolError: the claimed work was not granted, or times are not finite.
         """
         owed = [grant for grant in self._granted if event.rank in grant.owing]
         samples = sum(

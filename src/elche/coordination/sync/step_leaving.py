@@ -106,7 +106,7 @@ class EarlyEnd:
         """Records a staying rank's progress; after all reports, the leavers may join.
 
         Raises:
-            ProtocolError: it began a pass that a rank which left cannot join.
+            ProtocolError: the rank began a pass that a rank which left cannot join.
             ConfigError: see `done`.
         """
         self._waits[event.rank] = event

@@ -149,5 +149,5 @@ class StepShares:
 
 
 def _places(ranks: Iterable[int]) -> dict[int, int]:
-    """Index of each member among the balancer's ranks."""
+    """Returns each member's index among the balancer's ranks."""
     return {rank: place for place, rank in enumerate(sorted(ranks))}

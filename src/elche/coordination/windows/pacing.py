@@ -99,7 +99,7 @@ class Pacing:
             self.el_che.set_batch_samples(max(local, default=1))
 
     def batch_s(self) -> dict[int, float]:
-        """Delivered seconds per batch of each rank; 0.0 where not measured."""
+        """Returns each rank's delivered time (s) per batch; 0.0 if not measured."""
         costs = self.el_che.ms_per_batch
         return {r: ms / 1e3 for r, ms in zip(self.ranks, costs, strict=True)}
 

@@ -47,7 +47,7 @@ class Reduction:
         """Records that a rank has the result.
 
         Raises:
-            ProtocolError: it is of another window, or a repeated report.
+            ProtocolError: the report is of another window, or repeated.
         """
         if event.window != self.plan.window or event.rank not in self.missing:
             raise ProtocolError(

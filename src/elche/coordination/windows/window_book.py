@@ -152,7 +152,7 @@ class WindowBook:
         """Records that a rank has closed the window being collected.
 
         Raises:
-            ProtocolError: it is not in that window, or its weight is invalid.
+            ProtocolError: the rank is not in that window, or its weight is invalid.
         """
         part = self.parts.get(event.rank)
         if part is None or not part.is_open or event.window != self.window:

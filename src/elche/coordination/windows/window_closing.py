@@ -28,7 +28,7 @@ def judge_update(state: WindowState, closed: WindowClosed) -> None:
     is known of them yet.
 
     Raises:
-        NonFiniteError: it is the second in a row, and the settings say "stop".
+        NonFiniteError: the update is the second in a row, under ``non_finite="stop"``.
     """
     rank, window = closed.rank, closed.window
     part, was_diverged = state.book.parts[rank], rank in state.diverged

@@ -328,7 +328,7 @@ class WindowLoop:
             self._result = ResultPhase.HELD
 
     def _urgent(self, is_reduced: bool) -> Action | None:
-        """Action that precedes any training, or None."""
+        """Returns an action that precedes any training, or None."""
         if self._regroup is not None:
             return Action(Do.REGROUP, self._regroup)
         if self._adopt is not None:

@@ -38,7 +38,7 @@ ANYWHERE = 0.29
 LAST_CLOSER_BATCHES = 0.25
 """Delay of the last rank's end of an overlapped window, in batches of the slowest."""
 ADOPTION_BATCHES = 0.5
-"""Delay until the fastest rank's next batch begins, where it adopts, in its batches."""
+"""Delay (own batches) until the fastest rank's next batch, where it adopts."""
 FREE_WAIT = 0.01
 """Fraction of a window that ranks may wait at its end without lengthening it."""
 ALIGNED_RANKS = 64

@@ -36,7 +36,7 @@ def split_for_makespan(
     sample to the rank that would finish it first is optimal, as each rank's time only
     grows. A state on that path is found by bisection of the time, so that only the last
     samples, fewer than W, are assigned one by one. The first guess, for samples that
-    could be divided, mostly is such a state.
+    could be divided, is usually such a state.
 
     Args:
         total: samples to distribute, at least ``minimum`` for every rank.

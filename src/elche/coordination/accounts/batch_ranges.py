@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class BatchCut:
-    """How each global batch is cut into local ones: nearly equal, the larger first.
+    """Cut of each global batch into local ones: nearly equal, the larger first.
 
     Attributes:
         parts: least number of local batches per global batch.

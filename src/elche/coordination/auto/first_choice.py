@@ -4,7 +4,7 @@ Steps are granted one by one until the choice is made. The first step is not war
 measures little. Then two kinds of steps alternate. One of equal shares measures local
 steps of windows. In the other the fastest rank trains all but the least share of each
 other rank: that measures the fastest rank alone, and the fixed cost of the others. It
-ends when several ranks are clearly better than the fastest device, or clearly worse.
+ends when several ranks are clearly better or worse than the fastest device.
 The extra time of steps after the first is bounded by a fraction of the run, or of the
 possible gain. If the first reduction alone exceeds that bound, on a slow link, the
 choice may be one device alone.

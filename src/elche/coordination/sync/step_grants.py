@@ -103,7 +103,7 @@ class StepGrants:
     """Steps of an epoch, from their grant to their commit.
 
     Steps before ``committed_until`` are committed, those before ``until`` are granted,
-    and no rank has the others.
+    and later ones are free.
 
     Attributes:
         world_size: highest rank plus one.
